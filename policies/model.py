@@ -1,0 +1,132 @@
+"""The vocabulary of routing: frozen values for what is shared, slots for what is counted.
+
+Lives here: Endpoint, Candidate, Request, Ask, Pick and their parts. Not here: how they are read from the wire
+(gateway/openai.py), who writes the live numbers (gateway/endpoints.py), or any decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from random import Random
+
+import msgspec
+
+
+class Role(StrEnum):
+    """What a TP group may be asked to do. BOTH serves whole requests."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class EngineKind(StrEnum):
+    """Whose wire dialect an endpoint speaks."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    TRTLLM = "trtllm"
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """How one engine process spreads a model over GPUs: tensor, pipeline, expert and data parallel sizes."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    dp: int = 1
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """One TP group behind one URL, as configured. Live numbers are in EndpointLoad."""
+
+    name: str
+    url: str
+    pool: str
+    served_model: str
+    role: Role = Role.BOTH
+    engine: EngineKind = EngineKind.VLLM
+    layout: Layout = Layout()
+    labels: Mapping[str, str] = {}
+    max_concurrency: int = 24
+
+
+class EndpointLoad:
+    """The live numbers of one endpoint. One writer: gateway's EndpointTable (a simulator's table offline).
+
+    slot             small stable integer, the endpoint's place in Ask.cached and in the prefix index
+    in_flight        requests booked and not yet given back
+    prefill_tokens   uncached prompt tokens booked whose first token has not been seen
+    decode_tokens    context tokens of booked requests past their first token
+    expected_tokens  output tokens booked and not yet produced (expectation, not a promise)
+    available        False while ejected by health or draining: never a candidate
+    running, waiting, kv_usage, scraped_at   the engine's own view at its last scrape; None before the first
+    """
+
+    __slots__ = (
+        "available",
+        "decode_tokens",
+        "expected_tokens",
+        "in_flight",
+        "kv_usage",
+        "prefill_tokens",
+        "running",
+        "scraped_at",
+        "slot",
+        "waiting",
+    )
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.in_flight = 0
+        self.prefill_tokens = 0
+        self.decode_tokens = 0
+        self.expected_tokens = 0
+        self.available = True
+        self.running: int | None = None
+        self.waiting: int | None = None
+        self.kv_usage: float | None = None
+        self.scraped_at: float | None = None
+
+
+class Candidate(msgspec.Struct, frozen=True, eq=False):
+    """An endpoint together with its live load: what filters keep, scorers rate and pickers choose."""
+
+    endpoint: Endpoint
+    load: EndpointLoad
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What a policy may know of a request. Token counts are estimates unless the client sent token ids."""
+
+    id: str
+    model: str
+    tenant: str
+    prompt_tokens: int
+    output_tokens: int
+    stream: bool = False
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """One routing question: who of the candidates serves this request now?
+
+    cached[slot] is how many prompt tokens the endpoint in that slot is believed to hold; empty when the policy
+    does not read prefixes. `tried` holds names of endpoints that failed this request already.
+    """
+
+    request: Request
+    now: float
+    rng: Random
+    cached: Sequence[int] = ()
+    tried: frozenset[str] = frozenset()
+
+
+class Pick(msgspec.Struct, frozen=True):
+    """The routing decision with its reasons. Higher score is better; the unit is the policy's own."""
+
+    candidate: Candidate
+    cached_tokens: int
+    score: float
+    considered: int
+    reason: str
