@@ -1,1 +1,1 @@
-"""."""
+"""The process: HTTP in, HTTP out, live state, admin. Decisions live in policies/, KV movement in kvtransfer/."""

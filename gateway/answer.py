@@ -1,0 +1,132 @@
+"""The one table from failure to answer: status, OpenAI error type and code, retry advice.
+
+Every refusal the gateway speaks is a row here. Engines' own 4xx pass through reshaped(); nothing else invents an error.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from http import HTTPStatus
+
+import msgspec
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One line of the table. `retry` is the x-should-retry hint the OpenAI SDKs obey; None leaves it to the SDK."""
+
+    status: int
+    type: str
+    code: str | None
+    retry: bool | None = False
+
+
+class Failure(Enum):
+    """What can go wrong before the first byte, and what the client is told."""
+
+    BAD_REQUEST = Row(400, "invalid_request_error", None)
+    CONTEXT_TOO_LONG = Row(400, "invalid_request_error", "context_length_exceeded")
+    BAD_KEY = Row(401, "authentication_error", "invalid_api_key")
+    NOT_FOUND = Row(404, "invalid_request_error", "unknown_url")
+    MODEL_NOT_FOUND = Row(404, "invalid_request_error", "model_not_found")
+    METHOD_NOT_ALLOWED = Row(405, "invalid_request_error", "method_not_allowed")
+    REQUEST_TIMEOUT = Row(408, "invalid_request_error", "request_timeout")
+    TOO_LARGE = Row(413, "invalid_request_error", "request_too_large")
+    URI_TOO_LONG = Row(414, "invalid_request_error", "uri_too_long")
+    UNSUPPORTED_MEDIA = Row(415, "invalid_request_error", "unsupported_media_type")
+    EXPECTATION_FAILED = Row(417, "invalid_request_error", "expectation_failed")
+    HEADERS_TOO_LARGE = Row(431, "invalid_request_error", "headers_too_large")
+    OVERLOADED = Row(429, "overloaded_error", "overloaded", retry=None)
+    QUEUE_TIMEOUT = Row(429, "overloaded_error", "queue_timeout", retry=None)
+    INTERNAL = Row(500, "server_error", "internal_error")
+    UPSTREAM_FAILED = Row(502, "upstream_error", "upstream_failed", retry=None)
+    NO_CAPACITY = Row(503, "service_unavailable_error", "no_capacity", retry=None)
+    DRAINING = Row(503, "service_unavailable_error", "draining", retry=None)
+    UPSTREAM_TIMEOUT = Row(504, "upstream_error", "upstream_timeout", retry=None)
+
+
+class GatewayError(Exception):
+    """A refusal on its way to the client. `reason` is the short label in logs and metrics."""
+
+    def __init__(
+        self, failure: Failure, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def status(self) -> int:
+        return self.failure.value.status
+
+    @property
+    def reason(self) -> str:
+        return self.failure.name.lower()
+
+
+def body_of(error: GatewayError) -> bytes:
+    """The OpenAI error object as JSON bytes."""
+    row = error.failure.value
+    return _encode(error.message, row.type, error.param, row.code)
+
+
+def event_of(failure: Failure, message: str) -> bytes:
+    """The in-stream form: one SSE event the SDKs raise on. Never followed by [DONE]."""
+    return b"data: " + _encode(message, failure.value.type, None, "stream_interrupted") + b"\n\n"
+
+
+def headers_of(error: GatewayError) -> list[tuple[str, str]]:
+    """Retry advice: without it the SDKs retry 408, 409, 429 and 5xx twice and triple the load."""
+    headers = []
+    if error.failure.value.retry is not None:
+        headers.append(("x-should-retry", "true" if error.failure.value.retry else "false"))
+    if error.retry_after_s is not None:
+        headers.append(("retry-after-ms", str(max(1, round(error.retry_after_s * 1000)))))
+        headers.append(("retry-after", str(max(1, round(error.retry_after_s)))))
+    return headers
+
+
+def reshaped(status: int, body: bytes) -> bytes:
+    """An engine's error body in OpenAI's shape (engines.md A.6: nested, top-level, or a bare string).
+
+    The engine's message is kept; its integer `code` is not, OpenAI's are strings.
+    """
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        found = None
+    error = found.get("error", found) if isinstance(found, dict) else found
+    if isinstance(error, str):
+        error = {"message": error}
+    if not isinstance(error, dict):
+        error = {}
+    message = error.get("message") or error.get("detail") or HTTPStatus(status).phrase
+    return _encode(str(message), _openai_type(status), _text_or_none(error.get("param")), _code_of(error, status))
+
+
+def _encode(message: str, kind: str, param: str | None, code: str | None) -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def _text_or_none(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _openai_type(status: int) -> str:
+    if status == 401:
+        return "authentication_error"
+    if status == 403:
+        return "permission_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def _code_of(error: dict[str, object], status: int) -> str | None:
+    code = error.get("code")
+    if isinstance(code, str):
+        return code
+    if status == 404 and error.get("param") == "model":
+        return "model_not_found"
+    if status == 400 and "context length" in str(error.get("message", "")):
+        return "context_length_exceeded"
+    return None

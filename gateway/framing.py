@@ -1,0 +1,208 @@
+"""HTTP/1.1 answer framing, sans-IO: the head's few facts, and bodies that hand out their payload as bytes arrive.
+
+Strict where looseness would let two readers see different ends of one body (faults.md A01).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+import msgspec
+
+MAX_HEAD = 64 * 1024
+MAX_SIZE_LINE = 280
+LAST_CHUNK = b"0\r\n\r\n"
+
+_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]*;[^\r\n]{0,256})?\r\n")
+
+
+class FramingError(Exception):
+    """The bytes are not an HTTP/1.1 answer. The message says which rule they break."""
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What the gateway needs of a response head. `length` is None for chunked and close-delimited bodies."""
+
+    status: int
+    content_type: bytes
+    length: int | None
+    chunked: bool
+    keep_alive: bool
+
+    @property
+    def is_sse(self) -> bool:
+        return self.content_type.startswith(b"text/event-stream")
+
+
+def parse_head(head: bytes) -> Head:
+    """A head (status line and headers, ending in one CRLF) to its facts. Raises FramingError."""
+    if not (head.startswith(b"HTTP/1.") and head[9:12].isdigit()):
+        raise FramingError("not an HTTP/1.x status line")
+    low = head.lower()
+    chunked = _value(low, b"\r\ntransfer-encoding:")
+    length = _value(low, b"\r\ncontent-length:")
+    if chunked is not None and (chunked != b"chunked" or length is not None):
+        raise FramingError("Transfer-Encoding other than chunked, or together with Content-Length")
+    if length is not None and (not length.isdigit() or len(length) > 15 or low.count(b"\r\ncontent-length:") > 1):
+        raise FramingError("Content-Length is not one number")
+    connection = _value(low, b"\r\nconnection:")
+    return Head(
+        status=int(head[9:12]),
+        content_type=_value(low, b"\r\ncontent-type:") or b"application/octet-stream",
+        length=None if length is None else int(length),
+        chunked=chunked is not None,
+        keep_alive=connection != b"close" and head[7:8] == b"1",
+    )
+
+
+def _value(low: bytes, name: bytes) -> bytes | None:
+    at = low.find(name)
+    if at < 0:
+        return None
+    at += len(name)
+    return low[at : low.index(b"\r\n", at)].strip()
+
+
+class Body(Protocol):
+    """A body being received. feed() hands out the payload inside the bytes; `ended` says that it was complete.
+
+    between is True where another chunk could be written into the same framing; surplus counts bytes past the end.
+    last_chunk is where, in the bytes fed last, the terminal chunk begins (-1 when it was not whole in them).
+    """
+
+    ended: bool
+    surplus: int
+    last_chunk: int
+
+    @property
+    def between(self) -> bool: ...
+    def feed(self, data: bytes) -> bytes: ...
+
+
+class ChunkedBody:
+    """Follows Transfer-Encoding: chunked through any splitting of the bytes."""
+
+    __slots__ = ("_crlf_due", "_need", "_partial", "ended", "last_chunk", "surplus")
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.surplus = 0
+        self.last_chunk = -1
+        self._need = 0  # payload bytes missing from the current chunk
+        self._crlf_due = False
+        self._partial = b""  # an unfinished size line or CRLF
+
+    @property
+    def between(self) -> bool:
+        return not (self._need or self._crlf_due or self._partial)
+
+    def feed(self, data: bytes) -> bytes:
+        if not (self._need or self._crlf_due or self._partial):
+            line = _SIZE.match(data)
+            if line is not None:
+                start = line.end()
+                stop = len(data) - 2
+                if stop - start == int(line[1], 16) > 0 and data.endswith(b"\r\n"):
+                    return data[start:stop]  # exactly one whole chunk: what a token looks like
+        return self._feed(data)
+
+    def _feed(self, data: bytes) -> bytes:
+        pieces: list[bytes] = []
+        offset = -len(self._partial)  # from positions here to positions in the caller's bytes
+        if self._partial:
+            data, self._partial = self._partial + data, b""
+        at, end = 0, len(data)
+        while at < end and not self.ended:
+            if self._need:
+                piece = data[at : at + self._need]
+                pieces.append(piece)
+                at += len(piece)
+                self._need -= len(piece)
+                self._crlf_due = not self._need
+            elif self._crlf_due:
+                at = self._crlf(data, at)
+            else:
+                at = self._size(data, at, offset)
+        self.surplus = end - at if self.ended else 0
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _crlf(self, data: bytes, at: int) -> int:
+        if data.startswith(b"\r\n", at):
+            self._crlf_due = False
+            return at + 2
+        if data[at:] != b"\r":
+            raise FramingError("chunk is not followed by CRLF")
+        self._partial = b"\r"
+        return len(data)
+
+    def _size(self, data: bytes, at: int, offset: int) -> int:
+        line = _SIZE.match(data, at)
+        if line is None:
+            return self._wait(data, at, b"\r\n", "bad chunk size line")
+        self._need = int(line[1], 16)
+        if self._need:
+            return line.end()
+        if data.startswith(b"\r\n", line.end()):
+            stop = line.end() + 2
+        else:
+            stop = data.find(b"\r\n\r\n", line.end()) + 4  # trailers: skipped, never forwarded on their own
+            if stop == 3:
+                return self._wait(data, at, b"\r\n\r\n", "trailers without end")
+        self.ended = True
+        self.last_chunk = at + offset
+        return stop
+
+    def _wait(self, data: bytes, at: int, terminator: bytes, problem: str) -> int:
+        rest = data[at:]
+        if len(rest) > MAX_SIZE_LINE or (terminator == b"\r\n" and terminator in rest):
+            raise FramingError(problem)
+        self._partial = rest
+        return len(data)
+
+
+class LengthBody:
+    """Counts down a Content-Length."""
+
+    __slots__ = ("_left", "ended", "last_chunk", "surplus")
+    between = False
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+        self.ended = length == 0
+        self.surplus = 0
+        self.last_chunk = -1
+
+    def feed(self, data: bytes) -> bytes:
+        self._left -= len(data)
+        self.ended = self._left <= 0
+        if self._left < 0:
+            self.surplus = -self._left
+            return data[: self._left]
+        return data
+
+
+class RawBody:
+    """A body that ends with its connection: whole only if the peer closed cleanly, which cannot be known better."""
+
+    __slots__ = ("ended", "last_chunk", "surplus")
+    between = True
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.surplus = 0
+        self.last_chunk = -1
+
+    def feed(self, data: bytes) -> bytes:
+        return data
+
+
+def body_for(head: Head) -> ChunkedBody | LengthBody | RawBody:
+    if head.chunked:
+        return ChunkedBody()
+    return RawBody() if head.length is None else LengthBody(head.length)
+
+
+def chunk(payload: bytes) -> bytes:
+    """One chunk of Transfer-Encoding: chunked; nothing for nothing, since an empty chunk would end the body."""
+    return b"%x\r\n%b\r\n" % (len(payload), payload) if payload else b""

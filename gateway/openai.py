@@ -1,0 +1,251 @@
+"""The door: an OpenAI request's bytes become a Request. No HTTP library's types and no I/O past this module.
+
+The body is decoded once, one level deep: values stay raw JSON, so a 400 kB prompt is scanned and never rebuilt.
+Unknown fields pass; fields that steer an engine's internals are dropped; the body is re-encoded only when a member changes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+
+from gateway.answer import Failure, GatewayError
+from policies.model import Request
+
+
+class Api(Enum):
+    """The generation calls on the line; upstream paths are exactly these."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+
+LINE: Mapping[str, Api] = {api.value: api for api in Api}
+
+# Fields that make an engine read, write or wait for another request's KV cache, or pin its scheduling: an engine trusts
+# them to the point of dying on a malformed one (engines.md B.0), so a client may not send them.
+ENGINE_INTERNAL = frozenset(
+    {
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "bootstrap_pair_key",
+        "disaggregated_params",
+        "disagg_request_id",
+        "routed_dp_rank",
+        "data_parallel_rank",
+        "disagg_prefill_dp_rank",
+        "priority",
+        "cache_salt",
+        "extra_key",
+        "rid",
+        "request_id",
+    }
+)
+XARGS = "vllm_xargs"  # merged by vLLM into its extra args, so the same names can hide inside
+
+# What stands in front of the conversation in the rendered prompt, in rendering order (prefix identity).
+PROMPT_MEMBERS: Mapping[Api, tuple[str, ...]] = {
+    Api.CHAT: ("chat_template", "chat_template_kwargs", "tools", "documents", "messages"),
+    Api.COMPLETIONS: ("prompt",),
+}
+BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm-d use the same)
+DEFAULT_OUTPUT_TOKENS = 256
+LIMITS = {"n": 128, "best_of": 128, "max_tokens": 2**24, "max_completion_tokens": 2**24}
+MAX_STOP_BYTES = 16 * 1024
+MAX_BIAS_BYTES = 256 * 1024
+
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_any = msgspec.json.decode
+_KEY = re.compile(rb'[ \t\r\n]*("(?:[^"\\]|\\.)*")[ \t\r\n]*:[ \t\r\n]*', re.DOTALL)
+_NEXT = re.compile(rb"[ \t\r\n]*([,}])")
+
+
+class Servable(Protocol):
+    """What the door must know of a model: what engines call it and how long a context may be."""
+
+    @property
+    def served_model(self) -> str: ...
+    @property
+    def context_tokens(self) -> int | None: ...
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A parsed call: the policy's view, and the bytes that go upstream.
+
+    asked_model   the name the client used, echoed in answers when engines use another
+    prompt        raw JSON of what the engine renders before generating, in rendering order
+    """
+
+    api: Api
+    request: Request
+    asked_model: str
+    body: bytes
+    prompt: tuple[msgspec.Raw, ...]
+
+
+def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str, tenant: str) -> Call:
+    """Body bytes to Call. Raises GatewayError (400 or 404) naming what is wrong; nothing is forwarded then."""
+    members = _members(body)
+    asked = _string(members, "model")
+    model = models.get(asked)
+    if model is None:
+        raise _unknown_model(asked, models)
+    _check_limits(members)
+    prompt = tuple(members[name] for name in PROMPT_MEMBERS[api] if name in members)
+    if PROMPT_MEMBERS[api][-1] not in members:
+        name = PROMPT_MEMBERS[api][-1]
+        raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{name}'.", param=name)
+    prompt_tokens = _prompt_tokens(prompt, api)
+    output_tokens = _output_tokens(members)
+    _check_context(prompt[-1], api, prompt_tokens, output_tokens, model.context_tokens)
+    request = Request(
+        id=request_id,
+        model=model.served_model,
+        tenant=tenant,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens or DEFAULT_OUTPUT_TOKENS,
+        stream=bytes(members.get("stream", b"")) == b"true",
+    )
+    return Call(api, request, asked, _outbound(body, members, asked, model.served_model), prompt)
+
+
+def _members(body: bytes) -> dict[str, msgspec.Raw]:
+    try:
+        members = _decode(body)
+        if not body.isascii():
+            body.decode()  # raw values are not validated by the scan; an engine would choke later and elsewhere
+    except RecursionError:
+        raise GatewayError(Failure.BAD_REQUEST, "The JSON body is nested too deeply.") from None
+    except UnicodeDecodeError as error:
+        raise GatewayError(Failure.BAD_REQUEST, f"The body is not valid UTF-8 (byte {error.start}).") from None
+    except msgspec.ValidationError:
+        raise GatewayError(Failure.BAD_REQUEST, "The body must be a JSON object.") from None
+    except msgspec.DecodeError as error:
+        raise GatewayError(Failure.BAD_REQUEST, f"Could not parse the JSON body: {error}.") from None
+    _refuse_duplicates(body, members)
+    return members
+
+
+def _refuse_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
+    """Two members of one name let gateway and engine read different requests; refuse them.
+
+    The members found, written compactly, are never longer than the body, and exactly as long only if the body is
+    compact and has no other member. SDKs send that form, so the walk below is for hand-written bodies.
+    """
+    compact = 1 + 4 * len(members)
+    for name, value in members.items():
+        compact += len(name) + len(memoryview(value))
+    if compact != len(body):
+        _walk(body, members)
+
+
+def _walk(body: bytes, members: dict[str, msgspec.Raw]) -> None:
+    """Go from member to member; the decoder keeps the last of equal names, so an earlier one differs or repeats."""
+    at = body.index(b"{") + 1
+    seen: set[str] = set()
+    while (key := _KEY.match(body, at)) is not None:
+        name = _decode_any(key[1], type=str)
+        value = bytes(members[name])
+        if name in seen or not body.startswith(value, key.end()):
+            raise GatewayError(Failure.BAD_REQUEST, f"Duplicate member '{name}' in the JSON body.", param=name)
+        seen.add(name)
+        following = _NEXT.match(body, key.end() + len(value))
+        if following is None:  # the value found is a prefix of an earlier, longer one of the same name
+            raise GatewayError(Failure.BAD_REQUEST, f"Duplicate member '{name}' in the JSON body.", param=name)
+        at = following.end()
+
+
+def _string(members: Mapping[str, msgspec.Raw], name: str) -> str:
+    if name not in members:
+        raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{name}'.", param=name)
+    value = bytes(members[name])
+    if value[:1] != b'"':
+        raise GatewayError(Failure.BAD_REQUEST, f"'{name}' must be a string.", param=name)
+    return str(_decode_any(value))
+
+
+def _unknown_model(asked: str, models: Mapping[str, Servable]) -> GatewayError:
+    shown = asked if len(asked) <= 64 and asked.isprintable() else asked[:64].encode("unicode_escape").decode() + "..."
+    near = difflib.get_close_matches(asked[:128], models, n=3)
+    hint = f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+    return GatewayError(Failure.MODEL_NOT_FOUND, f"The model '{shown}' does not exist.{hint}", param="model")
+
+
+def _check_limits(members: Mapping[str, msgspec.Raw]) -> None:
+    """What would hurt an engine is refused here (faults.md A06)."""
+    for name, most in LIMITS.items():
+        if name in members and bytes(members[name]) != b"null":
+            value = _integer(members, name)
+            if not 1 <= value <= most:
+                raise GatewayError(
+                    Failure.BAD_REQUEST, f"'{name}' must be between 1 and {most}, not {value}.", param=name
+                )
+    for name, most in (("stop", MAX_STOP_BYTES), ("logit_bias", MAX_BIAS_BYTES)):
+        if name in members and len(memoryview(members[name])) > most:
+            raise GatewayError(Failure.BAD_REQUEST, f"'{name}' is larger than {most} bytes.", param=name)
+
+
+def _integer(members: Mapping[str, msgspec.Raw], name: str) -> int:
+    try:
+        return int(_decode_any(members[name], type=int))
+    except msgspec.DecodeError:
+        raise GatewayError(Failure.BAD_REQUEST, f"'{name}' must be an integer.", param=name) from None
+
+
+def _prompt_tokens(prompt: tuple[msgspec.Raw, ...], api: Api) -> int:
+    if api is Api.COMPLETIONS and _is_token_ids(prompt[-1]):
+        return bytes(prompt[-1]).count(b",") + 1
+    return sum(len(memoryview(part)) for part in prompt) // BYTES_PER_TOKEN + 1
+
+
+def _is_token_ids(prompt: msgspec.Raw) -> bool:
+    head = bytes(memoryview(prompt)[:64]).lstrip(b"[ \t\r\n")
+    return memoryview(prompt)[0] == ord("[") and head[:1].isdigit()
+
+
+def _output_tokens(members: Mapping[str, msgspec.Raw]) -> int | None:
+    """Output tokens asked for over all choices; None when the client set no bound."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        if name in members and bytes(members[name]) != b"null":
+            n = _integer(members, "n") if "n" in members and bytes(members["n"]) != b"null" else 1
+            return _integer(members, name) * n
+    return None
+
+
+def _check_context(
+    prompt: msgspec.Raw, api: Api, prompt_tokens: int, output_tokens: int | None, context_tokens: int | None
+) -> None:
+    """Refuse what cannot fit by any count. Text is only estimated here, so the engine has the last word on it."""
+    if context_tokens is None:
+        return
+    exact = prompt_tokens if api is Api.COMPLETIONS and _is_token_ids(prompt) else 0
+    if exact + (output_tokens or 0) > context_tokens or (api is Api.CHAT and (output_tokens or 0) > context_tokens):
+        raise GatewayError(
+            Failure.CONTEXT_TOO_LONG,
+            f"This model's maximum context length is {context_tokens} tokens; "
+            f"{exact or 'the'} prompt tokens and {output_tokens or 0} output tokens were requested.",
+            param="prompt" if api is Api.COMPLETIONS else "messages",
+        )
+
+
+def _outbound(body: bytes, members: dict[str, msgspec.Raw], asked: str, served: str) -> bytes:
+    internal = ENGINE_INTERNAL.intersection(members)
+    if not internal and asked == served and XARGS not in members:
+        return body
+    kept: dict[str, msgspec.Raw] = {name: value for name, value in members.items() if name not in internal}
+    kept["model"] = msgspec.Raw(msgspec.json.encode(served))
+    if XARGS in kept:
+        xargs = _decode_any(kept[XARGS])
+        if isinstance(xargs, dict):
+            clean = {name: value for name, value in xargs.items() if name not in ENGINE_INTERNAL}
+            kept[XARGS] = msgspec.Raw(msgspec.json.encode(clean))
+    return b"{" + b",".join(json.dumps(name).encode() + b":" + bytes(value) for name, value in kept.items()) + b"}"

@@ -1,0 +1,283 @@
+"""The stream machine: an engine's bytes in, the client's bytes out. Sans-IO; one path for streams and plain answers.
+
+The engine's head is replaced by ours and held until the first body byte, so that everything before that byte may still
+be retried elsewhere. The body passes as it came, chunk framing included: bytes are followed, not rebuilt. Only what
+accounting needs is looked for: first token, events, usage, finish reason and a proper end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from enum import Enum, auto
+
+import msgspec
+
+from gateway.answer import Failure, event_of
+from gateway.framing import LAST_CHUNK, MAX_HEAD, Body, FramingError, Head, RawBody, body_for, chunk, parse_head
+from gateway.rename import Renamer
+
+ERROR_BODY_LIMIT = 64 * 1024
+CARRY_LIMIT = 64 * 1024
+
+_EVENT = b"\ndata:"
+_DONE = b"[DONE]"
+_USAGE = b'"usage":'
+_ERROR_EVENT = re.compile(rb'(?:^|\n)data:\s*\{\s*"error"')
+_CONTENT = re.compile(
+    rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
+)
+_FINISH = re.compile(rb'"finish_reason":\s*"(\w+)"')
+_PROMPT = re.compile(rb'"prompt_tokens":\s*(\d+)')
+_COMPLETION = re.compile(rb'"completion_tokens":\s*(\d+)')
+_CACHED = re.compile(rb'"cached_tokens":\s*(\d+)')
+
+
+class State(Enum):
+    """HEAD and HELD may still be retried elsewhere; FLOWING is committed: the client has bytes."""
+
+    HEAD = auto()
+    REFUSED = auto()
+    HELD = auto()
+    FLOWING = auto()
+    DONE = auto()
+
+
+class UpstreamBroke(Exception):
+    """The engine's answer is not whole. `kind` is the label in metrics and the evidence for health."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts as the engine reported them; None where it did not."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class Relay:
+    """One answer on its way through: feed() what arrives, write what it returns, until `state` is DONE or REFUSED.
+
+    headers    our own response headers, each ending in CRLF, without status line and framing
+    on_first   called once, at the first generated token
+    http_1_0   the client cannot read chunks: it gets the bare body and a close
+    renamer    puts the client's alias in place of the engine's model name; None when they are the same
+    Times are those given to feed(); None until they happened.
+    """
+
+    __slots__ = (
+        "_body",
+        "_carry",
+        "_headers",
+        "_http_1_0",
+        "_last",
+        "_on_first",
+        "_pending",
+        "_rebuild",
+        "_renamer",
+        "_usage",
+        "bytes_out",
+        "events",
+        "first_byte_at",
+        "first_token_at",
+        "head",
+        "last_at",
+        "refusal",
+        "state",
+    )
+
+    def __init__(
+        self,
+        headers: bytes,
+        on_first: Callable[[], None] | None = None,
+        *,
+        http_1_0: bool = False,
+        renamer: Renamer | None = None,
+    ) -> None:
+        self.state = State.HEAD
+        self.head: Head | None = None
+        self.refusal = b""
+        self.events = 0
+        self.bytes_out = 0
+        self.first_byte_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_at: float | None = None
+        self._headers = headers
+        self._on_first = on_first
+        self._http_1_0 = http_1_0
+        self._renamer = renamer
+        self._body: Body = RawBody()
+        self._rebuild = False
+        self._pending = b""  # an unfinished head
+        self._carry = b""  # an unfinished event
+        self._last = b""  # the newest payload, with the event it began in
+        self._usage = b""
+
+    @property
+    def committed(self) -> bool:
+        """True once a byte of the answer was handed to the client: from there on nothing can be retried."""
+        return self.first_byte_at is not None
+
+    @property
+    def reusable(self) -> bool:
+        """True when the engine's connection may carry another request."""
+        return self._body.ended and not self._body.surplus and self.head is not None and self.head.keep_alive
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        """Bytes from the engine to bytes for the client. Raises UpstreamBroke when they make no sense."""
+        if self.state is not State.FLOWING:
+            return self._begin(data, now)
+        self.last_at = now
+        try:
+            payload = self._body.feed(data)
+        except FramingError as error:
+            raise UpstreamBroke("framing", str(error)) from error
+        if payload:
+            self._watch(payload, now)
+        out = self._rebuilt(payload) if self._rebuild else data
+        if self._body.ended:
+            out = self._end(out)
+        self.bytes_out += len(out)
+        return out
+
+    def eof(self) -> bytes:
+        """The engine closed its side. Returns the last bytes for the client; raises UpstreamBroke if that cut the answer."""
+        if self.head is None or not isinstance(self._body, RawBody):
+            raise UpstreamBroke("truncated" if self.head else "no_answer", "the engine closed before its answer ended")
+        self._body.ended = True
+        if self.state is State.REFUSED:
+            self.state = State.DONE
+            return b""
+        return self._end(self._rebuilt(b""))
+
+    def break_off(self, message: str) -> bytes:
+        """After the commit point: tell the client in-stream that the rest will not come, where framing allows it."""
+        if self.head is None or not self.head.is_sse or not self._body.between or self._body.ended:
+            return b""
+        event = event_of(Failure.UPSTREAM_FAILED, message)
+        return event if self._http_1_0 else chunk(event) + LAST_CHUNK
+
+    def usage(self) -> Usage:
+        """Token counts, read from the last event or the end of the answer."""
+        at = self._usage.rfind(_USAGE)
+        if at < 0:
+            return Usage()
+        return Usage(*(_count(pattern, self._usage, at) for pattern in (_PROMPT, _COMPLETION, _CACHED)))
+
+    def finish_reason(self) -> str | None:
+        for text in (self._last, self._usage, self._carry):
+            if found := _FINISH.findall(text):
+                return str(found[-1].decode())
+        return None
+
+    @property
+    def failed_in_stream(self) -> bool:
+        """True when the engine itself ended the stream with an error event."""
+        return _ERROR_EVENT.search(self._last) is not None
+
+    def _begin(self, data: bytes, now: float) -> bytes:
+        if self.head is None:
+            data = self._pending + data
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                self._pending = data
+                if len(data) > MAX_HEAD:
+                    raise UpstreamBroke("framing", "the engine's response head is too long")
+                return b""
+            self._open(data[: end + 2])
+            data = data[end + 4 :]
+            if self.head is None:  # an interim 1xx answer
+                self._pending = b""
+                return self._begin(data, now) if data else b""
+        if not data and not self._body.ended:
+            return b""
+        return self._collect(data) if self.state is State.REFUSED else self._commit(data, now)
+
+    def _open(self, raw: bytes) -> None:
+        try:
+            head = parse_head(raw)
+        except FramingError as error:
+            raise UpstreamBroke("framing", str(error)) from error
+        if 100 <= head.status < 200:
+            return
+        self.head = head
+        self._pending = b""
+        self._body = body_for(head)
+        self._rebuild = self._http_1_0 or self._renamer is not None or isinstance(self._body, RawBody)
+        self.state = State.HELD if 200 <= head.status < 300 else State.REFUSED
+
+    def _collect(self, data: bytes) -> bytes:
+        try:
+            self.refusal += self._body.feed(data)
+        except FramingError as error:
+            raise UpstreamBroke("framing", str(error)) from error
+        if len(self.refusal) > ERROR_BODY_LIMIT:
+            raise UpstreamBroke("framing", "the engine's error body is too long")
+        if self._body.ended:
+            self.state = State.DONE
+        return b""
+
+    def _commit(self, data: bytes, now: float) -> bytes:
+        """The first body byte: from here the client sees this engine. An error as first event is a refusal instead."""
+        assert self.head is not None
+        if self.head.is_sse and _ERROR_EVENT.search(data[:256]):
+            raise UpstreamBroke("engine_error", "the engine answered with an error event")
+        self.state = State.FLOWING
+        self.first_byte_at = now
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: " + self.head.content_type + b"\r\n" + self._headers + self._framing()
+        self.bytes_out += len(head)
+        return head + self.feed(data, now)
+
+    def _framing(self) -> bytes:
+        assert self.head is not None
+        if self._http_1_0:
+            return b"connection: close\r\n\r\n"
+        if self.head.chunked or self._rebuild:
+            return b"transfer-encoding: chunked\r\n\r\n"
+        return b"content-length: %d\r\n\r\n" % (self.head.length or 0)
+
+    def _watch(self, payload: bytes, now: float) -> None:
+        """Look at a payload in passing. An event cut by the network is looked at again, whole, when its rest arrives."""
+        carry = self._carry
+        window = carry + payload if carry else payload
+        events = window.count(_EVENT) + window.startswith(b"data:")
+        self.events += events - (carry.count(_EVENT) + carry.startswith(b"data:")) if carry else events
+        if self.first_token_at is None and _CONTENT.search(window):
+            self.first_token_at = now
+            if self._on_first is not None:
+                self._on_first()
+        if _USAGE in window:
+            self._usage = window
+        self._last = window
+        self._carry = b"" if window.endswith(b"\n\n") else window[window.rfind(b"\n\n") + 1 :][-CARRY_LIMIT:]
+
+    def _rebuilt(self, payload: bytes) -> bytes:
+        assert self.head is not None
+        if self._renamer is not None:
+            payload = self._renamer.feed(payload, sse=self.head.is_sse, ended=self._body.ended)
+        if self._http_1_0:
+            return payload
+        return chunk(payload) + (LAST_CHUNK if self._body.ended else b"")
+
+    def _end(self, out: bytes) -> bytes:
+        """A stream that ends without [DONE] would pass for a whole answer in every SDK: it ends with an error instead."""
+        self.state = State.DONE
+        assert self.head is not None
+        if not self._rebuild and self._body.surplus:
+            out = out[: -self._body.surplus]
+        if not self.head.is_sse or self._last.rstrip().endswith(_DONE):
+            return out
+        event = event_of(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
+        if self._http_1_0:
+            return out + event
+        kept = out[: -len(LAST_CHUNK)] if self._rebuild else out[: max(0, self._body.last_chunk)]
+        return kept + chunk(event) + LAST_CHUNK
+
+
+def _count(pattern: re.Pattern[bytes], text: bytes, at: int) -> int | None:
+    found = pattern.search(text, at)
+    return None if found is None else int(found[1])
