@@ -1,0 +1,57 @@
+"""Configuration: one YAML file to one immutable typed tree, and every error says where.
+
+source.py reads text and keeps places; tree.py is the types; checks.py the rules between values;
+load.py puts them together.
+"""
+
+from gateway.config.load import SCHEMA_ID, Loaded, examine, from_engines, json_schema, load
+from gateway.config.problems import ConfigError, Problem
+from gateway.config.tree import (
+    Config,
+    EndpointSpec,
+    Health,
+    Layout,
+    Limits,
+    Listener,
+    Listeners,
+    Model,
+    Observability,
+    PolicySpec,
+    Pool,
+    Prefix,
+    Retries,
+    Scrape,
+    Secret,
+    Tenant,
+    Timeouts,
+    WaitingRoom,
+)
+
+__all__ = [
+    "SCHEMA_ID",
+    "Config",
+    "ConfigError",
+    "EndpointSpec",
+    "Health",
+    "Layout",
+    "Limits",
+    "Listener",
+    "Listeners",
+    "Loaded",
+    "Model",
+    "Observability",
+    "PolicySpec",
+    "Pool",
+    "Prefix",
+    "Problem",
+    "Retries",
+    "Scrape",
+    "Secret",
+    "Tenant",
+    "Timeouts",
+    "WaitingRoom",
+    "examine",
+    "from_engines",
+    "json_schema",
+    "load",
+]

@@ -1,0 +1,163 @@
+"""From a file (or a list of engine URLs) to a Config: read, validate, cross-check; everything wrong is told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+
+from gateway.config import checks
+from gateway.config.problems import ConfigError, Path, Problem, did_you_mean
+from gateway.config.source import Source, read
+from gateway.config.tree import Config
+
+SCHEMA_ID = "https://penstock.dev/schema/v1.json"
+_ENGINES_POOL = "engines"
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A Config that may be used, and what is doubtful about it."""
+
+    config: Config
+    warnings: tuple[Problem, ...]
+
+
+def load(path: FilePath, env: Mapping[str, str]) -> Config:
+    """The Config in the YAML file `path`, ${NAME} taken from `env`. Raises ConfigError with every problem found."""
+    return examine(path, env).config
+
+
+def examine(path: FilePath, env: Mapping[str, str]) -> Loaded:
+    """As `load`, together with the warnings that `penstock check` shows."""
+    return _build(read(path, env))
+
+
+def from_engines(urls: Sequence[str], policy: str, host: str, port: int, admin_port: int) -> Config:
+    """The Config of `serve --engine URL ...`: one pool, and models as the engines list them. Raises ConfigError."""
+    source = Source("command line")
+    source.data = {
+        "version": 1,
+        "listeners": {"api": {"host": host, "port": port}, "admin": {"port": admin_port}},
+        "pools": {_ENGINES_POOL: {"policy": policy, "endpoints": [{"url": url} for url in urls]}},
+    }
+    return _build(source).config
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of the file, for editors and CI."""
+    schema = Config.model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, **schema, "title": "Penstock"}
+
+
+def _build(source: Source) -> Loaded:
+    config: Config | None = None
+    try:
+        config = Config.model_validate(source.data)
+    except ValidationError as error:
+        _note(source, error)
+    for path, message in checks.errors(source.data):
+        source.fail(path, message)
+    if source.problems or config is None:
+        raise ConfigError(source.problems.values())
+    doubts = [*checks.warnings(source.data), *checks.literal_secrets(source.data)]
+    return Loaded(config, tuple(sorted((source.problem(*doubt) for doubt in doubts), key=lambda p: (p.line, p.col))))
+
+
+def _note(source: Source, error: ValidationError) -> None:
+    for detail in error.errors(include_url=False, include_context=True):
+        path, on_key = _place(detail["loc"])
+        if any(path[:length] in source.problems for length in range(1, len(path) + 1)):
+            continue  # its reference could not be filled in, or its type is wrong: told once is enough
+        if detail["type"] == "too_short" and detail["input"]:
+            continue  # it is empty only because its items were refused
+        source.fail(path, _words(detail, path), key=on_key or detail["type"] == "extra_forbidden")
+
+
+def _place(loc: tuple[int | str, ...]) -> tuple[Path, bool]:
+    if loc and loc[-1] == "[key]":
+        return loc[:-1], True
+    return loc, False
+
+
+_WORDS: Mapping[str, str] = {
+    "int_type": "must be a whole number, without quotes",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text; put a number or a date in quotes",
+    "model_type": "must be a mapping of keys to values",
+    "model_attributes_type": "must be a mapping of keys to values",
+    "mapping_type": "must be a mapping of keys to values",
+    "dict_type": "must be a mapping of keys to values",
+    "tuple_type": "must be a list (one item per line, each after a dash)",
+    "string_too_long": "is longer than {max_length} characters",
+    "string_too_short": "is empty",
+    "too_long": "has more than {max_length} items",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "finite_number": "must be a finite number",
+    "literal_error": "must be {expected}",
+    "enum": "must be {expected}",
+}
+
+
+def _words(detail: Any, path: Path) -> str:
+    kind, context = str(detail["type"]), detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key{did_you_mean(str(path[-1]), _known_keys(path[:-1]))}"
+    if kind == "missing":
+        return f"is missing: {_description(path)}"
+    if detail["input"] is None:
+        return "is empty; give it a value or remove the key"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "too_short":
+        return "is empty; it needs at least one item"
+    if kind == "string_pattern_mismatch":
+        return f"has a character that is not allowed here (allowed: {context['pattern']})"
+    template = _WORDS.get(kind)
+    return template.format(**context) if template else str(detail["msg"])
+
+
+def _known_keys(path: Path) -> Iterable[str]:
+    section = _section(path)
+    return [field.alias or name for name, field in section.model_fields.items()] if section else ()
+
+
+def _description(path: Path) -> str:
+    section = _section(path[:-1])
+    field = section.model_fields.get(str(path[-1])) if section else None
+    return field.description or "" if field else ""
+
+
+def _section(path: Path) -> type[BaseModel] | None:
+    """The type of the mapping at `path`, or None where the tree has none."""
+    section: type[BaseModel] | None = Config
+    inside = False  # between a list or mapping and its items
+    for part in path:
+        if inside:
+            inside = False
+            continue
+        field = section.model_fields.get(str(part)) if section else None
+        if field is None:
+            return None
+        section = _model_in(field.annotation)
+        inside = _is_container(field.annotation)
+    return section
+
+
+def _is_container(annotation: Any) -> bool:
+    return get_origin(annotation) in (tuple, Mapping, dict)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) is Literal:
+        return None
+    return next((found for inner in get_args(annotation) if (found := _model_in(inner))), None)

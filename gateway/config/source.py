@@ -1,0 +1,256 @@
+"""YAML 1.2 text to plain data, with the place of every value kept and ${...} references filled in.
+
+Lives here: reading the file within hard caps, duplicate keys, aliases, substitution.
+Not here: what the values mean (tree.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+
+from gateway.config.problems import ConfigError, Mark, Path, Problem, show_path
+
+FILE_CAP_BYTES = 1 << 20
+SECRET_CAP_BYTES = 64 << 10
+NODE_CAP = 100_000
+DEPTH_CAP = 32
+_START = Mark(1, 1)
+_REFERENCE = re.compile(r"\$(\$)?\{([^{}]*)\}")
+_VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?", re.DOTALL)
+
+
+def _int(text: str) -> int:
+    digits = text.replace("_", "")
+    if len(digits) > 20:
+        raise ValueError(text)
+    sign = -1 if digits.startswith("-") else 1
+    digits = digits.lstrip("+-")
+    base = {"0x": 16, "0o": 8, "0b": 2}.get(digits[:2], 10)
+    return sign * int(digits if base == 10 else digits[2:], base)
+
+
+def _float(text: str) -> float:
+    return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _bool(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text.lower(), text)  # yes and no are text since YAML 1.2
+
+
+_PLAIN: Mapping[str, Callable[[str], Any]] = {
+    "int": _int,
+    "float": _float,
+    "bool": _bool,
+    "null": lambda text: None,
+    "timestamp": str,
+}
+
+
+class Substituted(str):
+    """Text in which a ${...} was replaced. Shows the reference, never the value: it may be a secret."""
+
+    __slots__ = ("written",)
+    written: str
+
+    def __repr__(self) -> str:
+        return repr(self.written)
+
+
+class Source:
+    """One file as data: `data` (plain values), `marks` (path -> place of a value), `keys` (path -> place of its key).
+
+    `problems` collects what is wrong already; a path in it is not worth judging again.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.data: Any = None
+        self.marks: dict[Path, Mark] = {}
+        self.keys: dict[Path, Mark] = {}
+        self.problems: dict[Path, Problem] = {}
+
+    def mark(self, path: Path, *, key: bool = False) -> Mark:
+        """The place of `path` (of its key if asked); of its nearest parent that has one when it is not in the file."""
+        if key and path in self.keys:
+            return self.keys[path]
+        while path and path not in self.marks:
+            path = path[:-1]
+        return self.marks.get(path, _START)
+
+    def problem(self, path: Path, message: str, *, key: bool = False) -> Problem:
+        """A Problem at the place of `path`."""
+        mark = self.mark(path, key=key)
+        return Problem(self.file, mark.line, mark.column, show_path(path), message)
+
+    def fail(self, path: Path, message: str, *, key: bool = False) -> None:
+        """Notes a problem at `path`; the first one at a path is kept."""
+        self.problems.setdefault(path, self.problem(path, message, key=key))
+
+
+def read(path: FilePath, env: Mapping[str, str]) -> Source:
+    """Reads `path` as YAML 1.2. Raises ConfigError when it is no YAML at all; lesser problems are in the Source."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(FILE_CAP_BYTES + 1)
+    except OSError as error:
+        raise _refused(str(path), _START, f"cannot be read: {error.strerror}") from None
+    return parse(raw, str(path), env)
+
+
+def parse(raw: bytes, file: str, env: Mapping[str, str]) -> Source:
+    """As `read`, for bytes already at hand; `file` is the name shown in problems."""
+    if len(raw) > FILE_CAP_BYTES:
+        raise _refused(file, _START, f"is larger than {FILE_CAP_BYTES >> 20} MiB; is it the right file?")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
+        raise _refused(file, Mark(line, column), "is not UTF-8 text") from None
+    node = _compose(text, file)
+    if node is None:
+        raise _refused(file, _START, "is empty; the shortest configuration begins with `version: 1`")
+    source = Source(file)
+    source.data = _Reading(source, env).value(node, ())
+    return source
+
+
+def _compose(text: str, file: str) -> Node | None:
+    try:
+        node: Node | None = YAML(typ="safe", pure=True).compose(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = Mark(mark.line + 1, mark.column + 1) if mark else _START
+        raise _refused(file, place, f"is not YAML: {error.problem or error.context}") from None
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        column = error.position - text.rfind("\n", 0, error.position)
+        raise _refused(file, Mark(line, column), "holds a character that YAML does not allow") from None
+    except RecursionError:
+        raise _refused(file, _START, "is nested too deeply") from None
+    except (YAMLError, ValueError) as error:
+        raise _refused(file, _START, f"is not YAML: {error}") from None
+    return node
+
+
+class _Reading:
+    """One walk over a node tree. Owns the budget of values, which is what stops an alias bomb."""
+
+    def __init__(self, source: Source, env: Mapping[str, str]) -> None:
+        self._source = source
+        self._env = env
+        self._left = NODE_CAP
+
+    def value(self, node: Node, path: Path) -> Any:
+        source = self._source
+        source.marks[path] = _mark(node)
+        self._left -= 1
+        if self._left < 0:
+            raise ConfigError([source.problem(path, f"aliases expand to more than {NODE_CAP} values")])
+        if len(path) > DEPTH_CAP:
+            raise ConfigError([source.problem(path, f"is nested more than {DEPTH_CAP} deep, or an alias holds itself")])
+        if isinstance(node, MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, SequenceNode):
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+        assert isinstance(node, ScalarNode)
+        return self._scalar(node, path)
+
+    def _mapping(self, node: MappingNode, path: Path) -> dict[str, Any]:
+        filled: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, ScalarNode):
+                raise ConfigError([_at(self._source, _mark(key_node), path, "a key must be plain text")])
+            key = str(key_node.value)
+            here = (*path, key)
+            if key in filled:
+                first = self._source.keys[here].line
+                problem = _at(self._source, _mark(key_node), here, f'"{key}" is already given in line {first}')
+                self._source.problems[*here, "(again)"] = problem
+                continue
+            self._source.keys[here] = _mark(key_node)
+            filled[key] = self.value(value_node, here)
+            if filled[key] is None:  # the place of nothing is the next thing; its key is where one would look
+                self._source.marks[here] = _mark(key_node)
+        return filled
+
+    def _scalar(self, node: ScalarNode, path: Path) -> Any:
+        kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
+        if kind == "str":
+            return self._substitute(node.value, path)
+        if kind not in _PLAIN:
+            self._source.fail(path, f"the tag {node.tag} is not allowed here")
+            return None
+        try:
+            return _PLAIN[kind](str(node.value))
+        except ValueError:
+            self._source.fail(path, f"{node.value!r} is not a number that can be used here")
+            return None
+
+    def _substitute(self, text: str, path: Path) -> str:
+        if "${" not in text:
+            return text
+        filled = _REFERENCE.sub(lambda match: self._reference(match, path), text)
+        answer = Substituted(filled)
+        answer.written = text
+        return answer
+
+    def _reference(self, match: re.Match[str], path: Path) -> str:
+        if match[1]:
+            return match[0][1:]  # $${literal} is how a literal ${ is written
+        inside = match[2]
+        if inside.startswith("file:"):
+            return self._file(inside.removeprefix("file:"), path)
+        variable = _VARIABLE.fullmatch(inside)
+        if not variable:
+            self._source.fail(
+                path, f"{match[0]} is not a reference; write ${{NAME}}, ${{NAME:-default}} or ${{file:/path}}"
+            )
+            return ""
+        found = self._env.get(variable[1])
+        if variable[2] is not None:
+            return found or variable[2]  # as in a shell, :- also replaces the empty text
+        if found is None:
+            self._source.fail(
+                path, f"the environment has no {variable[1]}; set it, or write ${{{variable[1]}:-default}}"
+            )
+        return found or ""
+
+    def _file(self, name: str, path: Path) -> str:
+        place = FilePath(self._source.file).parent / name
+        if place.exists() and not place.is_file():
+            self._source.fail(path, f"{name} is not a regular file")
+            return ""
+        try:
+            with place.open("rb") as file:
+                raw = file.read(SECRET_CAP_BYTES + 1)
+            text = raw.decode()
+        except OSError as error:
+            self._source.fail(path, f"{name} cannot be read: {error.strerror}")
+            return ""
+        except ValueError:
+            self._source.fail(path, f"{name} is not UTF-8 text")
+            return ""
+        if len(raw) > SECRET_CAP_BYTES:
+            self._source.fail(path, f"{name} is larger than {SECRET_CAP_BYTES >> 10} KiB")
+        return text.removesuffix("\n").removesuffix("\r")
+
+
+def _mark(node: Node) -> Mark:
+    return Mark(node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def _at(source: Source, mark: Mark, path: Path, message: str) -> Problem:
+    return Problem(source.file, mark.line, mark.column, show_path(path), message)
+
+
+def _refused(file: str, mark: Mark, message: str) -> ConfigError:
+    return ConfigError([Problem(file, mark.line, mark.column, "", message)])
