@@ -15,7 +15,7 @@ Filter = Callable[[Ask, Sequence[Candidate]], Sequence[Candidate]]
 """Keeps some of the candidates, in order. May return its argument unchanged; never mutates it."""
 
 Scorer = Callable[[Ask, Sequence[Candidate]], list[float]]
-"""Rates every candidate, aligned with the argument; higher is better. A list, not a dict: it is on the path of a request."""
+"""Rates every candidate, aligned with the argument; higher is better. A list, not a dict: this is a hot path."""
 
 Picker = Callable[[Ask, Sequence[Candidate], Sequence[float]], int]
 """Chooses an index into the candidates. Only pickers may use `ask.rng`."""

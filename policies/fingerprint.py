@@ -1,0 +1,128 @@
+"""Fingerprint: a prompt as a chain of block keys, so that equal beginnings give equal keys.
+
+Lives here: the keyed arithmetic from bytes or token ids to keys. Not here: who holds which block (prefix_index.py),
+or what counts as the prompt and what as the salt (the gateway decides: tools, template arguments and messages are
+parts; tenant, model and LoRA are salt).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+Keys = npt.NDArray[np.uint64]
+
+MAX_BLOCKS = 16_384
+"""Blocks fingerprinted at most: 4 MiB of prompt at the default block size. Work per request is bounded by it."""
+
+_SLAB_BLOCKS = 512
+_HALF = np.uint64(32)
+
+
+class Fingerprint:
+    """The block keys of one prompt.
+
+    keys         uint64, one per whole block; keys[i] stands for everything from the first byte to the end of block i
+    block_bytes  bytes per block
+    n_bytes      bytes of the prompt, the ragged end included (it has no key)
+    """
+
+    __slots__ = ("block_bytes", "keys", "n_bytes")
+
+    def __init__(self, keys: Keys, block_bytes: int, n_bytes: int) -> None:
+        self.keys = keys
+        self.block_bytes = block_bytes
+        self.n_bytes = n_bytes
+
+    def __repr__(self) -> str:
+        return f"Fingerprint({len(self.keys)} blocks of {self.block_bytes}, {self.n_bytes} bytes)"
+
+
+class Fingerprinter:
+    """Turns prompts into fingerprints under one secret. One per process; not to be shared between threads.
+
+    The arithmetic, from the inside out (all modulo 2**64, all over whole arrays):
+
+    1. Fold. Every 8-byte word is multiplied by a secret odd number and its upper half is xored onto its lower half.
+       Both steps can be undone, so different words stay different; afterwards a difference that sat only in the top
+       bits (the case of one letter) has reached the lower half. Step 2 needs that: a product modulo 2**64 loses as
+       many bits of the key as its other factor has trailing zeros.
+    2. Sum. A block's hash is the sum of its words, each times a secret odd number of its own (multilinear hashing,
+       Carter & Wegman 1979; Lemire & Kaser 2014). Two different blocks given beforehand agree with a probability
+       near 2**-63, and whatever their pattern, below about 2**-31, over the choice of the secret.
+    3. Mix. A secret number for the block's place is added (blocks in another order are another prompt), the halves
+       are xored and multiplied once more, so that hashes no longer add up the way words do.
+    4. Chain. keys[i] is the sum of the mixed hashes 0..i plus a number drawn from the salt. A sum that only grows at
+       its end is a prefix law: two prompts equal up to block i have equal keys up to i, and from the first block
+       that differs on, every key differs. numpy does all sums at once in `cumsum`.
+
+    Why keyed: a client who could predict keys could craft two prompts with one key and make the router believe that
+    an endpoint holds what it does not ("index poisoning"). The index stays advisory all the same: a wrong belief
+    costs a slower first token, never a wrong answer.
+
+    `secret` is at least 16 random bytes, drawn anew by every process that does not share its index.
+    """
+
+    def __init__(self, secret: bytes, block_bytes: int = 256) -> None:
+        if len(secret) < 16:
+            raise ValueError(f"a fingerprint secret has at least 16 bytes, not {len(secret)}")
+        if block_bytes < 8 or block_bytes % 8:
+            raise ValueError(f"block_bytes is a positive multiple of 8, not {block_bytes}")
+        self.block_bytes = block_bytes
+        self._salt_key = hashlib.blake2b(secret, person=b"penstock-salt").digest()
+        words = block_bytes // 8
+        numbers = _secret_numbers(secret, words + MAX_BLOCKS + 2)
+        self._word_keys = numbers[:words] | np.uint64(1)
+        self._places = numbers[words : words + MAX_BLOCKS]
+        self._fold, self._mix = numbers[-2] | np.uint64(1), numbers[-1] | np.uint64(1)
+        self._scratch = np.empty((2, _SLAB_BLOCKS, words), np.uint64)
+
+    def of(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:
+        """The fingerprint of the parts laid end to end; where one part ends and the next begins does not matter.
+
+        One contiguous part is read in place; several are joined once.
+        """
+        return self._chain(self._seed(b"text", salt), parts[0] if len(parts) == 1 else b"".join(parts))
+
+    def of_tokens(self, salt: bytes, ids: Iterable[int]) -> Fingerprint:
+        """The fingerprint of token ids, four bytes each. Raises OverflowError or TypeError for what is no token id."""
+        return self._chain(self._seed(b"ids", salt), memoryview(array("I", ids)).cast("B"))
+
+    def _seed(self, kind: bytes, salt: bytes) -> np.uint64:
+        digest = hashlib.blake2b(salt, digest_size=8, key=self._salt_key, person=kind).digest()
+        return np.uint64(int.from_bytes(digest, "little"))
+
+    def _chain(self, seed: np.uint64, data: bytes | memoryview) -> Fingerprint:
+        blocks = min(len(data) // self.block_bytes, MAX_BLOCKS)
+        words = np.frombuffer(data, np.dtype("<u8"), blocks * self.block_bytes // 8) if blocks else self._word_keys[:0]
+        keys = self._block_hashes(words.reshape(blocks, -1) if blocks else words.reshape(0, len(self._word_keys)))
+        keys += self._places[:blocks]
+        keys ^= keys >> _HALF
+        keys *= self._mix
+        np.cumsum(keys, out=keys)
+        keys += seed
+        return Fingerprint(keys, self.block_bytes, len(data))
+
+    def _block_hashes(self, words: Keys) -> Keys:
+        """Fold and sum, a slab at a time so that intermediate arrays stay in the processor's cache."""
+        if len(words) <= _SLAB_BLOCKS:
+            return self._slab(words)
+        return np.concatenate([self._slab(words[at : at + _SLAB_BLOCKS]) for at in range(0, len(words), _SLAB_BLOCKS)])
+
+    def _slab(self, words: Keys) -> Keys:
+        folded, upper = self._scratch[:, : len(words)]
+        np.multiply(words, self._fold, out=folded)
+        np.right_shift(folded, _HALF, out=upper)
+        np.bitwise_xor(folded, upper, out=folded)
+        sums: Keys = np.einsum("ij,j->i", folded, self._word_keys)
+        return sums
+
+
+def _secret_numbers(secret: bytes, count: int) -> Keys:
+    """`count` independent 64-bit numbers stretched from the secret."""
+    stretched = hashlib.shake_256(b"penstock-fingerprint" + secret).digest(8 * count)
+    return np.frombuffer(stretched, np.dtype("<u8")).astype(np.uint64)

@@ -1,0 +1,327 @@
+"""PrefixIndex: what each endpoint is believed to hold in its prefix cache.
+
+Lives here: block key -> who holds it, ageing after the engines' own LRU, the memory cap. Not here: how a prompt
+becomes keys (fingerprint.py), or what a belief is worth in a decision (scorers.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from itertools import islice
+
+import msgspec
+import numpy as np
+
+from policies.fingerprint import MAX_BLOCKS, Fingerprint
+
+BLOCK_COST_BYTES = 192
+"""What one remembered block may cost at most: dict entry at its emptiest, the key, its share of a holders number."""
+
+MAX_SLOTS = 1 << 16
+
+_SLOT = MAX_SLOTS - 1
+_LANE_BITS = 64
+_LANE = (1 << _LANE_BITS) - 1
+_MOST_SHARDS = 256
+_GENERATIONS = 32
+_FINE_BLOCKS = 64
+_LEAST_TRUST, _DISTRUST, _TRUST = 1 / 8, 0.95, 1.02
+_TOLERANCE = 0.1
+
+
+def _ladder() -> list[int]:
+    """The chain lengths worth an entry: every one up to 64 blocks, every second up to 128, every fourth up to 256, ...
+
+    Keys are cumulative, so any subset of a chain is a chain. A believed length falls short by less than 1/32, and a
+    prompt of 100,000 tokens takes some 210 entries in place of 1,600.
+    """
+    lengths, stride = list(range(1, _FINE_BLOCKS + 1)), 2
+    while lengths[-1] < MAX_BLOCKS:
+        lengths += range(lengths[-1] + stride, _FINE_BLOCKS * stride + 1, stride)
+        stride *= 2
+    return lengths
+
+
+class IndexStats(msgspec.Struct, frozen=True):
+    """bytes: memory in use; blocks: entries; evictions: entries dropped at the cap; held_tokens: believed, per slot."""
+
+    bytes: int
+    blocks: int
+    evictions: int
+    held_tokens: tuple[int, ...]
+
+
+class _Holder:
+    """One slot's book: how much it is believed to hold, by generation. A generation's name is its stamp."""
+
+    __slots__ = ("capacity_tokens", "held", "stamp", "tokens", "trust")
+
+    def __init__(self, slot: int) -> None:
+        self.stamp = MAX_SLOTS | slot
+        self.tokens: dict[int, float] = {self.stamp: 0.0}
+        self.held = 0.0
+        self.capacity_tokens: float | None = None
+        self.trust = 1.0
+
+    def next_generation(self) -> None:
+        self.stamp += MAX_SLOTS
+        self.tokens[self.stamp] = 0.0
+
+    def gain(self, tokens: float) -> None:
+        self.tokens[self.stamp] += tokens
+        self.held += tokens
+
+    def lose(self, stamp: int, tokens: float) -> None:
+        lost = min(tokens, self.tokens.get(stamp, 0.0))
+        if lost:
+            self.tokens[stamp] -= lost
+            self.held -= lost
+
+    def oldest_alive(self) -> int:
+        """The stamp alive longest, after beginning a generation if this one is full and ending the oldest beyond the room."""
+        if self.capacity_tokens is not None:
+            room = self.capacity_tokens * self.trust
+            if self.tokens[self.stamp] * _GENERATIONS > room:
+                self.next_generation()
+            while self.held > room and len(self.tokens) > 1:
+                self.held = max(0.0, self.held - self.tokens.pop(next(iter(self.tokens))))
+        return next(iter(self.tokens))
+
+
+class PrefixIndex:
+    """Block key -> stamps of the slots believed to hold the block. Owned by one event loop; outlives reloads.
+
+    A stamp is `generation << 16 | slot`. Each slot counts its own generations: one ends when 1/32 of the engine's
+    capacity has been stamped with it. A block met again is stamped anew, which is what touching does in an engine's
+    LRU; when a slot's live stamps add up to more than its capacity its oldest generation dies, by moving one number
+    (`_oldest_alive[slot]`) past it. Nothing is walked: dead stamps are seen as dead when read.
+
+    The stamps of all holders of a block lie side by side in one Python int (64 bits each): an int is invisible to the
+    garbage collector, and a run of blocks shares one object. Along a chain stamps only get older and holders fewer,
+    because whoever touches a block touches all before it; so the end of anyone's belief is found by halving.
+
+    Memory: entries are spread over up to 256 dicts by key, so that no growth stalls the loop for more than about a
+    millisecond; at `cap_bytes` (counted at BLOCK_COST_BYTES per block) the oldest quarter of one dict is dropped per
+    need. What that loses is belief, never correctness.
+    """
+
+    def __init__(self, cap_bytes: int) -> None:
+        if cap_bytes < 64 * BLOCK_COST_BYTES:
+            raise ValueError(f"a prefix index needs at least {64 * BLOCK_COST_BYTES} bytes, not {cap_bytes}")
+        self._most_blocks = cap_bytes // BLOCK_COST_BYTES
+        shards = _MOST_SHARDS
+        while shards > 1 and self._most_blocks < 64 * shards:
+            shards //= 2
+        self._shards: list[dict[int, int]] = [{} for _ in range(shards)]
+        self._shard_mask = shards - 1
+        self._next_to_trim = 0
+        self._lengths = _ladder()
+        self._places = np.array(self._lengths) - 1
+        self._holders: list[_Holder] = []
+        self._oldest_alive: list[int] = []
+        self._blocks = 0
+        self._evictions = 0
+
+    # -- reading
+
+    def match(self, fingerprint: Fingerprint, prompt_tokens: int) -> list[int]:
+        """How many of the prompt's tokens each slot is believed to hold, index = slot.
+
+        Bytes are scaled to tokens by `prompt_tokens / fingerprint.n_bytes`. Slots never seen are beyond the list's end.
+        """
+        reach = [0] * len(self._holders)
+        rungs = self._known(fingerprint, 0, bisect_right(self._lengths, len(fingerprint.keys)))
+        if rungs:
+            self._spread(fingerprint, reach, (0, self._alive_at(fingerprint, 0)), rungs - 1)
+            scale = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
+            return [int(blocks * scale) for blocks in reach]
+        return reach
+
+    def _spread(self, fingerprint: Fingerprint, reach: list[int], low: tuple[int, list[int]], high: int) -> None:
+        """Writes into `reach` how many blocks each slot of `low` holds, looking only where holders change."""
+        pending = [(low[0], low[1], high, self._alive_at(fingerprint, high))]
+        for slot in pending[0][3]:
+            reach[slot] = self._lengths[high]
+        while pending:
+            at, alive, end, alive_at_end = pending.pop()
+            if len(alive) == len(alive_at_end):
+                continue
+            if end - at <= 1:
+                for slot in alive:
+                    reach[slot] = max(reach[slot], self._lengths[at])
+                continue
+            middle = (at + end) // 2
+            alive_at_middle = self._alive_at(fingerprint, middle)
+            pending.append((at, alive, middle, alive_at_middle))
+            pending.append((middle, alive_at_middle, end, alive_at_end))
+
+    def _alive_at(self, fingerprint: Fingerprint, rung: int) -> list[int]:
+        key = fingerprint.keys.item(self._lengths[rung] - 1)
+        return self._alive(self._shards[key & self._shard_mask].get(key, 0))
+
+    def _alive(self, holders: int) -> list[int]:
+        oldest = self._oldest_alive
+        return [stamp & _SLOT for stamp in _stamps(holders) if stamp >= oldest[stamp & _SLOT]]
+
+    def _known(self, fingerprint: Fingerprint, low: int, high: int) -> int:
+        """The first rung in [low, high) without an entry, by halving; `high` if all are known."""
+        item, lengths, shards, mask = fingerprint.keys.item, self._lengths, self._shards, self._shard_mask
+        while low < high:
+            middle = (low + high) // 2
+            key = item(lengths[middle] - 1)
+            if key in shards[key & mask]:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _fresh(self, fingerprint: Fingerprint, stamp: int, high: int) -> int:
+        """The first rung below `high` that does not bear `stamp`, by halving."""
+        low = 0
+        while low < high:
+            middle = (low + high) // 2
+            key = fingerprint.keys.item(self._lengths[middle] - 1)
+            if stamp in _stamps(self._shards[key & self._shard_mask].get(key, 0)):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    # -- learning
+
+    def insert(self, fingerprint: Fingerprint, slot: int, prompt_tokens: int) -> None:
+        """The slot was given this prompt and will hold all of it. Costs only what is new or was not touched lately."""
+        rungs = min(bisect_right(self._lengths, len(fingerprint.keys)), self._most_blocks)
+        if not rungs:
+            return
+        holder = self._holder(slot)
+        tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
+        known = self._known(fingerprint, 0, rungs)
+        fresh = self._fresh(fingerprint, holder.stamp, known)
+        if fresh == rungs:
+            return
+        self._make_room(rungs - known)
+        keys = fingerprint.keys[self._places[fresh:rungs]].tolist()
+        self._enter(keys[known - fresh :], holder.stamp)
+        self._restamp(keys[: known - fresh], fresh, holder, tokens_per_block)
+        holder.gain((self._lengths[rungs - 1] - (self._lengths[fresh - 1] if fresh else 0)) * tokens_per_block)
+        self._oldest_alive[slot] = holder.oldest_alive()
+
+    def _enter(self, keys: list[int], stamp: int) -> None:
+        shards, mask = self._shards, self._shard_mask
+        for key in reversed(keys):
+            shards[key & mask][key] = stamp
+        self._blocks += len(keys)
+
+    def _restamp(self, keys: list[int], rung: int, holder: _Holder, tokens_per_block: float) -> None:
+        """Stamps known blocks anew and moves them to the young end of their dict, deepest first."""
+        last, renewed, previous = -1, 0, 0
+        for at in range(len(keys) - 1, -1, -1):
+            key = keys[at]
+            shard = self._shards[key & self._shard_mask]
+            holders = shard.pop(key, 0)
+            if holders != last:
+                last = holders
+                renewed, previous = self._without(holders, holder.stamp & _SLOT)
+                renewed = renewed << _LANE_BITS | holder.stamp
+            self._blocks += not holders
+            shard[key] = renewed
+            holder.lose(previous, self._stride(rung + at) * tokens_per_block)
+
+    def _without(self, holders: int, slot: int) -> tuple[int, int]:
+        """The live holders other than `slot`, and the stamp that slot had (0: none)."""
+        others, previous = 0, 0
+        for stamp in _stamps(holders):
+            if stamp & _SLOT == slot:
+                previous = stamp
+            elif stamp >= self._oldest_alive[stamp & _SLOT]:
+                others = others << _LANE_BITS | stamp
+        return others, previous
+
+    def _stride(self, rung: int) -> int:
+        return self._lengths[rung] - (self._lengths[rung - 1] if rung else 0)
+
+    def trim(self, fingerprint: Fingerprint, slot: int, kept_tokens: int, prompt_tokens: int) -> None:
+        """The slot holds at most `kept_tokens` of this prompt: for one that died before its first token."""
+        if slot >= len(self._holders) or not len(fingerprint.keys):
+            return
+        tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
+        rungs = bisect_right(self._lengths, len(fingerprint.keys))
+        first = bisect_right(self._lengths, kept_tokens / tokens_per_block if tokens_per_block else 0)
+        for rung, key in enumerate(fingerprint.keys[self._places[first:rungs]].tolist(), first):
+            shard = self._shards[key & self._shard_mask]
+            if key in shard:
+                others, previous = self._without(shard[key], slot)
+                self._holders[slot].lose(previous, self._stride(rung) * tokens_per_block)
+                if others:
+                    shard[key] = others
+                else:
+                    del shard[key]
+                    self._blocks -= 1
+
+    def confirm(self, slot: int, believed_share: float, cached_share: float) -> None:
+        """An answer told what was really cached; shares of the prompt, 0 to 1, as believed at the pick and as reported.
+
+        An engine's LRU gives up its oldest first, so finding less than believed says that the cache is smaller than we
+        count on (running requests live in the same memory): the slot's believed capacity shrinks by 5 %, and regrows by
+        2 % with every belief that held. A slot without a known capacity gets what it holds now as a first estimate.
+        """
+        if slot >= len(self._holders) or believed_share <= _TOLERANCE:
+            return
+        holder = self._holders[slot]
+        if cached_share >= believed_share - _TOLERANCE:
+            holder.trust = min(1.0, holder.trust * _TRUST)
+            return
+        if holder.capacity_tokens is None:
+            holder.capacity_tokens = holder.held
+        holder.trust = max(_LEAST_TRUST, holder.trust * _DISTRUST)
+        self._oldest_alive[slot] = holder.oldest_alive()
+
+    def set_capacity(self, slot: int, tokens: int) -> None:
+        """How many tokens of KV the endpoint in this slot has room for; beliefs beyond it age out, oldest first."""
+        holder = self._holder(slot)
+        holder.capacity_tokens = float(tokens)
+        self._oldest_alive[slot] = holder.oldest_alive()
+
+    def forget(self, slot: int) -> None:
+        """Nothing is believed of the slot any more (restarted, removed, given to another endpoint). O(1)."""
+        if slot < len(self._holders):
+            fresh = _Holder(slot)
+            fresh.stamp = self._holders[slot].stamp + MAX_SLOTS
+            fresh.tokens = {fresh.stamp: 0.0}
+            self._holders[slot] = fresh
+            self._oldest_alive[slot] = fresh.stamp
+
+    # -- memory
+
+    def stats(self) -> IndexStats:
+        """Counts and measured memory; walks the dicts' headers (some 30 us), so for scrapes, not for requests."""
+        key_bytes = sys.getsizeof(_LANE) + 12
+        used = sum(map(sys.getsizeof, self._shards)) + self._blocks * key_bytes
+        return IndexStats(used, self._blocks, self._evictions, tuple(int(holder.held) for holder in self._holders))
+
+    def _holder(self, slot: int) -> _Holder:
+        if not 0 <= slot < MAX_SLOTS:
+            raise ValueError(f"slot {slot} is not in 0..{MAX_SLOTS - 1}")
+        while slot >= len(self._holders):
+            self._holders.append(_Holder(len(self._holders)))
+            self._oldest_alive.append(self._holders[-1].stamp)
+        return self._holders[slot]
+
+    def _make_room(self, blocks: int) -> None:
+        while self._blocks + blocks > self._most_blocks:
+            shard = self._shards[self._next_to_trim]
+            dropped = (len(shard) + 3) // 4
+            self._shards[self._next_to_trim] = dict(islice(shard.items(), dropped, None))
+            self._next_to_trim = (self._next_to_trim + 1) & self._shard_mask
+            self._blocks -= dropped
+            self._evictions += dropped
+
+
+def _stamps(holders: int) -> list[int]:
+    """The stamps packed into a holders number, at most one per slot."""
+    if holders <= _LANE:
+        return [holders] if holders else []
+    lanes = (holders.bit_length() + _LANE_BITS - 1) // _LANE_BITS
+    return memoryview(holders.to_bytes(lanes * 8, sys.byteorder)).cast("Q").tolist()
