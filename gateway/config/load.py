@@ -14,7 +14,7 @@ from gateway.config.problems import ConfigError, Path, Problem, did_you_mean
 from gateway.config.source import Source, read
 from gateway.config.tree import Config
 
-SCHEMA_ID = "https://penstock.dev/schema/v1.json"
+SCHEMA_ID = "urn:penstock:config:v1"
 _ENGINES_POOL = "engines"
 
 

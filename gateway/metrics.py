@@ -1,0 +1,178 @@
+"""The catalogue: every metric of the gateway, with help, labels and buckets. docs/reference/metrics.md is made from it.
+
+Lives here: names and meanings. Not here: how a number is kept (meters.py) or when it changes (its callers).
+Stages and reasons come from small closed sets in the code, models and endpoints from the configuration; all are capped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gateway.meters import Counter, Family, Gauge, Histogram, Label, Meters, Spec
+
+MODEL = Label("model", 256)
+ENDPOINT = Label("endpoint", 1024)
+POOL = Label("pool", 128)
+CODE = Label("code", 32)
+REASON = Label("reason", 64)
+KIND = Label("kind", 32)
+STAGE = Label("stage", 16)
+VERSION = Label("version", 32)
+
+TTFT_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+"""vLLM's, so that the gateway's and the engines' histograms can be laid over each other."""
+
+TPOT_BUCKETS_S = (
+    *(0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+"""vLLM's and OpenTelemetry's, with finer ones below and vLLM's longer ones above."""
+
+E2E_BUCKETS_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+"""vLLM's buckets for whole requests."""
+
+OVERHEAD_BUCKETS_S = (
+    *(0.00005, 0.0001, 0.00015, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.002, 0.003),
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
+)
+"""What the gateway adds: 50 us to 1 s."""
+
+
+class Metrics:
+    """All metrics of one gateway process. Made once by the composition root and handed down; nothing here is global.
+
+    Families with labels are asked for a child (`ttft_seconds.labels(model, endpoint)`), the others are the child.
+    """
+
+    def __init__(self) -> None:
+        meters = self._meters = Meters()
+        self._requests(meters)
+        self._latency(meters)
+        self._endpoints(meters)
+        self._tokens(meters)
+        self._process(meters)
+
+    def render(self) -> bytes:
+        """The text a scrape gets."""
+        return self._meters.render()
+
+    def slices(self) -> Iterator[bytes]:
+        """The same text a family at a time, for a server that lets its streams go on in between."""
+        return self._meters.slices()
+
+    def catalogue(self) -> tuple[Spec, ...]:
+        """What there is, in order."""
+        return tuple(family.spec for family in self._meters.families)
+
+    def forget_endpoint(self, endpoint: str) -> None:
+        """Drops the series of an endpoint that was removed."""
+        for family in self._meters.families:
+            if ENDPOINT in family.spec.labels:
+                family.forget(ENDPOINT.name, endpoint)
+
+    def _requests(self, meters: Meters) -> None:
+        self.requests_total: Family[Counter] = meters.counter(
+            "penstock_requests_total",
+            "Requests answered, by HTTP status (499: the client left) and the reason of the answer.",
+            *(MODEL, CODE, REASON),
+        )
+        self.shed_total: Family[Counter] = meters.counter(
+            "penstock_shed_total", "Requests refused at the door to protect the others, by reason.", REASON
+        )
+        self.retries_total: Family[Counter] = meters.counter(
+            "penstock_retries_total",
+            "Second tries before the first byte: pooled (a dead idle connection), endpoint (another endpoint), "
+            "refused (the retry budget said no).",
+            KIND,
+        )
+        self.retry_budget_remaining: Gauge = meters.gauge(
+            "penstock_retry_budget_remaining", "Retries that the fleet-wide budget allows right now."
+        ).labels()
+        self.client_disconnects_total: Family[Counter] = meters.counter(
+            "penstock_client_disconnects_total", "Clients that left before their answer was complete, by stage.", STAGE
+        )
+
+    def _latency(self, meters: Meters) -> None:
+        self.ttft_seconds: Family[Histogram] = meters.histogram(
+            "penstock_ttft_seconds",
+            "Time from the last byte of the request to the first token handed to the client.",
+            TTFT_BUCKETS_S,
+            *(MODEL, ENDPOINT),
+        )
+        self.tpot_seconds: Family[Histogram] = meters.histogram(
+            "penstock_tpot_seconds",
+            "Mean time per output token after the first, one observation per request.",
+            TPOT_BUCKETS_S,
+            *(MODEL, ENDPOINT),
+        )
+        self.e2e_seconds: Family[Histogram] = meters.histogram(
+            "penstock_e2e_seconds",
+            "Time from the last byte of the request to the last byte of the answer.",
+            E2E_BUCKETS_S,
+            MODEL,
+        )
+        self.queue_seconds: Family[Histogram] = meters.histogram(
+            "penstock_queue_seconds", "Time a request spent in the waiting room.", TTFT_BUCKETS_S, POOL
+        )
+        self.overhead_seconds: Histogram = meters.histogram(
+            "penstock_overhead_seconds",
+            "The gateway's own time from the last byte of the request to its dispatch, waiting left out.",
+            OVERHEAD_BUCKETS_S,
+        ).labels()
+
+    def _endpoints(self, meters: Meters) -> None:
+        self.inflight: Family[Gauge] = meters.gauge(
+            "penstock_inflight", "Requests booked on an endpoint and not yet given back.", ENDPOINT
+        )
+        self.waiting: Family[Gauge] = meters.gauge("penstock_waiting", "Requests in the waiting room of a pool.", POOL)
+        self.endpoint_up: Family[Gauge] = meters.gauge(
+            "penstock_endpoint_up", "1 while an endpoint may be picked, 0 while it is ejected or draining.", ENDPOINT
+        )
+        self.ejections_total: Family[Counter] = meters.counter(
+            "penstock_ejections_total", "Times an endpoint was taken out, by reason.", *(ENDPOINT, REASON)
+        )
+        self.upstream_errors_total: Family[Counter] = meters.counter(
+            "penstock_upstream_errors_total",
+            "Failures of an endpoint as seen by the gateway, by kind; several may belong to one request.",
+            *(ENDPOINT, KIND),
+        )
+
+    def _tokens(self, meters: Meters) -> None:
+        self.prompt_tokens_total: Family[Counter] = meters.counter(
+            "penstock_prompt_tokens_total", "Prompt tokens of answered requests, as the engines counted them.", MODEL
+        )
+        self.completion_tokens_total: Family[Counter] = meters.counter(
+            "penstock_completion_tokens_total",
+            "Output tokens of answered requests, as the engines counted them.",
+            MODEL,
+        )
+        self.cached_tokens_total: Family[Counter] = meters.counter(
+            "penstock_cached_tokens_total", "Prompt tokens that engines took from their prefix cache.", MODEL
+        )
+        self.prefix_lookup_tokens_total: Counter = meters.counter(
+            "penstock_prefix_lookup_tokens_total", "Prompt tokens looked up in the gateway's prefix index."
+        ).labels()
+        self.prefix_hit_tokens_total: Counter = meters.counter(
+            "penstock_prefix_hit_tokens_total", "Prompt tokens the index believed to be cached where they were sent."
+        ).labels()
+        self.prefix_index_bytes: Gauge = meters.gauge(
+            "penstock_prefix_index_bytes", "Memory the prefix index accounts for."
+        ).labels()
+
+    def _process(self, meters: Meters) -> None:
+        self.config_version_info: Family[Gauge] = meters.gauge(
+            "penstock_config_version_info", "1 for the configuration in force, by its version.", VERSION
+        )
+        self.loop_lag_seconds: Histogram = meters.histogram(
+            "penstock_loop_lag_seconds", "How late the event loop ran a timer.", OVERHEAD_BUCKETS_S
+        ).labels()
+        self.bytes_out_total: Counter = meters.counter(
+            "penstock_bytes_out_total", "Bytes of answers handed to clients."
+        ).labels()
+        self.open_streams: Gauge = meters.gauge("penstock_open_streams", "Answers being streamed right now.").labels()

@@ -1,0 +1,112 @@
+"""The metrics page is what Prometheus expects, and labels stay bounded."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from gateway.meters import OTHER, Family, Histogram, Label, Meters
+from gateway.metrics import TTFT_BUCKETS_S, Metrics
+
+
+def samples(page: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    for family in text_string_to_metric_families(page.decode()):
+        for each in family.samples:
+            assert isinstance(each, Sample)
+            key = (each.name, frozenset(each.labels.items()))
+            assert key not in found, f"{key} is exposed twice"
+            found[key] = each.value
+    return found
+
+
+def test_what_was_counted_is_what_a_scrape_reads() -> None:
+    metrics = Metrics()
+    metrics.requests_total.labels("demo-8b", "200", "ok").inc(3)
+    metrics.inflight.labels("127.0.0.1:9000").inc()
+    metrics.open_streams.follow(lambda: 7)
+    ttft = metrics.ttft_seconds.labels("demo-8b", "a")
+    for value in (0.0005, 0.001, 0.0011, 5000.0):
+        ttft.observe(value)
+    page = samples(metrics.render())
+    labels = {("model", "demo-8b"), ("endpoint", "a")}
+    assert page["penstock_requests_total", frozenset({("model", "demo-8b"), ("code", "200"), ("reason", "ok")})] == 3
+    assert page["penstock_inflight", frozenset({("endpoint", "127.0.0.1:9000")})] == 1
+    assert page["penstock_open_streams", frozenset()] == 7
+    assert page["penstock_ttft_seconds_bucket", frozenset(labels | {("le", "0.001")})] == 2
+    assert page["penstock_ttft_seconds_bucket", frozenset(labels | {("le", "0.005")})] == 3
+    assert page["penstock_ttft_seconds_bucket", frozenset(labels | {("le", "+Inf")})] == 4
+    assert page["penstock_ttft_seconds_count", frozenset(labels)] == 4
+    assert page["penstock_ttft_seconds_sum", frozenset(labels)] == pytest.approx(5000.0026)
+
+
+def test_every_family_of_the_catalogue_is_on_an_idle_page_with_its_type_and_help() -> None:
+    metrics = Metrics()
+    parsed = {family.name: family for family in text_string_to_metric_families(metrics.render().decode())}
+    for spec in metrics.catalogue():
+        family = parsed[spec.name.removesuffix("_total") if spec.kind == "counter" else spec.name]
+        assert (family.type, family.documentation) == (spec.kind, spec.help)
+
+
+def test_names_carry_the_prefix_and_base_units() -> None:
+    for spec in Metrics().catalogue():
+        assert spec.name.startswith("penstock_")
+        assert (spec.kind == "counter") == spec.name.endswith("_total")
+        assert list(spec.buckets) == sorted(set(spec.buckets))
+        assert not spec.buckets or spec.name.endswith("_seconds")
+
+
+def test_ttft_has_the_22_buckets_of_vllm() -> None:
+    assert len(TTFT_BUCKETS_S) == 22
+    assert (TTFT_BUCKETS_S[0], TTFT_BUCKETS_S[-1]) == (0.001, 2560.0)
+
+
+@given(st.lists(st.floats(0, 1e5), max_size=200))
+def test_a_bucket_counts_exactly_the_values_at_or_below_its_bound(values: list[float]) -> None:
+    histogram = Histogram(TTFT_BUCKETS_S)
+    for value in values:
+        histogram.observe(value)
+    for shown, count in histogram.cumulative():
+        bound = math.inf if shown == "+Inf" else float(shown)
+        assert count == sum(value <= bound for value in values)
+
+
+def test_label_values_beyond_the_cap_become_other_and_old_ones_stay_themselves() -> None:
+    family = Meters().counter("x_total", "x", Label("model", 2))
+    first = family.labels("a")
+    family.labels("b")
+    family.labels("c").inc()
+    family.labels("d").inc()
+    assert family.labels("a") is first
+    assert {values: meter.value for values, meter in family.children()} == {("a",): 0, ("b",): 0, (OTHER,): 2}
+
+
+def test_a_removed_endpoint_leaves_no_series_and_frees_its_place() -> None:
+    metrics = Metrics()
+    metrics.inflight.labels("a").set(3)
+    metrics.ttft_seconds.labels("m", "a").observe(1)
+    metrics.forget_endpoint("a")
+    assert b'endpoint="a"' not in metrics.render()
+
+
+def test_a_child_asked_for_with_the_wrong_number_of_labels_is_refused() -> None:
+    family: Family[object] = Metrics().ttft_seconds  # type: ignore[assignment, type-var]
+    with pytest.raises(ValueError, match="has 2 labels, not 1"):
+        family.labels("m")
+
+
+def test_two_sets_of_metrics_in_one_process_do_not_know_each_other() -> None:
+    one, other = Metrics(), Metrics()
+    one.bytes_out_total.inc(5)
+    assert samples(other.render())["penstock_bytes_out_total", frozenset()] == 0
+
+
+def test_hostile_label_values_do_not_break_the_page() -> None:
+    metrics = Metrics()
+    metrics.shed_total.labels('a"\n\\b').inc()
+    assert samples(metrics.render())["penstock_shed_total", frozenset({("reason", 'a"\n\\b')})] == 1

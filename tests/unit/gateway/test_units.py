@@ -1,0 +1,73 @@
+"""Durations and sizes read what people write, exactly, and refuse what could be misread."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway import units
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("250ms", 0.25),
+        ("2s", 2.0),
+        ("1m30s", 90.0),
+        ("0.1s", 0.1),
+        ("50us", 0.00005),
+        ("1h", 3600.0),
+        ("1d2h", 93600.0),
+        ("0s", 0.0),
+    ],
+)
+def test_a_duration_is_read_exactly(text: str, seconds: float) -> None:
+    assert units.duration_s(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "s", "10", "1.5", "-1s", "1 s", "30s1m", "1s1s", "1e3s", "2secs", "٣s", "999d", "1s\n"]
+)
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(units.UnitError):
+        units.duration_s(text)
+
+
+def test_a_bare_number_is_refused_with_both_ways_to_write_it() -> None:
+    with pytest.raises(units.UnitError, match=r"'800' is not a duration; write 800s, or 800ms \(0\.8s\)"):
+        units.duration_s("800")
+    with pytest.raises(units.UnitError, match="write 32B, or 32MiB"):
+        units.size_bytes("32")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("32MiB", 32 << 20), ("1.5KiB", 1536), ("1KB", 1000), ("7B", 7), ("1 GiB", 1 << 30), ("0B", 0)]
+)
+def test_a_size_is_read_exactly(text: str, size: int) -> None:
+    assert units.size_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "10", "-1B", "1mib", "1.5B", "0.3KiB", "9999999TiB", "1KiB\n"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(units.UnitError):
+        units.size_bytes(text)
+
+
+@given(st.integers(0, 2**60))
+def test_a_shown_size_reads_back_as_itself(size: int) -> None:
+    assert units.size_bytes(units.show_size(size)) == size
+
+
+@given(st.one_of(st.integers(0, 366 * 86400), st.integers(0, 10**9).map(lambda n: n / 10**6)))
+def test_a_shown_duration_reads_back_as_itself(seconds: float) -> None:
+    assert units.duration_s(units.show_duration(seconds)) == seconds
+
+
+@given(st.text(max_size=40))
+def test_no_text_makes_the_parsers_fail_otherwise_than_by_refusing(text: str) -> None:
+    for parse in (units.duration_s, units.size_bytes):
+        with contextlib.suppress(units.UnitError):
+            assert parse(text) >= 0
