@@ -79,7 +79,7 @@ class _Holder:
             self.held -= lost
 
     def oldest_alive(self) -> int:
-        """The stamp alive longest, after beginning a generation if this one is full and ending the oldest beyond the room."""
+        """The oldest stamp alive, after beginning a generation if this is full and ending those beyond the room."""
         if self.capacity_tokens is not None:
             room = self.capacity_tokens * self.trust
             if self.tokens[self.stamp] * _GENERATIONS > room:

@@ -1,0 +1,28 @@
+"""Filters: who may be asked at all. Each keeps candidates in order; run.py applies them one after another.
+
+All are strict: when one leaves nobody, nobody is picked, and run.py can say which one it was. What then (wait, shed,
+give up) is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies.model import Ask, Candidate
+
+
+def available(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Neither ejected by health nor draining."""
+    return [candidate for candidate in candidates if candidate.load.available]
+
+
+def untried(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Has not failed this request yet: a retry goes elsewhere or nowhere."""
+    if not ask.tried:
+        return candidates
+    return [candidate for candidate in candidates if candidate.endpoint.name not in ask.tried]
+
+
+def below_cap(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Has room under its own concurrency cap."""
+    return [candidate for candidate in candidates if candidate.load.in_flight < candidate.endpoint.max_concurrency]

@@ -1,0 +1,73 @@
+"""The three policies that come with the house, each one value: the examples to read before writing another.
+
+Parameters are frozen structs with defaults; registry.py finds them by name for the configuration.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from policies import filters, pickers, scorers
+from policies.contract import Filter, Policy, Weighted
+
+ORDINARY: tuple[Filter, ...] = (filters.available, filters.untried, filters.below_cap)
+
+
+class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The parameters of a policy, all with defaults, and how to build it. Every build is a policy value of its own."""
+
+    def build(self) -> Policy:
+        raise NotImplementedError(f"{type(self).__name__} has no build()")
+
+
+class RoundRobin(Preset, frozen=True):
+    """Everybody in turn. No parameters."""
+
+    def build(self) -> Policy:
+        return Policy(
+            name="round_robin",
+            filters=ORDINARY,
+            scorers=(Weighted(scorers.same()),),
+            picker=pickers.Rotation(),
+        )
+
+
+class LeastLoaded(Preset, frozen=True):
+    """Least outstanding work: booked tokens and requests first, scraped load second.
+
+    output_weight   prompt tokens that one output token still to come counts for
+    request_tokens  tokens that a request counts for besides its own
+    fresh_s         how old a scrape may be to be believed, seconds
+    """
+
+    output_weight: float = 1.0
+    request_tokens: float = 64.0
+    fresh_s: float = 5.0
+
+    def build(self) -> Policy:
+        return Policy(
+            name="least_loaded",
+            filters=ORDINARY,
+            scorers=(Weighted(scorers.outstanding(self.output_weight, self.request_tokens, self.fresh_s)),),
+            picker=pickers.best,
+        )
+
+
+class PrefixAware(Preset, frozen=True):
+    """Least prefill work ahead of the first token, cached prefixes counted as done.
+
+    decode_weight  prompt tokens that one token of context or output in generation counts for
+    fresh_s        how old a scrape may be to be believed, seconds
+    """
+
+    decode_weight: float = 0.02
+    fresh_s: float = 5.0
+
+    def build(self) -> Policy:
+        return Policy(
+            name="prefix_aware",
+            filters=ORDINARY,
+            scorers=(Weighted(scorers.uncached_work(self.decode_weight, self.fresh_s)),),
+            picker=pickers.best,
+            reads_prefix=True,
+        )

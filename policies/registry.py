@@ -1,0 +1,64 @@
+"""Policies by name: what a configuration may say, and the typed parameters that go with it.
+
+A new policy is a struct with `build()` in presets.py (or a module of its own) and one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
+
+import msgspec
+
+from policies.contract import Policy
+from policies.presets import LeastLoaded, PrefixAware, Preset, RoundRobin
+
+
+class PolicyConfigError(ValueError):
+    """A policy's name or parameters are wrong. `param` names the parameter, None if the name itself is unknown."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+_KNOWN: Mapping[str, type[Preset]] = MappingProxyType(
+    {
+        "round_robin": RoundRobin,
+        "least_loaded": LeastLoaded,
+        "prefix_aware": PrefixAware,
+    }
+)
+
+
+def names() -> tuple[str, ...]:
+    """Every policy name that a configuration may use."""
+    return tuple(_KNOWN)
+
+
+def params_type(name: str) -> type[Preset]:
+    """The msgspec.Struct of a policy's parameters. Raises PolicyConfigError for an unknown name."""
+    if name not in _KNOWN:
+        raise PolicyConfigError(f"unknown policy {name!r}{_near(name, names())}; known: {', '.join(names())}")
+    return _KNOWN[name]
+
+
+def build(name: str, params: Mapping[str, object]) -> Policy:
+    """A new policy value from plain parameters. Raises PolicyConfigError naming what is wrong and what was near."""
+    kind = params_type(name)
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for param, value in params.items():
+        if param not in fields:
+            known = f"it takes {', '.join(fields)}" if fields else "it takes none"
+            raise PolicyConfigError(f"{name} has no parameter {param!r}{_near(param, tuple(fields))}; {known}", param)
+        try:
+            msgspec.convert(value, fields[param])
+        except msgspec.ValidationError as wrong:
+            raise PolicyConfigError(f"{name}.{param}: {wrong}", param) from wrong
+    return msgspec.convert(dict(params), kind).build()
+
+
+def _near(given: str, known: tuple[str, ...]) -> str:
+    close = get_close_matches(given, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

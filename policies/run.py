@@ -1,0 +1,51 @@
+"""The one loop of routing: filters keep, scorers rate, the picker chooses.
+
+    pick(policy, ask, candidates)
+
+Not here: any rule. A new one is a function in filters.py, scorers.py or pickers.py and a line in presets.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies.contract import Policy
+from policies.model import Ask, Candidate, Pick
+
+
+def pick(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Pick | None:
+    """Who serves this request now; None if the filters leave nobody (see `refusal` for which one did)."""
+    kept = candidates
+    for keep in policy.filters:
+        kept = keep(ask, kept)
+    if not kept:
+        return None
+    scores = _scores(policy, ask, kept)
+    index = policy.picker(ask, kept, scores)
+    chosen = kept[index]
+    slot = chosen.load.slot
+    cached_tokens = ask.cached[slot] if slot < len(ask.cached) else 0
+    return Pick(chosen, cached_tokens, scores[index], len(kept), policy.name)
+
+
+def refusal(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> str:
+    """The name of the filter that left nobody: why `pick` returned None. "no_candidates" if there was nobody at all."""
+    kept = candidates
+    if not kept:
+        return "no_candidates"
+    for keep in policy.filters:
+        kept = keep(ask, kept)
+        if not kept:
+            return getattr(keep, "__name__", type(keep).__name__)
+    raise ValueError(f"policy {policy.name} refuses nobody here")
+
+
+def _scores(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Sequence[float]:
+    """Weighted sum of all scorers, aligned with the candidates."""
+    first, *others = policy.scorers
+    total = first.scorer(ask, candidates)
+    if first.weight != 1.0:
+        total = [score * first.weight for score in total]
+    for part in others:
+        total = [sum_ + score * part.weight for sum_, score in zip(total, part.scorer(ask, candidates), strict=True)]
+    return total
