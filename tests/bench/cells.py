@@ -1,0 +1,271 @@
+"""What is measured: each cell is one kind of traffic, the systems it is put to, and the number that is kept.
+
+CPU cells read the processor time of the gateway's processes at both edges of a window and divide it by what was
+delivered in between.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from systems import BIN, LOAD_CORE, MODEL, NotMeasurable, Running, pinned, rss_bytes
+
+BYTES_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Lengths of a measurement: --quick shortens them."""
+
+    window_ms: int = 2500
+    warmup_ms: int = 500
+
+
+Numbers = dict[str, float]
+Measure = Callable[[Running, Pace, Path], Numbers]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a number of a cell, and what it must be beside the other systems' numbers.
+
+    goals: system -> greatest ratio to it, or with `added` the greatest difference. limit: greatest value in itself.
+    """
+
+    name: str
+    unit: str
+    metric: str
+    goals: dict[str, float] = field(default_factory=dict)
+    added: bool = False
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One kind of traffic: which policy of which system it is put to, and the rows that come out of it.
+
+    `fresh` starts every system anew for it: memory is compared with that of a process that has held nothing yet.
+    """
+
+    policies: dict[str, str]
+    measure: Measure
+    rows: tuple[Row, ...]
+    fresh: bool = False
+
+
+ROUND_ROBIN = dict.fromkeys(("penstock", "sglang-router", "vllm-router", "nginx"), "round_robin")
+PREFIX = {
+    "penstock": "prefix_aware",
+    "sglang-router": "cache_aware",
+    "vllm-router": "cache_aware",
+    "nginx": "round_robin",
+}
+
+
+# ---- bodies ----
+
+
+def chat_body(content: str, stream: bool) -> bytes:
+    """One chat completion as an SDK writes it."""
+    body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 64}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return json.dumps(body).encode()
+
+
+def paced(chunks: int, every_us: int, first_us: int, burst: int = 1, join: int = 0) -> bytes:
+    """A streaming request that tells the backend its pace in the prompt."""
+    note = f"@bench chunks={chunks} every_us={every_us} first_us={first_us} burst={burst} join={join}@"
+    return chat_body(f"{note} Tell me about water wheels. ################", stream=True)
+
+
+def prompt_tree(tokens: int, rng: random.Random) -> list[bytes]:
+    """Sixteen prompts of one size that share prefixes as a tree.
+
+    Four trunks of half the size, under each four branches up to nine tenths, then the number of the request and with it
+    a tail that no two requests share.
+    """
+    size = tokens * BYTES_PER_TOKEN
+    trunks = [_text(size // 2, rng) for _ in range(4)]
+    branches = [_text(size * 4 // 10, rng) for _ in range(4)]
+    tail = _text(size // 10, rng)
+    return [
+        chat_body(f"{trunk}{branch} ################ {tail}", stream=False) for trunk in trunks for branch in branches
+    ]
+
+
+def _text(size: int, rng: random.Random) -> str:
+    """Lines of words, about 80 bytes each: real prompts have line ends, which JSON escapes."""
+    words = ["".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(2, 9))) for _ in range(997)]
+    out: list[str] = []
+    while size > 0:
+        line = " ".join(rng.choices(words, k=12))[: min(79, size)] + "\n"
+        out.append(line)
+        size -= len(line)
+    return "".join(out)
+
+
+def write_bodies(path: Path, bodies: list[bytes]) -> Path:
+    """The load generator's format: <u32 length><bytes>, repeated."""
+    path.write_bytes(b"".join(struct.pack("<I", len(body)) + body for body in bodies))
+    return path
+
+
+# ---- one measurement ----
+
+
+def drive(running: Running, pace: Pace, bodies: Path, **options: object) -> dict[str, Any]:
+    """Runs the load generator once. NotMeasurable if anything was refused, cut or lost: fast and wrong is no result."""
+    command = [str(BIN / "load"), "--port", str(running.system.port), "--bodies", str(bodies)]
+    settings = {"warmup_ms": pace.warmup_ms, "window_ms": pace.window_ms, **options}
+    for name, value in settings.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    if running.pids:
+        command += ["--cpu-pids", ",".join(map(str, running.pids))]
+    done = subprocess.run(pinned(LOAD_CORE, command), capture_output=True, text=True, check=False, timeout=120)
+    if done.returncode:
+        raise NotMeasurable(f"load generator: {done.stderr.strip()}")
+    report: dict[str, Any] = json.loads(done.stdout)
+    wrong = {kind: n for kind, n in report["errors"].items() if n}
+    if wrong:
+        raise NotMeasurable(f"{wrong} (last bad status {report['bad_status']})")
+    return report
+
+
+def cpu_per_request(running: Running, pace: Pace, work: Path) -> Numbers:
+    """µs of gateway CPU for a small request with a small answer, 32 connections asking as fast as they are answered."""
+    bodies = write_bodies(work / "small", [chat_body("How does a water wheel work? ################", stream=False)])
+    report = drive(running, pace, bodies, mode="closed", connections=32)
+    return {"cpu": report["cpu_s"] / report["requests"] * 1e6}
+
+
+def streams(count: int, body: bytes, events: int) -> Measure:
+    """µs of gateway CPU for an event, with `count` streams held open at the pace of the body."""
+
+    def measure(running: Running, pace: Pace, work: Path) -> Numbers:
+        path = write_bodies(work / "streams", [body])
+        report = drive(running, pace, path, mode="closed", connections=count, ramp_ms=500, events_per_stream=events)
+        return {"cpu": report["cpu_s"] / report["events"] * 1e6}
+
+    return measure
+
+
+def long_prompts(tokens: int) -> Measure:
+    """µs of gateway CPU for a non-streaming request with a prompt of `tokens` tokens out of a prefix tree."""
+
+    def measure(running: Running, pace: Pace, work: Path) -> Numbers:
+        path = work / f"prompts-{tokens}"
+        if not path.exists():
+            write_bodies(path, prompt_tree(tokens, random.Random(tokens)))
+        report = drive(running, pace, path, mode="closed", connections=16)
+        return {"cpu": report["cpu_s"] / report["requests"] * 1e6}
+
+    return measure
+
+
+SHORT_STREAM = (8, 10_000, 5_000)  # chunks, µs between them, µs to the first
+SHORT_EVENTS = 8 + 4  # role, eight tokens, finish, usage, [DONE]
+
+
+def ttft_ms(rate: float) -> Measure:
+    """ms to the first token at an open-loop rate of short streams, on reused connections, from the intended moment."""
+
+    def measure(running: Running, pace: Pace, work: Path) -> Numbers:
+        bodies = write_bodies(work / "short", [paced(*SHORT_STREAM)])
+        report = drive(running, pace, bodies, mode="open", rate=rate, events_per_stream=SHORT_EVENTS)
+        return {quantile: report["ttft_s"][quantile] * 1e3 for quantile in ("p50", "p99")}
+
+    return measure
+
+
+def half_load_rate(running: Running, work: Path) -> float:
+    """Short streams a second at which this gateway's core is half busy."""
+    bodies = write_bodies(work / "short", [paced(*SHORT_STREAM)])
+    rate = 500.0
+    for _ in range(2):  # the cost of a stream falls as more arrive at once, so look again near the answer
+        report = drive(running, Pace(1500, 500), bodies, mode="open", rate=rate)
+        rate *= 0.5 / max(report["cpu_s"] / report["window_s"], 0.01)
+        rate = min(rate, 5000.0)
+    return rate
+
+
+def rss_per_stream_kib(running: Running, pace: Pace, work: Path, count: int = 2000) -> Numbers:
+    """KiB of resident memory that each of 2,000 open streams adds to a warm gateway."""
+    warm = write_bodies(work / "warm", [paced(4, 1000, 1000)])
+    drive(running, Pace(1000, 100), warm, mode="closed", connections=8)
+    before = rss_bytes(running.pids)
+    bodies = write_bodies(work / "held", [paced(60, 1_000_000, 100_000)])
+    command = [str(BIN / "load"), "--port", str(running.system.port), "--bodies", str(bodies), "--mode", "closed"]
+    command += ["--connections", str(count), "--ramp-ms", "2000", "--warmup-ms", "1000", "--window-ms", "2000"]
+    with subprocess.Popen(pinned(LOAD_CORE, command), stdout=subprocess.PIPE, text=True) as load:
+        time.sleep(4.0)
+        during = rss_bytes(running.pids)
+        report = json.loads(load.communicate(timeout=30)[0])
+    if any(report["errors"].values()) or report["events"] < count:
+        raise NotMeasurable(f"{count} streams were not held: {report['errors']}, {report['events']} events")
+    return {"rss": (during - before) / count / 1024}
+
+
+def all_cells(rate: float) -> list[Cell]:
+    """Every cell. `rate` is the open-loop rate of the half-load rows, in short streams a second."""
+    with_direct = {**ROUND_ROBIN, "direct": "none"}
+    quiet, loud = "TTFT on reused connections, 50 streams/s", f"TTFT at half load, {rate:.0f} streams/s"
+    return [
+        *_cpu_cells(),
+        Cell(
+            with_direct,
+            ttft_ms(50),
+            (
+                Row(f"{quiet}, p50", "ms", "p50", {"direct": 1.0}, added=True),
+                Row(f"{quiet}, p99", "ms", "p99", added=True),
+            ),
+        ),
+        Cell(
+            with_direct,
+            ttft_ms(rate),
+            (
+                Row(f"{loud}, p50", "ms", "p50", added=True),
+                Row(f"{loud}, p99", "ms", "p99", {"nginx": 1.0}, added=True),
+            ),
+        ),
+        Cell(
+            ROUND_ROBIN,
+            rss_per_stream_kib,
+            (Row("memory per open stream, 2,000 held", "KiB", "rss", limit=48.0),),
+            fresh=True,
+        ),
+    ]
+
+
+def _cpu_cells() -> list[Cell]:
+    def cpu(name: str, measure: Measure, policies: dict[str, str], **goals: float) -> Cell:
+        goals_by_system = {system.replace("_", "-"): ratio for system, ratio in goals.items()}
+        return Cell(policies, measure, (Row(name, "µs CPU", "cpu", goals_by_system),))
+
+    held = streams(400, paced(300, 10_000, 5_000), 304)
+    burst = streams(200, paced(640, 300_000, 5_000, burst=64), 644)
+    joined = streams(200, paced(640, 300_000, 5_000, burst=64, join=1), 644)
+    return [
+        cpu("non-streaming request", cpu_per_request, ROUND_ROBIN, sglang_router=0.75, vllm_router=1.0),
+        cpu("chunk, 400 streams × 10 ms", held, ROUND_ROBIN, sglang_router=0.95, vllm_router=0.85),
+        cpu("chunk, bursts of 64", burst, ROUND_ROBIN, sglang_router=0.75, vllm_router=0.75),
+        cpu("chunk, bursts of 64 in one write", joined, ROUND_ROBIN),
+        *(
+            cpu(
+                f"prefix-aware request, {tokens // 1000}k-token prompt",
+                long_prompts(tokens),
+                PREFIX,
+                sglang_router=0.75,
+                vllm_router=0.5,
+            )
+            for tokens in (2_000, 8_000, 32_000, 100_000)
+        ),
+    ]

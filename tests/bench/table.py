@@ -1,0 +1,132 @@
+"""From samples to a table: medians, ratios to the peers, goals met or missed. No measuring here."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from cells import Row
+
+OURS = "penstock"
+COLUMNS = ("penstock", "sglang-router", "vllm-router", "nginx", "direct")
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+
+
+@dataclass
+class Results:
+    """Samples by row and system, in the order they were taken, and what could not be measured and why."""
+
+    rows: list[Row]
+    samples: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, row: Row, system: str, value: float) -> None:
+        self.samples.setdefault(row.name, {}).setdefault(system, []).append(value)
+
+    def median(self, row: Row, system: str) -> float | None:
+        """The median of the rounds, None where the system was not measured."""
+        values = self.samples.get(row.name, {}).get(system)
+        return median(values) if values else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One goal of one row: what was asked, what came out."""
+
+    row: str
+    goal: str
+    value: float
+    met: bool
+
+
+def compare(results: Results, row: Row, other: str) -> float | None:
+    """Our number beside another system's: the ratio, or for latencies the difference."""
+    ours, theirs = results.median(row, OURS), results.median(row, other)
+    if ours is None or theirs is None:
+        return None
+    return ours - theirs if row.added else ours / theirs
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    """Every goal that could be judged."""
+    found: list[Verdict] = []
+    for row in results.rows:
+        ours = results.median(row, OURS)
+        if row.limit is not None and ours is not None:
+            found.append(Verdict(row.name, f"<= {row.limit:g} {row.unit}", ours, ours <= row.limit))
+        for other, most in row.goals.items():
+            value = compare(results, row, other)
+            if value is not None:
+                goal = f"<= {other} + {most:g} {row.unit}" if row.added else f"<= {most:g} x {other}"
+                found.append(Verdict(row.name, goal, value, value <= most))
+    return found
+
+
+def markdown(results: Results) -> str:
+    """The table as it stands in the docs: medians, then our number beside each peer's, then the goals."""
+    others = [name for name in COLUMNS if name != OURS]
+    lines = [
+        "| | unit | " + " | ".join(COLUMNS) + " | " + " | ".join(f"vs {name}" for name in others) + " |",
+        "|---|---|" + "--:|" * (len(COLUMNS) + len(others)),
+    ]
+    for row in results.rows:
+        numbers = [_number(results.median(row, name)) for name in COLUMNS]
+        beside = [_beside(results, row, name) for name in others]
+        lines.append(f"| {row.name} | {row.unit} | " + " | ".join(numbers + beside) + " |")
+    judged = verdicts(results)
+    if judged:
+        lines += ["", "| goal | asked | measured | |", "|---|---|--:|---|"]
+        lines += [f"| {v.row} | {v.goal} | {v.value:.2f} | {'met' if v.met else '**missed**'} |" for v in judged]
+    lines += [f"\nNot measured: {name}: {reason}" for name, reason in sorted(results.problems.items())]
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _beside(results: Results, row: Row, other: str) -> str:
+    value = compare(results, row, other)
+    return "" if value is None else f"{value:+.2f}" if row.added else f"{value:.2f}×"
+
+
+def as_json(results: Results) -> dict[str, Any]:
+    """Everything: every sample, the medians, the goals."""
+    return {
+        "settings": results.settings,
+        "machine": {"cpu": cpu_name(), "kernel": platform.release(), "python": platform.python_version()},
+        "rows": [
+            {
+                "name": row.name,
+                "unit": row.unit,
+                "samples": results.samples.get(row.name, {}),
+                "medians": {name: results.median(row, name) for name in COLUMNS},
+            }
+            for row in results.rows
+        ],
+        "goals": [{"row": v.row, "goal": v.goal, "value": v.value, "met": v.met} for v in verdicts(results)],
+        "not_measured": results.problems,
+    }
+
+
+def cpu_name() -> str:
+    """As the kernel calls it; CPU figures of different machines cannot be compared, ratios can."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def write_docs(page: Path, results: Results) -> None:
+    """Replaces what stands between the markers of a page."""
+    before, found, rest = page.read_text().partition(BEGIN)
+    _, ends, after = rest.partition(END)
+    if not found or not ends:
+        raise SystemExit(f"{page} has no {BEGIN} ... {END}")
+    machine = f"Python {platform.python_version()}, {cpu_name()}, Linux {platform.release()}"
+    taken = f"Medians of {results.settings['rounds']} rounds; {machine}."
+    page.write_text(f"{before}{BEGIN}\n{taken}\n\n{markdown(results)}\n{END}{after}")
