@@ -21,6 +21,8 @@ MAX_BLOCKS = 16_384
 
 _SLAB_BLOCKS = 512
 _HALF = np.uint64(32)
+_NO_KEYS: Keys = np.empty(0, np.uint64)
+_NO_KEYS.flags.writeable = False
 
 
 class Fingerprint:
@@ -58,7 +60,7 @@ class Fingerprinter:
        are xored and multiplied once more, so that hashes no longer add up the way words do.
     4. Chain. keys[i] is the sum of the mixed hashes 0..i plus a number drawn from the salt. A sum that only grows at
        its end is a prefix law: two prompts equal up to block i have equal keys up to i, and from the first block
-       that differs on, every key differs. numpy does all sums at once in `cumsum`.
+       that differs on, every key differs. numpy does all sums at once.
 
     Why keyed: a client who could predict keys could craft two prompts with one key and make the router believe that
     an endpoint holds what it does not ("index poisoning"). The index stays advisory all the same: a wrong belief
@@ -98,12 +100,14 @@ class Fingerprinter:
 
     def _chain(self, seed: np.uint64, data: bytes | memoryview) -> Fingerprint:
         blocks = min(len(data) // self.block_bytes, MAX_BLOCKS)
-        words = np.frombuffer(data, np.dtype("<u8"), blocks * self.block_bytes // 8) if blocks else self._word_keys[:0]
-        keys = self._block_hashes(words.reshape(blocks, -1) if blocks else words.reshape(0, len(self._word_keys)))
+        if not blocks:
+            return Fingerprint(_NO_KEYS, self.block_bytes, len(data))
+        words = len(self._word_keys)
+        keys = self._block_hashes(np.frombuffer(data, np.uint64, blocks * words).reshape(blocks, words))
         keys += self._places[:blocks]
         keys ^= keys >> _HALF
         keys *= self._mix
-        np.cumsum(keys, out=keys)
+        np.add.accumulate(keys, out=keys)
         keys += seed
         return Fingerprint(keys, self.block_bytes, len(data))
 

@@ -132,36 +132,44 @@ class PrefixIndex:
         """
         reach = [0] * len(self._holders)
         rungs = self._known(fingerprint, 0, bisect_right(self._lengths, len(fingerprint.keys)))
-        if rungs:
-            self._spread(fingerprint, reach, (0, self._alive_at(fingerprint, 0)), rungs - 1)
-            scale = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
-            return [int(blocks * scale) for blocks in reach]
-        return reach
+        if not rungs:
+            return reach
+        self._measure(fingerprint, rungs - 1, reach)
+        scale = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
+        return [int(blocks * scale) for blocks in reach]
 
-    def _spread(self, fingerprint: Fingerprint, reach: list[int], low: tuple[int, list[int]], high: int) -> None:
-        """Writes into `reach` how many blocks each slot of `low` holds, looking only where holders change."""
-        pending = [(low[0], low[1], high, self._alive_at(fingerprint, high))]
-        for slot in pending[0][3]:
-            reach[slot] = self._lengths[high]
+    def _measure(self, fingerprint: Fingerprint, last: int, reach: list[int]) -> None:
+        """Writes into `reach` how many blocks each slot holds: halves only where holders change between two rungs."""
+        first_holders, last_holders = self._at(fingerprint, 0), self._at(fingerprint, last)
+        alive = {first_holders: self._alive(first_holders), last_holders: self._alive(last_holders)}
+        for slot in alive[last_holders]:
+            reach[slot] = self._lengths[last]
+        pending = [(0, first_holders, last, last_holders)]
         while pending:
-            at, alive, end, alive_at_end = pending.pop()
-            if len(alive) == len(alive_at_end):
+            low, at_low, high, at_high = pending.pop()
+            if at_low == at_high or len(alive[at_low]) == len(alive[at_high]):
                 continue
-            if end - at <= 1:
-                for slot in alive:
-                    reach[slot] = max(reach[slot], self._lengths[at])
+            if high - low > 1:
+                middle = (low + high) // 2
+                at_middle = self._at(fingerprint, middle)
+                if at_middle not in alive:
+                    alive[at_middle] = self._alive(at_middle)
+                pending += ((low, at_low, middle, at_middle), (middle, at_middle, high, at_high))
                 continue
-            middle = (at + end) // 2
-            alive_at_middle = self._alive_at(fingerprint, middle)
-            pending.append((at, alive, middle, alive_at_middle))
-            pending.append((middle, alive_at_middle, end, alive_at_end))
+            length = self._lengths[low]
+            for slot in alive[at_low]:
+                if reach[slot] < length:
+                    reach[slot] = length
 
-    def _alive_at(self, fingerprint: Fingerprint, rung: int) -> list[int]:
+    def _at(self, fingerprint: Fingerprint, rung: int) -> int:
         key = fingerprint.keys.item(self._lengths[rung] - 1)
-        return self._alive(self._shards[key & self._shard_mask].get(key, 0))
+        return self._shards[key & self._shard_mask].get(key, 0)
 
     def _alive(self, holders: int) -> list[int]:
         oldest = self._oldest_alive
+        if holders <= _LANE:
+            slot = holders & _SLOT
+            return [slot] if holders >= oldest[slot] else []
         return [stamp & _SLOT for stamp in _stamps(holders) if stamp >= oldest[stamp & _SLOT]]
 
     def _known(self, fingerprint: Fingerprint, low: int, high: int) -> int:
