@@ -48,21 +48,24 @@ class GatewayError(Exception):
     """A refusal on its way to the client. `reason` is the short label in logs and metrics."""
 
     def __init__(
-        self, failure: Failure, message: str, *, param: str | None = None, retry_after_s: float | None = None
+        self,
+        failure: Failure,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.failure = failure
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.reason = reason or failure.name.lower()
 
     @property
     def status(self) -> int:
         return self.failure.value.status
-
-    @property
-    def reason(self) -> str:
-        return self.failure.name.lower()
 
 
 def body_of(error: GatewayError) -> bytes:

@@ -60,8 +60,7 @@ PROMPT_MEMBERS: Mapping[Api, tuple[str, ...]] = {
 BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm-d use the same)
 DEFAULT_OUTPUT_TOKENS = 256
 LIMITS = {"n": 128, "best_of": 128, "max_tokens": 2**24, "max_completion_tokens": 2**24}
-MAX_STOP_BYTES = 16 * 1024
-MAX_BIAS_BYTES = 256 * 1024
+SIZES = {"stop": 16 * 1024, "stop_token_ids": 16 * 1024, "bad_words": 64 * 1024, "logit_bias": 256 * 1024}
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_any = msgspec.json.decode
@@ -78,11 +77,11 @@ class Servable(Protocol):
     def context_tokens(self) -> int | None: ...
 
 
-class Call(msgspec.Struct, frozen=True):
+class Call(msgspec.Struct):
     """A parsed call: the policy's view, and the bytes that go upstream.
 
     asked_model   the name the client used, echoed in answers when engines use another
-    prompt        raw JSON of what the engine renders before generating, in rendering order
+    body, prompt  the JSON sent on, and the raw values in it that the engine renders first; empty after release()
     """
 
     api: Api
@@ -90,6 +89,15 @@ class Call(msgspec.Struct, frozen=True):
     asked_model: str
     body: bytes
     prompt: tuple[msgspec.Raw, ...]
+
+    def named(self, model: str) -> Call:
+        """The same call for an engine that knows the model by another name."""
+        members = {**_decode(self.body), "model": msgspec.Raw(msgspec.json.encode(model))}
+        return msgspec.structs.replace(self, body=_joined(members))
+
+    def release(self) -> None:
+        """Let go of the bytes: the engine has them, and after the first token nobody else will need them."""
+        self.body, self.prompt = b"", ()
 
 
 def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str, tenant: str) -> Call:
@@ -104,15 +112,15 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str
     if PROMPT_MEMBERS[api][-1] not in members:
         name = PROMPT_MEMBERS[api][-1]
         raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{name}'.", param=name)
-    prompt_tokens = _prompt_tokens(prompt, api)
-    output_tokens = _output_tokens(members)
-    _check_context(prompt[-1], api, prompt_tokens, output_tokens, model.context_tokens)
+    ids = _token_ids(prompt[-1]) if api is Api.COMPLETIONS else None
+    output_tokens = _given(members, "max_completion_tokens") or _given(members, "max_tokens")
+    _check_context(ids or 0, output_tokens or 0, model.context_tokens)
     request = Request(
         id=request_id,
         model=model.served_model,
         tenant=tenant,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens or DEFAULT_OUTPUT_TOKENS,
+        prompt_tokens=ids or sum(len(memoryview(part)) for part in prompt) // BYTES_PER_TOKEN + 1,
+        output_tokens=(output_tokens or DEFAULT_OUTPUT_TOKENS) * (_given(members, "n") or 1),
         stream=bytes(members.get("stream", b"")) == b"true",
     )
     return Call(api, request, asked, _outbound(body, members, asked, model.served_model), prompt)
@@ -183,57 +191,40 @@ def _unknown_model(asked: str, models: Mapping[str, Servable]) -> GatewayError:
 def _check_limits(members: Mapping[str, msgspec.Raw]) -> None:
     """What would hurt an engine is refused here (faults.md A06)."""
     for name, most in LIMITS.items():
-        if name in members and bytes(members[name]) != b"null":
-            value = _integer(members, name)
-            if not 1 <= value <= most:
-                raise GatewayError(
-                    Failure.BAD_REQUEST, f"'{name}' must be between 1 and {most}, not {value}.", param=name
-                )
-    for name, most in (("stop", MAX_STOP_BYTES), ("logit_bias", MAX_BIAS_BYTES)):
+        value = _given(members, name)
+        if value is not None and not 1 <= value <= most:
+            raise GatewayError(Failure.BAD_REQUEST, f"'{name}' must be between 1 and {most}, not {value}.", param=name)
+    for name, most in SIZES.items():
         if name in members and len(memoryview(members[name])) > most:
             raise GatewayError(Failure.BAD_REQUEST, f"'{name}' is larger than {most} bytes.", param=name)
 
 
-def _integer(members: Mapping[str, msgspec.Raw], name: str) -> int:
+def _given(members: Mapping[str, msgspec.Raw], name: str) -> int | None:
+    """An integer member; None where it is absent or null."""
+    if name not in members:
+        return None
     try:
-        return int(_decode_any(members[name], type=int))
+        value: int | None = _decode_any(members[name], type=int | None)
     except msgspec.DecodeError:
         raise GatewayError(Failure.BAD_REQUEST, f"'{name}' must be an integer.", param=name) from None
+    return value
 
 
-def _prompt_tokens(prompt: tuple[msgspec.Raw, ...], api: Api) -> int:
-    if api is Api.COMPLETIONS and _is_token_ids(prompt[-1]):
-        return bytes(prompt[-1]).count(b",") + 1
-    return sum(len(memoryview(part)) for part in prompt) // BYTES_PER_TOKEN + 1
+def _token_ids(prompt: msgspec.Raw) -> int | None:
+    """How many token ids a prompt is made of; None for text."""
+    start = bytes(memoryview(prompt)[:64])
+    if start[:1] != b"[" or not start.lstrip(b"[ \t\r\n")[:1].isdigit():
+        return None
+    return bytes(prompt).count(b",") + 1
 
 
-def _is_token_ids(prompt: msgspec.Raw) -> bool:
-    head = bytes(memoryview(prompt)[:64]).lstrip(b"[ \t\r\n")
-    return memoryview(prompt)[0] == ord("[") and head[:1].isdigit()
-
-
-def _output_tokens(members: Mapping[str, msgspec.Raw]) -> int | None:
-    """Output tokens asked for over all choices; None when the client set no bound."""
-    for name in ("max_completion_tokens", "max_tokens"):
-        if name in members and bytes(members[name]) != b"null":
-            n = _integer(members, "n") if "n" in members and bytes(members["n"]) != b"null" else 1
-            return _integer(members, name) * n
-    return None
-
-
-def _check_context(
-    prompt: msgspec.Raw, api: Api, prompt_tokens: int, output_tokens: int | None, context_tokens: int | None
-) -> None:
-    """Refuse what cannot fit by any count. Text is only estimated here, so the engine has the last word on it."""
-    if context_tokens is None:
-        return
-    exact = prompt_tokens if api is Api.COMPLETIONS and _is_token_ids(prompt) else 0
-    if exact + (output_tokens or 0) > context_tokens or (api is Api.CHAT and (output_tokens or 0) > context_tokens):
+def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int | None) -> None:
+    """Refuse what cannot fit by any count. Text can only be estimated here, so the engine has the last word on it."""
+    if context_tokens is not None and prompt_tokens + output_tokens > context_tokens:
         raise GatewayError(
             Failure.CONTEXT_TOO_LONG,
-            f"This model's maximum context length is {context_tokens} tokens; "
-            f"{exact or 'the'} prompt tokens and {output_tokens or 0} output tokens were requested.",
-            param="prompt" if api is Api.COMPLETIONS else "messages",
+            f"This model's maximum context length is {context_tokens} tokens; the request asks for "
+            f"{prompt_tokens + output_tokens} ({prompt_tokens} in the prompt, {output_tokens} to be generated).",
         )
 
 
@@ -248,4 +239,8 @@ def _outbound(body: bytes, members: dict[str, msgspec.Raw], asked: str, served: 
         if isinstance(xargs, dict):
             clean = {name: value for name, value in xargs.items() if name not in ENGINE_INTERNAL}
             kept[XARGS] = msgspec.Raw(msgspec.json.encode(clean))
-    return b"{" + b",".join(json.dumps(name).encode() + b":" + bytes(value) for name, value in kept.items()) + b"}"
+    return _joined(kept)
+
+
+def _joined(members: Mapping[str, msgspec.Raw]) -> bytes:
+    return b"{" + b",".join(json.dumps(name).encode() + b":" + bytes(value) for name, value in members.items()) + b"}"

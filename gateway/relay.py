@@ -123,6 +123,16 @@ class Relay:
         return self.first_byte_at is not None
 
     @property
+    def untouched(self) -> bool:
+        """True while the engine has not answered a single byte."""
+        return self.head is None and not self._pending
+
+    @property
+    def refused(self) -> bool:
+        """True when the engine answered something other than 2xx; its body is in `refusal`."""
+        return self.head is not None and self.head.status >= 300
+
+    @property
     def reusable(self) -> bool:
         """True when the engine's connection may carry another request."""
         return self._body.ended and not self._body.surplus and self.head is not None and self.head.keep_alive

@@ -1,0 +1,81 @@
+"""The admin listener: health, readiness, metrics, endpoints and the configuration in force. Never on the API port."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+if TYPE_CHECKING:
+    from gateway.app import App
+    from gateway.endpoints import LiveEndpoint
+
+
+def application(app: App) -> web.Application:
+    """GET only: nothing here changes anything."""
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        reason = _not_ready(app)
+        return web.Response(text="ready\n") if reason is None else web.Response(status=503, text=f"{reason}\n")
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=app.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def endpoints(_: web.Request) -> web.Response:
+        now = monotonic()
+        return web.json_response({"endpoints": [_shown(live, now) for live in app.gateway.endpoints.all()]})
+
+    async def config(_: web.Request) -> web.Response:
+        snapshot = app.gateway.snapshot
+        applied = snapshot.config.model_dump(mode="json")
+        return web.json_response(
+            {"generation": snapshot.generation, "models": sorted(snapshot.routes), "config": applied}
+        )
+
+    server = web.Application()
+    server.router.add_get("/healthz", healthz)
+    server.router.add_get("/readyz", readyz)
+    server.router.add_get("/metrics", metrics)
+    server.router.add_get("/endpoints", endpoints)
+    server.router.add_get("/config", config)
+    return server
+
+
+def _not_ready(app: App) -> str | None:
+    if app.draining:
+        return "draining"
+    if not any(live.load.available and live.models_at is not None for live in app.gateway.endpoints.all()):
+        return "no endpoint has answered"
+    return None
+
+
+def _shown(live: LiveEndpoint, now: float) -> dict[str, object]:
+    endpoint, load, health = live.endpoint, live.load, live.health
+    return {
+        "name": endpoint.name,
+        "url": endpoint.url,
+        "pool": endpoint.pool,
+        "role": endpoint.role,
+        "engine": endpoint.engine,
+        "layout": {"tp": endpoint.layout.tp, "pp": endpoint.layout.pp, "ep": endpoint.layout.ep, "dp": endpoint.layout.dp},
+        "labels": dict(endpoint.labels),
+        "max_concurrency": endpoint.max_concurrency,
+        "available": load.available,
+        "state": health.state,
+        "cause": health.cause,
+        "back_in_s": max(0.0, round(health.until - now, 3)) if not load.available else None,
+        "in_flight": load.in_flight,
+        "prefill_tokens": load.prefill_tokens,
+        "decode_tokens": load.decode_tokens,
+        "expected_tokens": load.expected_tokens,
+        "running": load.running,
+        "waiting": load.waiting,
+        "kv_usage": load.kv_usage,
+        "scrape_age_s": None if load.scraped_at is None else round(now - load.scraped_at, 3),
+        "connections": len(live.upstream.connections),
+    }

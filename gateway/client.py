@@ -1,0 +1,32 @@
+"""The client's side of a request, as the line sees it. gateway/front.py is the real one; tests have their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from gateway.answer import GatewayError
+from gateway.upstream import Downstream
+
+
+class Client(Downstream, Protocol):
+    """Reads one request and takes one answer: whole by answer() or refuse(), or as it comes by write()."""
+
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+    @property
+    def http_1_0(self) -> bool: ...
+    @property
+    def declared_bytes(self) -> int:
+        """Content-Length, or 0 when the body comes without one."""
+        ...
+
+    async def body(self) -> bytes:
+        """The whole body; raises GatewayError when it is refused."""
+        ...
+
+    def refuse(self, error: GatewayError, request_id: str) -> None: ...
+    def answer(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None: ...
+    def hang_up(self) -> None:
+        """Close the connection once what was written is out."""
+        ...

@@ -1,0 +1,240 @@
+"""The endpoint table: every TP group the gateway knows, its live load, health and connections. The only writer of EndpointLoad.
+
+Decisions about health are policies.health's; here its events are gathered and its verdicts carried out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from random import Random
+from time import monotonic
+
+from gateway.config import Config, EndpointSpec
+from gateway.metrics import Metrics
+from gateway.prefixes import Prefixes
+from gateway.relay import UpstreamBroke, Usage
+from gateway.upstream import Patience, Upstream
+from gateway.watch.scrape import Reading
+from policies import health
+from policies.fingerprint import Fingerprint
+from policies.health import Event, Health, HealthLimits
+from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Layout, Pick, Request, Role
+
+log = logging.getLogger("penstock")
+
+# What a broken answer says about its endpoint. A connection cut under us is a fact about the process behind it.
+EVIDENCE = {
+    "connect_failed": Event.CONNECT_FAILED,
+    "connect_timeout": Event.CONNECT_FAILED,
+    "timeout": Event.TIMED_OUT,
+    "ejected": Event.IGNORED,
+    "status_429": Event.IGNORED,
+    "status_503": Event.IGNORED,  # a full queue, says vLLM; a dead engine says it on /health
+}
+
+
+class LiveEndpoint:
+    """One TP group with everything live about it."""
+
+    __slots__ = ("endpoint", "errors", "health", "key_header", "load", "models", "models_at", "upstream")
+
+    def __init__(self, endpoint: Endpoint, load: EndpointLoad, upstream: Upstream, key: str | None) -> None:
+        self.endpoint = endpoint
+        self.load = load
+        self.upstream = upstream
+        self.key_header = {"Authorization": f"Bearer {key}"} if key else {}
+        self.health = Health()
+        self.models: tuple[str, ...] = ()
+        self.models_at: float | None = None
+
+
+class Booking:
+    """A place taken at an endpoint, from pick to last byte. Leaving gives back whatever is still held."""
+
+    __slots__ = ("_decoding", "_live", "_pick", "_request", "_table", "_told", "_uncached")
+
+    def __init__(self, table: EndpointTable, live: LiveEndpoint, pick: Pick, request: Request) -> None:
+        self._table = table
+        self._live = live
+        self._pick = pick
+        self._request = request
+        self._uncached = max(0, request.prompt_tokens - pick.cached_tokens)
+        self._decoding = self._told = False
+        load = live.load
+        load.in_flight += 1
+        load.prefill_tokens += self._uncached
+        load.expected_tokens += request.output_tokens
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._live.endpoint
+
+    @property
+    def upstream(self) -> Upstream:
+        return self._live.upstream
+
+    def first_token(self) -> None:
+        """The prompt is computed: its tokens are context now, not backlog."""
+        if not self._decoding:
+            self._decoding = True
+            self._live.load.prefill_tokens -= self._uncached
+            self._live.load.decode_tokens += self._request.prompt_tokens
+
+    def served(self, usage: Usage) -> None:
+        """The answer was whole. What the engine says it had cached corrects what we believed."""
+        self._told = True
+        self._table.happened(self._live, Event.SUCCEEDED)
+        if usage.cached_tokens is not None and usage.prompt_tokens:
+            believed = self._pick.cached_tokens / max(1, self._request.prompt_tokens)
+            self._table.prefixes.index.confirm(
+                self._live.load.slot, min(1.0, believed), usage.cached_tokens / usage.prompt_tokens
+            )
+
+    def failed(self, broke: UpstreamBroke) -> None:
+        """The answer was not whole: evidence about the endpoint."""
+        if not self._told:
+            self._told = True
+            self._table.broke(self._live, broke.kind)
+
+    def __enter__(self) -> Booking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        load = self._live.load
+        load.in_flight -= 1
+        load.expected_tokens -= self._request.output_tokens
+        if self._decoding:
+            load.decode_tokens -= self._request.prompt_tokens
+        else:
+            load.prefill_tokens -= self._uncached
+
+
+class EndpointTable:
+    """Live endpoints by slot. `on_change` is called when somebody's availability has changed."""
+
+    def __init__(self, config: Config, prefixes: Prefixes, metrics: Metrics, rng: Random) -> None:
+        self.prefixes = prefixes
+        self.rng = rng
+        self.on_change: Callable[[], None] = lambda: None
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._limits = _health_limits(config)
+        self._by_slot: list[LiveEndpoint] = []
+        self._pools: dict[str, tuple[Candidate, ...]] = {}
+
+    def adopt(self, config: Config) -> dict[str, tuple[Candidate, ...]]:
+        """Candidates per pool for a configuration. An endpoint known by its URL and name keeps its slot and numbers."""
+        patience = Patience(config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall)
+        known = {(live.endpoint.pool, live.endpoint.url): live for live in self._by_slot}
+        pools: dict[str, tuple[Candidate, ...]] = {}
+        for pool, spec in config.pools.items():
+            members = [
+                known.get((pool, each.url)) or self._new(pool, each, patience) for each in spec.endpoints
+            ]
+            pools[pool] = tuple(Candidate(live.endpoint, live.load) for live in members)
+        self._pools = pools
+        return pools
+
+    def _new(self, pool: str, spec: EndpointSpec, patience: Patience) -> LiveEndpoint:
+        load = EndpointLoad(len(self._by_slot))
+        key = spec.api_key.reveal() if spec.api_key is not None else None
+        endpoint = _endpoint(pool, spec)
+        live = LiveEndpoint(endpoint, load, Upstream(spec.url, key, patience, self._loop), key)
+        self._by_slot.append(live)
+        if spec.kv_tokens is not None:
+            self.prefixes.index.set_capacity(load.slot, spec.kv_tokens)
+        self._metrics.inflight.labels(endpoint.name).follow(lambda: float(load.in_flight))
+        self._metrics.endpoint_up.labels(endpoint.name).follow(lambda: float(load.available))
+        return live
+
+    def all(self) -> Iterable[LiveEndpoint]:
+        return tuple(self._by_slot)
+
+    # Routing
+
+    def ask(self, request: Request, fingerprint: Fingerprint | None, tried: frozenset[str]) -> Ask:
+        """The routing question for a request, with what every endpoint is believed to hold of its prompt."""
+        cached = () if fingerprint is None else self.prefixes.cached(fingerprint, request.prompt_tokens)
+        return Ask(request=request, now=monotonic(), rng=self.rng, cached=cached, tried=tried)
+
+    def book(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Booking:
+        """Take the picked place. Our own picks teach the index: the endpoint will hold this prompt soon."""
+        slot = pick.candidate.load.slot
+        if fingerprint is not None:
+            self.prefixes.looked_up_tokens += request.prompt_tokens
+            self.prefixes.hit_tokens += pick.cached_tokens
+            self.prefixes.index.insert(fingerprint, slot, request.prompt_tokens)
+        return Booking(self, self._by_slot[slot], pick, request)
+
+    # Evidence
+
+    def broke(self, live: LiveEndpoint, kind: str) -> None:
+        """A request failed at the endpoint in the way `kind` names."""
+        self._metrics.upstream_errors_total.labels(live.endpoint.name, kind).inc()
+        self.happened(live, EVIDENCE.get(kind, Event.FAILED))
+
+    def probed(self, live: LiveEndpoint, status: int | None) -> None:
+        """An active probe came back; None when it did not. 503 is vLLM's word for a dead engine: one rank lost is all lost."""
+        if status == 503:
+            self.happened(live, Event.ENGINE_DEAD)
+        else:
+            self.happened(live, Event.PROBE_OK if status == 200 else Event.PROBE_FAILED)
+
+    def scraped(self, live: LiveEndpoint, reading: Reading) -> None:
+        load = live.load
+        load.running, load.waiting, load.kv_usage = reading.running, reading.waiting, reading.kv_usage
+        load.scraped_at = monotonic()
+        if reading.kv_tokens is not None:
+            self.prefixes.index.set_capacity(load.slot, reading.kv_tokens)
+
+    def happened(self, live: LiveEndpoint, event: Event) -> None:
+        before = live.health
+        after = health.advance(before, event, monotonic(), self.rng, self._limits)
+        if after is before:
+            return
+        live.health = after
+        if after.state is not before.state:
+            self._moved(live, before, after)
+
+    def _moved(self, live: LiveEndpoint, before: Health, after: Health) -> None:
+        log.warning("endpoint %s: %s -> %s (%s)", live.endpoint.name, before.state, after.state, after.cause)
+        if after.state in (health.State.EJECTED, health.State.DEAD):
+            self._metrics.ejections_total.labels(live.endpoint.name, str(after.cause)).inc()
+            self.prefixes.index.forget(live.load.slot)
+        if after.state is health.State.DEAD:
+            live.upstream.fail_all("ejected", "the engine says that it is dead")
+        members = [self._by_slot[candidate.load.slot] for candidate in self._pools[live.endpoint.pool]]
+        verdicts = health.available([member.health for member in members], self._limits)
+        for member, available in zip(members, verdicts, strict=True):
+            member.load.available = available
+        self.on_change()
+
+    def sweep(self, now: float) -> None:
+        for live in self._by_slot:
+            live.upstream.sweep(now)
+
+    def close(self) -> None:
+        for live in self._by_slot:
+            live.upstream.close()
+
+
+def _health_limits(config: Config) -> HealthLimits:
+    spec = config.health
+    return HealthLimits(failures_in_a_row=spec.failures, first_s=spec.backoff, longest_s=spec.backoff_max)
+
+
+def _endpoint(pool: str, spec: EndpointSpec) -> Endpoint:
+    layout = spec.layout
+    return Endpoint(
+        name=spec.shown_name,
+        url=spec.url,
+        pool=pool,
+        served_model=spec.served_model or "",
+        role=Role(spec.role),
+        engine=spec.engine,
+        layout=Layout(layout.tp, layout.pp, layout.ep, layout.dp),
+        labels=dict(spec.labels),
+        max_concurrency=spec.max_concurrency,
+    )

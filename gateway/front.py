@@ -1,0 +1,362 @@
+"""One client connection. aiohttp's own server protocol and parser, with a straight door for generation requests.
+
+A POST to a path of the line leaves aiohttp right after its parser and runs in the connection's task: no Request object,
+no router, no response object, no task per request. Every other request goes the ordinary aiohttp way. What aiohttp leaves
+open is closed here: header, body and reader deadlines, early 413, chunk count, Content-Encoding (faults.md 4).
+Why not a protocol of our own: the parser is the part an attacker talks to, and aiohttp's is attacked, fixed and pinned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from enum import Enum, auto
+from http import HTTPStatus
+from time import monotonic
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http import HttpVersion11, RawRequestMessage, StreamWriter
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.streams import StreamReader
+from aiohttp.web_protocol import RequestHandler, RequestPayloadError
+
+from gateway.answer import Failure, GatewayError, body_of, headers_of
+from gateway.config import Limits
+from gateway.openai import LINE, Api
+from gateway.upstream import Connection
+
+LINGER_S = 1.0  # how long a refused upload may go on arriving before the socket is cut
+ALLOWED = frozenset({"POST"})
+
+
+class Phase(Enum):
+    """What the connection waits for, and so which deadline holds."""
+
+    IDLE = auto()
+    HEAD = auto()
+    BODY = auto()
+    SERVING = auto()
+    CLOSING = auto()
+
+
+Serve = Callable[["Front", Api], Awaitable[None]]
+
+
+class Front(RequestHandler):
+    """A client connection: reads calls, hands them to `serve`, writes what comes back."""
+
+    __slots__ = (
+        "_body_read",
+        "_fronts",
+        "_limits",
+        "_message",
+        "_must_close",
+        "_payload",
+        "_serve",
+        "_source",
+        "answered",
+        "paused_at",
+        "phase",
+        "received",
+        "since",
+    )
+
+    def __init__(
+        self, serve: Serve, fronts: set[Front], limits: Limits, manager: web.Server, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(
+            manager,
+            loop=loop,
+            keepalive_timeout=0,  # the sweep below watches idle connections too, without a timer each
+            access_log=None,  # type: ignore[arg-type]  # aiohttp takes None for off; its annotation does not say so
+            auto_decompress=False,
+        )
+        self._serve = serve
+        self._fronts = fronts
+        self._limits = limits
+        self._message: RawRequestMessage | None = None
+        self._payload: StreamReader | None = None
+        self._source: Connection | None = None
+        self._must_close = False
+        self._body_read = False
+        self.answered = False
+        self.phase = Phase.IDLE
+        self.since = 0.0
+        self.received = 0
+        self.paused_at: float | None = None
+
+    # What the line sees of a client
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        assert self._message is not None
+        return self._message.headers
+
+    @property
+    def http_1_0(self) -> bool:
+        assert self._message is not None
+        return self._message.version < HttpVersion11
+
+    @property
+    def declared_bytes(self) -> int:
+        return int(self.headers.get("Content-Length", 0))
+
+    @property
+    def address(self) -> str:
+        peer = self.peername
+        return peer[0] if isinstance(peer, tuple) else ""
+
+    async def body(self) -> bytes:
+        """The request's body, whole. Raises GatewayError when it is refused: too large, too slow, encoded, cut."""
+        message, payload = self._message, self._payload
+        assert message is not None
+        assert payload is not None
+        self._check_body_headers(message)
+        if payload.is_eof() and not message.chunked:  # it came together with its head
+            self._body_read = True
+            return payload.read_nowait()
+        self._enter(Phase.BODY)
+        try:
+            body = await self._read_chunked(payload) if message.chunked else await self._read_sized(payload)
+        except RequestPayloadError:
+            raise GatewayError(Failure.BAD_REQUEST, "The request body is not framed correctly.") from None
+        self._body_read = True
+        self.phase = Phase.SERVING
+        return body
+
+    def write(self, data: bytes) -> None:
+        """Bytes of an answer, as they come. Dropped when the client has gone; its task is being cancelled then."""
+        self.answered = True
+        if self.transport is not None:
+            self.transport.write(data)
+
+    def refuse(self, error: GatewayError, request_id: str) -> None:
+        """Answer with an error of the table."""
+        self.answer(error.status, body_of(error), [("x-request-id", request_id), *headers_of(error)])
+
+    def answer(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
+        """A whole JSON answer."""
+        if not self._body_read or self.http_1_0:
+            self._must_close = True
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
+        if self._must_close or (self._message is not None and self._message.should_close):
+            lines += "connection: close\r\n"
+        self.write(_head(status, len(body), lines) + body)
+
+    def hang_up(self) -> None:
+        """Close after what was written: the answer cannot be finished and the client must see that."""
+        self._must_close = True
+
+    # Backpressure: the engine may not write faster than the client reads
+
+    @property
+    def writing_paused(self) -> bool:
+        return self._paused
+
+    def set_source(self, source: Connection | None) -> None:
+        self._source = source
+        if source is not None and self._paused:
+            source.pause()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.paused_at = monotonic()
+        if self._source is not None:
+            self._source.pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.paused_at = None
+        if self._source is not None:
+            self._source.resume()
+
+    # The connection's life
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._enter(Phase.IDLE)
+        self._fronts.add(self)
+        if len(self._fronts) > self._limits.connections:
+            transport.close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._fronts.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        phase = self.phase
+        if phase is Phase.CLOSING:
+            return
+        super().data_received(data)
+        if phase is Phase.BODY:
+            self.received += len(data)
+        elif phase is Phase.IDLE and not self._messages:
+            self._enter(Phase.HEAD)
+
+    def eof_received(self) -> None:
+        if self.phase is Phase.CLOSING:
+            self.force_close()
+
+    async def start(self) -> None:
+        """The connection's task: one request after the other until somebody wants to close."""
+        keep = True
+        while keep and not self._force_close:
+            if not self._messages:
+                await self._next()
+            message, payload = self._messages.popleft()
+            if self._parser is not None:
+                self._parser.message_consumed()
+            if self._buffer_paused and len(self._messages) <= self._msg_queue_resume_size:
+                self._resume_reading_if_drained()
+            self.phase = Phase.SERVING
+            self._request_in_progress = True
+            try:
+                keep = await self._one(message, payload)
+            finally:
+                self._request_in_progress = False
+                if self._handler_waiter is not None:
+                    self._handler_waiter.set_result(None)
+            if keep:
+                self._enter(Phase.HEAD if self._messages else Phase.IDLE)
+        self._close_gently()
+
+    async def _next(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    async def _one(self, message: Any, payload: StreamReader) -> bool:
+        """Serve one request; False when the connection must close after it."""
+        if not isinstance(message, RawRequestMessage):
+            self._refuse_unparsed(message.exc)
+            return False
+        self._message, self._payload = message, payload
+        self._must_close = self._body_read = self.answered = False
+        api = LINE.get(message.path)
+        if api is None or message.method not in ALLOWED or message.upgrade:
+            return await self._ordinary(message, payload)
+        await self._serve(self, api)
+        self._payload = None
+        return not (self._must_close or message.should_close or self.http_1_0)
+
+    async def _ordinary(self, message: RawRequestMessage, payload: StreamReader) -> bool:
+        """aiohttp's own way, in this task."""
+        assert self._request_factory is not None
+        assert self._request_handler is not None
+        task = self._task_handler or asyncio.current_task()
+        assert task is not None
+        request = self._request_factory(message, payload, self, StreamWriter(self, self._loop), task)
+        try:
+            response, reset = await self._handle_request(request, None, self._request_handler)
+        except ConnectionError:
+            return False
+        finally:
+            request._task = None  # type: ignore[assignment]  # breaks the cycle, as aiohttp's own loop does
+        return bool(response.keep_alive) and not reset and payload.is_eof()
+
+    def _refuse_unparsed(self, problem: BaseException) -> None:
+        failure, message = Failure.BAD_REQUEST, "The request is not valid HTTP/1.1."
+        if isinstance(problem, LineTooLong):
+            long_path = "url" in str(problem).lower() or "status line" in str(problem).lower()
+            failure = Failure.URI_TOO_LONG if long_path else Failure.HEADERS_TOO_LARGE
+            message = "The request line or a header is too long."
+        elif isinstance(problem, HttpProcessingError) and "too many" in str(problem.message).lower():
+            failure, message = Failure.HEADERS_TOO_LARGE, "The request has too many headers."
+        body = body_of(GatewayError(failure, message))
+        self.write(_head(failure.value.status, len(body), "x-should-retry: false\r\nconnection: close\r\n") + body)
+
+    # Reading a body
+
+    def _check_body_headers(self, message: RawRequestMessage) -> None:
+        headers = message.headers
+        if message.compression or headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise GatewayError(Failure.UNSUPPORTED_MEDIA, "Content-Encoding is not accepted; send the body as it is.")
+        if int(headers.get("Content-Length", 0)) > self._limits.body:
+            raise self._too_large()
+        expect = headers.get("Expect")
+        if expect is None or self._payload is None or self._payload.is_eof():
+            return
+        if expect.lower() != "100-continue":
+            raise GatewayError(Failure.EXPECTATION_FAILED, "Only 'Expect: 100-continue' is understood.")
+        if self.transport is not None:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    async def _read_sized(self, payload: StreamReader) -> bytes:
+        pieces = [payload.read_nowait()]
+        while not payload.is_eof():
+            pieces.append(await payload.readany())
+        pieces.append(payload.read_nowait())
+        return b"".join(pieces)
+
+    async def _read_chunked(self, payload: StreamReader) -> bytes:
+        pieces: list[bytes] = []
+        total = 0
+        while not payload.at_eof():
+            piece, _ = await payload.readchunk()
+            pieces.append(piece)
+            total += len(piece)
+            if total > self._limits.body:
+                raise self._too_large()
+            if len(pieces) > self._limits.body_chunks:
+                raise GatewayError(Failure.TOO_LARGE, f"The body came in more than {self._limits.body_chunks} chunks.")
+        return b"".join(pieces)
+
+    def _too_large(self) -> GatewayError:
+        return GatewayError(Failure.TOO_LARGE, f"The request body is larger than {self._limits.body} bytes.")
+
+    # Deadlines, driven by one sweep over all connections instead of a timer each
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.since = monotonic()
+        self.received = 0
+
+    def sweep(self, now: float) -> None:
+        """End what has lasted too long: silence, dripped headers or bodies, a client that does not read."""
+        limits, age = self._limits, now - self.since
+        if self.paused_at is not None and now - self.paused_at > limits.slow_reader:
+            self._cut()
+        elif self.phase is Phase.IDLE:
+            if age > limits.idle_timeout or (self._request_count == 0 and age > limits.headers_timeout):
+                self.force_close()
+        elif self.phase is Phase.HEAD:
+            if age > limits.headers_timeout:
+                self._time_out("The request's headers did not arrive in time.")
+        elif self.phase is Phase.BODY:
+            too_slow = age > 2 and self.received < (age - 2) * limits.body_min_rate
+            if age > limits.body_timeout or too_slow:
+                self._time_out("The request's body did not arrive in time.")
+        elif self.phase is Phase.CLOSING and age > LINGER_S:
+            self._cut()
+
+    def _time_out(self, message: str) -> None:
+        body = body_of(GatewayError(Failure.REQUEST_TIMEOUT, message))
+        self.write(_head(408, len(body), "connection: close\r\n") + body)
+        self.force_close()
+
+    def _cut(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _close_gently(self) -> None:
+        """Close so that the answer is read even while the client still sends: half-close, discard, then cut."""
+        transport = self.transport
+        if transport is None:
+            return
+        if (self._payload is None or self._payload.is_eof()) and not self._buffer_paused:
+            transport.close()
+            return
+        self._enter(Phase.CLOSING)
+        if transport.can_write_eof():
+            transport.write_eof()
+        transport.resume_reading()
+
+
+def _head(status: int, length: int, lines: str) -> bytes:
+    phrase = HTTPStatus(status).phrase
+    return (
+        f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n{lines}\r\n"
+    ).encode("latin-1", "replace")

@@ -1,0 +1,77 @@
+"""One leg: a booked endpoint gets the request and its answer flows to the client.
+
+The engine sees a request of ours: a fixed path, our length, an allow-list of the client's headers, its own key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gateway.answer import reshaped
+from gateway.client import Client
+from gateway.endpoints import Booking
+from gateway.exchange import Exchange
+from gateway.openai import Call
+from gateway.relay import Relay, UpstreamBroke
+from gateway.rename import Renamer
+from gateway.snapshot import Route
+
+# Trace context continues through the gateway; a session id keeps a conversation recognisable to the engine.
+OWN_TROUBLE = frozenset({401, 403, 407, 408, 429})  # our key for it, its queue: nothing the client could mend
+FORWARDED = ("traceparent", "tracestate", "x-session-id")
+
+
+async def single(route: Route, x: Exchange, call: Call, client: Client, booking: Booking) -> None:
+    """Serve the exchange from the booked endpoint. Raises UpstreamBroke when another endpoint might do better."""
+    endpoint = booking.endpoint
+    served = endpoint.served_model or route.name
+    sent = call if served == call.request.model else call.named(served)
+
+    def first_token() -> None:
+        booking.first_token()
+        sent.release()
+        call.release()
+
+    relay = Relay(
+        _answer_headers(x, endpoint.name),
+        first_token,
+        http_1_0=client.http_1_0,
+        renamer=Renamer(served, call.asked_model) if served != call.asked_model else None,
+    )
+    head = booking.upstream.head(x.api.value) + _request_headers(x, client.headers, len(sent.body))
+    x.sent(relay)
+    await booking.upstream.send(head, sent, relay, client)
+    if relay.refused:
+        _pass_on(x, client, relay)
+    elif relay.failed_in_stream:
+        x.interrupted("engine_error")
+        booking.failed(UpstreamBroke("engine_error", "error event in the stream"))
+    else:
+        x.served(200)
+        booking.served(relay.usage())
+
+
+def _pass_on(x: Exchange, client: Client, relay: Relay) -> None:
+    """An engine's 4xx is about the request, so it goes to the client; anything else is trouble of the engine's own."""
+    assert relay.head is not None
+    status = relay.head.status
+    if not 400 <= status < 500 or status in OWN_TROUBLE:
+        raise UpstreamBroke(f"status_{status}", f"the engine answered {status}")
+    x.served(status)
+    client.answer(status, reshaped(status, relay.refusal), [("x-request-id", x.id), ("x-should-retry", "false")])
+
+
+def _answer_headers(x: Exchange, endpoint: str) -> bytes:
+    return (
+        f"x-request-id: {x.id}\r\nx-penstock-endpoint: {endpoint}\r\n"
+        "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+    ).encode()
+
+
+def _request_headers(x: Exchange, headers: Mapping[str, str], length: int) -> bytes:
+    lines = f"x-request-id: {x.id}\r\ncontent-length: {length}\r\n"
+    for name in FORWARDED:
+        value = headers.get(name)
+        if value is not None:
+            lines += f"{name}: {value}\r\n"
+    return (lines + "\r\n").encode("utf-8", "surrogateescape")

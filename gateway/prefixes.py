@@ -1,0 +1,28 @@
+"""Where the line meets prefixes: a call's fingerprint, and what each endpoint is believed to hold of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.openai import Call
+from policies.fingerprint import Fingerprint, Fingerprinter
+from policies.prefix_index import PrefixIndex
+
+
+class Prefixes:
+    """The process's fingerprinter and index. Live: a reload forgets nothing."""
+
+    def __init__(self, secret: bytes, index_bytes: int, block_bytes: int) -> None:
+        self._fingerprinter = Fingerprinter(secret, block_bytes)
+        self.index = PrefixIndex(index_bytes)
+        self.looked_up_tokens = 0
+        self.hit_tokens = 0
+
+    def of(self, call: Call, model: str) -> Fingerprint:
+        """The fingerprint of what the engine will render. Tenants and models never share a key (faults.md A15)."""
+        salt = f"{call.request.tenant}\0{model}".encode()
+        return self._fingerprinter.of(salt, *(memoryview(part) for part in call.prompt))
+
+    def cached(self, fingerprint: Fingerprint, prompt_tokens: int) -> Sequence[int]:
+        """Prompt tokens believed cached, by slot."""
+        return self.index.match(fingerprint, prompt_tokens)

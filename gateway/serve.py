@@ -1,0 +1,129 @@
+"""THE LINE: one request from its bytes to the last byte of its answer. Read this file first.
+
+    authenticate -> read -> parse -> admit (a Permit to the last byte) -> fingerprint -> pick AND book -> leg -> account
+
+Stages are plain calls, in order. No await stands between pick and book: one turn of the event loop is the lock.
+A retry is free until the first byte reaches the client; after it an answer can only go on or be broken off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from gateway import legs
+from gateway.account import Accounts
+from gateway.answer import Failure, GatewayError
+from gateway.client import Client
+from gateway.endpoints import EndpointTable
+from gateway.exchange import Exchange
+from gateway.gate import Gate
+from gateway.openai import Call, parse
+from gateway.relay import UpstreamBroke
+from gateway.snapshot import Route, Snapshot
+from policies import run
+from policies.model import Pick
+
+log = logging.getLogger("penstock")
+
+
+class Gateway:
+    """What the line works with. `snapshot` is replaced whole; the rest is live and outlives it."""
+
+    __slots__ = ("accounts", "endpoints", "gate", "snapshot")
+
+    def __init__(self, snapshot: Snapshot, endpoints: EndpointTable, gate: Gate, accounts: Accounts) -> None:
+        self.snapshot = snapshot
+        self.endpoints = endpoints
+        self.gate = gate
+        self.accounts = accounts
+
+
+async def serve(gateway: Gateway, x: Exchange, client: Client) -> None:
+    """Answer one request. Whatever happens, the client gets one answer and the exchange is accounted once."""
+    try:
+        await _line(gateway, x, client)
+    except GatewayError as error:
+        x.refused(error)
+        client.refuse(error, x.id)
+    except asyncio.CancelledError:
+        x.gone()
+        raise
+    except Exception:
+        log.exception("request %s failed inside the gateway", x.id)
+        x.broken()
+        _apologise(x, client)
+    finally:
+        gateway.gate.release(x.body_bytes)
+        gateway.accounts.close(x)
+
+
+async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
+    snapshot = gateway.snapshot
+    x.tenant = snapshot.authenticate(client.headers)
+    x.hold(gateway.gate, client.declared_bytes)
+    body = await client.body()
+    x.received(gateway.gate, len(body))
+    call = parse(body, x.api, snapshot.routes, x.id, x.tenant)
+    del body  # from here the call owns the bytes, and lets go of them when no retry can need them
+    route = snapshot.routes[call.asked_model]
+    x.parsed(call, route.name)
+    with await route.room.enter():
+        x.admitted()
+        await _dispatch(gateway, x, client, route, call)
+
+
+async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route, call: Call) -> None:
+    """Pick, book and send, until an endpoint answers or nothing is left to try."""
+    endpoints = gateway.endpoints
+    request = call.request
+    fingerprint = endpoints.prefixes.of(call, route.name) if route.policy.reads_prefix else None
+    retrying = False
+    try:
+        while True:
+            pick = run.pick(route.policy, endpoints.ask(request, fingerprint, frozenset(x.retries)), route.candidates)
+            if pick is None:
+                raise _nobody(x, route)
+            x.picked(pick)
+            with endpoints.book(pick, request, fingerprint) as booking:
+                try:
+                    return await legs.single(route, x, call, client, booking)
+                except UpstreamBroke as broke:
+                    booking.failed(broke)
+                    problem = broke
+            if x.committed:
+                return _break_off(x, client, problem)
+            retrying = await _retry(gateway, x, pick, problem, retrying)
+    finally:
+        if retrying:
+            gateway.gate.give_back_turn()
+
+
+async def _retry(gateway: Gateway, x: Exchange, pick: Pick, broke: UpstreamBroke, retrying: bool) -> bool:
+    """Whether the request may go on to another endpoint; raises what the client is told otherwise."""
+    x.retries.append(pick.candidate.endpoint.name)
+    if len(x.retries) < gateway.snapshot.config.retries.attempts and (retrying or await gateway.gate.retry_turn()):
+        gateway.accounts.retried(broke.kind)
+        return True
+    failure = Failure.UPSTREAM_TIMEOUT if broke.kind == "timeout" else Failure.UPSTREAM_FAILED
+    raise GatewayError(failure, f"The engine could not answer ({broke.kind}); {len(x.retries)} tried.")
+
+
+def _nobody(x: Exchange, route: Route) -> GatewayError:
+    if x.retries:
+        return GatewayError(Failure.UPSTREAM_FAILED, f"No engine could answer; {len(x.retries)} tried.")
+    return GatewayError(Failure.NO_CAPACITY, f"No endpoint of model '{route.name}' is available.", retry_after_s=1.0)
+
+
+def _break_off(x: Exchange, client: Client, broke: UpstreamBroke) -> None:
+    assert x.relay is not None
+    client.write(x.relay.break_off(f"The engine failed while answering ({broke.kind})."))
+    client.hang_up()
+    x.interrupted(broke.kind)
+
+
+def _apologise(x: Exchange, client: Client) -> None:
+    if x.committed:
+        client.hang_up()
+    else:
+        client.refuse(GatewayError(Failure.INTERNAL, "The gateway failed on this request."), x.id)

@@ -1,0 +1,249 @@
+"""The lean HTTP/1.1 client towards engines: pooled asyncio.Protocol connections, bytes straight to the client's transport.
+
+Lives here: connecting, pooling, sending, timing out, and backpressure. What the bytes mean is the Relay's business.
+aiohttp's client costs about 60 us a request and 10 us a chunk (docs/performance.md); this one 10 and 3.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from gateway.relay import Relay, State, UpstreamBroke
+
+IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
+MAX_IDLE = 256
+JOIN_LIMIT = 64 * 1024  # above it a second buffer costs less than a copy
+
+
+class Downstream(Protocol):
+    """Where an answer's bytes go: the client's connection."""
+
+    @property
+    def writing_paused(self) -> bool: ...
+    def write(self, data: bytes) -> None: ...
+    def set_source(self, source: Connection | None) -> None: ...
+
+
+class Payload(Protocol):
+    """What is sent after the head. An object, so that its owner can let go of the bytes while the answer still flows."""
+
+    @property
+    def body(self) -> bytes: ...
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """How long an engine may be silent, in seconds."""
+
+    connect_s: float
+    first_byte_s: float
+    stall_s: float
+
+
+class Connection(asyncio.Protocol):
+    """One connection to one engine, carrying one answer at a time from the engine to a client."""
+
+    __slots__ = ("_done", "_downstream", "_pool", "_relay", "_transport", "heard_at", "idle_since", "reused")
+
+    def __init__(self, pool: Upstream) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._relay: Relay | None = None
+        self._downstream: Downstream | None = None
+        self._done: asyncio.Future[None] | None = None
+        self.heard_at = 0.0
+        self.idle_since = 0.0
+        self.reused = False
+
+    @property
+    def open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    async def carry(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> None:
+        """Send a request and let its answer flow until it ends. Raises UpstreamBroke."""
+        transport = self._transport
+        if transport is None:
+            raise UpstreamBroke("reset", "the connection was closed before the request was sent")
+        self._relay, self._downstream = relay, downstream
+        self._done = self._pool.loop.create_future()
+        self.heard_at = monotonic()
+        downstream.set_source(self)
+        try:
+            if len(payload.body) > JOIN_LIMIT:
+                transport.writelines((head, payload.body))
+            else:
+                transport.write(head + payload.body)
+            await self._done
+        finally:
+            downstream.set_source(None)
+            self._relay = self._downstream = self._done = None
+            self._release(relay)
+
+    def _release(self, relay: Relay) -> None:
+        if self.open and relay.state is State.DONE and relay.reusable:
+            self._pool.give_back(self)
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once. Engines take it as the abort of the request (engines.md A.7)."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def fail(self, kind: str, message: str) -> None:
+        """End the answer under way with a reason, from outside: a deadline, an ejected endpoint."""
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(UpstreamBroke(kind, message))
+
+    def pause(self) -> None:
+        """The client reads more slowly than the engine writes: stop reading, so that the socket fills, not memory."""
+        if self.open and self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.open and self._transport is not None:
+            self.heard_at = monotonic()
+            self._transport.resume_reading()
+
+    def overdue(self, now: float, patience: Patience) -> bool:
+        """Whether the engine has been silent for too long. Silence we caused by pausing does not count."""
+        relay, downstream = self._relay, self._downstream
+        if relay is None or downstream is None or downstream.writing_paused:
+            return False
+        limit = patience.stall_s if relay.committed else patience.first_byte_s
+        return now - self.heard_at > limit
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop sets TCP_NODELAY on every TCP transport
+        self._pool.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        relay = self._relay
+        if relay is None:  # bytes nobody asked for: the connection is out of step
+            self.abort()
+            return
+        self.heard_at = now = monotonic()
+        try:
+            out = relay.feed(data, now)
+        except UpstreamBroke as error:
+            self._finish(error)
+            return
+        if out:
+            self._downstream.write(out)  # type: ignore[union-attr]  # set together with _relay
+        if relay.state is State.DONE:
+            self._finish(None)
+
+    def eof_received(self) -> None:
+        relay = self._relay
+        if relay is None or self._downstream is None or relay.state is State.DONE:
+            return
+        try:
+            out = relay.eof()
+        except UpstreamBroke as error:
+            self._finish(error)
+            return
+        self._downstream.write(out)
+        self._finish(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._pool.forget(self)
+        self._finish(UpstreamBroke("reset", f"the connection to the engine was lost: {exc or 'closed'}"))
+
+    def _finish(self, error: UpstreamBroke | None) -> None:
+        done = self._done
+        if done is None or done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+
+class Upstream:
+    """The connections to one engine. Idle ones are reused newest first, so that the rest can grow old and close."""
+
+    __slots__ = ("_head", "_host", "_idle", "_port", "connections", "loop", "patience")
+
+    def __init__(self, url: str, key: str | None, patience: Patience, loop: asyncio.AbstractEventLoop) -> None:
+        """`key` is the engine's own API key; the client's never travels further than the gateway."""
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        authorization = f"authorization: Bearer {key}\r\n" if key else ""
+        self._head = (
+            f" HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
+            f"accept: */*\r\nuser-agent: penstock\r\n{authorization}"
+        ).encode()
+        self.patience = patience
+        self.loop = loop
+        self.connections: set[Connection] = set()
+        self._idle: list[Connection] = []
+
+    def head(self, path: str) -> bytes:
+        """The beginning of every request to this engine; the caller adds its own lines and the blank one."""
+        return b"POST " + path.encode() + self._head
+
+    async def send(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> None:
+        """One request, one answer. A pooled connection that turns out dead before a byte came back costs nothing."""
+        connection = self._pooled()
+        if connection is not None:
+            try:
+                await connection.carry(head, payload, relay, downstream)
+                return
+            except UpstreamBroke as error:
+                if not relay.untouched or error.kind not in ("reset", "no_answer"):
+                    raise
+        connection = await self._connect()
+        await connection.carry(head, payload, relay, downstream)
+
+    def _pooled(self) -> Connection | None:
+        oldest = monotonic() - IDLE_S
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.open and connection.idle_since > oldest:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self) -> Connection:
+        try:
+            async with asyncio.timeout(self.patience.connect_s):
+                _, connection = await self.loop.create_connection(lambda: Connection(self), self._host, self._port)
+        except TimeoutError:
+            raise UpstreamBroke("connect_timeout", f"no connection within {self.patience.connect_s:g} s") from None
+        except OSError as error:
+            raise UpstreamBroke("connect_failed", error.strerror or str(error)) from error
+        return connection
+
+    def give_back(self, connection: Connection) -> None:
+        if len(self._idle) >= MAX_IDLE:
+            connection.abort()
+            return
+        connection.idle_since = monotonic()
+        self._idle.append(connection)
+
+    def forget(self, connection: Connection) -> None:
+        self.connections.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def sweep(self, now: float) -> None:
+        """Close idle connections before the engine does, and end answers whose engine has fallen silent."""
+        while self._idle and self._idle[0].idle_since < now - IDLE_S:
+            self._idle.pop(0).abort()
+        for connection in self.connections:
+            if connection.overdue(now, self.patience):
+                connection.fail("timeout", "the engine has been silent for too long")
+
+    def fail_all(self, kind: str, message: str) -> None:
+        """The engine is known to be dead: nobody waits for it."""
+        for connection in self.connections:
+            connection.fail(kind, message)
+
+    def close(self) -> None:
+        for connection in list(self.connections):
+            connection.abort()
