@@ -1,0 +1,124 @@
+"""Sinks: how one request's tokens reach its socket, streamed or whole, and what a fault does to them on the way.
+
+Written straight to the transport within the engine's step: no task and no await per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+
+from mockgpu.ask import ApiError
+from mockgpu.dialect import Chunks
+from mockgpu.faults import Fault, FaultKind
+from mockgpu.scheduler import Job
+
+
+class Answer:
+    """One request's completion: resolved when all choices have ended, or with the ApiError of the first to fail."""
+
+    __slots__ = ("_open", "done")
+
+    def __init__(self, choices: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._open = choices
+        self.done: asyncio.Future[ApiError | None] = loop.create_future()
+
+    def choice_ended(self) -> None:
+        """One choice more is complete."""
+        self._open -= 1
+        if not self._open and not self.done.done():
+            self.done.set_result(None)
+
+    def failed(self, error: ApiError) -> None:
+        """The engine lost a choice: the whole answer fails."""
+        if not self.done.done():
+            self.done.set_result(error)
+
+
+class WholeSink:
+    """group.Sink of a non-streaming choice: only its end matters."""
+
+    __slots__ = ("_answer", "failed")
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.failed = answer.failed
+
+    def token(self) -> None:
+        """Nothing to send yet."""
+
+    def ended(self) -> None:
+        """Tell the answer."""
+        self._answer.choice_ended()
+
+
+class StreamSink:
+    """group.Sink of a streamed choice: every token is written to the transport as it is made."""
+
+    __slots__ = ("_answer", "_cached", "_chunks", "_job", "_transport", "failed")
+
+    def __init__(self, answer: Answer, chunks: Chunks, job: Job, transport: asyncio.Transport, cached: bool) -> None:
+        self._answer = answer
+        self._chunks = chunks
+        self._job = job
+        self._transport = transport
+        self._cached = cached
+        self.failed = answer.failed
+
+    def token(self) -> None:
+        """Write the next token's events."""
+        self._transport.write(self._chunks.next(self._job.cached if self._cached else None))
+
+    def ended(self) -> None:
+        """Tell the answer."""
+        self._answer.choice_ended()
+
+
+class FaultySink(StreamSink):
+    """A StreamSink that a fault befalls: reset or stall after some tokens, or events torn apart on the wire."""
+
+    __slots__ = ("_fault", "_made", "_stalled")
+
+    def __init__(
+        self, answer: Answer, chunks: Chunks, job: Job, transport: asyncio.Transport, cached: bool, fault: Fault
+    ) -> None:
+        super().__init__(answer, chunks, job, transport, cached)
+        self._fault = fault
+        self._made = 0
+
+    def token(self) -> None:
+        """Write the next token, unless its turn has come to fail."""
+        kind = self._fault.kind
+        if kind is FaultKind.SPLIT:
+            self._write_torn(self._chunks.next(self._job.cached if self._cached else None))
+            return
+        if self._made < self._fault.after:
+            self._made += 1
+            super().token()
+        elif kind is FaultKind.RESET_MID_STREAM:
+            reset(self._transport)
+
+    def _write_torn(self, framed: bytes) -> None:
+        """The same bytes as HTTP chunks of seven: no event and no character can be hoped to arrive whole."""
+        size, _, rest = framed.partition(b"\r\n")
+        while size:
+            length = int(size, 16)
+            data, rest = rest[:length], rest[length + 2 :]
+            for start in range(0, length, 7):
+                piece = data[start : start + 7]
+                self._transport.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            size, _, rest = rest.partition(b"\r\n")
+
+    def ended(self) -> None:
+        """A stalled stream never ends."""
+        if self._fault.kind is not FaultKind.STALL:
+            super().ended()
+
+
+def reset(transport: asyncio.Transport) -> None:
+    """Close a connection the hard way: the peer reads a reset, not an end."""
+    peer = transport.get_extra_info("socket")
+    if peer is not None:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()

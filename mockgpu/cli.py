@@ -1,0 +1,104 @@
+"""`penstock mock`: TP groups without a GPU, on consecutive ports, until interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from math import inf
+from typing import Annotated
+
+import msgspec
+import typer
+import uvloop
+
+from mockgpu.faults import FaultError
+from mockgpu.fleet import KEEP_ALIVE_S, Member, running_fleet
+from mockgpu.group import GroupSpec
+from mockgpu.hardware import gpu_named
+from mockgpu.llm import min_tp, model_named
+from mockgpu.roofline import profile_named
+
+
+def mock(
+    port: Annotated[int, typer.Option(help="Port of the first group; the others follow. 0: any free ports.")],
+    groups: Annotated[int, typer.Option(min=1, max=256, help="TP groups to serve, one port each.")] = 1,
+    model: Annotated[str, typer.Option(help="Served name; a known short or full model name.")] = "demo-8b",
+    gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")] = "h100",
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="GPUs per group. Default: 1 where the model fits, else 4.")
+    ] = None,
+    role: Annotated[str, typer.Option(help="both, prefill or decode.")] = "both",
+    speed: Annotated[str, typer.Option(help="10: ten times as fast. 0 or inf: no waiting at all.")] = "1",
+    seed: Annotated[int, typer.Option(help="Seed of the chances of faults.")] = 0,
+    fault: Annotated[str, typer.Option(help="Faults from the start, e.g. '5xx@0.1,stall:after=3'.")] = "",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    profile: Annotated[str, typer.Option(help="Software generation: 2026, 2023 or harbor.")] = "2026",
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences running at once.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per step: the prefill chunk.")] = 8192,
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=16, help="Tokens of KV cache, instead of what memory leaves.")
+    ] = None,
+    max_queued: Annotated[int | None, typer.Option(min=0, help="Answer 503 above so many waiting requests.")] = None,
+    keep_alive: Annotated[float, typer.Option(help="Seconds before an idle connection is closed.")] = KEEP_ALIVE_S,
+    cached_details: Annotated[bool, typer.Option(help="Tell cached_tokens in usage.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per group.")] = False,
+) -> None:
+    """Serve believable TP groups without a GPU, in vLLM's dialect."""
+    try:
+        spec = _spec(model, gpu, tp, role, profile, speed)
+        spec = msgspec.structs.replace(
+            spec,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
+            kv_tokens=kv_tokens,
+            max_queued=max_queued,
+            cached_details=cached_details,
+        )
+        _ = spec.capacity_tokens
+        uvloop.run(_serve([spec] * groups, host, port, fault, seed, keep_alive, as_json))
+    except (ValueError, FaultError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        typer.echo(f"error: cannot listen on {host}:{port}: {error.strerror or error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: str) -> GroupSpec:
+    """The options that need looking up or checking. ValueError says which is wrong."""
+    shape, card = model_named(model), gpu_named(gpu)
+    if role not in ("both", "prefill", "decode"):
+        raise ValueError(f"unknown role {role!r}: known are both, prefill, decode")
+    if tp is None:
+        tp = 1 if min_tp(shape, card) == 1 else 4
+    factor = float(speed) or inf
+    if not factor > 0:
+        raise ValueError(f"speed {speed!r} is not a positive number")
+    return GroupSpec(model, shape, card, tp, role, profile_named(profile), factor)
+
+
+async def _serve(
+    specs: list[GroupSpec], host: str, port: int, fault: str, seed: int, keep_alive_s: float, as_json: bool
+) -> None:
+    """Run the fleet until SIGINT or SIGTERM."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with running_fleet(specs, host, port, fault, seed, keep_alive_s) as members:
+        for member in members:
+            typer.echo(_ready(member, as_json))
+        await stop.wait()
+
+
+def _ready(member: Member, as_json: bool) -> str:
+    spec = member.group.spec
+    if as_json:
+        facts = {"model": spec.served_name, "gpu": spec.gpu.name, "tp": spec.tp, "role": spec.role}
+        return msgspec.json.encode({"ready": member.url} | facts | {"kv_tokens": spec.capacity_tokens}).decode()
+    shape = f"{spec.model.name} on {spec.tp} x {spec.gpu.name}"
+    return f"ready {member.url} model={spec.served_name} ({shape}, {spec.capacity_tokens:,} tokens of KV)"
+
+
+def main() -> None:
+    """`python -m mockgpu`."""
+    typer.run(mock)

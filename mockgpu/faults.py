@@ -1,0 +1,127 @@
+"""Faults on request: a strict little grammar, and what each asks of the server or the engine.
+
+    SPEC    = fault ["," fault]...
+    fault   = name [":" option]... ["@" chance | "@" start "-" [end]]...
+    option  = key "=" value | "hang"
+
+Windows are wall seconds since the fault was set. Who carries a fault out: server.py (per request), group.py (lost rank,
+slow). Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from math import inf
+from random import Random
+
+import msgspec
+
+
+class FaultKind(StrEnum):
+    """What goes wrong: for the whole group (GROUP_FAULTS) or for one request at a time."""
+
+    REFUSE = "refuse"
+    ERROR = "5xx"
+    RESET_BEFORE_HEADERS = "reset-before-headers"
+    RESET_AFTER_HEADERS = "reset-after-headers"
+    RESET_MID_STREAM = "reset-mid-stream"
+    STALL = "stall"
+    SPLIT = "split"
+    SLOW = "slow"
+    LOST_RANK = "lost-rank"
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One fault: its kind, its options, its chance per request and its window in seconds since it was set."""
+
+    kind: FaultKind
+    after: int = 1
+    status: int = 500
+    factor: float = 10.0
+    rank: int = 0
+    hang: bool = False
+    chance: float = 1.0
+    start_s: float = 0.0
+    end_s: float = inf
+
+    def strikes(self, elapsed_s: float, rng: Random) -> bool:
+        """Whether it happens now, to this request."""
+        return self.start_s <= elapsed_s < self.end_s and (self.chance >= 1 or rng.random() < self.chance)
+
+
+GROUP_FAULTS = frozenset((FaultKind.REFUSE, FaultKind.SLOW, FaultKind.LOST_RANK))
+
+# Which options each fault takes, and the type of each option's value.
+_OPTIONS: dict[FaultKind, tuple[str, ...]] = {
+    FaultKind.ERROR: ("status",),
+    FaultKind.RESET_MID_STREAM: ("after",),
+    FaultKind.STALL: ("after",),
+    FaultKind.SLOW: ("x",),
+    FaultKind.LOST_RANK: ("hang", "rank"),
+}
+
+
+class FaultError(ValueError):
+    """A fault spec that does not parse; the message says which part and why."""
+
+
+def parse_faults(spec: str) -> tuple[Fault, ...]:
+    """The faults of a spec, e.g. `5xx@0.1,stall:after=3@10-20`. Empty spec: none. Raises FaultError."""
+    return tuple(_fault(part.strip()) for part in spec.split(",")) if spec.strip() else ()
+
+
+def _fault(text: str) -> Fault:
+    head, *limits = text.split("@")
+    name, *options = head.split(":")
+    try:
+        kind = FaultKind(name)
+    except ValueError:
+        raise FaultError(f"unknown fault {name!r}: known are {', '.join(FaultKind)}") from None
+    values: dict[str, float | int | bool] = {}
+    for option in options:
+        values |= _option(kind, option)
+    for limit in limits:
+        values |= _limit(limit)
+    if kind in GROUP_FAULTS and "chance" in values:
+        raise FaultError(f"fault {kind} befalls the whole group: it takes a window, not a chance")
+    return msgspec.convert({"kind": kind} | values, Fault)
+
+
+def _option(kind: FaultKind, text: str) -> dict[str, float | int | bool]:
+    key, _, value = text.partition("=")
+    if key not in _OPTIONS.get(kind, ()):
+        allowed = ", ".join(_OPTIONS.get(kind, ())) or "none"
+        raise FaultError(f"fault {kind} takes no option {key!r}: allowed are {allowed}")
+    if key == "hang":
+        if value:
+            raise FaultError("option 'hang' takes no value")
+        return {"hang": True}
+    if key == "x":
+        return {"factor": _number(value, "x", least=0.01)}
+    number = _number(value, key, least=0)
+    if number != int(number) or (key == "status" and not 500 <= number <= 599):
+        raise FaultError(f"option {key!r} of {kind}: {value!r} is not allowed")
+    return {key: int(number)}
+
+
+def _limit(text: str) -> dict[str, float | int | bool]:
+    if "-" in text:
+        start, _, end = text.partition("-")
+        window = _number(start, "window start", least=0), _number(end, "window end", least=0) if end else inf
+        if window[0] >= window[1]:
+            raise FaultError(f"window {text!r} ends before it starts")
+        return {"start_s": window[0], "end_s": window[1]}
+    chance = _number(text.removeprefix("p="), "chance", least=0)
+    if not 0 < chance <= 1:
+        raise FaultError(f"chance {text!r} is not in (0, 1]")
+    return {"chance": chance}
+
+
+def _number(text: str, what: str, least: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise FaultError(f"{what}: {text!r} is not a number") from None
+    if not least <= value < inf:
+        raise FaultError(f"{what}: {text!r} is out of range")
+    return value

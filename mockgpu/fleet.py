@@ -1,0 +1,105 @@
+"""Many TP groups in one OS process, each on a port of its own: what `penstock mock` runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from random import Random
+
+from aiohttp import web
+
+from mockgpu.faultbox import FaultBox
+from mockgpu.group import GroupSpec, TpGroup
+from mockgpu.server import MockServer
+
+KEEP_ALIVE_S = 5.0
+
+
+class Listener:
+    """faultbox.Door of one port: an aiohttp server behind a listening socket that can be shut and opened again."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self.port = port
+        self._server: web.Server | None = None
+        self._listening: asyncio.Server | None = None
+        self._opening: asyncio.Task[None] | None = None
+
+    async def start(self, server: web.Server) -> None:
+        """Listen. Port 0 takes a free one and keeps it. OSError when the port is taken."""
+        self._server = server
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_server(server, self._host, self.port, backlog=1024)
+        self.port = self._listening.sockets[0].getsockname()[1]
+
+    def shut(self) -> None:
+        """Refuse connections, and cut the open ones."""
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+        if self._server is not None:
+            for connection in list(self._server.connections):
+                connection.force_close()
+
+    def open(self) -> None:
+        """Listen again on the same port."""
+        if self._listening is None and self._server is not None:
+            self._opening = asyncio.ensure_future(self.start(self._server))
+
+
+class Member:
+    """One TP group of a fleet with its server, its faults and its port."""
+
+    def __init__(self, spec: GroupSpec, host: str, port: int, rng: Random) -> None:
+        loop = asyncio.get_running_loop()
+        self.host = host
+        self.listener = Listener(host, port)
+        self.group = TpGroup(spec, loop)
+        self.faults = FaultBox(self.group, self.listener, loop, rng)
+        self.server = MockServer(self.group, self.faults)
+
+    @property
+    def url(self) -> str:
+        """Where the group is served."""
+        return f"http://{self.host}:{self.listener.port}"
+
+
+def _rng(seed: int) -> Random:
+    return Random(seed)  # noqa: S311 - chances of faults, not secrets
+
+
+@asynccontextmanager
+async def running_fleet(
+    specs: Sequence[GroupSpec],
+    host: str = "127.0.0.1",
+    port: int = 0,
+    fault: str = "",
+    seed: int = 0,
+    keep_alive_s: float = KEEP_ALIVE_S,
+) -> AsyncIterator[list[Member]]:
+    """Serve one group per spec on `port`, `port + 1`, ... (0: free ports each) until the block is left.
+
+    OSError when a port is taken, FaultError when the spec does not parse.
+    """
+    members = [Member(spec, host, port + i if port else 0, _rng(seed + i)) for i, spec in enumerate(specs)]
+    runners: list[web.AppRunner] = []
+    try:
+        for member in members:
+            runner = web.AppRunner(
+                member.server.app(), handler_cancellation=True, keepalive_timeout=keep_alive_s, access_log=None
+            )
+            await runner.setup()
+            runners.append(runner)
+            assert runner.server is not None
+            await member.listener.start(runner.server)
+        for member in members:
+            member.faults.set(fault)
+        yield members
+    finally:
+        for member in members:
+            member.faults.clear()
+            member.listener.shut()
+            member.group.close()
+        for runner in runners:
+            await runner.cleanup()

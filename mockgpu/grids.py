@@ -1,0 +1,134 @@
+"""The measured grids as corrections of the equation: interpolate measured / computed, so that points are met exactly.
+
+A ratio is near one and varies slowly, so it interpolates and extrapolates far better than milliseconds do; outside the
+grid the nearest edge's ratio holds and the equation carries the shape. Data and its source: data/README.md.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from math import log2
+
+import msgspec
+
+from mockgpu.hardware import Gpu
+from mockgpu.llm import Llm
+from mockgpu.roofline import PROFILES, Profile, Roofline, Work
+
+
+class Grid(msgspec.Struct, frozen=True):
+    """One row of the data file: milliseconds by prompt tokens (`"4096"`) and by batch and context (`"b16c4096"`)."""
+
+    model: str
+    system: str
+    tp: int
+    prefill: Mapping[str, float]
+    decode: Mapping[str, float]
+
+    def prefill_points(self) -> Iterator[tuple[int, float]]:
+        """(prompt tokens, seconds), as measured."""
+        return ((int(tokens), ms / 1e3) for tokens, ms in self.prefill.items())
+
+    def decode_points(self) -> Iterator[tuple[int, int, float]]:
+        """(sequences, context of each, seconds), as measured."""
+        for key, ms in self.decode.items():
+            seqs, context = key[1:].split("c")
+            yield int(seqs), int(context), ms / 1e3
+
+
+def load_grids() -> list[Grid]:
+    """All measured grids, read from the package data."""
+    return msgspec.json.decode(files("mockgpu").joinpath("data/aic_latencies.json").read_bytes(), type=list[Grid])
+
+
+def grid_for(model: Llm, gpu: Gpu, tp: int, grids: Iterable[Grid]) -> Grid | None:
+    """The grid measured for exactly this shape, if there is one."""
+    for grid in grids:
+        if grid.tp == tp and grid.system == gpu.grid_name and grid.model.rpartition("/")[2] == model.grid_name:
+            return grid
+    return None
+
+
+class Line:
+    """Piecewise linear over log2 of the argument, constant past both ends."""
+
+    __slots__ = ("_xs", "_ys")
+
+    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
+        pairs = sorted(points)
+        self._xs = [log2(x) for x, _ in pairs]
+        self._ys = [y for _, y in pairs]
+
+    def at(self, x: float) -> float:
+        """The value at x > 0."""
+        xs, ys, lx = self._xs, self._ys, log2(x)
+        i = bisect_right(xs, lx)
+        if i == 0:
+            return ys[0]
+        if i == len(xs):
+            return ys[-1]
+        left = xs[i - 1]
+        return ys[i - 1] + (ys[i] - ys[i - 1]) * (lx - left) / (xs[i] - left)
+
+
+class Surface:
+    """Lines over the second argument, interpolated over log2 of the first; constant past the edges."""
+
+    __slots__ = ("_lines", "_xs")
+
+    def __init__(self, points: Iterable[tuple[float, float, float]]) -> None:
+        rows: dict[float, list[tuple[float, float]]] = {}
+        for x, y, value in points:
+            rows.setdefault(x, []).append((y, value))
+        self._xs = [log2(x) for x in sorted(rows)]
+        self._lines = [Line(rows[x]) for x in sorted(rows)]
+
+    def at(self, x: float, y: float) -> float:
+        """The value at x, y > 0."""
+        xs, lines, lx = self._xs, self._lines, log2(x)
+        i = bisect_right(xs, lx)
+        if i == 0:
+            return lines[0].at(y)
+        if i == len(xs):
+            return lines[-1].at(y)
+        low, high = lines[i - 1].at(y), lines[i].at(y)
+        return low + (high - low) * (lx - xs[i - 1]) / (xs[i] - xs[i - 1])
+
+
+class GridCorrection:
+    """roofline.Correction from measured points: the ratio measured / computed, interpolated."""
+
+    def __init__(
+        self,
+        equation: Roofline,
+        prefill: Iterable[tuple[int, float]],
+        decode: Iterable[tuple[int, int, float]],
+    ) -> None:
+        self._prefill = Line((n, s / equation.equation_s(whole_prompt(n))) for n, s in prefill)
+        self._decode = Surface((b, c, s / equation.equation_s(Work(0, 0.0, b, b * c))) for b, c, s in decode)
+
+    def prefill(self, tokens: int) -> float:
+        """Ratio for a prefill-only step of that many tokens."""
+        return self._prefill.at(tokens)
+
+    def decode(self, seqs: int, context: int) -> float:
+        """Ratio for a decode-only step; `context` summed over the sequences."""
+        return self._decode.at(seqs, max(1.0, context / seqs))
+
+
+def whole_prompt(tokens: int) -> Work:
+    """One prompt of that many tokens, nothing cached, alone in its step."""
+    return Work(tokens, tokens * tokens / 2)
+
+
+def roofline_for(
+    model: Llm, gpu: Gpu, tp: int, profile: Profile = PROFILES["2026"], grids: Sequence[Grid] | None = None
+) -> Roofline:
+    """The step-time model of a TP group: exact where a grid was measured and the profile allows, else the equation."""
+    grid = grid_for(model, gpu, tp, load_grids() if grids is None else grids) if profile.exact else None
+    if grid is None:
+        return Roofline(model, gpu, tp, profile)
+    bare = Roofline(model, gpu, tp, profile)
+    return Roofline(model, gpu, tp, profile, GridCorrection(bare, grid.prefill_points(), grid.decode_points()))

@@ -1,0 +1,231 @@
+"""One TP group alive: ranks, scheduler, roofline and a clock. Jobs go in, tokens come out to sinks, step by step.
+
+HTTP is server.py's; what a step contains and how long it takes are scheduler.py's and roofline.py's. All methods run on
+the event loop; nothing here awaits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+import msgspec
+
+from mockgpu.ask import ApiError
+from mockgpu.blocks import BLOCK_TOKENS, BlockPool
+from mockgpu.grids import roofline_for
+from mockgpu.hardware import Gpu
+from mockgpu.llm import Llm, kv_capacity_tokens
+from mockgpu.metrics import GroupMetrics
+from mockgpu.roofline import PROFILES, Profile
+from mockgpu.scheduler import Job, Plan, Scheduler
+
+# A process that cannot keep up catches up by this much and forgets the rest, so that it stays responsive.
+MOST_LAG_S = 0.25
+
+
+class GroupSpec(msgspec.Struct, frozen=True):
+    """What a TP group is made of. `kv_tokens` None: whatever memory leaves.
+
+    `speed` 10: ten times as fast; inf: no waiting.
+    `role` is what the group is labelled as; splitting a request between groups is not modelled here.
+    """
+
+    served_name: str
+    model: Llm
+    gpu: Gpu
+    tp: int = 1
+    role: str = "both"
+    profile: Profile = PROFILES["2026"]
+    speed: float = 1.0
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    kv_tokens: int | None = None
+    max_queued: int | None = None
+    cached_details: bool = True
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of KV the group holds. ValueError when the weights do not fit."""
+        tokens = self.kv_tokens
+        if tokens is None:
+            tokens = kv_capacity_tokens(self.model, self.gpu, self.tp)
+        if tokens < BLOCK_TOKENS:
+            raise ValueError(f"{self.model.name} does not fit on {self.tp} x {self.gpu.name}: no memory is left for KV")
+        return tokens
+
+    @property
+    def context(self) -> int:
+        """The most tokens of prompt and answer together."""
+        return min(self.model.max_context, self.capacity_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
+
+
+class Sink(Protocol):
+    """Where one job's tokens go. Called within a step; must not block."""
+
+    def token(self) -> None:
+        """The next token is there."""
+        ...
+
+    def ended(self) -> None:
+        """The job's last token was the one before."""
+        ...
+
+    def failed(self, error: ApiError) -> None:
+        """The engine lost the job."""
+        ...
+
+
+@dataclass(slots=True)
+class _Live:
+    """A job in the engine, its sink, and when what happened to it (loop time)."""
+
+    sink: Sink
+    arrived: float
+    reason: str
+    started: float | None = None
+    entering: asyncio.TimerHandle | None = None
+
+
+class TpGroup:
+    """Sole owner of its scheduler, its ranks' health and its step timer."""
+
+    def __init__(self, spec: GroupSpec, loop: asyncio.AbstractEventLoop) -> None:
+        self.spec = spec
+        self.scheduler = Scheduler(
+            BlockPool(spec.capacity_tokens // BLOCK_TOKENS), spec.max_num_seqs, spec.max_num_batched_tokens
+        )
+        self.metrics = GroupMetrics(spec.served_name)
+        self.slowness = 1.0
+        self.hanging = False
+        self._ranks_up = [True] * spec.tp
+        self._roofline = roofline_for(spec.model, spec.gpu, spec.tp, spec.profile)
+        self._loop = loop
+        self._live: dict[Job, _Live] = {}
+        self._timer: asyncio.Handle | None = None
+        self._due = 0.0
+
+    @property
+    def dead(self) -> bool:
+        """Whether a rank is lost. One is enough: every layer needs all of them."""
+        return not all(self._ranks_up)
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs submitted and not ended."""
+        return len(self._live)
+
+    def submit(self, job: Job, sink: Sink, reason: str) -> None:
+        """Take a job; `reason` is how it will have finished. ApiError 500 when dead, 503 when the queue is full."""
+        if self.dead and not self.hanging:
+            raise _engine_dead()
+        if self.spec.max_queued is not None and len(self.scheduler.waiting) >= self.spec.max_queued:
+            self.metrics.rejections += 1
+            raise ApiError(503, f"The server's queue is full ({self.spec.max_queued} requests waiting).")
+        live = self._live[job] = _Live(sink, self._loop.time(), reason)
+        delay_s = self.spec.profile.request_s / self.spec.speed
+        if delay_s > 0:
+            live.entering = self._loop.call_later(delay_s, self._enter, job)
+        else:
+            self._enter(job)
+
+    def abort(self, job: Job) -> None:
+        """Forget a job whose client is gone; its KV is free at once. No effect on one that has ended."""
+        live = self._live.pop(job, None)
+        if live is None:
+            return
+        if live.entering is not None:
+            live.entering.cancel()
+        else:
+            self.scheduler.abort(job)
+        self.metrics.finished["abort"] += 1
+
+    def lose_rank(self, rank: int, hang: bool = False) -> None:
+        """A GPU falls out: the whole group fails at once, or (`hang`) waits for it for ever and tells nobody."""
+        self._ranks_up[rank % self.spec.tp] = False
+        self.hanging = hang
+        self._stop()
+        if hang:
+            return
+        for job, live in list(self._live.items()):
+            self._drop(job, live)
+            live.sink.failed(_engine_dead())
+
+    def restore(self) -> None:
+        """All ranks back, at normal speed, as after a restart; what hung goes on."""
+        self._ranks_up = [True] * self.spec.tp
+        self.hanging = False
+        self._wake()
+
+    def close(self) -> None:
+        """Stop the clock and forget all jobs."""
+        self._stop()
+        for job, live in list(self._live.items()):
+            self._drop(job, live)
+
+    def _drop(self, job: Job, live: _Live) -> None:
+        del self._live[job]
+        if live.entering is not None:
+            live.entering.cancel()
+        else:
+            self.scheduler.abort(job)
+        self.metrics.finished["error"] += 1
+
+    def _enter(self, job: Job) -> None:
+        self._live[job].entering = None
+        self.scheduler.add(job)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Begin stepping if idle; in the next turn of the loop, so that requests that came together start together."""
+        if self._timer is None and not self.dead:
+            self._due = self._loop.time()
+            self._timer = self._loop.call_soon(self._begin_step)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _begin_step(self) -> None:
+        """Plan a step and come back when it is over. Times are absolute: a late timer does not delay the next one."""
+        plan = self.scheduler.step()
+        if plan is None:
+            self._timer = None
+            return
+        now = self._loop.time()
+        for chunk in plan.chunks:
+            live = self._live[chunk.job]
+            if live.started is None:
+                live.started = now
+                self.metrics.queue_s.observe(now - live.arrived)
+        speed = self.spec.speed
+        step_s = 0.0 if speed == inf else self._roofline.step_s(plan.work) * self.slowness / speed
+        self._due = max(self._due, now - MOST_LAG_S) + step_s
+        self._timer = self._loop.call_at(self._due, self._end_step, plan, step_s)
+
+    def _end_step(self, plan: Plan, step_s: float) -> None:
+        """Hand out the step's tokens, then go on."""
+        decoding = list(self.scheduler.decoding)
+        outcome = self.scheduler.finish(plan)
+        now, live = self._loop.time(), self._live
+        self.metrics.steps += 1
+        self.metrics.itl_s.observe(step_s, len(decoding))
+        for job in outcome.began:
+            if job.made == 1:
+                self.metrics.ttft_s.observe(now - live[job].arrived)
+            live[job].sink.token()
+        for job in decoding:
+            live[job].sink.token()
+        for job in outcome.ended:
+            ended = live.pop(job)
+            self.metrics.e2e_s.observe(now - ended.arrived)
+            self.metrics.finished[ended.reason] += 1
+            ended.sink.ended()
+        self._begin_step()
+
+
+def _engine_dead() -> ApiError:
+    return ApiError(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")

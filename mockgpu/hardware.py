@@ -1,0 +1,75 @@
+"""GPUs as numbers: peak rates, links, and the eight fitted constants of the step-time equation (roofline.py).
+
+Peaks are vendor figures as listed by aiconfigurator's system files; the constants are fitted to its silicon tables
+(data/aic_latencies.json: 70B bf16, 70B fp8 and 8B at TP 1-8; tests/unit/mockgpu/test_fidelity.py prints the errors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """What software reaches of the hardware: efficiencies of four peaks and of the link, three overheads in us."""
+
+    weights_eff: float
+    kv_eff: float
+    flops_eff: float
+    attention_eff: float
+    allreduce_us: float
+    layer_us: float
+    sequence_us: float
+    link_eff: float
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """One GPU. `link_bytes_s` is per direction: NVLink where there is one, else PCIe."""
+
+    name: str
+    hbm_bytes: float
+    hbm_bytes_s: float
+    bf16_flops: float
+    fp8_flops: float
+    link_bytes_s: float
+    nic_bytes_s: float
+    fit: Fit
+    grid_name: str
+
+    def flops(self, weight_bytes: float) -> float:
+        """Dense peak for weights of that many bytes per parameter; a GPU without fp8 units computes in bf16."""
+        return self.fp8_flops if weight_bytes <= 1 else self.bf16_flops
+
+
+def _table() -> dict[str, Gpu]:
+    """Peaks, then what the fit found. L40S: fitted to three rows only (8B TP1, 70B TP4 and TP8 over PCIe): rough.
+
+    An efficiency a little over one means the table's peak was beaten in the measured range, not magic.
+    """
+    a100 = Fit(0.736, 0.753, 0.909, 0.599, 10.7, 45.9, 10.9, 0.406)
+    h100 = Fit(0.881, 0.943, 0.748, 0.690, 5.0, 41.2, 7.3, 0.582)
+    h200 = Fit(0.829, 0.959, 0.739, 0.579, 7.2, 35.5, 10.8, 0.651)
+    b200 = Fit(0.916, 0.888, 0.668, 0.500, 2.2, 47.8, 16.9, 0.496)
+    l40s = Fit(1.057, 0.818, 0.683, 0.331, 32.1, 129.8, 51.6, 0.113)
+    gpus = (
+        #    name, HBM bytes, HBM B/s, bf16, fp8, link B/s, NIC B/s
+        Gpu("a100", 80e9, 2.039e12, 312e12, 312e12, 300e9, 25e9, a100, "a100_sxm"),
+        Gpu("h100", 80e9, 3.35e12, 989e12, 1978e12, 450e9, 50e9, h100, "h100_sxm"),
+        Gpu("h200", 141e9, 4.8e12, 989e12, 1978e12, 450e9, 50e9, h200, "h200_sxm"),
+        Gpu("b200", 180e9, 7.7e12, 2250e12, 4500e12, 900e9, 100e9, b200, "b200_sxm"),
+        Gpu("l40s", 48.3e9, 0.864e12, 362e12, 733e12, 32e9, 50e9, l40s, "l40s"),
+    )
+    return {gpu.name: gpu for gpu in gpus}
+
+
+GPUS: Mapping[str, Gpu] = MappingProxyType(_table())
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU of that name, any case. ValueError lists the known ones."""
+    found = GPUS.get(name.lower())
+    if found is None:
+        raise ValueError(f"unknown GPU {name!r}: known are {', '.join(GPUS)}")
+    return found

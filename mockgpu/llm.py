@@ -1,0 +1,118 @@
+"""Model shapes and what they weigh: weights, KV per token, KV capacity of a TP group, the smallest TP that fits.
+
+No times here (roofline.py), no GPUs' rates (hardware.py). Shapes are the published configs of the models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from mockgpu.hardware import Gpu
+
+GIB = 1 << 30
+
+# What an engine keeps per GPU beside weights and KV: context, activations, graphs, NCCL (aiconfigurator's figures).
+OTHER_BYTES = int(3.5 * GIB)
+NCCL_BYTES = int(0.36 * GIB)
+
+
+class Llm(msgspec.Struct, frozen=True):
+    """A decoder's shape. `kv_scalars` is what one layer caches per token: 2 x kv_heads x head_dim, or MLA's latent.
+
+    `shardable_kv` is how many ranks can split the cache: kv_heads for GQA, 1 for MLA (each rank holds all of it).
+    """
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    head_dim: int
+    kv_scalars: int
+    shardable_kv: int
+    params: float
+    active_params: float
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+    max_context: int = 131_072
+    grid_name: str = ""
+
+    @property
+    def weights_bytes(self) -> float:
+        """Bytes of all weights."""
+        return self.params * self.weight_bytes
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of KV cache per token, over all layers and all KV heads."""
+        return int(self.layers * self.kv_scalars * self.kv_bytes)
+
+    def kv_rank_bytes(self, tp: int) -> float:
+        """Bytes of KV per token on one rank. Past `shardable_kv` ranks heads are replicated, not split (GQA cap)."""
+        return self.kv_token_bytes / min(tp, self.shardable_kv)
+
+
+def gqa(name: str, layers: int, width: int, heads: int, kv_heads: int, params: float, grid_name: str = "") -> Llm:
+    """A dense bf16 model with grouped-query attention and heads of 128."""
+    return Llm(name, layers, width, heads, 128, 2 * kv_heads * 128, kv_heads, params, params, grid_name=grid_name)
+
+
+def fp8(model: Llm, name: str, grid_name: str = "") -> Llm:
+    """The same model with one-byte weights (the cache stays bf16, as in vLLM's default)."""
+    return msgspec.structs.replace(model, name=name, weight_bytes=1.0, grid_name=grid_name)
+
+
+def _table() -> dict[str, Llm]:
+    small = gqa("meta-llama/Llama-3.1-8B-Instruct", 32, 4096, 32, 8, 8.03e9, "Meta-Llama-3.1-8B")
+    large = gqa("meta-llama/Llama-3.1-70B-Instruct", 80, 8192, 64, 8, 70.6e9, "Meta-Llama-3.1-70B")
+    huge = gqa("meta-llama/Llama-3.1-405B-Instruct", 126, 16384, 128, 8, 405.9e9, "Meta-Llama-3.1-405B")
+    large_fp8 = fp8(large, "meta-llama/Llama-3.1-70B-Instruct-FP8", "Llama-3.1-70B-Instruct-FP8")
+    huge_fp8 = fp8(huge, "meta-llama/Llama-3.1-405B-Instruct-FP8")
+    qwen = msgspec.structs.replace(gqa("Qwen/Qwen3-32B", 64, 5120, 64, 8, 32.8e9), max_context=40_960)
+    llama2 = msgspec.structs.replace(gqa("meta-llama/Llama-2-13b", 40, 5120, 40, 40, 13.0e9), max_context=4_096)
+    mla = Llm("deepseek-ai/DeepSeek-V3", 61, 7168, 128, 192, 576, 1, 671e9, 37e9, weight_bytes=1.0, max_context=163_840)
+    short = {
+        "demo-8b": small,
+        "llama-3.1-8b": small,
+        "llama-3.1-70b": large,
+        "llama-3.1-70b-fp8": large_fp8,
+        "llama-3.1-405b": huge,
+        "llama-3.1-405b-fp8": huge_fp8,
+        "qwen3-32b": qwen,
+        "llama-2-13b": llama2,
+        "deepseek-v3": mla,
+    }
+    return short | {model.name.lower(): model for model in short.values()}
+
+
+MODELS: Mapping[str, Llm] = MappingProxyType(_table())
+
+
+def model_named(name: str) -> Llm:
+    """The shape for a short or full model name, any case. ValueError lists the known ones."""
+    found = MODELS.get(name.lower())
+    if found is None:
+        raise ValueError(f"unknown model {name!r}: known are {', '.join(MODELS)}")
+    return found
+
+
+def free_kv_bytes(model: Llm, gpu: Gpu, tp: int, utilization: float = 0.9) -> float:
+    """Bytes left for KV on one rank. Negative when the weights do not fit.
+
+    `utilization` is the share of HBM the engine may use (vLLM's gpu_memory_utilization).
+    """
+    reserve = OTHER_BYTES + (NCCL_BYTES if tp > 1 else 0)
+    return gpu.hbm_bytes * utilization - reserve - model.weights_bytes / tp
+
+
+def kv_capacity_tokens(model: Llm, gpu: Gpu, tp: int, utilization: float = 0.9) -> int:
+    """Tokens whose KV a TP group holds at once; 0 when the weights do not fit."""
+    return max(0, int(free_kv_bytes(model, gpu, tp, utilization) / model.kv_rank_bytes(tp)))
+
+
+def min_tp(model: Llm, gpu: Gpu) -> int:
+    """The fewest GPUs whose raw memory holds the weights (any integer: an engine will want the next power of two)."""
+    return math.ceil(model.weights_bytes / gpu.hbm_bytes)

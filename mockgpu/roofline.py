@@ -1,0 +1,174 @@
+"""How long one engine step takes, from first principles: bytes read, operations done, collectives paid.
+
+The equation and its eight constants per GPU (hardware.py) hold for any shape; where a measured grid exists (grids.py)
+it corrects the equation so that every measured point is met exactly. No scheduling here, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from mockgpu.hardware import Gpu
+from mockgpu.llm import Llm
+
+
+class Work(NamedTuple):
+    """What one step computes.
+
+    prefill_tokens   prompt tokens computed, over all chunks
+    attention_area   sum over chunks of chunk x (start + chunk / 2): query-key pairs of the prompts
+    decode_seqs      sequences that gain one token
+    decode_context   tokens of KV these read, summed
+    """
+
+    prefill_tokens: int = 0
+    attention_area: float = 0.0
+    decode_seqs: int = 0
+    decode_context: int = 0
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """A software generation. `layer_us` replaces the GPU's fitted overhead per layer; `exact` lets a grid correct it.
+
+    `fabric_us` is paid per all-reduce by groups of more than `fabric_above_tp` ranks (a collective that leaves the fast
+    links); `request_s` is the API server's cost per request before the engine sees it (BLIS: 15.6 ms).
+    """
+
+    name: str
+    layer_us: float | None = None
+    fabric_us: float = 0.0
+    fabric_above_tp: int = 8
+    exact: bool = True
+    request_s: float = 0.0156
+
+
+PROFILES: Mapping[str, Profile] = MappingProxyType(
+    {
+        # Today's engines, as the grids measured them.
+        "2026": Profile("2026"),
+        # Splitwise's 2023 stack: ~0.35 ms of launch overhead per layer, so TP 4 -> 8 gained next to nothing.
+        "2023": Profile("2023", layer_us=350.0, exact=False),
+        # Harbor Analytics' story: a 2023 stack whose TP 8 crossed a slow fabric (docs/mock.md states the conflict).
+        "harbor": Profile("harbor", layer_us=320.0, fabric_us=350.0, fabric_above_tp=4, exact=False),
+    }
+)
+
+
+def profile_named(name: str) -> Profile:
+    """The profile of that name. ValueError lists the known ones."""
+    found = PROFILES.get(name)
+    if found is None:
+        raise ValueError(f"unknown profile {name!r}: known are {', '.join(PROFILES)}")
+    return found
+
+
+class Terms(NamedTuple):
+    """The parts of one step's time, seconds. `weights_s` and `flops_s` overlap: the larger one counts."""
+
+    weights_s: float
+    flops_s: float
+    kv_s: float
+    attention_s: float
+    overhead_s: float
+    sequences_s: float
+    collectives_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The step's time."""
+        return max(self.weights_s, self.flops_s) + sum(self[2:])
+
+    @property
+    def bound(self) -> str:
+        """The name of the largest part: what holds the step back."""
+        return max(zip(self, self._fields, strict=True))[1].removesuffix("_s")
+
+
+class Correction(Protocol):
+    """Measured over computed: factors by which a grid corrects the equation (grids.py)."""
+
+    def prefill(self, tokens: int) -> float:
+        """For a prefill-only step of that many tokens."""
+        ...
+
+    def decode(self, seqs: int, context: int) -> float:
+        """For a decode-only step; `context` is the sum over sequences."""
+        ...
+
+
+class Roofline:
+    """Step times of one model on `tp` GPUs of one kind. All rates are folded once into seconds per unit of work."""
+
+    def __init__(self, model: Llm, gpu: Gpu, tp: int, profile: Profile, correction: Correction | None = None) -> None:
+        fit, ranks = gpu.fit, tp
+        flops = gpu.flops(model.weight_bytes)
+        self._dense = model.active_params >= model.params
+        self._idle_share = 1 - model.active_params / model.params
+        self._weights_s = model.weights_bytes / (ranks * gpu.hbm_bytes_s * fit.weights_eff)
+        self._flop_s = 2 * model.active_params / (ranks * flops * fit.flops_eff)
+        self._kv_s = model.kv_rank_bytes(tp) / (gpu.hbm_bytes_s * fit.kv_eff)
+        pair_flops = 4 * model.heads * model.head_dim * model.layers
+        self._area_s = pair_flops / (ranks * gpu.bf16_flops * fit.attention_eff)
+        layer_us = fit.layer_us if profile.layer_us is None else profile.layer_us
+        self._layers_s = model.layers * layer_us * 1e-6
+        self._sequence_s = fit.sequence_us * 1e-6 * model.layers / 80
+        self._collective_s, self._wire_s = 0.0, 0.0
+        if tp > 1:
+            fabric_us = profile.fabric_us if tp > profile.fabric_above_tp else 0.0
+            self._collective_s = 2 * model.layers * (fit.allreduce_us + fabric_us) * 1e-6
+            token_bytes = 2 * (tp - 1) / tp * 2 * model.width
+            self._wire_s = 2 * model.layers * token_bytes / (gpu.link_bytes_s * fit.link_eff)
+        self._correction = correction if profile.exact else None
+
+    def terms(self, work: Work) -> Terms:
+        """The equation's parts for one step, seconds (perfmodel: max(W, FLOPs) + KV + attention + overheads + wire)."""
+        tokens = work.prefill_tokens + work.decode_seqs
+        # A mixture of experts reads only the experts its tokens touch: all of them once the batch is large.
+        read = 1.0 if self._dense else 1 - self._idle_share**tokens
+        return Terms(
+            self._weights_s * read,
+            self._flop_s * tokens,
+            self._kv_s * work.decode_context,
+            self._area_s * work.attention_area,
+            self._layers_s,
+            self._sequence_s * work.decode_seqs,
+            self._collective_s + self._wire_s * tokens,
+        )
+
+    def equation_s(self, work: Work) -> float:
+        """The step's time by the equation alone, seconds."""
+        tokens = work.prefill_tokens + work.decode_seqs
+        read = 1.0 if self._dense else 1 - self._idle_share**tokens
+        return (
+            max(self._weights_s * read, self._flop_s * tokens)
+            + self._kv_s * work.decode_context
+            + self._area_s * work.attention_area
+            + self._layers_s
+            + self._sequence_s * work.decode_seqs
+            + self._collective_s
+            + self._wire_s * tokens
+        )
+
+    def step_s(self, work: Work) -> float:
+        """The step's time, seconds; exact on every grid point where there is a grid.
+
+        A chunk that starts late (cached prefix, second chunk) takes the factor of its token count: the attention over
+        what precedes it is the equation's. A mixed step reads the weights once, which the equation knows; it takes
+        the two pure factors, weighed by what each half would take alone.
+        """
+        seconds = self.equation_s(work)
+        if self._correction is None:
+            return seconds
+        if not work.prefill_tokens:
+            return seconds * self._correction.decode(work.decode_seqs, work.decode_context)
+        prefill = self._correction.prefill(work.prefill_tokens)
+        if not work.decode_seqs:
+            return seconds * prefill
+        decode = self._correction.decode(work.decode_seqs, work.decode_context)
+        prefill_s = self.equation_s(work._replace(decode_seqs=0, decode_context=0))
+        decode_s = self.equation_s(Work(0, 0.0, work.decode_seqs, work.decode_context))
+        return seconds * (prefill * prefill_s + decode * decode_s) / (prefill_s + decode_s)

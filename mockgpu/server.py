@@ -1,0 +1,241 @@
+"""The HTTP face of one TP group, in vLLM's dialect, on aiohttp: routes, errors, and the faults that befall requests.
+
+Handlers are few lines each: read an Ask, submit its choices to the group, wait for the Answer. A client that leaves
+cancels its handler, and with it its jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn, cast
+
+import msgspec
+from aiohttp import web
+
+from mockgpu import dialect
+from mockgpu.answer import Answer, FaultySink, StreamSink, WholeSink, reset
+from mockgpu.ask import ApiError, Ask, MalformedHandoffError, prompt_of, read_ask
+from mockgpu.choice import Choice, choices_of
+from mockgpu.faultbox import FaultBox
+from mockgpu.faults import Fault, FaultError, FaultKind
+from mockgpu.group import Sink, TpGroup
+
+VERSION = "0.33.0"
+MAX_BODY_BYTES = 32 << 20
+JSON = "application/json"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class MockServer:
+    """Routes of one TP group. Sole owner of the faults set on it."""
+
+    def __init__(self, group: TpGroup, faults: FaultBox) -> None:
+        self.group = group
+        self.faults = faults
+        self._created = int(time.time())
+
+    def app(self) -> web.Application:
+        """The aiohttp application; serve it with `handler_cancellation=True`."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_dialect_errors])
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self.chat),
+                web.post("/v1/completions", self.completions),
+                web.get("/v1/models", self.models),
+                web.post("/tokenize", self.tokenize),
+                web.get("/health", self.health),
+                web.get("/ping", self.health),
+                web.post("/ping", self.health),
+                web.get("/load", self.load),
+                web.get("/version", self.version),
+                web.get("/metrics", self.metrics),
+                web.get("/mock/fault", self.show_faults),
+                web.post("/mock/fault", self.set_faults),
+                web.delete("/mock/fault", self.clear_faults),
+            ]
+        )
+        return app
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        return await self._generate(request, chat=True)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        return await self._generate(request, chat=False)
+
+    async def _generate(self, request: web.Request, chat: bool) -> web.StreamResponse:
+        fault = self.faults.strike()
+        if fault is not None and fault.kind is FaultKind.RESET_BEFORE_HEADERS:
+            _reset_now(request)
+        ask = await self._read(request, chat)
+        if fault is not None and fault.kind is FaultKind.ERROR:
+            raise ApiError(fault.status, "Injected fault")
+        choices = choices_of(ask)
+        answer = Answer(len(choices), asyncio.get_running_loop())
+        if ask.stream:
+            return await self._stream(request, ask, choices, answer, fault)
+        return await self._whole(ask, choices, answer)
+
+    async def _whole(self, ask: Ask, choices: list[Choice], answer: Answer) -> web.Response:
+        with self._submitted(choices, [WholeSink(answer) for _ in choices]):
+            error = await answer.done
+        if error is not None:
+            raise error
+        body = dialect.whole(ask, choices, int(time.time()), self._cached(ask, choices))
+        return web.Response(body=body, content_type=JSON)
+
+    @contextmanager
+    def _submitted(self, choices: Sequence[Choice], sinks: Sequence[Sink]) -> Iterator[None]:
+        """The choices' jobs, in the group for as long as somebody waits for them."""
+        try:
+            for choice, sink in zip(choices, sinks, strict=True):
+                self.group.submit(choice.job, sink, choice.finish_reason)
+            yield
+        finally:
+            for choice in choices:
+                self.group.abort(choice.job)
+
+    async def _read(self, request: web.Request, chat: bool) -> Ask:
+        """Body and headers as an Ask; what malforms a handoff is counted."""
+        if request.content_type != JSON:
+            raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
+        raw = await request.read()
+        name = request.headers.get("X-Request-Id") or uuid.uuid4().hex
+        request_id = f"chatcmpl-{name}" if chat else f"cmpl-{name}"
+        spec = self.group.spec
+        try:
+            return read_ask(raw, request.headers, chat, spec.served_name, spec.context, request_id)
+        except MalformedHandoffError:
+            self.group.metrics.malformed_handoffs += 1
+            raise
+
+    async def _stream(
+        self, request: web.Request, ask: Ask, choices: list[Choice], answer: Answer, fault: Fault | None
+    ) -> web.StreamResponse:
+        """Headers at once; tokens are written by the sinks as they are made; then usage and [DONE], or the error."""
+        created = int(time.time())
+        transport = _transport(request)
+        sinks = [self._sink(ask, choice, created, answer, transport, fault) for choice in choices]
+        response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM})
+        response.enable_chunked_encoding()
+        with self._submitted(choices, sinks):
+            await response.prepare(request)
+            if fault is not None and fault.kind is FaultKind.RESET_AFTER_HEADERS:
+                _reset_now(request)
+            error = await answer.done
+        if error is None:
+            transport.write(dialect.closing(ask, choices, created, self._cached(ask, choices)))
+        else:
+            transport.write(dialect.failing(error.body()))
+        await response.write_eof()
+        return response
+
+    def _sink(
+        self,
+        ask: Ask,
+        choice: Choice,
+        created: int,
+        answer: Answer,
+        transport: asyncio.Transport,
+        fault: Fault | None,
+    ) -> StreamSink:
+        chunks = dialect.Chunks(ask, choice, created)
+        details = self.group.spec.cached_details
+        if fault is not None and fault.kind in (FaultKind.RESET_MID_STREAM, FaultKind.STALL, FaultKind.SPLIT):
+            return FaultySink(answer, chunks, choice.job, transport, details, fault)
+        return StreamSink(answer, chunks, choice.job, transport, details)
+
+    def _cached(self, ask: Ask, choices: list[Choice]) -> int | None:
+        """Cached prompt tokens for the usage; None when the engine does not tell."""
+        return dialect.cached_tokens(choices, ask.n) if self.group.spec.cached_details else None
+
+    async def models(self, _: web.Request) -> web.Response:
+        """GET /v1/models."""
+        spec = self.group.spec
+        card = {
+            "id": spec.served_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "vllm",
+            "root": spec.model.name,
+            "parent": None,
+            "max_model_len": spec.context,
+            "permission": [],
+        }
+        return _json({"object": "list", "data": [card]})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """POST /tokenize, chat or prompt form."""
+        prompt = prompt_of(await request.read())
+        return web.Response(body=dialect.tokenized(prompt, self.group.spec.context), content_type=JSON)
+
+    async def health(self, _: web.Request) -> web.Response:
+        """GET /health: 503 when the engine is dead. An engine that hangs does not know it and says 200."""
+        return web.Response(status=503 if self.group.dead and not self.group.hanging else 200)
+
+    async def load(self, _: web.Request) -> web.Response:
+        """GET /load."""
+        return _json({"server_load": self.group.in_flight})
+
+    async def version(self, _: web.Request) -> web.Response:
+        """GET /version: whose dialect this is."""
+        return _json({"version": VERSION})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """GET /metrics."""
+        text = self.group.metrics.render(self.group.scheduler)
+        return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def show_faults(self, _: web.Request) -> web.Response:
+        """GET /mock/fault: the spec in force."""
+        return _json({"spec": self.faults.spec})
+
+    async def set_faults(self, request: web.Request) -> web.Response:
+        """POST /mock/fault `{"spec": "..."}`: replaces what was set before; windows count from now."""
+        try:
+            spec = msgspec.json.decode(await request.read(), type=dict[str, str]).get("spec", "")
+            self.faults.set(spec)
+        except (FaultError, msgspec.DecodeError) as error:
+            raise ApiError(400, str(error), "spec") from None
+        return await self.show_faults(request)
+
+    async def clear_faults(self, request: web.Request) -> web.Response:
+        """DELETE /mock/fault: all well again, a lost rank included."""
+        self.faults.set("")
+        return await self.show_faults(request)
+
+
+def _json(payload: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(payload), content_type=JSON)
+
+
+def _reset_now(request: web.Request) -> NoReturn:
+    """Reset the client's connection and leave the handler."""
+    reset(_transport(request))
+    raise asyncio.CancelledError
+
+
+def _transport(request: web.Request) -> asyncio.Transport:
+    """The client's connection. uvloop's transports are asyncio's in all but name, hence the cast."""
+    if request.transport is None:
+        raise asyncio.CancelledError
+    return cast(asyncio.Transport, request.transport)
+
+
+@web.middleware
+async def _dialect_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error in vLLM's shape, aiohttp's own included."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return web.Response(status=error.status, body=error.body(), content_type=JSON)
+    except web.HTTPException as error:
+        body = ApiError(error.status, error.reason).body()
+        return web.Response(status=error.status, body=body, content_type=JSON)
