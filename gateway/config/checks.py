@@ -13,6 +13,7 @@ import msgspec
 
 from gateway.config.problems import Path, did_you_mean, show_path
 from gateway.config.source import Substituted
+from policies import registry
 
 Finding = tuple[Path, str]
 
@@ -136,9 +137,6 @@ def _policy(spec: Any, path: Path) -> Iterator[Finding]:
     name = spec if isinstance(spec, str) else _get(spec, "name")
     if not isinstance(name, str):
         return
-    registry = _registry()
-    if registry is None:
-        return
     at = path if isinstance(spec, str) else (*path, "name")
     if name not in registry.names():
         yield at, f'there is no policy "{name}"{did_you_mean(name, registry.names())}'
@@ -149,7 +147,7 @@ def _policy(spec: Any, path: Path) -> Iterator[Finding]:
 
 
 def _parameter(policy: str, key: str, value: Any, path: Path) -> Iterator[Finding]:
-    fields = {field.name: field for field in msgspec.structs.fields(_registry().params_type(policy))}
+    fields = {field.name: field for field in msgspec.structs.fields(registry.params_type(policy))}
     if key not in fields:
         known = did_you_mean(key, fields) if fields else "; it has none"
         yield path, f"{policy} has no parameter {key}{known}"
@@ -162,13 +160,3 @@ def _parameter(policy: str, key: str, value: Any, path: Path) -> Iterator[Findin
 
 def _is_local(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _registry() -> Any:
-    """TEMP"""
-    import importlib
-
-    try:
-        return importlib.import_module("policies.registry")
-    except ImportError:
-        return None

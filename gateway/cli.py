@@ -1,0 +1,200 @@
+"""The command line: what an operator types, and how the answer is printed. Exit codes: 0 done, 1 failed, 2 wrong usage.
+
+Lives here: arguments and output. Not here: what the commands do. Rooms the gateway must not depend on (mockgpu, planner) and
+everything heavy are imported when a command needs them, never before.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version as version_of
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+import typer.core
+import typer.main
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from gateway.config import Config, ConfigError, Problem
+
+_ELSEWHERE: Mapping[str, str] = MappingProxyType({"mock": "mockgpu.cli:mock", "bench": "planner.bench.cli:bench"})
+"""Commands that other rooms bring: name -> module:function, a function as typer takes it."""
+
+_ORDER = ("demo", "serve", "mock", "bench", "check", "schema", "version")
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands in the order a newcomer meets them, those of other rooms imported when they are asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_ORDER)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        module, _, function = _ELSEWHERE[cmd_name].partition(":")
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        alone.command(cmd_name)(getattr(importlib.import_module(module), function))
+        return typer.main.get_command(alone)
+
+
+app = typer.Typer(
+    name="penstock",
+    cls=_Commands,
+    help="The gate in front of a row of TP groups: request router and prefill/decode gateway for LLM inference.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a traceback with locals would show secrets
+)
+
+_POLICIES = "round_robin, least_loaded or prefix_aware."
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+PolicyName = Annotated[str | None, typer.Option("--policy", help=_POLICIES)]
+AdminPort = Annotated[int | None, typer.Option("--admin-port", min=0, max=65535, help="Port of the admin server.")]
+
+
+def main() -> None:
+    """The entry point of the command `penstock`."""
+    app(prog_name="penstock")
+
+
+@app.command()
+def demo(
+    groups: Annotated[int, typer.Option("--groups", min=1, max=64, help="Mock TP groups to start.")] = 4,
+    policy: Annotated[str, typer.Option("--policy", help=_POLICIES)] = "prefix_aware",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of the OpenAI API.")] = 8080,
+    admin_port: Annotated[int, typer.Option("--admin-port", min=1, max=65535, help="Port of the admin server.")] = 8081,
+    model: Annotated[str, typer.Option("--model", help="The model the mock TP groups serve.")] = "demo-8b",
+    speed: Annotated[float, typer.Option("--speed", min=0.01, help="How much faster than real the mocks run.")] = 1.0,
+) -> None:
+    """Start mock TP groups and the gateway here, no GPU needed, and show what to try. Ctrl-C ends everything."""
+    from gateway.demo import Demo, DemoError, run
+
+    try:
+        raise typer.Exit(run(Demo(groups, policy, port, admin_port, model, speed)))
+    except DemoError as error:
+        _fail(str(error))
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="Configuration file.")] = None,
+    engine: Annotated[list[str] | None, typer.Option("--engine", help="URL of an engine; repeat for more.")] = None,
+    policy: PolicyName = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help="Port of the OpenAI API.")] = None,
+    admin_port: AdminPort = None,
+) -> None:
+    """Serve the engines of a configuration file, or those given with --engine."""
+    if (config is None) == (not engine):
+        raise typer.BadParameter("give either --config FILE or --engine URL, once per engine")
+    if config is not None and (policy, host, port, admin_port) != (None, None, None, None):
+        raise typer.BadParameter("with --config, the policy, host and ports are what the file says")
+    from gateway.config import ConfigError, from_engines, load
+
+    try:
+        if config is not None:
+            wanted = load(config, os.environ)
+        else:
+            choices = (policy or "prefix_aware", host or "127.0.0.1", _or(port, 8080), _or(admin_port, 8081))
+            wanted = from_engines(engine or [], *choices)
+    except ConfigError as error:
+        _refuse(error, as_json=False)
+    raise typer.Exit(_serve(wanted))
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="Configuration file.")],
+    as_json: Json = False,
+) -> None:
+    """Check a configuration file: everything that is wrong, with line and column."""
+    from gateway.config import ConfigError, examine
+
+    try:
+        loaded = examine(file, os.environ)
+    except ConfigError as error:
+        _refuse(error, as_json=as_json)
+    config = loaded.config
+    endpoints = sum(len(pool.endpoints) for pool in config.pools.values())
+    if as_json:
+        warnings = [_plain(problem) for problem in loaded.warnings]
+        _print_json({"ok": True, "file": str(file), "endpoints": endpoints, "problems": [], "warnings": warnings})
+        return
+    for problem in loaded.warnings:
+        _say(f"{problem} (warning)", style="yellow", err=True)
+    _say(
+        f"{file} is good: {len(config.models)} models, {len(config.pools)} pools, {endpoints} endpoints", style="green"
+    )
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the configuration file."""
+    from gateway.config import json_schema
+
+    _print_json(json_schema())
+
+
+@app.command()
+def version(as_json: Json = False) -> None:
+    """Print the version."""
+    ours, python = version_of("penstock"), platform.python_version()
+    if as_json:
+        _print_json({"penstock": ours, "python": python})
+    else:
+        _say(f"penstock {ours} (Python {python})")
+
+
+def _serve(config: Config) -> int:
+    from gateway import app as gateway_app
+
+    try:
+        return gateway_app.run(config)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        ports = f"{config.listeners.api.port} or {config.listeners.admin.port}"
+        _fail(f"port {ports} is taken by another program; choose with --port and --admin-port, or in the file")
+
+
+def _or(given: int | None, default: int) -> int:
+    return default if given is None else given
+
+
+def _refuse(error: ConfigError, *, as_json: bool) -> NoReturn:
+    if as_json:
+        _print_json({"ok": False, "problems": [_plain(problem) for problem in error.problems], "warnings": []})
+    else:
+        for problem in error.problems:
+            _say(str(problem), err=True)
+        count = len(error.problems)
+        _say(f"{count} problem{'s' if count > 1 else ''}", style="red", err=True)
+    raise typer.Exit(1)
+
+
+def _plain(problem: Problem) -> dict[str, object]:
+    return {name: getattr(problem, name) for name in problem.__struct_fields__}
+
+
+def _fail(message: str) -> NoReturn:
+    _say(message, style="red", err=True)
+    raise typer.Exit(1)
+
+
+def _say(text: str, *, style: str | None = None, err: bool = False) -> None:
+    """One plain line, coloured on a terminal unless NO_COLOR is set."""
+    Console(stderr=err, highlight=False).print(text, style=style, markup=False, soft_wrap=True)
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))

@@ -1,0 +1,269 @@
+"""`penstock demo`: mock TP groups in one process of their own, the gateway in this one, and what to try next.
+
+Lives here: starting, waiting, telling, ending. The mock is a subprocess rather than an import, so that the gateway never
+depends on it, and it runs in a process group of its own, so that Ctrl-C reaches it through us and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+from rich.console import Console
+
+from gateway.config import ConfigError, json_schema, load
+
+FOLDER = Path("penstock-demo")
+_MOCK_PORTS = range(9100, 9900)
+_READY_WITHIN_S = 30.0
+_GONE_WITHIN_S = 5.0
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says why and what to do."""
+
+
+class Demo(msgspec.Struct, frozen=True):
+    """What was asked for. `speed` is how much faster than real time the mocks run."""
+
+    groups: int
+    policy: str
+    port: int
+    admin_port: int
+    model: str
+    speed: float
+
+
+def run(demo: Demo) -> int:
+    """Runs until Ctrl-C or SIGTERM; the exit code. Raises DemoError when it cannot start."""
+    console = Console(highlight=False)
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGHUP, _leave)
+    try:
+        return _run(demo, console)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _run(demo: Demo, console: Console) -> int:
+    if demo.port == demo.admin_port:
+        raise DemoError("the API and the admin server need different ports: choose with --port and --admin-port")
+    _refuse_taken(demo.port, "--port")
+    _refuse_taken(demo.admin_port, "--admin-port")
+    first = _free_run(demo.groups)
+    FOLDER.mkdir(exist_ok=True)
+    file = _write_config(demo, first)
+    try:
+        config = load(file, os.environ)
+    except ConfigError as error:
+        raise DemoError(str(error)) from None
+    with _mocks(demo, first) as process:
+        with console.status(f"Starting {demo.groups} mock TP groups"):
+            _wait_until_ready(process, range(first, first + demo.groups))
+        from gateway import app  # after the wait, so that the mocks start while nothing else wants the processor
+
+        return app.run(config, ready=lambda _: console.print(_welcome(demo, file), markup=False, soft_wrap=True))
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _refuse_taken(port: int, flag: str) -> None:
+    if not _is_free(port):
+        raise DemoError(f"port {port} is taken by another program; choose another with {flag}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def _free_run(length: int) -> int:
+    """The first of `length` free ports in a row."""
+    run = 0
+    for port in _MOCK_PORTS:
+        run = run + 1 if _is_free(port) else 0
+        if run == length:
+            return port - length + 1
+    raise DemoError(
+        f"no {length} free ports in a row between {_MOCK_PORTS.start} and {_MOCK_PORTS.stop - 1} for the mocks"
+    )
+
+
+@contextmanager
+def _mocks(demo: Demo, first: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The mock TP groups as one process in a group of its own, which is gone when the block is left."""
+    command = [sys.executable, "-m", "gateway", "mock", "--port", str(first), "--groups", str(demo.groups)]
+    command += ["--model", demo.model, "--speed", str(demo.speed)]
+    with _log().open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)  # noqa: S603
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the whole process group: kindly first, then surely. A second Ctrl-C cannot leave it behind."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(_GONE_WITHIN_S)
+        except (ProcessLookupError, PermissionError):
+            process.poll()
+            return
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            continue
+        return
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], ports: range) -> None:
+    deadline = time.monotonic() + _READY_WITHIN_S
+    waiting = list(ports)
+    while waiting:
+        if process.poll() is not None:
+            raise DemoError(f"the mock TP groups ended at once:\n{_tail()}")
+        if time.monotonic() > deadline:
+            raise DemoError(f"the mock TP groups were not ready within {_READY_WITHIN_S:.0f} s:\n{_tail()}")
+        if _answers(waiting[0]):
+            waiting.pop(0)
+        else:
+            time.sleep(0.05)
+
+
+def _answers(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _log() -> Path:
+    return FOLDER / "mock.log"
+
+
+def _tail() -> str:
+    return "\n".join(_log().read_text(errors="replace").splitlines()[-15:])
+
+
+def _write_config(demo: Demo, first: int) -> Path:
+    """Writes the configuration and its schema into FOLDER; the configuration's path."""
+    (FOLDER / "gateway.schema.json").write_text(json.dumps(json_schema(), indent=1) + "\n")
+    endpoints = "\n".join(
+        f"      - {{name: group-{number}, url: http://127.0.0.1:{first + number}}}" for number in range(demo.groups)
+    )
+    file = FOLDER / "gateway.yaml"
+    file.write_text(
+        _CONFIG.format(
+            port=demo.port,
+            admin_port=demo.admin_port,
+            model=json.dumps(demo.model),
+            policy=json.dumps(demo.policy),
+            endpoints=endpoints,
+            log=json.dumps(str(FOLDER / "access.log")),
+        )
+    )
+    return file
+
+
+_CONFIG = """\
+# yaml-language-server: $schema=gateway.schema.json
+#
+# Written by `penstock demo` at every start: copy it before you change it.
+# All keys: docs/reference/config.md. Check a file: penstock check FILE. Serve it: penstock serve --config FILE.
+version: 1
+
+listeners:
+  api: {{port: {port}}}         # applications; 127.0.0.1 unless a host is given
+  admin: {{port: {admin_port}}}       # /healthz /readyz /metrics /endpoints /config
+
+models:
+  - name: {model}
+    pool: chat
+    aliases: [demo]
+
+pools:
+  chat:
+    policy: {policy}      # round_robin, least_loaded or prefix_aware
+    endpoints:               # one per TP group: one engine process behind one URL
+{endpoints}
+    waiting_room: {{size: 256, timeout: 30s}}   # while every group has its max_concurrency (24)
+
+# Secrets never stand in the file:
+# tenants:
+#   - {{name: team-a, key: "${{TEAM_A_KEY}}"}}
+#   - {{name: team-b, key: "${{file:/run/secrets/team-b}}"}}
+
+observability:
+  access_log: {log}   # one JSON line per request: stages, pick and reason
+"""
+
+
+def _welcome(demo: Demo, file: Path) -> str:
+    command = "penstock" if shutil.which("penstock") else os.path.relpath(Path(sys.executable).with_name("penstock"))
+    return _WELCOME.format(
+        groups=demo.groups,
+        model=demo.model,
+        policy=demo.policy,
+        url=f"http://127.0.0.1:{demo.port}",
+        admin=f"http://127.0.0.1:{demo.admin_port}",
+        file=file,
+        folder=FOLDER,
+        penstock=command,
+    )
+
+
+_WELCOME = """\
+Penstock demo: {groups} mock TP groups serve "{model}", policy {policy}. No GPU.
+
+  API        {url}/v1
+  Admin      {admin}/endpoints   /metrics   /readyz   /config
+  Config     {file}
+  Requests   {folder}/access.log
+
+Try it in another terminal:
+
+  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{"model":"{model}","stream":true,"max_tokens":64,"messages":[{{"role":"user","content":"Why gates?"}}]}}'
+
+Or from Python (pip install openai):
+
+  from openai import OpenAI
+
+  client = OpenAI(base_url="{url}/v1", api_key="none")
+  for chunk in client.chat.completions.create(
+      model="{model}", stream=True, messages=[{{"role": "user", "content": "Why gates?"}}]
+  ):
+      print(chunk.choices[0].delta.content or "", end="", flush=True)
+
+Then:
+
+  {penstock} bench --url {url}         measure it: TTFT, TPOT, goodput
+  curl {admin}/endpoints               who holds what right now
+  {penstock} demo --policy round_robin        the same with another policy
+  {penstock} serve --engine http://HOST:8000  your own engines, no file needed
+
+Ctrl-C ends everything.
+"""
