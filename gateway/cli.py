@@ -1,7 +1,7 @@
 """The command line: what an operator types, and how the answer is printed. Exit codes: 0 done, 1 failed, 2 wrong usage.
 
-Lives here: arguments and output. Not here: what the commands do. Rooms the gateway must not depend on (mockgpu, planner) and
-everything heavy are imported when a command needs them, never before.
+Lives here: arguments and output. Not here: what the commands do. Rooms the gateway must not depend on (mockgpu, planner)
+and everything heavy are imported when a command needs them, never before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`penstock demo`: mock TP groups in one process of their own, the gateway in this one, and what to try next.
 
-Lives here: starting, waiting, telling, ending. The mock is a subprocess rather than an import, so that the gateway never
-depends on it, and it runs in a process group of its own, so that Ctrl-C reaches it through us and nothing is left behind.
+Lives here: starting, waiting, telling, ending. The mock is a subprocess rather than an import, so that the gateway
+never depends on it, in a process group of its own, so that Ctrl-C reaches it through us and nothing is left behind.
 """
 
 from __future__ import annotations

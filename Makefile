@@ -1,0 +1,64 @@
+# Everything a newcomer needs: `make demo` and `make test`. Both do all the set-up, in .venv and nowhere else.
+# Runtime dependencies are locked in requirements.lock, those for development in requirements-dev.lock (`make lock`).
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+DEMO   ?=
+TESTS  ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check unit e2e bench load docs lock clean
+
+help: ## what there is
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.runtime ## mock TP groups and the gateway, no GPU; options: make demo DEMO="--groups 6 --port 9080"
+	@exec $(VENV)/bin/penstock demo $(DEMO)
+
+test: check ## every check and every test: what CI runs
+	$(PY) -m pytest $(TESTS)
+
+check: $(VENV)/.dev ## style, types, and which room may import which
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest tests/architecture
+
+unit: $(VENV)/.dev ## unit and property tests alone
+	$(PY) -m pytest tests/unit tests/property tests/contract
+
+e2e: $(VENV)/.dev ## whole processes against each other
+	$(PY) -m pytest tests/e2e
+
+bench: $(VENV)/.dev ## this gateway and its peers on the same load, in alternation (docs/performance.md)
+	$(PY) tests/bench/peers.py
+
+load: $(VENV)/.dev ## locust against a fleet of its own
+	$(PY) -m tests.load.run
+
+docs: $(VENV)/.runtime ## the reference pages, from the code
+	$(PY) -m gateway.docgen
+
+lock: $(VENV)/.dev ## new locks from pyproject.toml (needs the network)
+	sh deploy/lock.sh $(PYTHON)
+
+clean: ## remove what make made
+	rm -rf $(VENV) build penstock.egg-info .mypy_cache .ruff_cache .hypothesis
+
+# The stamps: set-up happens once, and again when a lock or pyproject.toml changes.
+$(VENV)/bin/python:
+	@sh deploy/venv.sh $(PYTHON) $(VENV)
+
+$(VENV)/.runtime: requirements.lock pyproject.toml | $(VENV)/bin/python
+	@echo "Installing what Penstock needs into $(VENV) (once)"
+	@$(PY) -m pip install -q --require-hashes -r requirements.lock
+	@$(PY) -m pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime
+	@echo "Installing what the tests need into $(VENV) (once)"
+	@$(PY) -m pip install -q --require-hashes -r requirements-dev.lock
+	@touch $@
