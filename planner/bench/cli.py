@@ -1,0 +1,126 @@
+"""`penstock bench`: options to a Plan, and a Report to the terminal. The command is registered by gateway/cli.py.
+
+Exit status: 0 done, 1 no request was answered, the server is not there or the run was cut short, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+import uvloop
+from rich.console import Console
+
+from planner.bench.client import BenchError
+from planner.bench.plan import Plan, PlanError, Slo, checked
+from planner.bench.report import Report
+from planner.bench.run import Watch, run
+from planner.bench.show import Live, lines, table
+from planner.traces import TraceError
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+_UNITS_S = (("ms", 1e-3), ("s", 1.0), ("m", 60.0), ("h", 3600.0))
+_WARMUP = 8
+
+
+def duration_s(value: str) -> float:
+    """Seconds of 250ms, 30s, 5m or 1h. Raises typer.BadParameter."""
+    found = _DURATION.fullmatch(value)
+    if found is None or float(found[1]) == 0:
+        raise typer.BadParameter(f"{value!r} is not a duration; write 250ms, 30s or 5m")
+    return float(found[1]) * dict(_UNITS_S)[found[2]]
+
+
+def bench(
+    url: Annotated[str, typer.Option(help="The server, as http://127.0.0.1:8080.")],
+    model: Annotated[str | None, typer.Option(help="The model to ask for; the first one listed unless given.")] = None,
+    shape: Annotated[str, typer.Option(help="chat, rag, agent or shared-prefix.")] = "chat",
+    rate: Annotated[
+        float | None, typer.Option(min=1e-3, help="Open loop: requests a second, at random moments.")
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Closed loop: users who wait for answers (8).")] = None,
+    duration: Annotated[
+        float | None, typer.Option("--for", parser=duration_s, metavar="TIME", help="How long requests are sent (30s).")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="End after this many requests.")] = None,
+    warmup: Annotated[bool, typer.Option("--warmup", help=f"Send {_WARMUP} requests first that do not count.")] = False,
+    seed: Annotated[int, typer.Option(help="Of prompts and moments: the same seed asks the same.")] = 0,
+    slo_ttft: Annotated[
+        float | None,
+        typer.Option(parser=duration_s, metavar="TIME", help="A good request's first token, at the latest."),
+    ] = None,
+    slo_tpot: Annotated[
+        float | None, typer.Option(parser=duration_s, metavar="TIME", help="A good request's time per further token.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Replay a Mooncake trace (.jsonl, .jsonl.gz).")
+    ] = None,
+    speed: Annotated[float, typer.Option(min=1e-3, help="With --trace: how much faster than recorded.")] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --trace: only its first requests.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the JSON here as well.")] = None,
+) -> None:
+    """Put load on an OpenAI server and measure TTFT, TPOT, ITL, throughput and goodput."""
+    plan = Plan(
+        url=url,
+        model=model,
+        shape=shape,
+        rate=rate,
+        concurrency=concurrency,
+        duration_s=duration,
+        requests=requests,
+        trace=trace,
+        speed=speed,
+        limit=limit,
+        warmup=_WARMUP if warmup else 0,
+        seed=seed,
+        slo=Slo(slo_ttft, slo_tpot),
+        api_key=api_key,
+    )
+    try:
+        report = _carry_out(checked(plan), quiet=as_json)
+    except PlanError as error:
+        raise typer.BadParameter(str(error)) from None
+    except (BenchError, TraceError) as error:
+        typer.echo(f"penstock bench: {error}", err=True)
+        raise typer.Exit(1) from None
+    except asyncio.CancelledError:  # Ctrl-C before the first request that counts
+        raise typer.Exit(1) from None
+    _print(report, as_json, out)
+    raise typer.Exit(1 if report.interrupted or not report.completed else 0)
+
+
+def _carry_out(plan: Plan, quiet: bool) -> Report:
+    console = Console(stderr=True)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if quiet or not console.is_terminal:
+            return runner.run(_until_interrupted(plan, None))
+        with Live(plan, console) as live:
+            return runner.run(_until_interrupted(plan, live.watch))
+
+
+async def _until_interrupted(plan: Plan, watch: Watch | None) -> Report:
+    """The run, which Ctrl-C ends early with a report of what was done."""
+    task = asyncio.create_task(run(plan, watch))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+    return await task
+
+
+def _print(report: Report, as_json: bool, out: Path | None) -> None:
+    text = msgspec.json.format(msgspec.json.encode(report.as_json()), indent=2).decode()
+    if out is not None:
+        out.write_text(text + "\n")
+    if as_json:
+        typer.echo(text)
+        return
+    console = Console(file=sys.stdout)
+    console.print(table(report))
+    for line in lines(report):
+        console.print(line, highlight=False)

@@ -1,0 +1,161 @@
+"""What came out of a run: percentiles, throughput, goodput, errors; as JSON in three vocabularies and as a table.
+
+Names at the top level are those of vLLM's and SGLang's bench, `guidellm` and `aiperf` hold the same numbers under the
+names and definitions of those tools, so that a result can be put beside theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from planner.bench.client import Record
+from planner.bench.plan import Plan, Slo
+from planner.bench.stats import Summary, scaled, summarise
+
+
+def is_good(record: Record, slo: Slo) -> bool:
+    """Whether a request ended well and within the SLO. A bound on TPOT does not bind an answer of one token."""
+    if record.error is not None or record.ttft_s is None:
+        return False
+    if slo.ttft_s is not None and record.ttft_s > slo.ttft_s:
+        return False
+    return slo.tpot_s is None or record.tpot_s is None or record.tpot_s <= slo.tpot_s
+
+
+class Report:
+    """The outcome of one run, read-only once made. Times in seconds; None where nothing was measured."""
+
+    def __init__(self, plan: Plan, records: Sequence[Record], peak: int = 0, interrupted: bool = False) -> None:
+        self.plan = plan
+        self.records = records
+        self.peak = peak
+        self.interrupted = interrupted
+        self.completed = [record for record in records if record.error is None]
+        self.errors = dict(Counter(record.error for record in records if record.error is not None))
+        begun = min((record.due_s for record in records), default=0.0)
+        ended = max((record.ended_s for record in records), default=0.0)
+        self.duration_s = max(ended - begun, 0.0)
+        self.ttft = summarise([record.ttft_s for record in self.completed if record.ttft_s is not None])
+        self.tpot = summarise([record.tpot_s for record in self.completed if record.tpot_s is not None])
+        self.itl = summarise([gap for record in self.completed for gap in record.gaps_s])
+        self.e2e = summarise([record.e2e_s for record in self.completed])
+        self.lag = summarise([record.lag_s for record in records])
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(record.prompt_tokens or 0 for record in self.completed)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(record.output_tokens for record in self.completed)
+
+    @property
+    def cached_ratio(self) -> float | None:
+        """Prompt tokens served from prefix caches, of all in answers that say so; None when none does."""
+        told = [record for record in self.completed if record.cached_tokens is not None]
+        prompt = sum(record.prompt_tokens or 0 for record in told)
+        return sum(record.cached_tokens or 0 for record in told) / prompt if prompt else None
+
+    @property
+    def good(self) -> int:
+        return sum(is_good(record, self.plan.slo) for record in self.records)
+
+    @property
+    def good_fraction(self) -> float:
+        return self.good / len(self.records) if self.records else 0.0
+
+    def per_second(self, amount: float) -> float:
+        """An amount as a rate over the run."""
+        return amount / self.duration_s if self.duration_s else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the single requests."""
+        return {
+            "schema": "penstock-bench/1",
+            "plan": _plain(self.plan),
+            "interrupted": self.interrupted,
+            **_vllm(self),
+            "errors": self.errors,
+            "good_request_fraction": self.good_fraction,
+            "cached_token_ratio": self.cached_ratio,
+            "send_lag_ms": _ms(self.lag),
+            "guidellm": _guidellm(self),
+            "aiperf": _aiperf(self),
+        }
+
+
+def _plain(plan: Plan) -> Any:
+    """The plan as JSON, the key left out."""
+    shown = msgspec.structs.replace(plan, api_key=None)
+    return msgspec.to_builtins(shown, enc_hook=str)
+
+
+def _ms(summary: Summary | None) -> dict[str, float] | None:
+    return None if summary is None else msgspec.to_builtins(scaled(summary, 1e3))
+
+
+def _vllm(report: Report) -> dict[str, Any]:
+    """`vllm bench serve` and `sglang.bench_serving`: flat names, times in ms. e2el and e2e_latency are one number."""
+    flat: dict[str, Any] = {
+        "duration": report.duration_s,
+        "completed": len(report.completed),
+        "failed": len(report.records) - len(report.completed),
+        "total_input_tokens": report.prompt_tokens,
+        "total_output_tokens": report.output_tokens,
+        "request_throughput": report.per_second(len(report.completed)),
+        "request_goodput": report.per_second(report.good),
+        "goodput": report.per_second(report.good),
+        "output_throughput": report.per_second(report.output_tokens),
+        "total_token_throughput": report.per_second(report.prompt_tokens + report.output_tokens),
+        "max_concurrent_requests": report.peak,
+    }
+    metrics = {"ttft": report.ttft, "tpot": report.tpot, "itl": report.itl}
+    for name, summary in {**metrics, "e2el": report.e2e, "e2e_latency": report.e2e}.items():
+        for said, key in (("mean", "mean"), ("std", "std"), ("median", "p50")):
+            flat[f"{said}_{name}_ms"] = None if summary is None else getattr(summary, key) * 1e3
+        for percent in ("p50", "p90", "p95", "p99"):
+            flat[f"{percent}_{name}_ms"] = None if summary is None else getattr(summary, percent) * 1e3
+    return flat
+
+
+def _guidellm(report: Report) -> dict[str, Any]:
+    """guidellm counts the first token into time_per_output_token (whole latency over all tokens), and averages the gaps
+    of a request for inter_token_latency."""
+    whole = [record.e2e_s / record.output_tokens for record in report.completed if record.output_tokens]
+    return {
+        "time_to_first_token_ms": _ms(report.ttft),
+        "inter_token_latency_ms": _ms(report.tpot),
+        "time_per_output_token_ms": _ms(summarise(whole)),
+        "request_latency": None if report.e2e is None else msgspec.to_builtins(report.e2e),
+        "requests_per_second": report.per_second(len(report.completed)),
+        "output_tokens_per_second": report.per_second(report.output_tokens),
+        "request_concurrency": report.per_second(sum(record.e2e_s for record in report.completed)),
+        "request_goodput": report.per_second(report.good),
+    }
+
+
+def _aiperf(report: Report) -> dict[str, Any]:
+    """aiperf: a record with a unit for each tag; inter_token_latency is a request's mean after its first token."""
+    times = {
+        "time_to_first_token": report.ttft,
+        "inter_token_latency": report.tpot,
+        "request_latency": report.e2e,
+    }
+    records: dict[str, Any] = {}
+    for tag, summary in times.items():
+        if summary is not None:
+            plain = _ms(summary) or {}
+            records[tag] = {"unit": "ms", "avg": plain.pop("mean"), **plain}
+    rates = {
+        "output_token_throughput": ("tokens/sec", report.per_second(report.output_tokens)),
+        "request_throughput": ("requests/sec", report.per_second(len(report.completed))),
+        "goodput": ("requests/sec", report.per_second(report.good)),
+        "good_request_fraction": ("ratio", report.good_fraction),
+        "request_count": ("requests", len(report.completed)),
+        "error_request_count": ("requests", len(report.records) - len(report.completed)),
+    }
+    return records | {tag: {"unit": unit, "avg": value} for tag, (unit, value) in rates.items()}

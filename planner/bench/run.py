@@ -1,0 +1,160 @@
+"""The run itself: open loop (requests at moments of their own) or closed loop (users who wait for their answers)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from planner.bench.client import Client, Record
+from planner.bench.plan import Plan, checked
+from planner.bench.report import Report
+from planner.bench.workloads import Arrival, Session, Turn, open_loop, replay, shapes
+
+Watch = Callable[["Progress"], None]
+_WATCH_EVERY_S = 0.25
+
+
+class Progress(msgspec.Struct):
+    """How a run stands, for whoever watches it. One writer: the run."""
+
+    plan: Plan
+    started_s: float = 0.0
+    elapsed_s: float = 0.0
+    sent: int = 0
+    in_flight: int = 0
+    peak: int = 0
+    records: list[Record] = []
+
+
+async def run(plan: Plan, watch: Watch | None = None) -> Report:
+    """Carries the plan out and reports. Raises PlanError for a plan that makes no sense, BenchError without a server.
+
+    Cancelling it ends the run early; `run` then still reports what was done, and the report says `interrupted`.
+    """
+    plan = checked(plan)
+    async with Client(plan) as client:
+        model = await client.model()
+        for session in itertools.islice(shapes()[plan.shape].sessions(plan.seed - 1), plan.warmup):
+            now = time.perf_counter()
+            await client.ask(Record(session.id, 0, now, now), _opening(session), session.turns[0].output_tokens)
+        bench = _Run(plan, client)
+        interrupted = await bench.carry_out(watch)
+    return Report(msgspec.structs.replace(plan, model=model), bench.progress.records, bench.progress.peak, interrupted)
+
+
+class _Run:
+    """The state of one run; owner of its Progress."""
+
+    def __init__(self, plan: Plan, client: Client) -> None:
+        self._plan = plan
+        self._client = client
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.progress = Progress(plan)
+
+    async def carry_out(self, watch: Watch | None) -> bool:
+        """True when it was cut short."""
+        self.progress.started_s = time.perf_counter()
+        watching = asyncio.create_task(self._show(watch)) if watch else None
+        try:
+            await (self._open() if self._plan.is_open else self._closed())
+        except asyncio.CancelledError:
+            return True
+        finally:
+            await _end([*self._tasks, *([watching] if watching else [])])
+            if watch:
+                self._tick(watch)
+        return False
+
+    async def _open(self) -> None:
+        for arrival in self._arrivals():
+            due_s = self.progress.started_s + arrival.due_s
+            if not self._may_start(due_s):
+                break
+            await _until(due_s)
+            task = asyncio.create_task(self._converse(arrival.session, due_s))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _closed(self) -> None:
+        sessions = shapes()[self._plan.shape].sessions(self._plan.seed)
+        self._tasks = {asyncio.create_task(self._user(sessions)) for _ in range(self._plan.concurrency or 1)}
+        await asyncio.gather(*self._tasks)
+
+    async def _user(self, sessions: Iterator[Session]) -> None:
+        while self._may_start(now := time.perf_counter()):
+            await self._converse(next(sessions), now)
+
+    def _arrivals(self) -> Iterator[Arrival]:
+        plan = self._plan
+        if plan.trace is not None:
+            return replay(plan.trace, plan.limit, plan.speed)
+        assert plan.rate is not None, "an open loop has a rate or a trace"
+        return open_loop(shapes()[plan.shape], plan.rate, plan.seed)
+
+    def _may_start(self, due_s: float) -> bool:
+        plan = self._plan
+        if plan.requests is not None and self.progress.sent >= plan.requests:
+            return False
+        return plan.duration_s is None or due_s - self.progress.started_s < plan.duration_s
+
+    async def _converse(self, session: Session, due_s: float) -> None:
+        """The turns of a session one after another; one that failed ends it, for the next would lack its answer."""
+        messages = _opening(session)[:-1]
+        for number, turn in enumerate(session.turns):
+            if not self._may_start(due_s):
+                return
+            record, answer = await self._ask(session, number, turn, messages, due_s)
+            if record.error is not None or number + 1 == len(session.turns):
+                return
+            messages.append({"role": "assistant", "content": answer})
+            due_s = record.ended_s + turn.think_s
+            await _until(due_s)
+
+    async def _ask(
+        self, session: Session, number: int, turn: Turn, messages: list[dict[str, str]], due_s: float
+    ) -> tuple[Record, str]:
+        progress = self.progress
+        record = Record(session.id, number, due_s, due_s)
+        progress.records.append(record)
+        progress.sent += 1
+        progress.in_flight += 1
+        progress.peak = max(progress.peak, progress.in_flight)
+        messages.append({"role": "user", "content": turn.content})
+        try:
+            return record, await self._client.ask(record, messages, turn.output_tokens)
+        finally:
+            progress.in_flight -= 1
+
+    async def _show(self, watch: Watch) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            self._tick(watch)
+
+    def _tick(self, watch: Watch) -> None:
+        self.progress.elapsed_s = time.perf_counter() - self.progress.started_s
+        watch(self.progress)
+
+
+def _opening(session: Session) -> list[dict[str, str]]:
+    """The messages of a session's first request."""
+    system = [] if session.system is None else [{"role": "system", "content": session.system}]
+    return [*system, {"role": "user", "content": session.turns[0].content}]
+
+
+async def _until(moment_s: float) -> None:
+    """Sleeps until a moment of time.perf_counter."""
+    await asyncio.sleep(0)
+    while (left_s := moment_s - time.perf_counter()) > 0:  # noqa: ASYNC110 - a timer of whole ms may come early
+        await asyncio.sleep(left_s)
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

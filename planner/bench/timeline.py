@@ -1,0 +1,135 @@
+"""The bytes of a streamed answer and the moments they came, turned into first token, gaps, usage and end. Sans-IO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """What an engine says it did; `cached_tokens` is None where it keeps that to itself."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    text: str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: Usage | None = None
+    error: dict[str, Any] | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Event)
+
+
+class Timeline:
+    """Fed with whatever the socket gave; owner: the request it belongs to.
+
+    first_s, last_s   the first and the latest event with generated content, by the caller's clock; None before it
+    gaps_s            times between such events
+    usage, done, error, broken   last usage seen; [DONE] seen; what an error event said; an event that was no JSON
+    """
+
+    __slots__ = (
+        "_data",
+        "_pieces",
+        "_rest",
+        "broken",
+        "done",
+        "error",
+        "first_s",
+        "gaps_s",
+        "last_s",
+        "usage",
+    )
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._pieces: list[str] = []
+        self.first_s: float | None = None
+        self.last_s: float | None = None
+        self.gaps_s: list[float] = []
+        self.usage: Usage | None = None
+        self.done = False
+        self.broken = False
+        self.error: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What was generated as an answer (not as reasoning or tool calls)."""
+        return "".join(self._pieces)
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens: by usage, else one for each event with content."""
+        if self.usage is not None:
+            return self.usage.completion_tokens
+        return 0 if self.first_s is None else len(self.gaps_s) + 1
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Bytes in any chunking. Lines end with \\n or \\r\\n (a lone \\r, which no engine sends, does not end one)."""
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if line.endswith(b"\r"):
+                line = line[:-1]
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                self._event(b"\n".join(self._data), now_s)
+                self._data.clear()
+
+    def _event(self, data: bytes, now_s: float) -> None:
+        if data == b"[DONE]":
+            self.done = True
+            return
+        try:
+            event = _DECODER.decode(data)
+        except msgspec.DecodeError:
+            self.broken = True
+            return
+        if event.usage is not None:
+            self.usage = event.usage
+        if event.error is not None:
+            self.error = str(event.error.get("code") or event.error.get("type") or "error")
+        generated = [choice for choice in event.choices if self._generated(choice)]
+        if generated:
+            self._token(now_s)
+
+    def _generated(self, choice: _Choice) -> bool:
+        """Whether a choice carries generated content; a role alone, or an empty delta at the finish, does not."""
+        delta = choice.delta or _Delta()
+        answer = delta.content or choice.text
+        if answer:
+            self._pieces.append(answer)
+        return bool(answer or delta.reasoning_content or delta.reasoning or delta.tool_calls)
+
+    def _token(self, now_s: float) -> None:
+        if self.last_s is None:
+            self.first_s = now_s
+        else:
+            self.gaps_s.append(now_s - self.last_s)
+        self.last_s = now_s

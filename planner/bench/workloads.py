@@ -1,0 +1,153 @@
+"""What is asked: shapes of traffic as seeded generators of sessions. Not here: when they are sent (run.py).
+
+Lengths follow the published workloads named at each shape; equal seeds give equal sessions on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import exp, log, sqrt
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from planner.traces import read_mooncake
+from planner.words import text
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One user message, how many tokens the answer may have, and the pause after the answer."""
+
+    content: str
+    output_tokens: int
+    think_s: float = 0.0
+
+
+class Session(msgspec.Struct, frozen=True):
+    """Turns of one conversation: each is sent with all before it and the answers they got."""
+
+    id: int
+    turns: tuple[Turn, ...]
+    system: str | None = None
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """A kind of traffic. `mean_turns` turns a rate of requests into a rate of sessions."""
+
+    name: str
+    about: str
+    sessions: Callable[[int], Iterator[Session]]
+    mean_turns: float = 1.0
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A session and when it is due, in seconds from the start."""
+
+    due_s: float
+    session: Session
+
+
+def lognormal(rng: Random, median: float, mean: float, least: int, most: int) -> int:
+    """A length from the log-normal distribution with this median and mean, cut to [least, most]."""
+    sigma = sqrt(2 * log(mean / median))
+    return round(min(max(exp(rng.gauss(log(median), sigma)), least), most))
+
+
+def poisson(rate: float, seed: int) -> Iterator[float]:
+    """Moments of independent arrivals, `rate` a second on average, in seconds from the start."""
+    rng = Random(f"arrivals {seed}")  # noqa: S311 - not a secret
+    due_s = 0.0
+    while True:
+        due_s += rng.expovariate(rate)
+        yield due_s
+
+
+def open_loop(shape: Shape, rate: float, seed: int) -> Iterator[Arrival]:
+    """Sessions of a shape so that requests come at `rate` a second on average."""
+    for due_s, session in zip(poisson(rate / shape.mean_turns, seed), shape.sessions(seed), strict=False):
+        yield Arrival(due_s, session)
+
+
+def replay(path: Path, limit: int | None, speed: float) -> Iterator[Arrival]:
+    """The requests of a Mooncake trace, as single-turn sessions at the moments they came."""
+    for number, request in enumerate(read_mooncake(path, limit, speed)):
+        yield Arrival(request.arrival_s, Session(number, (Turn(request.prompt(), request.output_tokens),)))
+
+
+def _chat(seed: int) -> Iterator[Session]:
+    rng = Random(f"chat {seed}")  # noqa: S311
+    system = text(200, "chat", seed, "system")
+    number = 0
+    while True:
+        prompt = text(lognormal(rng, 1020, 1155, 16, 14_000), "chat", seed, number)
+        yield Session(number, (Turn(prompt, lognormal(rng, 129, 211, 4, 1000)),), system)
+        number += 1
+
+
+def _rag(seed: int) -> Iterator[Session]:
+    rng = Random(f"rag {seed}")  # noqa: S311
+    documents = 40
+    lengths = [lognormal(rng, 12_000, 14_000, 2_000, 60_000) for _ in range(documents)]
+    popularity = [1 / (rank + 1) for rank in range(documents)]
+    system = text(400, "rag", seed, "system")
+    number = 0
+    while True:
+        (document,) = rng.choices(range(documents), popularity)
+        question = text(lognormal(rng, 120, 180, 8, 2_000), "rag", seed, "question", number)
+        content = f"{text(lengths[document], 'rag', seed, 'document', document)}\n\n{question}"
+        yield Session(number, (Turn(content, lognormal(rng, 200, 260, 8, 1_000)),), system)
+        number += 1
+
+
+AGENT_TURNS = 8
+
+
+def _agent(seed: int) -> Iterator[Session]:
+    rng = Random(f"agent {seed}")  # noqa: S311
+    system = text(6_000, "agent", seed, "system and tools")
+    number = 0
+    while True:
+        turns = tuple(
+            Turn(
+                text(lognormal(rng, 700, 1_400, 16, 20_000), "agent", seed, number, turn),
+                lognormal(rng, 217, 439, 8, 3_678),
+                think_s=rng.expovariate(1.0),
+            )
+            for turn in range(rng.randint(1, 2 * AGENT_TURNS - 1))
+        )
+        yield Session(number, turns, system)
+        number += 1
+
+
+def _shared_prefix(seed: int) -> Iterator[Session]:
+    rng = Random(f"shared-prefix {seed}")  # noqa: S311
+    number = 0
+    while True:
+        trunk, branch = rng.randrange(10), rng.randrange(15)
+        shared = text(2_000, "tree", seed, trunk) + text(4_000, "tree", seed, trunk, branch)
+        question = text(1_200, "tree", seed, "question", number)
+        yield Session(number, (Turn(question, lognormal(rng, 900, 1_000, 100, 3_000)),), shared)
+        number += 1
+
+
+def shapes() -> dict[str, Shape]:
+    """Every shape by name."""
+    known = (
+        Shape(
+            "chat", "Azure 2023 conversations: prompt 1,020 median, answer 129; a short system prompt in common", _chat
+        ),
+        Shape("rag", "one of 40 documents of 12k tokens by popularity (1/rank), then a question; answer 200", _rag),
+        Shape(
+            "agent",
+            "6k tokens of tools in common, then 1-15 turns that grow by 700 each; answer 217",
+            _agent,
+            AGENT_TURNS,
+        ),
+        Shape(
+            "shared-prefix",
+            "150 prompts of 6,000 tokens as a tree of 10 x 15, questions of 1,200; answer 1,000",
+            _shared_prefix,
+        ),
+    )
+    return {shape.name: shape for shape in known}
