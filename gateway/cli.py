@@ -1,12 +1,11 @@
 """The command line: what an operator types, and how the answer is printed. Exit codes: 0 done, 1 failed, 2 wrong usage.
 
-Lives here: arguments and output. Not here: what the commands do. Rooms the gateway must not depend on (mockgpu, planner)
-and everything heavy are imported when a command needs them, never before.
+Lives here: arguments and output. Not here: what the commands do. Rooms the gateway must not depend on (mockgpu,
+planner) and everything heavy are imported when a command needs them, never before.
 """
 
 from __future__ import annotations
 
-import errno
 import importlib
 import json
 import os
@@ -156,15 +155,17 @@ def version(as_json: Json = False) -> None:
 
 
 def _serve(config: Config) -> int:
-    from gateway import app as gateway_app
+    from gateway.app import App, run
+    from gateway.ports import is_free
 
-    try:
-        return gateway_app.run(config)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        ports = f"{config.listeners.api.port} or {config.listeners.admin.port}"
-        _fail(f"port {ports} is taken by another program; choose with --port and --admin-port, or in the file")
+    for listener, flag in ((config.listeners.api, "--port"), (config.listeners.admin, "--admin-port")):
+        if listener.port and not is_free(listener.host, listener.port):
+            _fail(f"port {listener.port} is taken by another program; choose another in the file or with {flag}")
+
+    def tell(started: App) -> None:
+        _say(f"API {started.url}/v1, admin {started.admin_url}; Ctrl-C ends it", err=True)
+
+    return run(config, ready=tell)
 
 
 def _or(given: int | None, default: int) -> int:

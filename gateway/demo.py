@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,8 +23,10 @@ import msgspec
 from rich.console import Console
 
 from gateway.config import ConfigError, json_schema, load
+from gateway.ports import is_free
 
 FOLDER = Path("penstock-demo")
+_HOST = "127.0.0.1"
 _MOCK_PORTS = range(9100, 9900)
 _READY_WITHIN_S = 30.0
 _GONE_WITHIN_S = 5.0
@@ -82,25 +83,15 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
 
 
 def _refuse_taken(port: int, flag: str) -> None:
-    if not _is_free(port):
+    if not is_free(_HOST, port):
         raise DemoError(f"port {port} is taken by another program; choose another with {flag}")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
 
 
 def _free_run(length: int) -> int:
     """The first of `length` free ports in a row."""
     run = 0
     for port in _MOCK_PORTS:
-        run = run + 1 if _is_free(port) else 0
+        run = run + 1 if is_free(_HOST, port) else 0
         if run == length:
             return port - length + 1
     raise DemoError(
@@ -150,7 +141,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], ports: range) -> None:
 
 
 def _answers(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
+    connection = http.client.HTTPConnection(_HOST, port, timeout=1.0)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
@@ -222,17 +213,29 @@ observability:
 
 
 def _welcome(demo: Demo, file: Path) -> str:
-    command = "penstock" if shutil.which("penstock") else os.path.relpath(Path(sys.executable).with_name("penstock"))
+    url, admin = f"http://{_HOST}:{demo.port}", f"http://{_HOST}:{demo.admin_port}"
     return _WELCOME.format(
         groups=demo.groups,
         model=demo.model,
         policy=demo.policy,
-        url=f"http://127.0.0.1:{demo.port}",
-        admin=f"http://127.0.0.1:{demo.admin_port}",
+        url=url,
+        admin=admin,
         file=file,
         folder=FOLDER,
-        penstock=command,
+        next_steps=_next_steps(url, admin),
     )
+
+
+def _next_steps(url: str, admin: str) -> str:
+    penstock = "penstock" if shutil.which("penstock") else os.path.relpath(Path(sys.executable).with_name("penstock"))
+    steps = {
+        f"{penstock} bench --url {url}": "measure it: TTFT, TPOT, goodput",
+        f"curl {admin}/endpoints": "who is doing what right now",
+        f"{penstock} demo --policy round_robin": "the same with another policy",
+        f"{penstock} serve --engine http://HOST:8000": "your own engines, no file needed",
+    }
+    width = max(map(len, steps))
+    return "\n".join(f"  {step:{width}}   # {why}" for step, why in steps.items())
 
 
 _WELCOME = """\
@@ -260,10 +263,7 @@ Or from Python (pip install openai):
 
 Then:
 
-  {penstock} bench --url {url}         measure it: TTFT, TPOT, goodput
-  curl {admin}/endpoints               who holds what right now
-  {penstock} demo --policy round_robin        the same with another policy
-  {penstock} serve --engine http://HOST:8000  your own engines, no file needed
+{next_steps}
 
 Ctrl-C ends everything.
 """

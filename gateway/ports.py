@@ -1,0 +1,24 @@
+"""Is a port free? Asked before anything is started, so that the answer can name the port and the flag to change it."""
+
+from __future__ import annotations
+
+import socket
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a listener could take `host`:`port` now.
+
+    Port 0 is always free; a host that does not resolve counts as free, because its listener will say so better.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return True
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError:
+            return False
+        return True
