@@ -183,9 +183,8 @@ def read_ask(raw: bytes, headers: Mapping[str, str], chat: bool, served: str, co
     if body.min_tokens > limit:
         raise ApiError(400, f"min_tokens must be less than or equal to max_tokens={limit}, got {body.min_tokens}.")
     may_end = chat and asked is None and not body.ignore_eos
-    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     tool = _forced_tool(body) if chat else None
-    return Ask(request_id, chat, served, prompts, body.n or 1, limit, may_end, body, stops, tool)
+    return Ask(request_id, chat, served, prompts, body.n or 1, limit, may_end, body, _stops(body), tool)
 
 
 def prompt_of(raw: bytes) -> bytes:
@@ -204,10 +203,14 @@ def _check_combinations(body: Body) -> None:
         raise ApiError(400, "Got priority but priority scheduling is not enabled.", "priority")
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
-    if body.stop is not None and "" in body.stop:
+    if "" in _stops(body):
         raise ApiError(400, "stop cannot contain an empty string.", "stop")
     if body.cache_salt is not None and (not 0 < len(body.cache_salt) <= 128 or set(body.cache_salt) & set("@/\\\0")):
         raise ApiError(400, "cache_salt must be 1 to 128 characters without @ / \\ NUL.", "cache_salt")
+
+
+def _stops(body: Body) -> tuple[str, ...]:
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 
 def _chat_parts(body: Body) -> dict[str, Any]:

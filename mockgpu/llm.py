@@ -15,9 +15,22 @@ from mockgpu.hardware import Gpu
 
 GIB = 1 << 30
 
-# What an engine keeps per GPU beside weights and KV: context, activations, graphs, NCCL (aiconfigurator's figures).
-OTHER_BYTES = int(3.5 * GIB)
-NCCL_BYTES = int(0.36 * GIB)
+
+class Reserve(msgspec.Struct, frozen=True):
+    """What of a GPU's memory is not for weights and KV: the share left untouched, and what the engine itself keeps."""
+
+    untouched: float = 0.1
+    engine_bytes: float = 3.5 * GIB
+    nccl_bytes: float = 0.36 * GIB
+
+    def usable(self, gpu: Gpu, tp: int) -> float:
+        """Bytes per GPU for weights and KV."""
+        return gpu.hbm_bytes * (1 - self.untouched) - self.engine_bytes - (self.nccl_bytes if tp > 1 else 0)
+
+
+# vLLM's gpu_memory_utilization of 0.9, and aiconfigurator's figures for context, activations, graphs and NCCL.
+ENGINE_RESERVE = Reserve()
+RULE_OF_THUMB = Reserve(engine_bytes=0, nccl_bytes=0)
 
 
 class Llm(msgspec.Struct, frozen=True):
@@ -44,6 +57,16 @@ class Llm(msgspec.Struct, frozen=True):
     def weights_bytes(self) -> float:
         """Bytes of all weights."""
         return self.params * self.weight_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of one token's hidden state: what an all-reduce sums and a pipeline stage hands on."""
+        return 2 * self.width
+
+    @property
+    def allreduces(self) -> int:
+        """Collectives per step of a tensor-parallel group: one after attention and one after the MLP of each layer."""
+        return 2 * self.layers
 
     @property
     def kv_token_bytes(self) -> int:
@@ -99,20 +122,26 @@ def model_named(name: str) -> Llm:
     return found
 
 
-def free_kv_bytes(model: Llm, gpu: Gpu, tp: int, utilization: float = 0.9) -> float:
-    """Bytes left for KV on one rank. Negative when the weights do not fit.
-
-    `utilization` is the share of HBM the engine may use (vLLM's gpu_memory_utilization).
-    """
-    reserve = OTHER_BYTES + (NCCL_BYTES if tp > 1 else 0)
-    return gpu.hbm_bytes * utilization - reserve - model.weights_bytes / tp
+def free_kv_bytes(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESERVE) -> float:
+    """Bytes left for KV on one rank. Negative when the weights do not fit."""
+    return reserve.usable(gpu, tp) - model.weights_bytes / tp
 
 
-def kv_capacity_tokens(model: Llm, gpu: Gpu, tp: int, utilization: float = 0.9) -> int:
+def kv_capacity_tokens(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESERVE) -> int:
     """Tokens whose KV a TP group holds at once; 0 when the weights do not fit."""
-    return max(0, int(free_kv_bytes(model, gpu, tp, utilization) / model.kv_rank_bytes(tp)))
+    return max(0, int(free_kv_bytes(model, gpu, tp, reserve) / model.kv_rank_bytes(tp)))
 
 
 def min_tp(model: Llm, gpu: Gpu) -> int:
     """The fewest GPUs whose raw memory holds the weights (any integer: an engine will want the next power of two)."""
     return math.ceil(model.weights_bytes / gpu.hbm_bytes)
+
+
+def kv_transfer_s(model: Llm, tokens: int, bytes_s: float, setup_s: float = 0.0) -> float:
+    """Seconds to move the KV of that many tokens over links of that rate together."""
+    return tokens * model.kv_token_bytes / bytes_s + setup_s
+
+
+def load_s(model: Llm, bytes_s: float, init_s: float = 0.0) -> float:
+    """Seconds of a cold start: all weights from storage at that rate, then the engine's own initialisation."""
+    return model.weights_bytes / bytes_s + init_s

@@ -100,6 +100,11 @@ class Correction(Protocol):
         ...
 
 
+def ideal_decode_s(model: Llm, gpu: Gpu, tp: int) -> float:
+    """The textbook's step at batch 1: all weights read once at peak bandwidth. Show it beside the expected one."""
+    return model.weights_bytes / (tp * gpu.hbm_bytes_s)
+
+
 class Roofline:
     """Step times of one model on `tp` GPUs of one kind. All rates are folded once into seconds per unit of work."""
 
@@ -119,9 +124,9 @@ class Roofline:
         self._collective_s, self._wire_s = 0.0, 0.0
         if tp > 1:
             fabric_us = profile.fabric_us if tp > profile.fabric_above_tp else 0.0
-            self._collective_s = 2 * model.layers * (fit.allreduce_us + fabric_us) * 1e-6
-            token_bytes = 2 * (tp - 1) / tp * 2 * model.width
-            self._wire_s = 2 * model.layers * token_bytes / (gpu.link_bytes_s * fit.link_eff)
+            self._collective_s = model.allreduces * (fit.allreduce_us + fabric_us) * 1e-6
+            ring_bytes = 2 * (tp - 1) / tp * model.activation_bytes
+            self._wire_s = model.allreduces * ring_bytes / (gpu.link_bytes_s * fit.link_eff)
         self._correction = correction if profile.exact else None
 
     def terms(self, work: Work) -> Terms:

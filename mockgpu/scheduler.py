@@ -237,6 +237,14 @@ class Scheduler:
         """Ticks at which prompt + made tokens are one more than a multiple of a block."""
         return (1 - job.prompt_tokens + job.origin) % self.pool.block_tokens
 
+    def _forget_end(self, job: Job) -> None:
+        """Out of the calendar of ends; a day without ends leaves it too."""
+        day = job.origin + job.output_tokens
+        if day in self._ends:
+            self._ends[day].pop(job, None)
+            if not self._ends[day]:
+                del self._ends[day]
+
     def _grow(self, job: Job) -> None:
         """Seal the block just filled and take the next one, preempting the newest jobs while none is free."""
         filled = len(job.blocks) - 1
@@ -263,9 +271,7 @@ class Scheduler:
             self._context -= job.known_tokens
             del self.decoding[job]
             del self._grows[self._growth_phase(job)][job]
-            ends = self._ends.get(job.origin + job.output_tokens)
-            if ends is not None:
-                ends.pop(job, None)
+            self._forget_end(job)
         else:
             del self.prefilling[job]
         self.pool.release(job.blocks)

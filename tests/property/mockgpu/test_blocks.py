@@ -1,0 +1,108 @@
+"""The block pool under any sequence of operations: conservation, no leak, no double free, hits mean equal keys."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from mockgpu.blocks import BlockPool, blocks_for
+
+TOTAL = 12
+
+
+class Pool(RuleBasedStateMachine):
+    """Holders take, share, seal and release blocks as a scheduler would; a plain model counts along."""
+
+    holders = Bundle("holders")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(TOTAL)
+        self.held: dict[int, list[int]] = {}
+        self.next = 0
+
+    @rule(target=holders, chain=st.lists(st.integers(0, 3), max_size=6))
+    def admit(self, chain: list[int]) -> int:
+        """Share what is cached of a chain of keys, take the rest as far as there is room, seal it."""
+        keys = [hash(tuple(chain[: i + 1])) for i in range(len(chain))]
+        hits = self.pool.hits(keys, len(keys))
+        idle = self.pool.idle_hits(keys, hits)
+        before = self.pool.free
+        blocks = self.pool.share(keys, hits)
+        assert self.pool.free == before - idle
+        while len(blocks) < len(keys) and self.pool.free:
+            blocks.append(self.pool.take())
+            self.pool.seal(blocks[-1], keys[len(blocks) - 1])
+        assert self.pool.hits(keys, len(blocks)) == len(blocks)
+        self.next += 1
+        self.held[self.next] = blocks
+        return self.next
+
+    @rule(holder=consumes(holders))
+    def release(self, holder: int) -> None:
+        self.pool.release(self.held.pop(holder))
+
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget()
+
+    @invariant()
+    def blocks_are_conserved(self) -> None:
+        distinct = {block for blocks in self.held.values() for block in blocks}
+        assert self.pool.free + len(distinct) == TOTAL
+        assert self.pool.usage == pytest.approx(len(distinct) / TOTAL)
+        self.pool.check()
+
+
+Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPool = Pool.TestCase
+
+
+@given(st.integers(0, 10_000), st.integers(1, 64))
+def test_blocks_for_covers_the_tokens_and_wastes_less_than_one(tokens: int, size: int) -> None:
+    blocks = blocks_for(tokens, size)
+    assert blocks * size >= tokens
+    assert (blocks - 1) * size < tokens or blocks == 0
+
+
+def test_releasing_twice_is_an_error() -> None:
+    pool = BlockPool(2)
+    block = pool.take()
+    pool.release([block])
+    with pytest.raises(ValueError, match="released twice"):
+        pool.release([block])
+
+
+def test_taking_from_a_full_pool_is_an_error() -> None:
+    pool = BlockPool(1)
+    pool.take()
+    with pytest.raises(IndexError):
+        pool.take()
+
+
+def test_the_longest_unused_content_is_evicted_first_and_tails_before_heads() -> None:
+    pool = BlockPool(4)
+    old = [pool.take(), pool.take()]
+    for block, key in zip(old, (1, 2), strict=True):
+        pool.seal(block, key)
+    new = [pool.take(), pool.take()]
+    for block, key in zip(new, (3, 4), strict=True):
+        pool.seal(block, key)
+    pool.release(old)
+    pool.release(new)
+    pool.take()
+    assert (pool.hits([1, 2], 2), pool.hits([3, 4], 2)) == (1, 2)
+    pool.take()
+    assert (pool.hits([1, 2], 2), pool.hits([3, 4], 2)) == (0, 2)
+
+
+def test_content_nobody_named_is_evicted_before_cached_content() -> None:
+    pool = BlockPool(2)
+    named, plain = pool.take(), pool.take()
+    pool.seal(named, 7)
+    pool.release([named])
+    pool.release([plain])
+    assert pool.take() == plain
+    assert pool.hits([7], 1) == 1
