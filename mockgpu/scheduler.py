@@ -247,13 +247,17 @@ class Scheduler:
 
     def _grow(self, job: Job) -> None:
         """Seal the block just filled and take the next one, preempting the newest jobs while none is free."""
-        filled = len(job.blocks) - 1
-        if filled < len(job.keys):
-            self.pool.seal(job.blocks[filled], job.keys[filled])
+        self._seal_filled(job)
         while not self.pool.free and job.state is State.DECODE:
             self._preempt(next(reversed(self.prefilling or self.decoding)))
         if job.state is State.DECODE:
             job.blocks.append(self.pool.take())
+
+    def _seal_filled(self, job: Job) -> None:
+        """Name a decoding job's last block, if the KV of all its tokens is there."""
+        filled = len(job.blocks)
+        if filled <= len(job.keys) and job.prompt_tokens + self.made(job) > filled * self.pool.block_tokens:
+            self.pool.seal(job.blocks[-1], job.keys[filled - 1])
 
     def _preempt(self, job: Job) -> None:
         """Back to the head of the queue without any KV: it will be recomputed, as vLLM does."""
@@ -267,6 +271,7 @@ class Scheduler:
     def _leave(self, job: Job) -> None:
         """Out of the running batch, blocks given back, whatever the reason."""
         if job.state is State.DECODE:
+            self._seal_filled(job)
             job.made = self.tick - job.origin
             self._context -= job.known_tokens
             del self.decoding[job]
