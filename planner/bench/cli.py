@@ -20,7 +20,7 @@ from rich.console import Console
 from planner.bench.client import BenchError
 from planner.bench.plan import Plan, PlanError, Slo, checked
 from planner.bench.report import Report
-from planner.bench.run import Watch, run
+from planner.bench.loops import Watch, run
 from planner.bench.show import Live, lines, table
 from planner.traces import TraceError
 
@@ -63,6 +63,10 @@ def bench(
     ] = None,
     speed: Annotated[float, typer.Option(min=1e-3, help="With --trace: how much faster than recorded.")] = 1.0,
     limit: Annotated[int | None, typer.Option(min=1, help="With --trace: only its first requests.")] = None,
+    think: Annotated[float, typer.Option(min=0, help="Scale of the pauses between an agent's turns.")] = 1.0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Have engines generate the full length (vLLM, SGLang).")
+    ] = False,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the JSON here as well.")] = None,
@@ -82,6 +86,8 @@ def bench(
         warmup=_WARMUP if warmup else 0,
         seed=seed,
         slo=Slo(slo_ttft, slo_tpot),
+        think=think,
+        ignore_eos=ignore_eos,
         api_key=api_key,
     )
     try:

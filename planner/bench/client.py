@@ -1,4 +1,4 @@
-"""One request to an OpenAI server and what became of it. Not here: when it is sent (run.py)."""
+"""One request to an OpenAI server and what became of it. Not here: when it is sent (loops.py)."""
 
 from __future__ import annotations
 
@@ -92,8 +92,10 @@ class Client:
         try:
             async with self._http.get(f"{self._url}/models") as answer:
                 listed: Any = msgspec.json.decode(await answer.read()) if answer.status == 200 else None
+        except aiohttp.ClientConnectorError as error:
+            raise BenchError(f"nothing listens at {self._plan.url}: {error.strerror}") from None
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
-            raise BenchError(f"{self._url}/models does not answer: {error}") from None
+            raise BenchError(f"{self._url}/models does not answer: {error!r}") from None
         try:
             return str(listed["data"][0]["id"])
         except (TypeError, LookupError):
@@ -103,6 +105,8 @@ class Client:
         """Sends one streaming chat completion, fills the record in, returns the text. Errors end up in the record."""
         body: dict[str, Any] = {"model": await self.model(), "messages": messages, "max_tokens": output_tokens}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if self._plan.ignore_eos:
+            body["ignore_eos"] = True
         timeline = Timeline()
         record.sent_s = time.perf_counter()
         try:

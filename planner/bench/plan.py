@@ -28,6 +28,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     duration_s   no request is due after it; None with `requests` is no limit
     requests     no more requests than this
     trace        a Mooncake file in place of a shape; `speed` and `limit` are its own
+    think        scales the pauses between the turns of a session; 0 leaves them out
+    ignore_eos   asks engines that know the field to generate to the very length asked for
     warmup       requests sent before, one after another, and not counted
     """
 
@@ -44,6 +46,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     warmup: int = 0
     seed: int = 0
     slo: Slo = Slo()
+    think: float = 1.0
+    ignore_eos: bool = False
     api_key: str | None = None
     timeout_s: float = 600.0
 

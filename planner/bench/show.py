@@ -9,7 +9,7 @@ from rich.table import Table
 
 from planner.bench.plan import Plan
 from planner.bench.report import Report
-from planner.bench.run import Progress
+from planner.bench.loops import Progress
 from planner.bench.stats import Summary, percentile
 
 _RECENT = 200

@@ -1,4 +1,4 @@
-"""What is asked: shapes of traffic as seeded generators of sessions. Not here: when they are sent (run.py).
+"""What is asked: shapes of traffic as seeded generators of sessions. Not here: when they are sent (loops.py).
 
 Lengths follow the published workloads named at each shape; equal seeds give equal sessions on every machine.
 """

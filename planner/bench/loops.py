@@ -113,7 +113,7 @@ class _Run:
             if record.error is not None or number + 1 == len(session.turns):
                 return
             messages.append({"role": "assistant", "content": answer})
-            due_s = record.ended_s + turn.think_s
+            due_s = record.ended_s + turn.think_s * self._plan.think
             await _until(due_s)
 
     async def _ask(
