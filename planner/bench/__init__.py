@@ -5,9 +5,9 @@ Not here: reading traces (planner/traces.py) and the peer comparison (tests/benc
 """
 
 from planner.bench.client import BenchError, Client, Record
+from planner.bench.loops import Progress, run
 from planner.bench.plan import Plan, PlanError, Slo, checked
 from planner.bench.report import Report, is_good
-from planner.bench.loops import Progress, run
 from planner.bench.stats import Summary, percentile, summarise
 from planner.bench.timeline import Timeline
 

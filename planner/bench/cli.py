@@ -18,9 +18,9 @@ import uvloop
 from rich.console import Console
 
 from planner.bench.client import BenchError
+from planner.bench.loops import Watch, run
 from planner.bench.plan import Plan, PlanError, Slo, checked
 from planner.bench.report import Report
-from planner.bench.loops import Watch, run
 from planner.bench.show import Live, lines, table
 from planner.traces import TraceError
 

@@ -7,9 +7,9 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from planner.bench.loops import Progress
 from planner.bench.plan import Plan
 from planner.bench.report import Report
-from planner.bench.loops import Progress
 from planner.bench.stats import Summary, percentile
 
 _RECENT = 200
