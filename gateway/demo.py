@@ -50,8 +50,6 @@ class Demo(msgspec.Struct, frozen=True):
 def run(demo: Demo) -> int:
     """Runs until Ctrl-C or SIGTERM; the exit code. Raises DemoError when it cannot start."""
     console = Console(highlight=False)
-    signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGHUP, _leave)
     try:
         return _run(demo, console)
     except KeyboardInterrupt:
@@ -70,6 +68,8 @@ def _run(demo: Demo, console: Console) -> int:
         config = load(file, os.environ)
     except ConfigError as error:
         raise DemoError(str(error)) from None
+    for number in (signal.SIGTERM, signal.SIGHUP):  # without a handler they would leave the mocks behind
+        signal.signal(number, _leave)
     with _mocks(demo, first) as process:
         with console.status(f"Starting {demo.groups} mock TP groups"):
             _wait_until_ready(process, range(first, first + demo.groups))

@@ -15,11 +15,17 @@ from gateway.config.problems import Path, did_you_mean, show_path
 from gateway.config.source import Substituted
 from policies import registry
 
-Finding = tuple[Path, str]
+
+class Finding(msgspec.Struct, frozen=True):
+    """Something wrong or doubtful at `path`; `on_key` when the key itself is the mistake rather than its value."""
+
+    path: Path
+    message: str
+    on_key: bool = False
 
 
 def errors(data: Any) -> Iterator[Finding]:
-    """Everything that makes the parts of `data` (plain values, as read) disagree: (path, message)."""
+    """Everything that makes the parts of `data` (plain values, as read) disagree."""
     yield from _model_names(data)
     yield from _model_pools(data)
     yield from _endpoints(data)
@@ -30,24 +36,28 @@ def errors(data: Any) -> Iterator[Finding]:
 
 
 def warnings(data: Any) -> Iterator[Finding]:
-    """What is allowed and probably not meant: (path, message)."""
+    """What is allowed and probably not meant."""
     host = _get(_get(_get(data, "listeners"), "admin"), "host")
     if isinstance(host, str) and not _is_local(host):
-        yield (
-            ("listeners", "admin", "host"),
-            f"{host} lets others reach the admin server, which shows the state of the fleet; 127.0.0.1 keeps it here",
-        )
+        text = f"{host!r} lets others reach the admin server, which shows the fleet; 127.0.0.1 keeps it here"
+        yield Finding(("listeners", "admin", "host"), text)
     wanted = {_get(model, "pool") for _, model in _items(_get(data, "models"), ("models",))}
     for path, _ in _items(_get(data, "pools"), ("pools",)):
         if wanted and path[-1] not in wanted:
-            yield path, "no model uses this pool"
+            yield Finding(path, "no model uses this pool", on_key=True)
+    yield from _literal_secrets(data)
 
 
-def literal_secrets(data: Any) -> Iterator[Finding]:
-    """Secrets written into the file itself."""
-    for path, tenant in _items(_get(data, "tenants"), ("tenants",)):
-        if isinstance(_get(tenant, "key"), str) and not isinstance(_get(tenant, "key"), Substituted):
-            yield (*path, "key"), "is written into the file; ${NAME} or ${file:/path} keeps it out of backups and diffs"
+def _literal_secrets(data: Any) -> Iterator[Finding]:
+    text = "is written into the file; ${NAME} or ${file:/path} keeps it out of backups and diffs"
+    for path, owner, key in _secret_owners(data):
+        if isinstance(_get(owner, key), str) and not isinstance(_get(owner, key), Substituted):
+            yield Finding((*path, key), text)
+
+
+def _secret_owners(data: Any) -> Iterator[tuple[Path, dict[str, Any], str]]:
+    yield from ((path, tenant, "key") for path, tenant in _items(_get(data, "tenants"), ("tenants",)))
+    yield from ((path, spec, "api_key") for path, spec in _specs(data))
 
 
 def _get(data: Any, key: str) -> Any:
@@ -66,7 +76,7 @@ def _unique(found: Iterator[tuple[Path, str]], what: str) -> Iterator[Finding]:
     seen: dict[str, Path] = {}
     for path, text in found:
         if text in seen:
-            yield path, f"{what} is already taken by {show_path(seen[text])}"
+            yield Finding(path, f"{what} is already taken by {show_path(seen[text])}")
         seen.setdefault(text, path)
 
 
@@ -87,25 +97,25 @@ def _model_pools(data: Any) -> Iterator[Finding]:
     pools = _get(data, "pools")
     if not isinstance(pools, dict) or not pools:
         return
-    models = list(_items(_get(data, "models"), ("models",)))
-    for path, model in models:
+    for path, model in _items(_get(data, "models"), ("models",)):
         pool = _get(model, "pool")
         if isinstance(pool, str) and pool not in pools:
-            yield (*path, "pool"), f'there is no pool "{pool}"{did_you_mean(pool, pools)}'
+            yield Finding((*path, "pool"), f"there is no pool {pool!r}{did_you_mean(pool, pools)}")
     if not _get(data, "models") and len(pools) > 1:
-        yield ("pools",), "several pools need models that say which pool serves which name"
+        yield Finding(("pools",), "several pools need models that say which pool serves which name")
+
+
+def _specs(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Every endpoint of every pool."""
+    for path, pool in _items(_get(data, "pools"), ("pools",)):
+        yield from _items(_get(pool, "endpoints"), (*path, "endpoints"))
 
 
 def _endpoints(data: Any) -> Iterator[Finding]:
-    found = [
-        item
-        for pool_path, pool in _items(_get(data, "pools"), ("pools",))
-        for item in _items(_get(pool, "endpoints"), (*pool_path, "endpoints"))
-    ]
-    urls = (((*path, "url"), _bare(spec["url"])) for path, spec in found if isinstance(_get(spec, "url"), str))
-    yield from _unique(urls, "this url")
-    names = (((*path, "name"), spec["name"]) for path, spec in found if isinstance(_get(spec, "name"), str))
-    yield from _unique(names, "this name")
+    specs = [(path, spec) for path, spec in _specs(data) if isinstance(_get(spec, "url"), str)]
+    yield from _unique((((*path, "url"), _bare(spec["url"])) for path, spec in specs), "this url")
+    named = [(path, spec) for path, spec in specs if isinstance(_get(spec, "name"), str)]
+    yield from _unique((((*path, "name"), spec["name"]) for path, spec in named), "this name")
 
 
 def _bare(url: str) -> str:
@@ -118,7 +128,8 @@ def _ports(data: Any) -> Iterator[Finding]:
     api_port, admin_port = _port(api, 8080), _port(admin, 8081)
     if api_port == admin_port and api_port not in ("0", None):
         side = "admin" if _get(admin, "port") is not None else "api"
-        yield ("listeners", side, "port"), f"both listeners take port {api_port}; the admin server needs its own"
+        text = f"both listeners take port {api_port}; the admin server needs its own"
+        yield Finding(("listeners", side, "port"), text)
 
 
 def _port(listener: Any, default: int) -> str | None:
@@ -139,7 +150,7 @@ def _policy(spec: Any, path: Path) -> Iterator[Finding]:
         return
     at = path if isinstance(spec, str) else (*path, "name")
     if name not in registry.names():
-        yield at, f'there is no policy "{name}"{did_you_mean(name, registry.names())}'
+        yield Finding(at, f"there is no policy {name!r}{did_you_mean(name, registry.names())}")
         return
     parameters = _get(spec, "parameters")
     for key, value in parameters.items() if isinstance(parameters, dict) else ():
@@ -150,12 +161,12 @@ def _parameter(policy: str, key: str, value: Any, path: Path) -> Iterator[Findin
     fields = {field.name: field for field in msgspec.structs.fields(registry.params_type(policy))}
     if key not in fields:
         known = did_you_mean(key, fields) if fields else "; it has none"
-        yield path, f"{policy} has no parameter {key}{known}"
+        yield Finding(path, f"{policy} has no parameter {key}{known}", on_key=True)
         return
     try:
         msgspec.convert(value, fields[key].type)
     except msgspec.ValidationError as error:
-        yield path, f"{error}"
+        yield Finding(path, str(error))
 
 
 def _is_local(host: str) -> bool:

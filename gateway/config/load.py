@@ -58,12 +58,12 @@ def _build(source: Source) -> Loaded:
         config = Config.model_validate(source.data)
     except ValidationError as error:
         _note(source, error)
-    for path, message in checks.errors(source.data):
-        source.fail(path, message)
+    for each in checks.errors(source.data):
+        source.fail(each.path, each.message, key=each.on_key)
     if source.problems or config is None:
         raise ConfigError(source.problems.values())
-    doubts = [*checks.warnings(source.data), *checks.literal_secrets(source.data)]
-    return Loaded(config, tuple(sorted((source.problem(*doubt) for doubt in doubts), key=lambda p: (p.line, p.col))))
+    doubts = [source.problem(each.path, each.message, key=each.on_key) for each in checks.warnings(source.data)]
+    return Loaded(config, tuple(sorted(doubts, key=lambda problem: (problem.line, problem.col))))
 
 
 def _note(source: Source, error: ValidationError) -> None:

@@ -54,6 +54,9 @@ _PLAIN: Mapping[str, Callable[[str], Any]] = {
 }
 
 
+_CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
 class Substituted(str):
     """Text in which a ${...} was replaced. Shows the reference, never the value: it may be a secret."""
 
@@ -157,6 +160,8 @@ class _Reading:
             raise ConfigError([source.problem(path, f"aliases expand to more than {NODE_CAP} values")])
         if len(path) > DEPTH_CAP:
             raise ConfigError([source.problem(path, f"is nested more than {DEPTH_CAP} deep, or an alias holds itself")])
+        if not isinstance(node, ScalarNode) and str(node.tag) not in _CONTAINERS:
+            source.fail(path, f"the tag {node.tag} is not allowed here")
         if isinstance(node, MappingNode):
             return self._mapping(node, path)
         if isinstance(node, SequenceNode):
@@ -174,7 +179,7 @@ class _Reading:
             if key in filled:
                 first = self._source.keys[here].line
                 problem = _at(self._source, _mark(key_node), here, f'"{key}" is already given in line {first}')
-                self._source.problems[*here, "(again)"] = problem
+                self._source.problems[*here, "(again)", _mark(key_node).line] = problem
                 continue
             self._source.keys[here] = _mark(key_node)
             filled[key] = self.value(value_node, here)

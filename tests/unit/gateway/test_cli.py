@@ -1,0 +1,164 @@
+"""The command line contract: commands, options, output and exit codes that other tools rely on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gateway import cli
+from gateway.config import json_schema
+
+GOOD = "version: 1\npools:\n  chat:\n    endpoints:\n      - url: http://127.0.0.1:9000\n"
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("COLUMNS", "200")
+    return CliRunner()
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen(1)
+        yield holder.getsockname()[1]
+
+
+def options(runner: CliRunner, command: str) -> str:
+    result = runner.invoke(cli.app, [command, "--help"])
+    assert result.exit_code == 0
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "promised"),
+    [
+        ("demo", ["--groups", "--policy", "--port"]),
+        ("serve", ["--config", "--engine", "--policy", "--host", "--port", "--admin-port"]),
+        ("mock", ["--port", "--groups", "--model", "--gpu", "--tp", "--role", "--speed", "--seed", "--fault"]),
+        ("bench", ["--url", "--json"]),
+        ("check", ["--json"]),
+        ("version", ["--json"]),
+    ],
+)
+def test_a_command_has_the_options_that_other_tools_call(runner: CliRunner, command: str, promised: list[str]) -> None:
+    shown = options(runner, command)
+    assert [option for option in promised if option not in shown] == []
+
+
+def test_help_lists_every_command(runner: CliRunner) -> None:
+    shown = runner.invoke(cli.app, ["--help"]).output
+    assert all(f" {name} " in shown for name in ("demo", "serve", "mock", "bench", "check", "schema", "version"))
+
+
+def test_check_says_good_and_exits_0(runner: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "g.yaml").write_text(GOOD)
+    result = runner.invoke(cli.app, ["check", str(tmp_path / "g.yaml")])
+    assert (result.exit_code, "is good" in result.output) == (0, True)
+
+
+def test_check_shows_every_problem_with_its_place_and_exits_1(runner: CliRunner, tmp_path: Path) -> None:
+    file = tmp_path / "g.yaml"
+    file.write_text(GOOD + "timeouts: {connect: 5}\nretires: {}\n")
+    result = runner.invoke(cli.app, ["check", str(file)])
+    assert result.exit_code == 1
+    assert f"{file}:6:21 timeouts.connect: '5' is not a duration" in result.output
+    assert f'{file}:7:1 retires: unknown key; did you mean "retries"?' in result.output
+    assert "2 problems" in result.output
+
+
+def test_check_as_json_tells_the_same_to_a_program(runner: CliRunner, tmp_path: Path) -> None:
+    file = tmp_path / "g.yaml"
+    file.write_text(GOOD + "timeouts: {connect: 5}\n")
+    result = runner.invoke(cli.app, ["check", "--json", str(file)])
+    told = json.loads(result.output)
+    assert (result.exit_code, told["ok"]) == (1, False)
+    assert told["problems"][0] | {"message": ""} == {
+        "file": str(file),
+        "line": 6,
+        "col": 21,
+        "path": "timeouts.connect",
+        "message": "",
+    }
+    file.write_text(GOOD)
+    told = json.loads(runner.invoke(cli.app, ["check", "--json", str(file)]).output)
+    assert (told["ok"], told["endpoints"], told["warnings"]) == (True, 1, [])
+
+
+def test_schema_prints_the_schema(runner: CliRunner) -> None:
+    assert json.loads(runner.invoke(cli.app, ["schema"]).output) == json_schema()
+
+
+def test_version_prints_the_version(runner: CliRunner) -> None:
+    told = json.loads(runner.invoke(cli.app, ["version", "--json"]).output)
+    assert runner.invoke(cli.app, ["version"]).output.startswith(f"penstock {told['penstock']} ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve"],
+        ["serve", "--config", "x.yaml", "--engine", "http://h:1"],
+        ["serve", "--config", "x.yaml", "--port", "1"],
+        ["serve", "--port", "70000", "--engine", "http://h:1"],
+        ["demo", "--groups", "0"],
+        ["check"],
+        ["nonsense"],
+        ["version", "--nonsense"],
+    ],
+)
+def test_wrong_usage_exits_2(runner: CliRunner, arguments: list[str]) -> None:
+    assert runner.invoke(cli.app, arguments).exit_code == 2
+
+
+def test_serve_refuses_a_bad_file_before_it_listens(runner: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "g.yaml").write_text("version: 2\n")
+    result = runner.invoke(cli.app, ["serve", "--config", str(tmp_path / "g.yaml")])
+    assert (result.exit_code, "must be 1" in result.output) == (1, True)
+
+
+def test_serve_names_the_port_that_is_taken_and_the_flag_to_change_it(runner: CliRunner, taken: int) -> None:
+    result = runner.invoke(cli.app, ["serve", "--engine", "http://127.0.0.1:1", "--port", str(taken)])
+    assert result.exit_code == 1
+    assert f"port {taken} is taken" in result.output
+    assert "--port" in result.output
+
+
+def test_demo_names_the_port_that_is_taken_and_the_flag_to_change_it(
+    runner: CliRunner, taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = probe.getsockname()[1]
+    result = runner.invoke(cli.app, ["demo", "--admin-port", str(taken), "--port", str(free)])
+    assert result.exit_code == 1
+    assert f"port {taken} is taken" in result.output
+    assert "--admin-port" in result.output
+    assert not (tmp_path / "penstock-demo").exists(), "nothing was written"
+
+
+def test_help_imports_neither_the_data_plane_nor_the_configuration() -> None:
+    heavy = ("aiohttp", "pydantic", "mockgpu", "planner", "numpy")
+    code = f"import sys, gateway.cli; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_colour_is_written_when_no_color_is_set(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", "check", str(tmp_path / "none.yaml")],
+        capture_output=True,
+        text=True,
+        env={"NO_COLOR": "1", "FORCE_COLOR": "1", "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 1
+    assert "\x1b[3" not in done.stderr

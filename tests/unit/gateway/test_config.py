@@ -1,0 +1,165 @@
+"""A good file becomes one immutable tree: defaults, units, references, secrets, and the schema that says the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from gateway.config import Config, ConfigError, Secret, examine, from_engines, json_schema, load
+from policies.model import EngineKind, Role
+
+ROOT = Path(__file__).parents[3]
+SHORTEST = "version: 1\npools:\n  chat:\n    endpoints:\n      - url: http://127.0.0.1:9000\n"
+
+
+def config(folder: Path, text: str, env: dict[str, str] | None = None) -> Config:
+    file = folder / "gateway.yaml"
+    file.write_text(text)
+    return load(file, env or {})
+
+
+def test_the_shortest_file_gets_every_default(tmp_path: Path) -> None:
+    shortest = config(tmp_path, SHORTEST)
+    pool = shortest.pools["chat"]
+    assert (shortest.listeners.api.host, shortest.listeners.api.port) == ("127.0.0.1", 8080)
+    assert (shortest.listeners.admin.host, shortest.listeners.admin.port) == ("127.0.0.1", 8081)
+    assert pool.policy.name == "prefix_aware"
+    assert (pool.waiting_room.size, pool.waiting_room.timeout) == (256, 30.0)
+    (endpoint,) = pool.endpoints
+    assert (endpoint.role, endpoint.engine, endpoint.max_concurrency) == (Role.BOTH, EngineKind.VLLM, 24)
+    assert endpoint.shown_name == "127.0.0.1:9000"
+    limits = shortest.limits
+    assert (limits.body, limits.body_budget, limits.body_min_rate) == (32 << 20, 512 << 20, 1024)
+    assert (shortest.timeouts.connect, shortest.timeouts.first_byte, shortest.timeouts.stall) == (1.0, 600.0, 60.0)
+    assert (shortest.retries.budget, shortest.retries.floor, shortest.retries.attempts) == (0.2, 3, 3)
+    assert shortest.prefix.index == 256 << 20
+    assert shortest.observability.access_flush == 0.2
+    assert shortest.tenants == ()
+
+
+def test_everything_can_be_said_and_is_read_in_base_units(tmp_path: Path) -> None:
+    said = config(
+        tmp_path,
+        SHORTEST
+        + """\
+        name: one
+        role: decode
+        engine: sglang
+        served_model: meta/llama
+        layout: {tp: 4, pp: 2, ep: 4, dp: 1}
+        labels: {zone: a}
+        max_concurrency: 48
+        kv_tokens: 400_000
+    policy: {name: least_loaded, parameters: {fresh_s: 2.5}}
+    waiting_room: {size: 0, timeout: 1m30s}
+models:
+  - {name: llama, aliases: [default, no], pool: chat, context_tokens: 0x2000}
+timeouts: {connect: 250ms}
+limits: {body: 1.5MiB}
+""",
+    )
+    (endpoint,) = said.pools["chat"].endpoints
+    assert (endpoint.shown_name, endpoint.role, endpoint.engine) == ("one", Role.DECODE, EngineKind.SGLANG)
+    assert (endpoint.layout.tp, endpoint.layout.pp, endpoint.layout.ep, endpoint.layout.dp) == (4, 2, 4, 1)
+    assert (endpoint.labels["zone"], endpoint.kv_tokens) == ("a", 400_000)
+    assert dict(said.pools["chat"].policy.params) == {"fresh_s": 2.5}
+    assert said.pools["chat"].waiting_room.timeout == 90.0
+    assert said.models[0].aliases == ("default", "no"), "no is text since YAML 1.2"
+    assert said.models[0].context_tokens == 8192
+    assert (said.timeouts.connect, said.limits.body) == (0.25, 1572864)
+
+
+def test_references_are_filled_from_environment_and_files(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sk-from-file\n")
+    read = config(
+        tmp_path,
+        "version: 1\n"
+        "listeners: {api: {port: '${PORT}'}}\n"
+        "pools: {chat: {endpoints: [{url: 'http://${HOST:-gpu1}:${ENGINE_PORT}'}]}}\n"
+        "tenants: [{name: a, key: '${file:key}'}, {name: b, key: '${KEY}'}, {name: 'c$${x}', key: x}]\n",
+        {"PORT": "9999", "ENGINE_PORT": "8000", "KEY": "sk-env", "HOST": ""},
+    )
+    assert read.listeners.api.port == 9999
+    assert read.pools["chat"].endpoints[0].url == "http://gpu1:8000"
+    assert [tenant.key.reveal() for tenant in read.tenants] == ["sk-from-file", "sk-env", "x"]
+    assert read.tenants[2].name == "c${x}"
+
+
+def test_a_secret_prints_nowhere(tmp_path: Path) -> None:
+    text = SHORTEST + "        api_key: ${KEY}\ntenants: [{name: a, key: '${KEY}'}]\n"
+    read = config(tmp_path, text, {"KEY": "hunter2"})
+    shown = (repr(read), str(read), read.model_dump_json(), str(read.model_dump()), repr(read.tenants[0].key))
+    assert not any("hunter2" in each for each in shown)
+    assert read.tenants[0].key == Secret("hunter2")
+
+
+def test_the_tree_cannot_be_changed(tmp_path: Path) -> None:
+    read = config(tmp_path, SHORTEST)
+    with pytest.raises(ValidationError, match="frozen"):
+        read.limits.body = 1  # type: ignore[misc]
+
+
+def test_an_alias_is_read_as_often_as_it_is_used(tmp_path: Path) -> None:
+    text = (
+        "version: 1\npools:\n"
+        "  a: {endpoints: [{url: http://h:1, layout: &big {tp: 8}}]}\n"
+        "  b: {endpoints: [{url: http://h:2, layout: *big}]}\n"
+        "models: [{name: m, pool: a}, {name: n, pool: b}]\n"
+    )
+    assert config(tmp_path, text).pools["b"].endpoints[0].layout.tp == 8
+
+
+def test_doubtful_things_are_warned_of_with_their_place(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text(
+        SHORTEST
+        + "  spare: {endpoints: [{url: http://h:2}]}\n"
+        + "models: [{name: m, pool: chat}]\n"
+        + "listeners: {admin: {host: 0.0.0.0}}\n"
+        + "tenants: [{name: a, key: sk-plain}]\n"
+    )
+    warned = [(each.line, each.path) for each in examine(file, {}).warnings]
+    assert warned == [(6, "pools.spare"), (8, "listeners.admin.host"), (9, "tenants[0].key")]
+    assert "sk-plain" not in str(examine(file, {}).warnings)
+
+
+def test_engines_alone_make_a_configuration() -> None:
+    made = from_engines(["http://gpu1:8000", "http://gpu2:8000/"], "round_robin", "0.0.0.0", 9000, 9001)
+    (pool,) = made.pools.values()
+    assert [endpoint.url for endpoint in pool.endpoints] == ["http://gpu1:8000", "http://gpu2:8000"]
+    assert pool.policy.name == "round_robin"
+    assert (made.listeners.api.host, made.listeners.api.port, made.listeners.admin.port) == ("0.0.0.0", 9000, 9001)
+    assert made.models == (), "the models are those that the engines list"
+
+
+def test_bad_engines_are_refused_by_the_same_rules() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_engines(["gpu1:8000"], "prefix_awre", "127.0.0.1", 8080, 8080)
+    assert len(caught.value.problems) == 3
+
+
+def test_the_schema_has_units_as_text_and_refuses_unknown_keys() -> None:
+    schema = json_schema()
+    assert schema["$defs"]["Timeouts"]["properties"]["connect"]["default"] == "1s"
+    assert schema["$defs"]["Limits"]["properties"]["body"]["type"] == "string"
+    assert schema["additionalProperties"] is False
+    assert all(each.get("additionalProperties") is False for each in schema["$defs"].values() if "properties" in each)
+    assert "parameters" in schema["$defs"]["PolicySpec"]["properties"]
+
+
+def test_every_field_says_what_it_is() -> None:
+    schema = json_schema()
+    for name, section in [("Config", schema), *schema["$defs"].items()]:
+        for key, field in section.get("properties", {}).items():
+            assert field.get("description") or "$ref" in field, f"{name}.{key}"
+
+
+def test_the_sample_file_is_good_and_begins_with_its_schema() -> None:
+    sample = ROOT / "deploy" / "config" / "gateway.yaml"
+    assert examine(sample, {"TEAM_A_KEY": "sk-1"}).warnings == ()
+    first = sample.read_text().splitlines()[0]
+    assert first == "# yaml-language-server: $schema=gateway.schema.json"
+    assert json.loads((sample.parent / "gateway.schema.json").read_text()) == json_schema()
