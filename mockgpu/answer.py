@@ -12,7 +12,7 @@ import struct
 from mockgpu.ask import ApiError
 from mockgpu.dialect import Chunks
 from mockgpu.faults import Fault, FaultKind
-from mockgpu.scheduler import Job
+from mockgpu.job import Job
 
 
 class Answer:

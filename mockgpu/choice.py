@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from mockgpu.ask import Ask
-from mockgpu.scheduler import Job
+from mockgpu.job import Job
 from mockgpu.text import TOKEN_BYTES, block_keys, salted, speak, token_count, variation
 
 

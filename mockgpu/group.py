@@ -17,10 +17,11 @@ from mockgpu.ask import ApiError
 from mockgpu.blocks import BLOCK_TOKENS, BlockPool
 from mockgpu.grids import roofline_for
 from mockgpu.hardware import Gpu
+from mockgpu.job import Job, Plan
 from mockgpu.llm import Llm, kv_capacity_tokens
 from mockgpu.metrics import GroupMetrics
 from mockgpu.roofline import PROFILES, Profile
-from mockgpu.scheduler import Job, Plan, Scheduler
+from mockgpu.scheduler import Scheduler
 
 # A process that cannot keep up catches up by this much and forgets the rest, so that it stays responsive.
 MOST_LAG_S = 0.25
@@ -105,6 +106,7 @@ class TpGroup:
         self._loop = loop
         self._live: dict[Job, _Live] = {}
         self._timer: asyncio.Handle | None = None
+        self._step: tuple[Plan, float] | None = None
         self._due = 0.0
 
     @property
@@ -149,15 +151,21 @@ class TpGroup:
         self._stop()
         if hang:
             return
+        self._step = None
+        self.scheduler.pool.forget()
         for job, live in list(self._live.items()):
             self._drop(job, live)
             live.sink.failed(_engine_dead())
 
     def restore(self) -> None:
-        """All ranks back, at normal speed, as after a restart; what hung goes on."""
+        """All ranks back, as after a restart; what only hung goes on with the step it was in."""
         self._ranks_up = [True] * self.spec.tp
         self.hanging = False
-        self._wake()
+        if self._step is None:
+            self._wake()
+        elif self._timer is None:
+            self._due = self._loop.time()
+            self._timer = self._loop.call_soon(self._end_step)
 
     def close(self) -> None:
         """Stop the clock and forget all jobs."""
@@ -204,10 +212,13 @@ class TpGroup:
         speed = self.spec.speed
         step_s = 0.0 if speed == inf else self._roofline.step_s(plan.work) * self.slowness / speed
         self._due = max(self._due, now - MOST_LAG_S) + step_s
-        self._timer = self._loop.call_at(self._due, self._end_step, plan, step_s)
+        self._step = plan, step_s
+        self._timer = self._loop.call_at(self._due, self._end_step)
 
-    def _end_step(self, plan: Plan, step_s: float) -> None:
+    def _end_step(self) -> None:
         """Hand out the step's tokens, then go on."""
+        assert self._step is not None
+        (plan, step_s), self._step = self._step, None
         decoding = list(self.scheduler.decoding)
         outcome = self.scheduler.finish(plan)
         now, live = self._loop.time(), self._live

@@ -21,7 +21,7 @@ from mockgpu.answer import Answer, FaultySink, StreamSink, WholeSink, reset
 from mockgpu.ask import ApiError, Ask, MalformedHandoffError, prompt_of, read_ask
 from mockgpu.choice import Choice, choices_of
 from mockgpu.faultbox import FaultBox
-from mockgpu.faults import Fault, FaultError, FaultKind
+from mockgpu.faults import Fault, FaultError, FaultKind, parse_faults
 from mockgpu.group import Sink, TpGroup
 
 VERSION = "0.33.0"
@@ -30,6 +30,12 @@ JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class FaultOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /mock/fault."""
+
+    spec: str
 
 
 class MockServer:
@@ -197,14 +203,21 @@ class MockServer:
         """GET /mock/fault: the spec in force."""
         return _json({"spec": self.faults.spec})
 
-    async def set_faults(self, request: web.Request) -> web.Response:
-        """POST /mock/fault `{"spec": "..."}`: replaces what was set before; windows count from now."""
+    async def set_faults(self, request: web.Request) -> web.StreamResponse:
+        """POST /mock/fault `{"spec": "..."}`: replaces what was set before; windows count from now.
+
+        The answer goes out first: a fault that cuts connections would cut this one.
+        """
         try:
-            spec = msgspec.json.decode(await request.read(), type=dict[str, str]).get("spec", "")
-            self.faults.set(spec)
+            spec = msgspec.json.decode(await request.read(), type=FaultOrder).spec
+            parse_faults(spec)
         except (FaultError, msgspec.DecodeError) as error:
             raise ApiError(400, str(error), "spec") from None
-        return await self.show_faults(request)
+        response = _json({"spec": spec})
+        await response.prepare(request)
+        await response.write_eof()
+        self.faults.set(spec)
+        return response
 
     async def clear_faults(self, request: web.Request) -> web.Response:
         """DELETE /mock/fault: all well again, a lost rank included."""

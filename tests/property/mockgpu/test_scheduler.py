@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mockgpu.blocks import BlockPool
-from mockgpu.scheduler import Job, Scheduler, State
+from mockgpu.job import Job, State
+from mockgpu.scheduler import Scheduler
 
 SIZE = 16
 jobs = st.tuples(st.integers(1, 150), st.integers(1, 60), st.integers(0, 3))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mockgpu.blocks import BlockPool
+from mockgpu.job import Job, Outcome, Plan, State
 from mockgpu.roofline import Work
-from mockgpu.scheduler import Job, Outcome, Plan, Scheduler, State
+from mockgpu.scheduler import Scheduler
 
 
 def scheduler(blocks: int = 100, seqs: int = 8, budget: int = 64) -> Scheduler:

@@ -1,0 +1,531 @@
+"""A mock TP group over real sockets: vLLM's dialect, its metrics, its keep-alive, and faults on request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from math import inf
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from mockgpu.fleet import Member, running_fleet
+from mockgpu.group import GroupSpec
+from mockgpu.hardware import gpu_named
+from mockgpu.llm import model_named
+from mockgpu.text import expected_text
+
+SPEC = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=inf)
+CHAT = {"model": "demo-8b", "messages": [{"role": "user", "content": "How deep is the reservoir behind the dam?"}]}
+
+
+class Mock:
+    """One running group and a client to it."""
+
+    def __init__(self, member: Member, http: aiohttp.ClientSession) -> None:
+        self.member = member
+        self.http = http
+        self.sdk = openai.AsyncOpenAI(base_url=f"{member.url}/v1", api_key="none", max_retries=0)
+
+    def post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
+        return self.http.post(self.member.url + path, json=body, **options)
+
+    async def answer(self, path: str, body: dict[str, Any], **options: Any) -> tuple[int, Any]:
+        async with self.post(path, body, **options) as response:
+            return response.status, await response.json()
+
+    async def stream(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> list[str]:
+        async with self.post(path, body | {"stream": True}) as response:
+            assert response.status == 200
+            return [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
+
+    async def status(self, path: str) -> int:
+        async with self.http.get(self.member.url + path) as response:
+            return response.status
+
+    async def metric(self, series: str) -> float:
+        async with self.http.get(self.member.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
+
+    async def until(self, series: str, value: float) -> None:
+        """Ask until the metric has that value."""
+        async with asyncio.timeout(5):
+            while await self.metric(series) != value:
+                await asyncio.sleep(0)
+
+    async def fault(self, spec: str) -> None:
+        status, _ = await self.answer("/mock/fault", {"spec": spec})
+        assert status == 200
+
+
+@asynccontextmanager
+async def mock(spec: GroupSpec = SPEC, **options: Any) -> AsyncIterator[Mock]:
+    async with running_fleet([spec], **options) as (member,), aiohttp.ClientSession() as http:
+        yield Mock(member, http)
+
+
+@pytest.fixture
+async def group() -> AsyncIterator[Mock]:
+    async with mock() as running:
+        yield running
+
+
+def slow_group() -> GroupSpec:
+    """A group whose answers take long enough to be interrupted."""
+    return GroupSpec("demo-8b", SPEC.model, SPEC.gpu, speed=5, max_num_seqs=4)
+
+
+# --- the OpenAI SDK
+
+
+async def test_the_sdk_gets_the_expected_words(group: Mock) -> None:
+    answer = await group.sdk.chat.completions.create(**CHAT, max_tokens=12)
+    assert answer.choices[0].message.content == expected_text(CHAT, 12)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 12
+
+
+async def test_a_stream_says_the_same_as_a_whole_answer(group: Mock) -> None:
+    whole = await group.sdk.chat.completions.create(**CHAT)
+    stream = await group.sdk.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+async def test_completions_take_text_ids_and_lists_of_them(group: Mock) -> None:
+    for prompt in ("once upon", [1, 2, 3], ["a", "b"], [[1, 2], [3]]):
+        body: Any = prompt
+        answer = await group.sdk.completions.create(model="demo-8b", prompt=body, max_tokens=4)
+        single = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[-1]
+        assert answer.choices[-1].text == expected_text({"prompt": single}, 4)
+
+
+async def test_n_choices_differ_and_share_their_prompt(group: Mock) -> None:
+    answer = await group.sdk.chat.completions.create(**CHAT, n=3, max_tokens=8)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [c.message.content for c in answer.choices] == [expected_text(CHAT, 8, i) for i in range(3)]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 24
+
+
+async def test_n_streamed_choices_each_begin_with_a_role_and_end_once(group: Mock) -> None:
+    events = [json.loads(e) for e in (await group.stream(CHAT | {"n": 2, "max_tokens": 5}))[:-1]]
+    for index in (0, 1):
+        own = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert [c["finish_reason"] for c in own] == [None] * 5 + ["length"]
+
+
+async def test_a_seed_changes_the_words(group: Mock) -> None:
+    first, second, again = [await group.sdk.chat.completions.create(**CHAT, seed=s, max_tokens=8) for s in (1, 2, 1)]
+    assert first.choices[0].message.content == again.choices[0].message.content
+    assert first.choices[0].message.content != second.choices[0].message.content
+
+
+async def test_a_forced_tool_is_called_with_json_arguments_streamed_or_not(group: Mock) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "measure", "parameters": {}}}]
+    choice: Any = {"type": "function", "function": {"name": "measure"}}
+    answer = await group.sdk.chat.completions.create(**CHAT, tools=tools, tool_choice=choice, max_tokens=6)
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert (call.function.name, answer.choices[0].finish_reason) == ("measure", "tool_calls")
+    stream = await group.sdk.chat.completions.create(**CHAT, tools=tools, tool_choice=choice, max_tokens=6, stream=True)
+    deltas = [d for c in [c async for c in stream] for d in c.choices[0].delta.tool_calls or ()]
+    assert "".join(d.function.arguments or "" for d in deltas if d.function) == call.function.arguments
+    assert json.loads(call.function.arguments).keys() == {"words"}
+
+
+async def test_logprobs_are_given_per_token(group: Mock) -> None:
+    chat = await group.sdk.chat.completions.create(**CHAT, logprobs=True, top_logprobs=1, max_tokens=5)
+    logprobs = chat.choices[0].logprobs
+    assert logprobs is not None
+    assert "".join(t.token for t in logprobs.content or ()) == chat.choices[0].message.content
+    plain = await group.sdk.completions.create(model="demo-8b", prompt="x", logprobs=0, max_tokens=5)
+    assert plain.choices[0].logprobs is not None
+    assert len(plain.choices[0].logprobs.tokens or ()) == 5
+
+
+async def test_a_stop_string_cuts_the_answer_before_it(group: Mock) -> None:
+    words = expected_text(CHAT, 20)
+    stop = words[38:43]
+    for stream in (False, True):
+        body = CHAT | {"max_tokens": 20, "stop": [stop]}
+        if stream:
+            events = [json.loads(e)["choices"][0] for e in (await group.stream(body))[:-1]]
+            text, last = "".join(e["delta"]["content"] for e in events), events[-1]
+        else:
+            _, answer = await group.answer("/v1/chat/completions", body)
+            text, last = answer["choices"][0]["message"]["content"], answer["choices"][0]
+        assert text == words[: words.index(stop)]
+        assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
+
+
+# --- server-sent events
+
+
+async def test_the_stream_is_framed_as_vllm_frames_it(group: Mock) -> None:
+    events = await group.stream(CHAT | {"max_tokens": 3, "stream_options": {"include_usage": True}})
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert events[-1] == "[DONE]"
+    assert [c["choices"][0]["delta"] for c in chunks[:1]] == [{"role": "assistant", "content": ""}]
+    assert [c["usage"] for c in chunks[:-1]] == [None] * 4
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
+    assert {c["id"] for c in chunks} == {chunks[0]["id"]}
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_continuous_usage_counts_up(group: Mock) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = await group.stream(CHAT | {"max_tokens": 3, "stream_options": options})
+    assert [json.loads(e)["usage"]["completion_tokens"] for e in events[:-1]] == [1, 1, 2, 3, 3]
+
+
+async def test_headers_come_before_the_first_token() -> None:
+    async with mock() as group:
+        await group.fault("lost-rank:hang")
+        async with asyncio.timeout(2), group.post("/v1/chat/completions", CHAT | {"stream": True}) as response:
+            assert response.status == 200
+            assert response.headers["Content-Type"].startswith("text/event-stream")
+
+
+async def test_the_request_id_is_made_from_the_header(group: Mock) -> None:
+    _, chat = await group.answer("/v1/chat/completions", CHAT | {"max_tokens": 1}, headers={"X-Request-Id": "abc"})
+    _, plain = await group.answer("/v1/completions", {"prompt": "x"}, headers={"X-Request-Id": "abc"})
+    assert (chat["id"], plain["id"]) == ("chatcmpl-abc", "cmpl-abc")
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "says"),
+    [
+        ({"model": "other"}, 404, "does not exist"),
+        ({"messages": []}, 400, "messages"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": 10_000_000}, 400, "maximum context length"),
+        ({"min_tokens": 9, "max_tokens": 3}, 400, "min_tokens"),
+        ({"temperature": 3}, 400, "temperature"),
+        ({"stream_options": {"include_usage": True}}, 400, "Stream options"),
+        ({"tools": []}, 400, "tools"),
+        ({"n": 0}, 400, "n"),
+        ({"priority": 1}, 400, "priority"),
+        ({"stop": [""]}, 400, "stop"),
+        ({"cache_salt": "a/b"}, 400, "cache_salt"),
+        ({"tool_choice": "required"}, 400, "tools"),
+        ({"messages": "hello"}, 400, "messages"),
+    ],
+)
+async def test_a_bad_request_is_refused_in_vllms_shape(
+    group: Mock, change: dict[str, Any], status: int, says: str
+) -> None:
+    got, answer = await group.answer("/v1/chat/completions", CHAT | change)
+    assert (got, answer["error"]["code"]) == (status, status)
+    assert says in answer["error"]["message"]
+    assert answer["error"].keys() == {"message", "type", "param", "code"}
+
+
+async def test_bad_json_a_wrong_type_and_unknown_routes_are_refused(group: Mock) -> None:
+    url, headers = group.member.url + "/v1/chat/completions", {"Content-Type": "application/json"}
+    for body, sent, status in ((b"{", headers, 400), (b"[" * 200_000, headers, 400), (b"{}", {}, 400)):
+        async with group.http.post(url, data=body, headers=sent) as response:
+            assert response.status == status
+            assert (await response.json())["error"]["code"] == status
+    assert await group.status("/v1/nothing") == 404
+    assert await group.status("/v1/chat/completions") == 405
+
+
+async def test_a_body_over_32_mib_is_refused(group: Mock) -> None:
+    url, headers = group.member.url + "/v1/completions", {"Content-Type": "application/json"}
+    async with group.http.post(url, data=b" " * (33 << 20), headers=headers) as response:
+        assert response.status == 413
+
+
+@pytest.mark.parametrize("field", ["kv_transfer_params", "bootstrap_room", "disaggregated_params"])
+async def test_a_handoff_nobody_asked_for_is_answered_500_and_counted(group: Mock, field: str) -> None:
+    status, answer = await group.answer("/v1/chat/completions", CHAT | {field: {"do_remote_prefill": True}})
+    assert (status, answer["error"]["param"]) == (500, field)
+    assert await group.metric("mock:malformed_handoff_total") == 1
+
+
+async def test_a_full_queue_is_answered_503() -> None:
+    spec = GroupSpec("demo-8b", SPEC.model, SPEC.gpu, max_num_seqs=1, max_queued=0, kv_tokens=4096)
+    async with mock(spec) as group:
+        group.member.group.scheduler.waiting.append(None)  # type: ignore[arg-type]
+        status, answer = await group.answer("/v1/chat/completions", CHAT)
+        assert (status, answer["error"]["code"]) == (503, 503)
+        assert await group.metric("vllm:admission_rejections_total") == 1
+        group.member.group.scheduler.waiting.clear()
+
+
+# --- what else a router reads
+
+
+async def test_models_version_load_tokenize_and_health_answer(group: Mock) -> None:
+    models = await group.sdk.models.list()
+    assert [model.id for model in models.data] == ["demo-8b"]
+    assert [await group.status(path) for path in ("/health", "/ping", "/load", "/version")] == [200] * 4
+    _, tokens = await group.answer("/tokenize", {"prompt": "twelve bytes"})
+    assert (tokens["count"], len(tokens["tokens"])) == (3, 3)
+    _, answer = await group.answer("/v1/completions", {"prompt": tokens["tokens"], "max_tokens": 5})
+    assert answer["choices"][0]["text"] == expected_text({"prompt": "twelve bytes"}, 5)
+
+
+async def test_cached_tokens_are_told_and_counted(group: Mock) -> None:
+    body = {"prompt": "water " * 400, "max_tokens": 1}
+    _, first = await group.answer("/v1/completions", body)
+    _, second = await group.answer("/v1/completions", body)
+    prompt, cached = first["usage"]["prompt_tokens"], second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert cached == (prompt - 1) // 16 * 16
+    assert await group.metric("vllm:prefix_cache_queries_total") == 2 * prompt
+    assert await group.metric("vllm:prefix_cache_hits_total") == cached
+
+
+async def test_cached_tokens_can_be_left_untold() -> None:
+    async with mock(GroupSpec("demo-8b", SPEC.model, SPEC.gpu, speed=inf, cached_details=False)) as group:
+        _, answer = await group.answer("/v1/completions", {"prompt": "x"})
+        assert answer["usage"]["prompt_tokens_details"] is None
+
+
+async def test_the_next_turn_finds_the_answer_in_the_cache(group: Mock) -> None:
+    first = await group.sdk.chat.completions.create(**CHAT, max_tokens=200)
+    turn = [*CHAT["messages"], {"role": "assistant", "content": first.choices[0].message.content}]
+    _, second = await group.answer(
+        "/v1/chat/completions", CHAT | {"messages": [*turn, {"role": "user", "content": "?"}]}
+    )
+    assert first.usage is not None
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > first.usage.prompt_tokens + 170
+
+
+async def test_metrics_have_vllms_names_labels_and_buckets(group: Mock) -> None:
+    await group.sdk.chat.completions.create(**CHAT, max_tokens=7)
+    labels = '{model_name="demo-8b",engine="0"'
+    assert await group.metric(f"vllm:generation_tokens_total{labels}}}") == 7
+    assert await group.metric(f'vllm:request_success_total{labels},finished_reason="length"}}') == 1
+    assert await group.metric(f'vllm:time_to_first_token_seconds_bucket{labels},le="2560.0"}}') == 1
+    assert await group.metric(f'vllm:inter_token_latency_seconds_bucket{labels},le="+Inf"}}') == 6
+    assert await group.metric(f'vllm:cache_config_info{labels},block_size="16",num_gpu_blocks="') == 1
+    for idle in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert await group.metric(f"vllm:{idle}{labels}}}") == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_its_kv_and_is_counted(stream: bool) -> None:
+    async with mock(slow_group()) as group:
+        request = asyncio.ensure_future(
+            group.answer("/v1/chat/completions", CHAT | {"max_tokens": 5000, "stream": stream})
+        )
+        await group.until("vllm:num_requests_running", 1)
+        assert await group.metric("vllm:kv_cache_usage_perc") > 0
+        request.cancel()
+        await group.until('vllm:request_success_total{model_name="demo-8b",engine="0",finished_reason="abort"}', 1)
+        assert await group.metric("vllm:kv_cache_usage_perc") == 0
+        assert await group.metric("vllm:num_requests_running") == 0
+
+
+async def test_an_idle_connection_is_closed_after_the_keep_alive() -> None:
+    async with mock(keep_alive_s=0.05) as group:
+        reader, writer = await asyncio.open_connection("127.0.0.1", group.member.listener.port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(5):
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_steps_take_the_time_the_roofline_says() -> None:
+    spec = GroupSpec("demo-8b", SPEC.model, SPEC.gpu, speed=2)
+    loop = asyncio.get_running_loop()
+    async with mock(spec) as group:
+        started = loop.time()
+        await group.sdk.chat.completions.create(**CHAT, max_tokens=101)
+        took = loop.time() - started
+    # 8B on one H100: 6.2 ms a step at batch 1, at twice the speed; the first token and the connection on top.
+    assert 0.3 < took < 0.6
+
+
+# --- faults
+
+
+async def test_one_lost_rank_fails_the_whole_group_at_once() -> None:
+    spec = GroupSpec("demo-8b", SPEC.model, SPEC.gpu, tp=4, speed=5)
+    async with mock(spec) as group:
+        body = CHAT | {"max_tokens": 5000}
+        whole = asyncio.ensure_future(group.answer("/v1/chat/completions", body))
+        stream = asyncio.ensure_future(group.stream(body))
+        await group.until("vllm:num_requests_running", 2)
+        await group.fault("lost-rank:rank=2")
+        status, answer = await whole
+        assert (status, answer["error"]["type"]) == (500, "InternalServerError")
+        events = await stream
+        assert json.loads(events[-2])["error"]["code"] == 500
+        assert events[-1] == "[DONE]"
+        assert await group.status("/health") == 503
+        for streamed in (True, False):
+            assert (await group.answer("/v1/chat/completions", CHAT | {"stream": streamed}))[0] == 500
+        assert await group.metric("vllm:kv_cache_usage_perc") == 0
+        async with group.http.delete(group.member.url + "/mock/fault"):
+            assert await group.status("/health") == 200
+        await group.sdk.chat.completions.create(**CHAT, max_tokens=3)
+
+
+async def test_a_rank_that_hangs_is_noticed_by_nobody_and_may_come_back() -> None:
+    async with mock(slow_group()) as group:
+        request = asyncio.ensure_future(group.answer("/v1/chat/completions", CHAT | {"max_tokens": 40}))
+        await group.until("vllm:num_requests_running", 1)
+        await group.fault("lost-rank:hang")
+        assert await group.status("/health") == 200
+        steps = await group.metric("mock:engine_steps_total")
+        late = asyncio.ensure_future(group.answer("/v1/chat/completions", CHAT | {"max_tokens": 2}))
+        done, _ = await asyncio.wait([request, late], timeout=0.1)
+        assert not done
+        assert await group.metric("mock:engine_steps_total") == steps
+        await group.fault("")
+        assert [(await task)[0] for task in (request, late)] == [200, 200]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_resets_before_headers_look_like_a_dead_connection(group: Mock, stream: bool) -> None:
+    await group.fault("reset-before-headers")
+    with pytest.raises(aiohttp.ClientConnectionError):
+        await group.answer("/v1/chat/completions", CHAT | {"stream": stream})
+    assert await group.metric("vllm:num_requests_running") == 0
+
+
+async def test_a_reset_after_headers_leaves_a_status_and_no_event(group: Mock) -> None:
+    await group.fault("reset-after-headers")
+    async with group.post("/v1/chat/completions", CHAT | {"stream": True}) as response:
+        assert response.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            await response.read()
+
+
+async def test_a_reset_mid_stream_comes_after_the_tokens_asked_for(group: Mock) -> None:
+    await group.fault("reset-mid-stream:after=5")
+    seen = b""
+    async with group.post("/v1/chat/completions", CHAT | {"stream": True, "max_tokens": 50}) as response:
+        with pytest.raises(aiohttp.ClientError):  # noqa: PT012 - it is the reading that fails, at some point
+            async for data in response.content.iter_any():
+                seen += data
+    # A reset discards what the peer has not read yet: at most five tokens, never [DONE].
+    assert seen.count(b'"content":" ') <= 5
+    assert b"[DONE]" not in seen
+    await group.until("vllm:num_requests_running", 0)
+
+
+async def test_a_stalled_stream_goes_silent_and_its_abort_frees_the_rest() -> None:
+    async with mock(slow_group()) as group:
+        await group.fault("stall:after=3")
+        async with group.post("/v1/chat/completions", CHAT | {"stream": True, "max_tokens": 5000}) as response:
+            seen = b""
+            while seen.count(b"data: ") < 4:
+                seen += await response.content.readany()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await response.content.readany()
+        await group.until("vllm:num_requests_running", 0)
+
+
+async def test_torn_events_are_the_same_stream(group: Mock) -> None:
+    body = CHAT | {"max_tokens": 6}
+    whole = [json.loads(e)["choices"][0] for e in (await group.stream(body))[:-1]]
+    await group.fault("split")
+    assert [json.loads(e)["choices"][0] for e in (await group.stream(body))[:-1]] == whole
+
+
+async def test_errors_come_with_their_chance_and_status() -> None:
+    async with mock(seed=7) as group:
+        await group.fault("5xx:status=502@0.3")
+        seen = [(await group.answer("/v1/chat/completions", CHAT | {"max_tokens": 1}))[0] for _ in range(100)]
+        assert set(seen) == {200, 502}
+        assert 15 <= seen.count(502) <= 45
+
+
+async def test_slow_makes_every_step_so_many_times_longer() -> None:
+    async with mock(GroupSpec("demo-8b", SPEC.model, SPEC.gpu, speed=10)) as group:
+        loop, took = asyncio.get_running_loop(), []
+        for spec in ("", "slow:x=10"):
+            await group.fault(spec)
+            started = loop.time()
+            await group.answer("/v1/chat/completions", CHAT | {"max_tokens": 60})
+            took.append(loop.time() - started)
+        assert took[1] > 4 * took[0]
+
+
+async def test_a_refusing_group_is_gone_until_its_window_ends() -> None:
+    async with mock() as group:
+        await group.fault("refuse@0-0.2")
+        with pytest.raises(aiohttp.ClientConnectionError):
+            async with aiohttp.ClientSession() as fresh, fresh.get(group.member.url + "/health"):
+                pass
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    async with aiohttp.ClientSession() as fresh, fresh.get(group.member.url + "/health") as response:
+                        assert response.status == 200
+                        return
+                except aiohttp.ClientConnectionError:
+                    await asyncio.sleep(0.02)
+
+
+async def test_a_bad_spec_is_refused_and_changes_nothing(group: Mock) -> None:
+    await group.fault("slow:x=2")
+    status, answer = await group.answer("/mock/fault", {"spec": "explode"})
+    assert (status, "unknown fault" in answer["error"]["message"]) == (400, True)
+    async with group.http.get(group.member.url + "/mock/fault") as response:
+        assert await response.json() == {"spec": "slow:x=2"}
+
+
+# --- the process
+
+
+async def start(*options: str) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(sys.executable, "-m", "mockgpu", *options, stdout=pipe, stderr=pipe)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_the_command_serves_its_groups_and_ends_cleanly_in_mid_stream(number: signal.Signals) -> None:
+    process = await start("--port", "0", "--groups", "2", "--json", "--model", "llama-3.1-70b", "--gpu", "h200")
+    assert process.stdout is not None
+    async with asyncio.timeout(20):
+        ready = [json.loads(await process.stdout.readline()) for _ in range(2)]
+        assert [(r["model"], r["gpu"], r["tp"]) for r in ready] == [("llama-3.1-70b", "h200", 4)] * 2
+        body = {"prompt": "x", "stream": True, "max_tokens": 1000}
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(ready[1]["ready"] + "/v1/completions", json=body) as response,
+        ):
+            await response.content.readany()
+            process.send_signal(number)
+            assert await process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--gpu", "abacus"),
+        ("--model", "x"),
+        ("--fault", "x"),
+        ("--model", "llama-3.1-405b", "--tp", "8"),
+        ("--role", "x"),
+    ],
+)
+async def test_the_command_refuses_what_it_cannot_be(options: tuple[str, ...]) -> None:
+    process = await start("--port", "0", *options)
+    _, errors = await process.communicate()
+    assert process.returncode == 2
+    assert errors.startswith(b"error: ")

@@ -1,0 +1,92 @@
+"""The fault grammar: what parses, what does not, when a fault strikes, and what a fault box begins and ends."""
+
+from __future__ import annotations
+
+import asyncio
+from math import inf
+from random import Random
+
+import pytest
+
+from mockgpu.faultbox import FaultBox
+from mockgpu.faults import Fault, FaultError, FaultKind, parse_faults
+from mockgpu.group import GroupSpec, TpGroup
+from mockgpu.hardware import gpu_named
+from mockgpu.llm import model_named
+
+
+@pytest.mark.parametrize(
+    ("spec", "fault"),
+    [
+        ("refuse", Fault(FaultKind.REFUSE)),
+        ("5xx@0.1", Fault(FaultKind.ERROR, chance=0.1)),
+        ("5xx:status=503@p=0.25@10-20", Fault(FaultKind.ERROR, status=503, chance=0.25, start_s=10, end_s=20)),
+        ("reset-before-headers", Fault(FaultKind.RESET_BEFORE_HEADERS)),
+        ("reset-after-headers@5-", Fault(FaultKind.RESET_AFTER_HEADERS, start_s=5)),
+        ("reset-mid-stream:after=5", Fault(FaultKind.RESET_MID_STREAM, after=5)),
+        ("stall:after=3", Fault(FaultKind.STALL, after=3)),
+        ("slow:x=2.5@0-1.5", Fault(FaultKind.SLOW, factor=2.5, end_s=1.5)),
+        ("lost-rank", Fault(FaultKind.LOST_RANK)),
+        ("lost-rank:hang:rank=3", Fault(FaultKind.LOST_RANK, hang=True, rank=3)),
+    ],
+)
+def test_a_spec_reads_as_its_fault(spec: str, fault: Fault) -> None:
+    assert parse_faults(spec) == (fault,)
+
+
+def test_several_faults_are_separated_by_commas_and_none_is_none() -> None:
+    assert [fault.kind for fault in parse_faults("5xx@0.5, stall:after=2")] == [FaultKind.ERROR, FaultKind.STALL]
+    assert parse_faults("") == parse_faults("  ") == ()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("explode", "5xx@", "5xx@0", "5xx@1.5", "5xx@x", "5xx@3-2", "5xx@2-2", "5xx:after=1", "5xx:status=404"),
+        *("stall:after", "stall:after=", "stall:after=-1", "stall:after=1.5", "slow:x=0", "slow:x=inf", "slow:x=nan"),
+        *("lost-rank:hang=1", "lost-rank:x=2", "slow@0.5", "lost-rank@0.5", "refuse@0.5", "refuse,", ",", "5xx;stall"),
+    ],
+)
+def test_what_is_not_in_the_grammar_is_refused(spec: str) -> None:
+    with pytest.raises(FaultError):
+        parse_faults(spec)
+
+
+def test_a_fault_strikes_inside_its_window_with_its_chance() -> None:
+    (fault,) = parse_faults("5xx@0.25@10-20")
+    rng = Random(1)
+    assert not any(fault.strikes(t, rng) for t in (0, 9.9, 20, 99))
+    assert 200 < sum(fault.strikes(15, rng) for _ in range(1000)) < 300
+
+
+class Door:
+    """A listener that only remembers."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def shut(self) -> None:
+        self.is_open = False
+
+    def open(self) -> None:
+        self.is_open = True
+
+
+async def test_a_box_begins_and_ends_the_faults_of_a_group() -> None:
+    loop, door = asyncio.get_running_loop(), Door()
+    group = TpGroup(GroupSpec("m", model_named("demo-8b"), gpu_named("h100"), tp=2, speed=inf), loop)
+    box = FaultBox(group, door, loop, Random(0))
+    box.set("slow:x=3,refuse,lost-rank")
+    assert (group.slowness, door.is_open, group.dead) == (3, False, True)
+    box.set("5xx@5-")
+    assert (group.slowness, door.is_open, group.dead) == (1, True, False)
+    assert box.strike() is None
+    with pytest.raises(FaultError):
+        box.set("nonsense")
+    assert box.spec == "5xx@5-"
+    box.set("5xx")
+    struck = box.strike()
+    assert struck is not None
+    assert struck.status == 500
+    box.clear()
+    assert box.strike() is None
