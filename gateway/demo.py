@@ -102,7 +102,7 @@ def _free_run(length: int) -> int:
 @contextmanager
 def _mocks(demo: Demo, first: int) -> Iterator[subprocess.Popen[bytes]]:
     """The mock TP groups as one process in a group of its own, which is gone when the block is left."""
-    command = [sys.executable, "-m", "gateway", "mock", "--port", str(first), "--groups", str(demo.groups)]
+    command = [*_with_us(), sys.executable, "-m", "gateway", "mock", "--port", str(first), "--groups", str(demo.groups)]
     command += ["--model", demo.model, "--speed", str(demo.speed)]
     with _log().open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)  # noqa: S603
@@ -110,6 +110,12 @@ def _mocks(demo: Demo, first: int) -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         _end(process)
+
+
+def _with_us() -> list[str]:
+    """A prefix that has the kernel end the mocks should this process be killed outright, where there is such a tool."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
