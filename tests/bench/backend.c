@@ -281,8 +281,9 @@ static void beat_all_due(void) {
 
 int main(int argc, char **argv) {
     int port = 19000, ports = 1;
-    for (int i = 1; i + 1 < argc; i += 2) {
-        int v = atoi(argv[i + 1]);
+    for (int i = 1; i < argc; i += 2) {
+        int v = i + 1 < argc ? atoi(argv[i + 1]) : 0;
+        if (i + 1 == argc) { fprintf(stderr, "usage: see the head of backend.c\n"); return 2; }
         if (!strcmp(argv[i], "--port")) port = v;
         else if (!strcmp(argv[i], "--ports")) ports = v;
         else if (!strcmp(argv[i], "--chunks")) default_pace.chunks = v;

@@ -282,8 +282,9 @@ static void ask_on_any(int64_t intended_ns) {
 }
 
 static void parse(int argc, char **argv, const char **path) {
-    for (int i = 1; i + 1 < argc; i += 2) {
+    for (int i = 1; i < argc; i += 2) {
         const char *name = argv[i], *v = argv[i + 1];
+        if (!v) { fprintf(stderr, "usage: see the head of load.c\n"); exit(2); }
         if (!strcmp(name, "--port")) opt.port = atoi(v);
         else if (!strcmp(name, "--bodies")) *path = v;
         else if (!strcmp(name, "--mode")) opt.open = !strcmp(v, "open");

@@ -29,6 +29,7 @@ from systems import (
     all_systems,
     backend,
     build_tools,
+    free_base,
     install_nginx,
     install_peers,
     start,
@@ -43,10 +44,13 @@ def main() -> int:
     build_tools()
     install_nginx()
     missing = install_peers()
-    wanted = [s for s in all_systems() if s.name not in missing and (not options.systems or s.name in options.systems)]
+    base = free_base()
+    wanted = [
+        s for s in all_systems(base) if s.name not in missing and (not options.systems or s.name in options.systems)
+    ]
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-")))
-        stack.enter_context(backend())
+        stack.enter_context(backend(base))
         results = Results([], problems=dict(missing))
         fleet = _start_all(wanted, work, results, stack)
         results.settings = {"rounds": options.rounds, "quick": options.quick, "seed": options.seed}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,7 +27,7 @@ PEERS_VENV = ROOT / ".venv-peers"
 PEERS = {"sglang-router": "0.3.2", "vllm-router": "0.1.17"}
 
 GATEWAY_CORE, LOAD_CORE = 0, 1
-BACKEND_PORT, BACKENDS = 19000, 4
+BACKENDS = 4
 ADMIN, AFRESH = 100, 50  # offsets of a system's port for its metrics, and for a second process of it
 MODEL = "bench-model"
 
@@ -48,15 +50,29 @@ class System:
         return f"{self.name}/{self.policy}"
 
 
-def backend_urls() -> list[str]:
+def free_base() -> int:
+    """The first of a few round port numbers from which the backend's ports are free; the systems' follow 100 above."""
+    for base in range(19000, 26000, 1000):
+        try:
+            for port in range(base, base + BACKENDS):
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return base
+    raise SystemExit("peers.py finds no free ports from 19000 to 25000")
+
+
+def backend_urls(base: int) -> list[str]:
     """The static TP groups that every system serves."""
-    return [f"http://127.0.0.1:{BACKEND_PORT + i}" for i in range(BACKENDS)]
+    return [f"http://127.0.0.1:{base + i}" for i in range(BACKENDS)]
 
 
-def _penstock(policy: str) -> Callable[[Path, int], list[str]]:
+def _penstock(policy: str, urls: list[str]) -> Callable[[Path, int], list[str]]:
     def command(work: Path, port: int) -> list[str]:
         config = work / f"penstock-{policy}.yaml"
-        endpoints = "".join(f"      - {{url: {url}, max_concurrency: 8192}}\n" for url in backend_urls())
+        endpoints = "".join(f"      - {{url: {url}, max_concurrency: 8192}}\n" for url in urls)
         config.write_text(
             f"version: 1\n"
             f"listeners:\n  api: {{port: {port}}}\n  admin: {{port: {port + ADMIN}}}\n"
@@ -69,11 +85,11 @@ def _penstock(policy: str) -> Callable[[Path, int], list[str]]:
     return command
 
 
-def _router(module: str, policy: str, quiet: str) -> Callable[[Path, int], list[str]]:
+def _router(module: str, policy: str, quiet: str, urls: list[str]) -> Callable[[Path, int], list[str]]:
     def command(work: Path, port: int) -> list[str]:
         return [
             *(str(PEERS_VENV / "bin" / "python"), "-m", module),
-            *("--host", "127.0.0.1", "--port", str(port), "--worker-urls", *backend_urls()),
+            *("--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls),
             *("--policy", policy, "--prometheus-port", str(port + ADMIN), "--log-level", quiet),
             *("--max-concurrent-requests", "20000", "--queue-size", "20000", "--worker-startup-check-interval", "1"),
         ]
@@ -81,8 +97,8 @@ def _router(module: str, policy: str, quiet: str) -> Callable[[Path, int], list[
     return command
 
 
-def _nginx(work: Path, port: int) -> list[str]:
-    servers = "\n".join(f"    server {url.removeprefix('http://')};" for url in backend_urls())
+def _nginx(urls: list[str], work: Path, port: int) -> list[str]:
+    servers = "\n".join(f"    server {url.removeprefix('http://')};" for url in urls)
     config = work / "nginx.conf"
     temp = "\n".join(
         f"  {kind}_temp_path {work / kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
@@ -120,18 +136,19 @@ http {{
     return [nginx_binary(), "-c", str(config), "-e", str(work / "nginx.err"), "-p", str(work)]
 
 
-def all_systems() -> list[System]:
+def all_systems(base: int) -> list[System]:
     """Every gateway with every policy that some cell asks for; `direct` is the backend itself."""
     sglang, vllm = "sglang_router.launch_router", "vllm_router.launch_router"
+    urls = backend_urls(base)
     return [
-        System("direct", "none", BACKEND_PORT, lambda work, port: []),
-        System("nginx", "round_robin", 19100, _nginx),
-        System("penstock", "round_robin", 19101, _penstock("round_robin")),
-        System("penstock", "prefix_aware", 19102, _penstock("prefix_aware")),
-        System("sglang-router", "round_robin", 19103, _router(sglang, "round_robin", "warn")),
-        System("sglang-router", "cache_aware", 19104, _router(sglang, "cache_aware", "warn")),
-        System("vllm-router", "round_robin", 19105, _router(vllm, "round_robin", "warning")),
-        System("vllm-router", "cache_aware", 19106, _router(vllm, "cache_aware", "warning")),
+        System("direct", "none", base, lambda work, port: []),
+        System("nginx", "round_robin", base + 100, partial(_nginx, urls)),
+        System("penstock", "round_robin", base + 101, _penstock("round_robin", urls)),
+        System("penstock", "prefix_aware", base + 102, _penstock("prefix_aware", urls)),
+        System("sglang-router", "round_robin", base + 103, _router(sglang, "round_robin", "warn", urls)),
+        System("sglang-router", "cache_aware", base + 104, _router(sglang, "cache_aware", "warn", urls)),
+        System("vllm-router", "round_robin", base + 105, _router(vllm, "round_robin", "warning", urls)),
+        System("vllm-router", "cache_aware", base + 106, _router(vllm, "cache_aware", "warning", urls)),
     ]
 
 
@@ -155,7 +172,7 @@ def install_peers() -> dict[str, str]:
     """Puts the routers into a venv of their own. Returns name -> reason for those that cannot be had."""
     python = PEERS_VENV / "bin" / "python"
     if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(PEERS_VENV)], check=True)
+        subprocess.run(["sh", str(ROOT / "deploy" / "venv.sh"), sys.executable, str(PEERS_VENV)], check=True)
     missing: dict[str, str] = {}
     for name, version in PEERS.items():
         module = name.replace("-", "_")
@@ -244,7 +261,7 @@ def start(system: System, work: Path, wait_s: float = 40.0) -> Running:
         return Running(system, None)
     log = work / f"{system.name}-{system.policy}.log"
     # The routers would ask a hub for a tokenizer of "bench-model": nothing here leaves the machine.
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": backend_urls()[0], "NO_COLOR": "1"}
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9", "NO_COLOR": "1"}
     with log.open("wb") as sink:
         process = subprocess.Popen(pinned(GATEWAY_CORE, command), cwd=ROOT, stdout=sink, stderr=sink, env=env)
     running = Running(system, process)
@@ -291,14 +308,14 @@ def _answers(port: int) -> bool:
 
 
 @contextmanager
-def backend() -> Iterator[None]:
+def backend(base: int) -> Iterator[None]:
     """The static TP groups, on the load generator's core."""
-    command = [str(BIN / "backend"), "--port", str(BACKEND_PORT), "--ports", str(BACKENDS)]
+    command = [str(BIN / "backend"), "--port", str(base), "--ports", str(BACKENDS)]
     process = subprocess.Popen(pinned(LOAD_CORE, command), stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         if process.stdout.readline() != b"ready\n":
-            raise SystemExit(f"the backend could not listen on {BACKEND_PORT}..{BACKEND_PORT + BACKENDS - 1}")
+            raise SystemExit(f"the backend could not listen on {base}..{base + BACKENDS - 1}")
         yield
     finally:
         process.terminate()
