@@ -54,12 +54,14 @@ class LeastLoaded(Preset, frozen=True):
 
 
 class PrefixAware(Preset, frozen=True):
-    """Least prefill work ahead of the first token, cached prefixes counted as done.
+    """Least prefill work ahead of the first token, cached prefixes counted as done, and little of it done twice.
 
-    decode_weight  prompt tokens that one token of context or output in generation counts for
-    fresh_s        how old a scrape may be to be believed, seconds
+    patience_tokens  how much longer a queue may be for the sake of a cached prefix, in prompt tokens
+    decode_weight    prompt tokens that one token of context or output in generation counts for
+    fresh_s          how old a scrape may be to be believed, seconds
     """
 
+    patience_tokens: float = 65_536.0
     decode_weight: float = 0.02
     fresh_s: float = 5.0
 
@@ -67,7 +69,7 @@ class PrefixAware(Preset, frozen=True):
         return Policy(
             name="prefix_aware",
             filters=ORDINARY,
-            scorers=(Weighted(scorers.uncached_work(self.decode_weight, self.fresh_s)),),
+            scorers=(Weighted(scorers.uncached_work(self.decode_weight, self.patience_tokens, self.fresh_s)),),
             picker=pickers.best,
             reads_prefix=True,
         )
