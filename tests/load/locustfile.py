@@ -1,0 +1,102 @@
+"""Locust users that stream chat completions and report TTFT and TPOT beside locust's own whole-request times.
+
+    make load                                                          # headless, against a fleet of its own
+    locust -f tests/load/locustfile.py --host http://127.0.0.1:8080    # from the project's root, with a web page
+
+Rows: `POST chat` is the whole answer; `TTFT chat` the first event with generated content; `TPOT chat` the time per
+token after it. The users' prompts are the shapes of `penstock bench` (planner/bench/workloads.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from locust import HttpUser, between, events, task
+from locust.env import Environment
+
+from planner.bench.timeline import Timeline
+from planner.bench.workloads import Session, shapes
+
+SHAPES = ("chat", "shared-prefix")
+
+
+@events.init.add_listener
+def make_sessions(environment: Environment, **_: Any) -> None:
+    """One stream of sessions per shape for all users of this process, so that they ask about the same prefixes."""
+    environment.sessions = {name: shapes()[name].sessions(0) for name in SHAPES}
+
+
+class StreamingUser(HttpUser):
+    """Asks, reads the stream to its end, thinks, asks again."""
+
+    abstract = True
+    wait_time = between(0.1, 0.5)
+    shape: str
+
+    def on_start(self) -> None:
+        with self.client.get("/v1/models", catch_response=True) as answer:
+            self.model = answer.json()["data"][0]["id"]
+
+    @task
+    def ask(self) -> None:
+        sessions: Iterator[Session] = self.environment.sessions[self.shape]
+        session = next(sessions)
+        turn = session.turns[0]
+        body = {
+            "model": self.model,
+            "messages": [
+                {"role": "system", "content": session.system or "Answer briefly."},
+                {"role": "user", "content": turn.content},
+            ],
+            "max_tokens": turn.output_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        timeline, started_s = Timeline(), time.perf_counter()
+        request = self.client.post(
+            "/v1/chat/completions", json=body, name=self.shape, stream=True, catch_response=True, timeout=120
+        )
+        with request as answer:
+            if answer.status_code != 200:
+                answer.failure(f"status {answer.status_code}")
+                return
+            for piece in answer.iter_content(chunk_size=None):
+                timeline.feed(piece, time.perf_counter())
+            answer.request_meta["response_time"] = (time.perf_counter() - started_s) * 1e3
+            if timeline.error or not timeline.done:
+                answer.failure(timeline.error or "the stream ended without [DONE]")
+        self._report(timeline, started_s)
+
+    def _report(self, timeline: Timeline, started_s: float) -> None:
+        if timeline.first_s is None or timeline.last_s is None:
+            return
+        self._event("TTFT", timeline.first_s - started_s, timeline.tokens)
+        if timeline.tokens > 1:
+            self._event("TPOT", (timeline.last_s - timeline.first_s) / (timeline.tokens - 1), timeline.tokens)
+
+    def _event(self, kind: str, seconds: float, tokens: int) -> None:
+        """A row of locust's table; the length of a response is its tokens."""
+        self.environment.events.request.fire(
+            request_type=kind,
+            name=self.shape,
+            response_time=seconds * 1e3,
+            response_length=tokens,
+            exception=None,
+            context={},
+        )
+
+
+class ChatUser(StreamingUser):
+    """Conversations with a short system prompt in common."""
+
+    shape = "chat"
+    weight = 3
+
+
+class SharedPrefixUser(StreamingUser):
+    """Questions about one of 150 long prompts that form a tree."""
+
+    shape = "shared-prefix"
+    weight = 1
