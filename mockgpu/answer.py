@@ -67,8 +67,10 @@ class StreamSink:
         self.failed = answer.failed
 
     def token(self) -> None:
-        """Write the next token's events."""
-        self._transport.write(self._chunks.next(self._job.cached if self._cached else None))
+        """Write the next token's events; to nobody, where the client has left and the abort is still on its way."""
+        data = self._chunks.next(self._job.cached if self._cached else None)
+        if not self._transport.is_closing():
+            self._transport.write(data)
 
     def ended(self) -> None:
         """Tell the answer."""
@@ -102,7 +104,7 @@ class FaultySink(StreamSink):
     def _write_torn(self, framed: bytes) -> None:
         """The same bytes as HTTP chunks of seven: no event and no character can be hoped to arrive whole."""
         size, _, rest = framed.partition(b"\r\n")
-        while size:
+        while size and not self._transport.is_closing():
             length = int(size, 16)
             data, rest = rest[:length], rest[length + 2 :]
             for start in range(0, length, 7):
@@ -118,6 +120,8 @@ class FaultySink(StreamSink):
 
 def reset(transport: asyncio.Transport) -> None:
     """Close a connection the hard way: the peer reads a reset, not an end."""
+    if transport.is_closing():
+        return
     peer = transport.get_extra_info("socket")
     if peer is not None:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -136,6 +136,8 @@ class MockServer:
             if fault is not None and fault.kind is FaultKind.RESET_AFTER_HEADERS:
                 _reset_now(request)
             error = await answer.done
+        if transport.is_closing():
+            raise asyncio.CancelledError
         if error is None:
             transport.write(dialect.closing(ask, choices, created, self._cached(ask, choices)))
         else:

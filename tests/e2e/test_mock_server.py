@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+import uvloop
 
 from mockgpu.fleet import Member, running_fleet
 from mockgpu.group import GroupSpec
@@ -23,6 +24,15 @@ from mockgpu.text import expected_text
 
 SPEC = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=inf)
 CHAT = {"model": "demo-8b", "messages": [{"role": "user", "content": "How deep is the reservoir behind the dam?"}]}
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture is deprecated")
+
+
+@pytest.fixture
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """uvloop, as in the command: its transports are stricter than asyncio's."""
+    return uvloop.EventLoopPolicy()
 
 
 class Mock:
@@ -437,6 +447,17 @@ async def test_a_stalled_stream_goes_silent_and_its_abort_frees_the_rest() -> No
                 async with asyncio.timeout(0.1):
                     await response.content.readany()
         await group.until("vllm:num_requests_running", 0)
+
+
+@pytest.mark.parametrize("spec", ["reset-after-headers", "reset-mid-stream:after=2", "reset-before-headers"])
+async def test_a_group_outlives_any_number_of_clients_that_vanish(spec: str) -> None:
+    async with mock(slow_group()) as group:
+        await group.fault(f"{spec}@0.7")
+        body = CHAT | {"stream": True, "max_tokens": 20}
+        await asyncio.gather(*(group.answer("/v1/chat/completions", body) for _ in range(60)), return_exceptions=True)
+        await group.fault("")
+        await group.until("vllm:num_requests_running", 0)
+        assert (await group.stream(body))[-1] == "[DONE]"
 
 
 async def test_torn_events_are_the_same_stream(group: Mock) -> None:
