@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from gateway.config.problems import Path, did_you_mean, show_path
-from gateway.config.source import Substituted
+from gateway.config.source import Substituted, number_if_substituted
 from policies import registry
 
 
@@ -164,7 +164,7 @@ def _parameter(policy: str, key: str, value: Any, path: Path) -> Iterator[Findin
         yield Finding(path, f"{policy} has no parameter {key}{known}", on_key=True)
         return
     try:
-        msgspec.convert(value, fields[key].type)
+        msgspec.convert(number_if_substituted(value), fields[key].type)
     except msgspec.ValidationError as error:
         yield Finding(path, str(error))
 

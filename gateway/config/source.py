@@ -67,6 +67,16 @@ class Substituted(str):
         return repr(self.written)
 
 
+def number_if_substituted(value: object) -> object:
+    """The number in a text that came out of a ${...}; anything else as it is: "8080" in quotes is worth telling."""
+    if not isinstance(value, Substituted):
+        return value
+    text = str(value).strip()
+    if re.fullmatch(r"[0-9]{1,18}", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"[0-9]{1,18}\.[0-9]{1,18}", text) else value
+
+
 class Source:
     """One file as data: `data` (plain values), `marks` (path -> place of a value), `keys` (path -> place of its key).
 

@@ -27,7 +27,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from gateway import units
-from gateway.config.source import Substituted
+from gateway.config.source import number_if_substituted
 from policies.model import EngineKind, Role
 
 
@@ -61,13 +61,6 @@ def _from_size(value: object) -> int:
     return size
 
 
-def _number(value: object) -> object:
-    """Text is a number only where it came out of a ${...}: "8080" in quotes is a mistake worth telling."""
-    if isinstance(value, Substituted) and value.strip().isdecimal() and len(value) < 19:
-        return int(value)
-    return value
-
-
 def _http_url(url: str) -> str:
     parts = urlsplit(url)
     try:
@@ -96,8 +89,8 @@ Size = Annotated[
 ]
 """Bytes, written with a unit."""
 
-Count = Annotated[int, Field(strict=True, ge=1, le=2**40), BeforeValidator(_number)]
-Port = Annotated[int, Field(strict=True, ge=0, le=65535), BeforeValidator(_number)]
+Count = Annotated[int, Field(strict=True, ge=1, le=2**40), BeforeValidator(number_if_substituted)]
+Port = Annotated[int, Field(strict=True, ge=0, le=65535), BeforeValidator(number_if_substituted)]
 Name = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f\x7f\"\\]+$", max_length=200)]
 Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:_-]+$", max_length=253)]
 Url = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_http_url)]
@@ -194,7 +187,7 @@ class PolicySpec(_Section):
     """Who serves a request: a policy by name, alone or with parameters."""
 
     name: Name = Field(description="round_robin, least_loaded or prefix_aware.")
-    params: Mapping[str, Any] = Field(
+    params: Mapping[str, Annotated[Any, BeforeValidator(number_if_substituted)]] = Field(
         default={}, alias="parameters", description="The policy's own parameters; unknown ones are refused."
     )
 
@@ -202,7 +195,7 @@ class PolicySpec(_Section):
 class WaitingRoom(_Section):
     """Where requests wait while every endpoint of the pool is at its max_concurrency."""
 
-    size: Annotated[int, Field(strict=True, ge=0, le=2**20), BeforeValidator(_number)] = _set(
+    size: Annotated[int, Field(strict=True, ge=0, le=2**20), BeforeValidator(number_if_substituted)] = _set(
         256, "Requests that may wait; the next one is shed with 429. 0 sheds at once."
     )
     timeout: Duration = _set("30s", "Longest wait before a request is shed.")
@@ -264,10 +257,10 @@ class Retries(_Section):
     """How often a request that failed before its first byte is tried on another endpoint."""
 
     budget: Annotated[float, Field(ge=0, le=1)] = _set(0.2, "Retries per request over the last seconds, fleet-wide.")
-    floor: Annotated[int, Field(strict=True, ge=0, le=1000), BeforeValidator(_number)] = _set(
+    floor: Annotated[int, Field(strict=True, ge=0, le=1000), BeforeValidator(number_if_substituted)] = _set(
         3, "Retries always allowed, so that a quiet fleet can retry at all."
     )
-    attempts: Annotated[int, Field(strict=True, ge=1, le=16), BeforeValidator(_number)] = _set(
+    attempts: Annotated[int, Field(strict=True, ge=1, le=16), BeforeValidator(number_if_substituted)] = _set(
         3, "Most endpoints one request tries."
     )
 
@@ -301,7 +294,7 @@ class Prefix(_Section):
     """What the gateway remembers about who holds which prompt prefix."""
 
     index: Size = _set("256MiB", "Memory for the index: a hard cap, oldest entries go first.")
-    block_bytes: Annotated[int, Field(strict=True, ge=16, le=65536), BeforeValidator(_number)] = _set(
+    block_bytes: Annotated[int, Field(strict=True, ge=16, le=65536), BeforeValidator(number_if_substituted)] = _set(
         256, "Prompt bytes per block; smaller is finer and larger in memory."
     )
 

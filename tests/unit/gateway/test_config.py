@@ -78,13 +78,16 @@ def test_references_are_filled_from_environment_and_files(tmp_path: Path) -> Non
         tmp_path,
         "version: 1\n"
         "listeners: {api: {port: '${PORT}'}}\n"
-        "pools: {chat: {endpoints: [{url: 'http://${HOST:-gpu1}:${ENGINE_PORT}'}]}}\n"
+        "retries: {budget: '${BUDGET:-0.5}'}\n"
+        "pools: {chat: {endpoints: [{url: 'http://${HOST:-gpu1}:${ENGINE_PORT}'}],\n"
+        "  policy: {name: least_loaded, parameters: {fresh_s: '${FRESH:-2.5}'}}}}\n"
         "tenants: [{name: a, key: '${file:key}'}, {name: b, key: '${KEY}'}, {name: 'c$${x}', key: x}]\n",
         {"PORT": "9999", "ENGINE_PORT": "8000", "KEY": "sk-env", "HOST": ""},
     )
     assert read.listeners.api.port == 9999
     assert read.pools["chat"].endpoints[0].url == "http://gpu1:8000"
     assert [tenant.key.reveal() for tenant in read.tenants] == ["sk-from-file", "sk-env", "x"]
+    assert (read.retries.budget, read.pools["chat"].policy.params["fresh_s"]) == (0.5, 2.5)
     assert read.tenants[2].name == "c${x}"
 
 

@@ -1,0 +1,51 @@
+"""The locks hold on any machine: every requirement pinned and hashed, no registry and no path named."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUNTIME, DEV = "requirements.lock", "requirements-dev.lock"
+
+
+def pins(lock: str) -> dict[str, tuple[str, list[str]]]:
+    """Name -> (version, hashes)."""
+    text = (ROOT / lock).read_text().replace("\\\n", " ")
+    found = {}
+    for line in text.splitlines():
+        if match := re.match(r"([a-z0-9-]+)==(\S+)(.*)", line):
+            found[match[1]] = (match[2], re.findall(r"--hash=sha256:[0-9a-f]{64}", match[3]))
+    return found
+
+
+def wanted(extra: str | None = None) -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
+    return [re.split(r"[<>=\[]", line)[0].replace(".", "-") for line in lines]
+
+
+@pytest.mark.parametrize("lock", [RUNTIME, DEV])
+def test_every_requirement_is_pinned_with_hashes_and_nothing_else_is_said(lock: str) -> None:
+    assert all(hashes for _, hashes in pins(lock).values())
+    for line in (ROOT / lock).read_text().splitlines():
+        assert re.match(r"[a-z0-9-]+==\S+ \\$|    --hash=sha256:|    # |# The following|$", line), line
+        assert not re.search(r"://|--index|--find-links|@ |(^|\s)/", line), line
+
+
+def test_what_the_project_asks_for_is_in_the_locks() -> None:
+    assert set(wanted()) <= set(pins(RUNTIME))
+    assert set(wanted() + wanted("dev")) <= set(pins(DEV))
+    assert "setuptools" in pins(RUNTIME), "the project itself is installed without a network"
+
+
+def test_both_locks_agree() -> None:
+    runtime, dev = pins(RUNTIME), pins(DEV)
+    assert {name: dev.get(name) for name in runtime} == runtime
+
+
+def test_the_runtime_asks_for_at_most_20_packages() -> None:
+    assert len(wanted()) <= 20
