@@ -16,7 +16,8 @@ import numpy as np
 from policies.fingerprint import MAX_BLOCKS, Fingerprint
 
 BLOCK_COST_BYTES = 192
-"""What one remembered block may cost at most: dict entry at its emptiest, the key, its share of a holders number."""
+"""What one remembered block may cost: its dict entry just after growth (55), the key (48), and a holders number of its
+own with up to eight holders. Most blocks share their holders with their neighbours and cost about half."""
 
 MAX_SLOTS = 1 << 16
 
@@ -209,7 +210,7 @@ class PrefixIndex:
         fresh = self._fresh(fingerprint, holder.stamp, known)
         if fresh == rungs:
             return
-        self._make_room(rungs - known)
+        self._make_room(rungs - fresh)  # not only for the unknown: room may be made among the known
         keys = fingerprint.keys[self._places[fresh:rungs]].tolist()
         self._enter(keys[known - fresh :], holder.stamp)
         self._restamp(keys[: known - fresh], fresh, holder, tokens_per_block)
@@ -217,10 +218,13 @@ class PrefixIndex:
         self._oldest_alive[slot] = holder.oldest_alive()
 
     def _enter(self, keys: list[int], stamp: int) -> None:
-        shards, mask = self._shards, self._shard_mask
+        shards, mask, new = self._shards, self._shard_mask, 0
         for key in reversed(keys):
-            shards[key & mask][key] = stamp
-        self._blocks += len(keys)
+            shard = shards[key & mask]
+            if key not in shard:
+                new += 1
+            shard[key] = stamp
+        self._blocks += new
 
     def _restamp(self, keys: list[int], rung: int, holder: _Holder, tokens_per_block: float) -> None:
         """Stamps known blocks anew and moves them to the young end of their dict, deepest first."""

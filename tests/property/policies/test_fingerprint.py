@@ -1,0 +1,59 @@
+"""The laws of a fingerprint, over all prompts hypothesis can think of."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.fingerprint import Fingerprinter
+
+BLOCK = 16
+PRINTS = Fingerprinter(b"0123456789abcdef", block_bytes=BLOCK)
+
+prompts = st.binary(max_size=40 * BLOCK)
+
+
+@given(st.binary(max_size=20 * BLOCK), prompts, prompts)
+def test_keys_are_equal_exactly_as_far_as_the_prompts_are(shared: bytes, one: bytes, other: bytes) -> None:
+    a, b = shared + one, shared + other
+    keys_a, keys_b = PRINTS.of(b"s", a).keys.tolist(), PRINTS.of(b"s", b).keys.tolist()
+    for block, (key_a, key_b) in enumerate(zip(keys_a, keys_b, strict=False)):
+        end = (block + 1) * BLOCK
+        assert (key_a == key_b) == (a[:end] == b[:end])
+
+
+@given(prompts)
+def test_only_whole_blocks_have_keys_and_all_keys_differ(prompt: bytes) -> None:
+    fingerprint = PRINTS.of(b"s", prompt)
+    assert len(fingerprint.keys) == len(prompt) // BLOCK
+    assert len(set(fingerprint.keys.tolist())) == len(fingerprint.keys)
+    assert fingerprint.n_bytes == len(prompt)
+
+
+@given(prompts, st.lists(st.integers(0, 40 * BLOCK), max_size=5))
+def test_how_a_prompt_is_cut_into_parts_does_not_matter(prompt: bytes, cuts: list[int]) -> None:
+    edges = [0, *sorted(min(cut, len(prompt)) for cut in cuts), len(prompt)]
+    parts = [memoryview(prompt)[a:b] for a, b in pairwise(edges)]
+    assert PRINTS.of(b"s", *parts).keys.tolist() == PRINTS.of(b"s", prompt).keys.tolist()
+
+
+@given(prompts, st.binary(max_size=20), st.binary(max_size=20))
+def test_different_salts_share_no_key(prompt: bytes, salt: bytes, other: bytes) -> None:
+    keys, others = PRINTS.of(salt, prompt).keys.tolist(), PRINTS.of(other, prompt).keys.tolist()
+    assert keys == others if salt == other else not set(keys) & set(others)
+
+
+@given(prompts)
+def test_different_secrets_share_no_key(prompt: bytes) -> None:
+    stranger = Fingerprinter(b"fedcba9876543210", block_bytes=BLOCK)
+    assert not set(PRINTS.of(b"s", prompt).keys.tolist()) & set(stranger.of(b"s", prompt).keys.tolist())
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=100), st.lists(st.integers(0, 2**32 - 1), max_size=20))
+def test_token_ids_obey_the_prefix_law_and_never_meet_text(ids: list[int], more: list[int]) -> None:
+    keys = PRINTS.of_tokens(b"s", ids).keys.tolist()
+    assert PRINTS.of_tokens(b"s", ids + more).keys.tolist()[: len(keys)] == keys
+    as_text = b"".join(number.to_bytes(4, "little") for number in ids)
+    assert not set(keys) & set(PRINTS.of(b"s", as_text).keys.tolist())

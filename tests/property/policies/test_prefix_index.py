@@ -1,0 +1,124 @@
+"""The prefix index against a naive model that remembers every prefix of every prompt."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from policies.fingerprint import Fingerprint, Fingerprinter
+from policies.prefix_index import BLOCK_COST_BYTES, PrefixIndex
+
+BLOCK = 8
+PRINTS = Fingerprinter(b"0123456789abcdef", block_bytes=BLOCK)
+SLOTS = 5
+
+prompts = st.lists(st.sampled_from([b"aaaaaaaa", b"bbbbbbbb", b"cccccccc"]), max_size=12).map(b"".join)
+tails = st.integers(0, 7).map(bytes)
+slots = st.integers(0, SLOTS - 1)
+
+
+class Unbounded(RuleBasedStateMachine):
+    """Without capacities and far below the cap nothing is ever forgotten on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(1 << 20)
+        self.naive: list[set[bytes]] = [set() for _ in range(SLOTS)]
+
+    def depth(self, slot: int, prompt: bytes) -> int:
+        blocks = 0
+        while prompt[: (blocks + 1) * BLOCK] in self.naive[slot] and (blocks + 1) * BLOCK <= len(prompt):
+            blocks += 1
+        return blocks
+
+    @rule(slot=slots, prompt=prompts, tail=tails)
+    def insert(self, slot: int, prompt: bytes, tail: bytes) -> None:
+        self.index.insert(PRINTS.of(b"s", prompt + tail), slot, len(prompt + tail))
+        self.naive[slot] |= {prompt[:end] for end in range(BLOCK, len(prompt) + 1, BLOCK)}
+
+    @rule(slot=slots)
+    def forget(self, slot: int) -> None:
+        self.index.forget(slot)
+        self.naive[slot].clear()
+
+    @rule(slot=slots, prompt=prompts, kept=st.integers(0, 12))
+    def trim(self, slot: int, prompt: bytes, kept: int) -> None:
+        """Only the named prompt is cut; what branches off beyond the cut hangs in the air and is found no more."""
+        depth = self.depth(slot, prompt)
+        self.index.trim(PRINTS.of(b"s", prompt), slot, kept * BLOCK, len(prompt))
+        for end in range(kept + 1, depth + 1):
+            cut = prompt[: end * BLOCK]
+            self.naive[slot] = {known for known in self.naive[slot] if not known.startswith(cut)}
+            branches = [known for known in self.reachable() if known.startswith(cut)]
+            for branch in branches:
+                self.index.trim(PRINTS.of(b"s", branch), slot, kept * BLOCK, len(branch))
+
+    def reachable(self) -> list[bytes]:
+        return [prompt for known in self.naive for prompt in known]
+
+    @rule(prompt=prompts, tail=tails)
+    def match(self, prompt: bytes, tail: bytes) -> None:
+        believed = self.index.match(PRINTS.of(b"s", prompt + tail), len(prompt + tail))
+        expected = [self.depth(slot, prompt) * BLOCK for slot in range(SLOTS)]
+        assert believed + [0] * (SLOTS - len(believed)) == expected
+
+
+class Bounded(RuleBasedStateMachine):
+    """With a tiny cap and capacities: bounds hold after every step, whatever is asked."""
+
+    cap = 64 * BLOCK_COST_BYTES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(self.cap)
+        self.capacity: dict[int, int] = {}
+
+    @rule(slot=slots, tokens=st.integers(1, 200))
+    def set_capacity(self, slot: int, tokens: int) -> None:
+        self.index.set_capacity(slot, tokens)
+        self.capacity[slot] = tokens
+
+    @rule(slot=slots, prompt=prompts, blocks=st.integers(0, 90))
+    def insert(self, slot: int, prompt: bytes, blocks: int) -> None:
+        self.index.insert(self.long(prompt, blocks), slot, len(prompt) + blocks * BLOCK)
+
+    @rule(prompt=prompts, blocks=st.integers(0, 90))
+    def match(self, prompt: bytes, blocks: int) -> None:
+        tokens = len(prompt) + blocks * BLOCK
+        assert all(0 <= believed <= tokens for believed in self.index.match(self.long(prompt, blocks), tokens))
+
+    @rule(slot=slots, believed=st.floats(0, 1), cached=st.floats(0, 1))
+    def confirm(self, slot: int, believed: float, cached: float) -> None:
+        self.index.confirm(slot, believed, cached)
+
+    @rule(slot=slots, prompt=prompts, kept=st.integers(0, 100))
+    def trim(self, slot: int, prompt: bytes, kept: int) -> None:
+        self.index.trim(PRINTS.of(b"s", prompt), slot, kept, len(prompt))
+
+    @precondition(lambda self: self.capacity)
+    @rule(slot=slots)
+    def forget(self, slot: int) -> None:
+        self.index.forget(slot)
+        self.capacity.pop(slot, None)
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        stats = self.index.stats()
+        assert stats.bytes <= self.cap
+        assert 0 <= stats.blocks <= 64
+        for slot, held in enumerate(stats.held_tokens):
+            assert held >= 0
+            if slot in self.capacity:
+                # One generation always lives: a prompt larger than the engine is believed until the next one comes.
+                assert held <= max(self.capacity[slot], 102 * BLOCK)
+
+    @staticmethod
+    def long(prompt: bytes, blocks: int) -> Fingerprint:
+        return PRINTS.of(b"s", prompt + b"z" * (blocks * BLOCK))
+
+
+TestUnbounded = Unbounded.TestCase
+TestUnbounded.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestBounded = Bounded.TestCase
+TestBounded.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

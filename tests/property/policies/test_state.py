@@ -1,0 +1,101 @@
+"""Health, retries and admission: what holds after any history."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.admission import Admit, DrainRate, Shed, Wait, WaitingRoom, admit
+from policies.health import Event, Health, HealthLimits, State, advance, available, probe_due
+from policies.retry import RetryBudget, RetryLimits
+
+LIMITS = HealthLimits()
+steps = st.lists(st.tuples(st.sampled_from(Event), st.floats(0, 100)), max_size=40)
+
+
+def history(events: list[tuple[Event, float]], seed: int) -> list[Health]:
+    healths, now, rng = [Health()], 0.0, Random(seed)
+    for event, passed in events:
+        now += passed
+        healths.append(advance(healths[-1], event, now, rng, LIMITS))
+    return healths
+
+
+@given(steps, st.integers())
+def test_an_ejection_lasts_between_its_first_and_its_longest_length(
+    events: list[tuple[Event, float]], seed: int
+) -> None:
+    for health in history(events, seed):
+        if health.state in (State.EJECTED, State.DEAD):
+            assert LIMITS.first_s * (1 - LIMITS.jitter) <= health.until - health.since + 1e-6
+            assert health.until - health.since <= LIMITS.longest_s + 1e-6
+            assert health.ejections >= 1
+            assert health.cause is not None
+
+
+@given(steps, st.integers())
+def test_nobody_returns_but_through_a_probe_and_nobody_is_up_but_through_returning(
+    events: list[tuple[Event, float]], seed: int
+) -> None:
+    healths = history(events, seed)
+    for (event, _), before, after in zip(events, healths, healths[1:], strict=False):
+        if after.state is State.RETURNING and before.state is not State.RETURNING:
+            assert event is Event.PROBE_OK
+        if after.state is State.UP and before.state is not State.UP:
+            assert before.state is State.RETURNING
+
+
+@given(steps, st.integers())
+def test_every_endpoint_comes_back_once_it_is_well(events: list[tuple[Event, float]], seed: int) -> None:
+    health = history(events, seed)[-1]
+    now, rng = health.until, Random(seed)
+    if health.state in (State.EJECTED, State.DEAD):
+        assert probe_due(health, now)
+        health = advance(health, Event.PROBE_OK, now, rng, LIMITS)
+    for _ in range(LIMITS.successes_to_return):
+        health = advance(health, Event.SUCCEEDED, now, rng, LIMITS)
+    assert health.state is State.UP
+
+
+@given(st.lists(st.builds(Health, state=st.sampled_from(State), until=st.floats(0, 1000)), max_size=12))
+def test_a_pool_with_a_living_endpoint_always_has_somebody_to_ask(pool: list[Health]) -> None:
+    mask = available(pool, LIMITS)
+    living = [health.state is not State.DEAD for health in pool]
+    assert len(mask) == len(pool)
+    assert any(mask) == any(living)
+    assert all(alive for alive, asked in zip(living, mask, strict=True) if asked)
+    assert sum(living) - sum(mask) <= max(1, sum(living) // 2)
+    assert all(asked for health, asked in zip(pool, mask, strict=True) if health.state in (State.UP, State.RETURNING))
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 200)), max_size=100))
+def test_retries_running_never_exceed_the_budget_of_any_moment_they_began_in(history: list[int | None]) -> None:
+    budget, running = RetryBudget(RetryLimits()), 0
+    for active in history:
+        if active is None:
+            if running:
+                budget.give_back()
+                running -= 1
+        elif budget.try_take(active):
+            assert running < 3 + 0.2 * active
+            running += 1
+        assert budget.running == running
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 20), st.lists(st.floats(0.001, 5), max_size=30))
+def test_a_verdict_keeps_both_the_cap_and_the_room(in_flight: int, cap: int, waiting: int, gaps: list[float]) -> None:
+    drain, now, room = DrainRate(), 0.0, WaitingRoom(size=10, timeout_s=5.0)
+    for gap in gaps:
+        now += gap
+        drain.completed(now)
+    match admit(in_flight, cap, waiting, room, drain, now):
+        case Admit():
+            assert in_flight < cap
+            assert not waiting
+        case Wait(timeout_s):
+            assert waiting < room.size
+            assert timeout_s == room.timeout_s
+        case Shed(_, retry_after_s):
+            assert retry_after_s is None or retry_after_s > 0

@@ -1,0 +1,133 @@
+"""Health: the table, transition by transition, and the rule for a pool."""
+
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+
+import pytest
+
+from policies.health import Event, Health, HealthLimits, State, advance, available, probe_due
+
+LIMITS = HealthLimits(jitter=0.0)
+UP = Health()
+
+
+def after(health: Health, *events: Event, now: float = 0.0, limits: HealthLimits = LIMITS) -> Health:
+    for event in events:
+        health = advance(health, event, now, Random(1), limits)
+    return health
+
+
+def test_three_failures_in_a_row_eject() -> None:
+    assert after(UP, Event.FAILED, Event.TIMED_OUT).state is State.UP
+    assert after(UP, Event.FAILED, Event.TIMED_OUT, Event.FAILED).state is State.EJECTED
+
+
+def test_a_success_between_failures_starts_the_count_anew() -> None:
+    assert after(UP, Event.FAILED, Event.FAILED, Event.SUCCEEDED, Event.FAILED, Event.FAILED).state is State.UP
+
+
+def test_a_refused_connection_ejects_at_once() -> None:
+    ejected = after(UP, Event.CONNECT_FAILED, now=10.0)
+    assert (ejected.state, ejected.until, ejected.cause) == (State.EJECTED, 11.0, Event.CONNECT_FAILED)
+
+
+def test_a_thousand_malformed_requests_move_nothing() -> None:
+    assert after(UP, *[Event.IGNORED] * 1000) is UP
+
+
+@pytest.mark.parametrize("state", State)
+def test_ignored_is_ignored_everywhere(state: State) -> None:
+    health = Health(state, failures=2, ejections=1)
+    assert after(health, Event.IGNORED) is health
+
+
+def test_what_dies_together_counts_once() -> None:
+    ejected = after(UP, Event.CONNECT_FAILED)
+    assert after(ejected, *[Event.FAILED] * 50) is ejected
+
+
+def test_a_good_probe_after_the_backoff_leads_back_through_three_good_answers() -> None:
+    ejected = after(UP, Event.CONNECT_FAILED)
+    assert not probe_due(ejected, 0.5)
+    assert after(ejected, Event.PROBE_OK, now=0.5) is ejected
+    assert probe_due(ejected, 1.0)
+    returning = after(ejected, Event.PROBE_OK, now=1.0)
+    assert returning.state is State.RETURNING
+    assert after(returning, Event.SUCCEEDED, Event.SUCCEEDED).state is State.RETURNING
+    assert after(returning, *[Event.SUCCEEDED] * 3).state is State.UP
+
+
+def test_one_failure_while_returning_doubles_the_backoff() -> None:
+    returning = after(after(UP, Event.CONNECT_FAILED), Event.PROBE_OK, now=1.0)
+    again = after(returning, Event.FAILED, now=2.0)
+    assert (again.state, again.until) == (State.EJECTED, 4.0)
+
+
+def test_the_backoff_doubles_up_to_five_minutes() -> None:
+    health, lengths = UP, []
+    for _ in range(12):
+        health = after(
+            health, Event.CONNECT_FAILED if health.state is State.UP else Event.PROBE_FAILED, now=health.until
+        )
+        lengths.append(health.until - health.since)
+    assert lengths == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
+
+
+def test_a_flapping_endpoint_is_ejected_less_than_once_a_minute_in_the_long_run() -> None:
+    """Up two seconds, down two seconds, probed every second: F12."""
+    health, ejections = UP, []
+    for now in range(3600):
+        down = now % 4 >= 2
+        before = health.state
+        if probe_due(health, now):
+            health = after(health, Event.PROBE_FAILED if down else Event.PROBE_OK, now=now)
+        if health.state in (State.UP, State.RETURNING):
+            health = after(health, Event.CONNECT_FAILED if down else Event.SUCCEEDED, now=now)
+        if health.state is State.EJECTED and before is not State.EJECTED:
+            ejections.append(now)
+    late = [moment for moment in ejections if moment > 300]
+    assert len(late) <= 3300 / 60
+    assert len(ejections) - len(late) <= 8
+
+
+def test_a_minute_without_an_ejection_is_forgiven() -> None:
+    returned = after(after(after(UP, Event.CONNECT_FAILED), Event.PROBE_OK, now=1.0), *[Event.SUCCEEDED] * 3, now=2.0)
+    assert after(returned, Event.SUCCEEDED, now=61.0).ejections == 1
+    assert after(returned, Event.SUCCEEDED, now=62.0).ejections == 0
+
+
+def test_jitter_spreads_returns() -> None:
+    lengths = {advance(UP, Event.CONNECT_FAILED, 0.0, Random(seed), HealthLimits()).until for seed in range(50)}
+    assert len(lengths) == 50
+    assert all(0.8 <= length <= 1.2 for length in lengths)
+
+
+def test_an_engine_that_says_it_is_dead_is_dead_whatever_its_state() -> None:
+    for state in (State.UP, State.RETURNING, State.EJECTED):
+        assert after(Health(state), Event.ENGINE_DEAD).state is State.DEAD
+    assert after(Health(State.DEAD, until=5.0), Event.PROBE_OK, now=5.0).state is State.RETURNING
+
+
+def test_passive_evidence_ejects_half_a_pool_at_most() -> None:
+    out = [Health(State.EJECTED, until=float(number)) for number in range(4)]
+    assert available(out, LIMITS) == [True, True, False, False]
+    assert available([*out, UP, UP, UP, UP], LIMITS) == [False] * 4 + [True] * 4
+
+
+def test_the_last_living_endpoint_is_never_ejected() -> None:
+    out = Health(State.EJECTED, until=9.0)
+    assert available([out], LIMITS) == [True]
+    assert available([out, Health(State.DEAD), Health(State.DEAD)], LIMITS) == [True, False, False]
+    assert available([out, out], LIMITS).count(True) == 1
+
+
+def test_all_dead_is_all_dead() -> None:
+    assert available([Health(State.DEAD)] * 3, LIMITS) == [False] * 3
+    assert available([], LIMITS) == []
+
+
+def test_every_state_answers_every_event() -> None:
+    for state, event in product(State, Event):
+        assert after(Health(state), event).state in State
