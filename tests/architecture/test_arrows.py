@@ -1,4 +1,4 @@
-"""Which room may import which, and how long things may grow: the picture of docs/architecture.md, held."""
+"""The house's arrows and measures, read from the source: who may import whom, what nobody does, how long is too long."""
 
 from __future__ import annotations
 
@@ -16,62 +16,71 @@ MAY_IMPORT = {
     "mockgpu": {"kvtransfer"},
     "planner": {"policies", "mockgpu"},
 }
-IMPURE = {"asyncio", "socket", "aiohttp", "redis", "threading", "time", "os", "random", "datetime", "importlib"}
-LONGEST_FUNCTION, LONGEST_FILE = 60, 450
-FILES = [path for room in MAY_IMPORT for path in sorted((ROOT / room).rglob("*.py"))]
+# The command line gathers every room's commands, inside functions, so that serving never loads them.
+LAZY_IMPORTS = {"gateway/cli.py": {"mockgpu", "planner"}}
+IMPURE = {"aiohttp", "asyncio", "os", "redis", "secrets", "socket", "subprocess", "threading", "time", "uvloop"}
+RANDOM_TYPE_ONLY = {"random": {"Random"}}
+UNSAFE_MODULES = {"dill", "marshal", "pickle", "shelve"}
+UNSAFE_CALLS = {"compile", "eval", "exec"}
+MOST_LINES_OF_A_FUNCTION, MOST_LINES_OF_A_FILE = 60, 450
+
+FILES = sorted(path for room in MAY_IMPORT for path in (ROOT / room).rglob("*.py"))
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
-def name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-def imports(path: Path) -> Iterator[tuple[str, str | None]]:
-    """(module, imported name or None) of every import anywhere in the file, lazy ones and those for types included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
+    """Modules imported anywhere below `tree`, with the names taken from them (none: the module itself)."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
+            yield from ((alias.name, set()) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name(path)}:{node.lineno} imports relatively"
-            yield from ((node.module or "", alias.name) for alias in node.names)
+            assert not node.level, "imports are absolute here"
+            yield node.module or "", {alias.name for alias in node.names}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_a_room_imports_only_the_rooms_its_arrows_lead_to(path: Path) -> None:
-    room = path.relative_to(ROOT).parts[0]
-    reached = {module.split(".")[0] for module, _ in imports(path)} & set(MAY_IMPORT)
-    assert reached - {room} <= MAY_IMPORT[room]
+def lazy(tree: ast.Module) -> set[str]:
+    """Rooms imported inside functions only."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {node for function in functions for node in ast.walk(function)}
+    eager = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and node not in inside]
+    return rooms(tree) - rooms(ast.Module(eager, []))
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if name(path).startswith("policies/")], ids=name)
-def test_policies_read_no_clock_no_socket_and_no_chance(path: Path) -> None:
-    impure = {
-        module
-        for module, imported in imports(path)
-        if module.split(".")[0] in IMPURE and (module, imported) != ("random", "Random")
-    }
-    assert impure == set()
+def rooms(tree: ast.AST) -> set[str]:
+    return {module.split(".")[0] for module, _ in imports(tree)} & MAY_IMPORT.keys()
 
 
-def test_only_the_command_line_imports_by_name_at_run_time() -> None:
-    users = {
-        name(path)
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__"))
-    }
-    assert users == {"gateway/cli.py"}
+@every_file
+def test_rooms_import_only_along_the_arrows(path: Path) -> None:
+    tree, name = ast.parse(path.read_text()), path.relative_to(ROOT)
+    excused = LAZY_IMPORTS.get(name.as_posix(), set()) & lazy(tree)
+    assert rooms(tree) - {name.parts[0]} - MAY_IMPORT[name.parts[0]] - excused == set()
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_files_and_functions_stay_short_and_nothing_is_global(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= LONGEST_FILE
-    for node in ast.walk(ast.parse(text)):
-        assert not isinstance(node, ast.Global), f"global in line {node.lineno}"
+@every_file
+def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert calls & UNSAFE_CALLS == set()
+    assert {module.split(".")[0] for module, _ in imports(tree)} & UNSAFE_MODULES == set()
+
+
+@every_file
+def test_functions_and_files_stay_small(path: Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") <= MOST_LINES_OF_A_FILE
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert (node.end_lineno or node.lineno) - node.lineno < LONGEST_FUNCTION, node.name
+            assert (node.end_lineno or 0) - node.lineno < MOST_LINES_OF_A_FUNCTION, f"{node.name} is too long"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_a_module_begins_by_saying_what_lives_there(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), "no docstring"
+@pytest.mark.parametrize("path", sorted((ROOT / "policies").rglob("*.py")), ids=lambda path: path.name)
+def test_policies_are_pure(path: Path) -> None:
+    for module, names in imports(ast.parse(path.read_text())):
+        top = module.split(".")[0]
+        assert top not in IMPURE
+        assert top not in RANDOM_TYPE_ONLY or (names and names <= RANDOM_TYPE_ONLY[top])
+
+
+def test_every_room_was_read() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(MAY_IMPORT)
