@@ -10,9 +10,11 @@ import socket
 import struct
 
 from mockgpu.ask import ApiError
-from mockgpu.dialect import Chunks
+from mockgpu.dialect import Chunks, framed
 from mockgpu.faults import Fault, FaultKind
 from mockgpu.job import Job
+
+KEEP_ALIVE = framed(b": keep-alive\n\n")
 
 
 class Answer:
@@ -37,12 +39,13 @@ class Answer:
 
 
 class WholeSink:
-    """group.Sink of a non-streaming choice: only its end matters."""
+    """group.Sink of a non-streaming choice: only its end matters; where `stalled`, it never comes."""
 
-    __slots__ = ("_answer", "failed")
+    __slots__ = ("_answer", "_stalled", "failed")
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, stalled: bool = False) -> None:
         self._answer = answer
+        self._stalled = stalled
         self.failed = answer.failed
 
     def token(self) -> None:
@@ -50,7 +53,8 @@ class WholeSink:
 
     def ended(self) -> None:
         """Tell the answer."""
-        self._answer.choice_ended()
+        if not self._stalled:
+            self._answer.choice_ended()
 
 
 class StreamSink:
@@ -78,9 +82,9 @@ class StreamSink:
 
 
 class FaultySink(StreamSink):
-    """A StreamSink that a fault befalls: reset or stall after some tokens, or events torn apart on the wire."""
+    """A StreamSink that a fault befalls: after some tokens it breaks off, or it writes what a relay must cope with."""
 
-    __slots__ = ("_fault", "_made", "_stalled")
+    __slots__ = ("_broken", "_fault", "_made")
 
     def __init__(
         self, answer: Answer, chunks: Chunks, job: Job, transport: asyncio.Transport, cached: bool, fault: Fault
@@ -88,23 +92,29 @@ class FaultySink(StreamSink):
         super().__init__(answer, chunks, job, transport, cached)
         self._fault = fault
         self._made = 0
+        self._broken = False
 
     def token(self) -> None:
         """Write the next token, unless its turn has come to fail."""
+        self._made += 1
+        if self._transport.is_closing() or self._broken:
+            return
         kind = self._fault.kind
         if kind is FaultKind.SPLIT:
             self._write_torn(self._chunks.next(self._job.cached if self._cached else None))
-            return
-        if self._made < self._fault.after:
-            self._made += 1
+        elif kind is FaultKind.COMMENTS:
+            self._transport.write(KEEP_ALIVE)
             super().token()
-        elif kind is FaultKind.RESET_MID_STREAM:
-            reset(self._transport)
+        elif self._made <= self._fault.after:
+            super().token()
+        else:
+            self._broken = True
+            break_off(self._transport, kind, b"0\r\n\r\n")
 
-    def _write_torn(self, framed: bytes) -> None:
+    def _write_torn(self, events: bytes) -> None:
         """The same bytes as HTTP chunks of seven: no event and no character can be hoped to arrive whole."""
-        size, _, rest = framed.partition(b"\r\n")
-        while size and not self._transport.is_closing():
+        size, _, rest = events.partition(b"\r\n")
+        while size:
             length = int(size, 16)
             data, rest = rest[:length], rest[length + 2 :]
             for start in range(0, length, 7):
@@ -113,9 +123,18 @@ class FaultySink(StreamSink):
             size, _, rest = rest.partition(b"\r\n")
 
     def ended(self) -> None:
-        """A stalled stream never ends."""
-        if self._fault.kind is not FaultKind.STALL:
+        """What was broken off never ends."""
+        if not self._broken:
             super().ended()
+
+
+def break_off(transport: asyncio.Transport, kind: FaultKind, last: bytes = b"") -> None:
+    """Leave an answer unfinished: by a reset, by a quiet end after the bytes `last`, or (a stall) by doing nothing."""
+    if kind is FaultKind.CUT and not transport.is_closing():
+        transport.write(last)
+        transport.close()
+    elif kind is not FaultKind.STALL:
+        reset(transport)
 
 
 def reset(transport: asyncio.Transport) -> None:

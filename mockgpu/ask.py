@@ -157,6 +157,13 @@ def decode_body(raw: bytes) -> Body:
         raise ApiError(400, f"JSON decode error: {error}") from None
 
 
+def check_rank(headers: Mapping[str, str]) -> None:
+    """The data-parallel rank a caller pins: there is rank 0 only. ApiError 400 for another; no integer is ignored."""
+    rank = headers.get("X-data-parallel-rank", "0")
+    if rank.lstrip("-").isdecimal() and int(rank) != 0:
+        raise ApiError(400, f"data_parallel_rank {rank} is out of range [0, 1).", "data_parallel_rank")
+
+
 def check_handoff(body: Body, headers: Mapping[str, str]) -> None:
     """Raise MalformedHandoffError when the request carries what only a P/D router may send."""
     for field in HANDOFF_FIELDS:
@@ -174,6 +181,7 @@ def read_ask(raw: bytes, headers: Mapping[str, str], chat: bool, served: str, co
     """
     body = decode_body(raw)
     check_handoff(body, headers)
+    check_rank(headers)
     if body.model is not None and body.model != served:
         raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
     _check_combinations(body)
@@ -262,14 +270,20 @@ def _limit(prompts: list[bytes], asked: int | None, chat: bool, context: int) ->
 def _forced_tool(body: Body) -> str | None:
     """The tool that must be called: the one named, or the first of the list when one is required."""
     choice = body.tool_choice
-    names = [tool.get("function", {}).get("name") for tool in body.tools or ()]
+    names = [_function_name(tool) for tool in body.tools or ()]
     if isinstance(choice, dict):
-        name = choice.get("function", {}).get("name")
-        if name not in names:
+        name = _function_name(choice)
+        if name is None or name not in names:
             raise ApiError(400, "The tool specified in `tool_choice` does not match any of the specified `tools`")
-        return str(name)
+        return name
     if choice == "required":
-        if not names:
+        if not names or names[0] is None:
             raise ApiError(400, "When using `tool_choice`, `tools` must be set.", "tool_choice")
-        return str(names[0])
+        return names[0]
     return None
+
+
+def _function_name(tool: Mapping[str, Any]) -> str | None:
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None

@@ -25,8 +25,10 @@ class FaultKind(StrEnum):
     RESET_BEFORE_HEADERS = "reset-before-headers"
     RESET_AFTER_HEADERS = "reset-after-headers"
     RESET_MID_STREAM = "reset-mid-stream"
+    CUT = "cut"
     STALL = "stall"
     SPLIT = "split"
+    COMMENTS = "comments"
     SLOW = "slow"
     LOST_RANK = "lost-rank"
 
@@ -49,12 +51,18 @@ class Fault(msgspec.Struct, frozen=True):
         return self.start_s <= elapsed_s < self.end_s and (self.chance >= 1 or rng.random() < self.chance)
 
 
+# What breaks an answer off once its headers are out, and what a stream's sink carries out.
+BREAKING_FAULTS = frozenset((FaultKind.RESET_AFTER_HEADERS, FaultKind.RESET_MID_STREAM, FaultKind.CUT))
+STREAM_FAULTS = frozenset(
+    (FaultKind.RESET_MID_STREAM, FaultKind.CUT, FaultKind.STALL, FaultKind.SPLIT, FaultKind.COMMENTS)
+)
 GROUP_FAULTS = frozenset((FaultKind.REFUSE, FaultKind.SLOW, FaultKind.LOST_RANK))
 
 # Which options each fault takes, and the type of each option's value.
 _OPTIONS: dict[FaultKind, tuple[str, ...]] = {
     FaultKind.ERROR: ("status",),
     FaultKind.RESET_MID_STREAM: ("after",),
+    FaultKind.CUT: ("after",),
     FaultKind.STALL: ("after",),
     FaultKind.SLOW: ("x",),
     FaultKind.LOST_RANK: ("hang", "rank"),

@@ -17,11 +17,11 @@ import msgspec
 from aiohttp import web
 
 from mockgpu import dialect
-from mockgpu.answer import Answer, FaultySink, StreamSink, WholeSink, reset
+from mockgpu.answer import Answer, FaultySink, StreamSink, WholeSink, break_off, reset
 from mockgpu.ask import ApiError, Ask, MalformedHandoffError, prompt_of, read_ask
 from mockgpu.choice import Choice, choices_of
 from mockgpu.faultbox import FaultBox
-from mockgpu.faults import Fault, FaultError, FaultKind, parse_faults
+from mockgpu.faults import BREAKING_FAULTS, STREAM_FAULTS, Fault, FaultError, FaultKind, parse_faults
 from mockgpu.group import Sink, TpGroup
 
 VERSION = "0.33.0"
@@ -87,14 +87,19 @@ class MockServer:
         answer = Answer(len(choices), asyncio.get_running_loop())
         if ask.stream:
             return await self._stream(request, ask, choices, answer, fault)
-        return await self._whole(ask, choices, answer)
+        return await self._whole(request, ask, choices, answer, fault)
 
-    async def _whole(self, ask: Ask, choices: list[Choice], answer: Answer) -> web.Response:
-        with self._submitted(choices, [WholeSink(answer) for _ in choices]):
+    async def _whole(
+        self, request: web.Request, ask: Ask, choices: list[Choice], answer: Answer, fault: Fault | None
+    ) -> web.Response:
+        stalled = fault is not None and fault.kind is FaultKind.STALL
+        with self._submitted(choices, [WholeSink(answer, stalled) for _ in choices]):
             error = await answer.done
         if error is not None:
             raise error
         body = dialect.whole(ask, choices, int(time.time()), self._cached(ask, choices))
+        if fault is not None and fault.kind in BREAKING_FAULTS:
+            await _break_whole(request, body, fault.kind)
         return web.Response(body=body, content_type=JSON)
 
     @contextmanager
@@ -156,7 +161,7 @@ class MockServer:
     ) -> StreamSink:
         chunks = dialect.Chunks(ask, choice, created)
         details = self.group.spec.cached_details
-        if fault is not None and fault.kind in (FaultKind.RESET_MID_STREAM, FaultKind.STALL, FaultKind.SPLIT):
+        if fault is not None and fault.kind in STREAM_FAULTS:
             return FaultySink(answer, chunks, choice.job, transport, details, fault)
         return StreamSink(answer, chunks, choice.job, transport, details)
 
@@ -234,6 +239,16 @@ def _json(payload: object) -> web.Response:
 def _reset_now(request: web.Request) -> NoReturn:
     """Reset the client's connection and leave the handler."""
     reset(_transport(request))
+    raise asyncio.CancelledError
+
+
+async def _break_whole(request: web.Request, body: bytes, kind: FaultKind) -> NoReturn:
+    """Promise the whole body, send none or half of it, and leave the handler."""
+    response = web.StreamResponse(headers={"Content-Type": JSON, "Content-Length": str(len(body))})
+    await response.prepare(request)
+    if kind is not FaultKind.RESET_AFTER_HEADERS:
+        await response.write(body[: len(body) // 2])
+    break_off(_transport(request), kind)
     raise asyncio.CancelledError
 
 

@@ -460,6 +460,37 @@ async def test_a_group_outlives_any_number_of_clients_that_vanish(spec: str) -> 
         assert (await group.stream(body))[-1] == "[DONE]"
 
 
+@pytest.mark.parametrize("spec", ["reset-after-headers", "reset-mid-stream", "cut"])
+async def test_a_whole_answer_can_break_off_too(group: Mock, spec: str) -> None:
+    await group.fault(spec)
+    async with group.post("/v1/chat/completions", CHAT) as response:
+        assert response.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            await response.read()
+
+
+async def test_a_cut_stream_ends_cleanly_and_without_done(group: Mock) -> None:
+    await group.fault("cut:after=3")
+    events = await group.stream(CHAT | {"max_tokens": 50})
+    assert len(events) == 1 + 3
+    assert "[DONE]" not in events
+    await group.until("vllm:num_requests_running", 0)
+
+
+async def test_comments_come_between_events_and_the_sdk_reads_past_them(group: Mock) -> None:
+    await group.fault("comments")
+    stream = await group.sdk.chat.completions.create(**CHAT, max_tokens=5, stream=True)
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert text == expected_text(CHAT, 5)
+    assert (await group.stream(CHAT | {"max_tokens": 5})).count(": keep-alive") == 5
+
+
+async def test_a_pinned_rank_other_than_the_only_one_is_refused(group: Mock) -> None:
+    for rank, status in (("0", 200), ("1", 400), ("none", 200)):
+        headers = {"X-data-parallel-rank": rank}
+        assert (await group.answer("/v1/completions", {"prompt": "x"}, headers=headers))[0] == status
+
+
 async def test_torn_events_are_the_same_stream(group: Mock) -> None:
     body = CHAT | {"max_tokens": 6}
     whole = [json.loads(e)["choices"][0] for e in (await group.stream(body))[:-1]]
