@@ -29,7 +29,7 @@ _BYTES = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-_NUMBER = r"[0-9]{1,18}(?:\.[0-9]{1,9})?"
+_NUMBER = r"[0-9]{1,19}(?:\.[0-9]{1,9})?"
 _PART = re.compile(rf"({_NUMBER})(us|ms|s|m|h|d)")
 _DURATION = re.compile(rf"(?:{_NUMBER}(?:us|ms|s|m|h|d))+")
 _SIZE = re.compile(rf"({_NUMBER}) ?({'|'.join(_BYTES)})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway import units
@@ -57,6 +57,8 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 
 @given(st.integers(0, 2**60))
+@example(2**60)
+@example(2**60 - 1)
 def test_a_shown_size_reads_back_as_itself(size: int) -> None:
     assert units.size_bytes(units.show_size(size)) == size
 
