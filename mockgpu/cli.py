@@ -15,7 +15,7 @@ from mockgpu.faults import FaultError
 from mockgpu.fleet import KEEP_ALIVE_S, Member, running_fleet
 from mockgpu.group import GroupSpec
 from mockgpu.hardware import gpu_named
-from mockgpu.llm import min_tp, model_named
+from mockgpu.llm import kv_capacity_tokens, model_named
 from mockgpu.roofline import profile_named
 
 
@@ -25,7 +25,7 @@ def mock(
     model: Annotated[str, typer.Option(help="Served name; a known short or full model name.")] = "demo-8b",
     gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")] = "h100",
     tp: Annotated[
-        int | None, typer.Option(min=1, help="GPUs per group. Default: 1 where the model fits, else 4.")
+        int | None, typer.Option(min=1, help="GPUs per group. Default: the first of 1, 4, 8 that fits.")
     ] = None,
     role: Annotated[str, typer.Option(help="both, prefill or decode.")] = "both",
     speed: Annotated[str, typer.Option(help="10: ten times as fast. 0 or inf: no waiting at all.")] = "1",
@@ -70,7 +70,7 @@ def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: 
     if role not in ("both", "prefill", "decode"):
         raise ValueError(f"unknown role {role!r}: known are both, prefill, decode")
     if tp is None:
-        tp = 1 if min_tp(shape, card) == 1 else 4
+        tp = next((ranks for ranks in (1, 4) if kv_capacity_tokens(shape, card, ranks)), 8)
     factor = float(speed) or inf
     if not factor > 0:
         raise ValueError(f"speed {speed!r} is not a positive number")
