@@ -1,4 +1,4 @@
-"""The house's arrows and measures, read from the source: who may import whom, what nobody does, how long is too long."""
+"""The house's arrows and measures, read from the source: who may import whom, what is forbidden, what is too long."""
 
 from __future__ import annotations
 
