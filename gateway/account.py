@@ -10,16 +10,16 @@ from time import monotonic, time
 import msgspec
 
 from gateway.exchange import Exchange
-from gateway.meters import Histogram
 from gateway.metrics import Metrics
-from gateway.relay import Relay, Usage
+from gateway.relay import Relay
 
 FLUSH_BYTES = 64 * 1024
+MAX_CHILDREN = 8192
 KEEP_BYTES = 8 * 1024 * 1024  # lines waiting for a blocked sink; beyond it they are dropped and counted
 
 
 class AccessLine(msgspec.Struct, omit_defaults=True):
-    """One request in the access log. Times ending in _ms count from the moment the request's head was parsed."""
+    """One request in the access log. Times in us count from the moment the request's head was parsed."""
 
     time: float
     id: str
@@ -27,20 +27,20 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     api: str
     status: int
     outcome: str
-    done_ms: float
+    done_us: int
     reason: str | None = None
     tenant: str = ""
     model: str = ""
     endpoint: str = ""
     stream: bool = False
-    received_ms: float | None = None
-    parsed_ms: float | None = None
-    admitted_ms: float | None = None
-    picked_ms: float | None = None
-    sent_ms: float | None = None
-    first_byte_ms: float | None = None
-    first_token_ms: float | None = None
-    last_ms: float | None = None
+    received_us: int | None = None
+    parsed_us: int | None = None
+    admitted_us: int | None = None
+    picked_us: int | None = None
+    sent_us: int | None = None
+    first_byte_us: int | None = None
+    first_token_us: int | None = None
+    last_us: int | None = None
     body_bytes: int = 0
     bytes_out: int = 0
     events: int = 0
@@ -69,9 +69,11 @@ class AccessLog:
         self._writing: asyncio.Future[None] | None = None
         self.dropped = 0
 
+    @property
+    def on(self) -> bool:
+        return self._fd is not None
+
     def write(self, line: AccessLine) -> None:
-        if self._fd is None:
-            return
         encoded = self._encode(line)
         if self._size > KEEP_BYTES:
             self.dropped += 1
@@ -129,105 +131,117 @@ def _write_all(fd: int, block: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
+class _Children:
+    """The metrics of one model on one endpoint with one outcome, found once."""
+
+    __slots__ = ("cached", "completion", "e2e", "prompt", "requests", "tpot", "ttft")
+
+    def __init__(self, metrics: Metrics, model: str, endpoint: str, status: int, reason: str) -> None:
+        self.requests = metrics.requests_total.labels(model, str(status), reason)
+        self.ttft = metrics.ttft_seconds.labels(model, endpoint)
+        self.tpot = metrics.tpot_seconds.labels(model, endpoint)
+        self.e2e = metrics.e2e_seconds.labels(model)
+        self.prompt = metrics.prompt_tokens_total.labels(model)
+        self.completion = metrics.completion_tokens_total.labels(model)
+        self.cached = metrics.cached_tokens_total.labels(model)
+
+
 class Accounts:
     """Closes exchanges: observes their metrics, writes their line. Label children are looked up once and kept."""
 
     def __init__(self, metrics: Metrics, log: AccessLog) -> None:
         self._metrics = metrics
         self._log = log
-        self._latencies: dict[tuple[str, str], tuple[Histogram, Histogram]] = {}
+        self._children: dict[tuple[str, str, int, str], _Children] = {}
 
     def close(self, x: Exchange) -> None:
         """The last stage of the line."""
         now = monotonic()
         relay = x.relay
-        usage = relay.usage() if relay is not None and relay.committed else Usage()
-        self._count(x, usage, now)
-        self._log.write(_line(x, relay, usage, now))
+        if relay is not None and relay.committed:
+            self._answered(x, relay, now)
+        else:
+            self._unanswered(x)
+        if x.outcome == "client_gone":
+            self._metrics.client_disconnects_total.labels(x.stage).inc()
+        if self._log.on:
+            self._log.write(_line(x, relay, now))
 
     def retried(self, kind: str) -> None:
         self._metrics.retries_total.labels(kind).inc()
 
-    def _count(self, x: Exchange, usage: Usage, now: float) -> None:
-        metrics = self._metrics
-        metrics.requests_total.labels(x.model, str(x.status), x.reason or x.outcome).inc()
-        if x.outcome == "client_gone":
-            metrics.client_disconnects_total.labels(x.stage).inc()
-        if x.status == 429 and x.reason is not None and x.outcome == "refused":
-            metrics.shed_total.labels(x.reason).inc()
-        relay, received = x.relay, x.received_at
-        if relay is None or received is None or x.pick is None or relay.first_byte_at is None:
-            return
-        ttft, tpot = self._histograms(x.model, x.pick.candidate.endpoint.name)
-        first = relay.first_token_at or relay.first_byte_at
-        ttft.observe(first - received)
+    def _unanswered(self, x: Exchange) -> None:
+        reason = x.reason or x.outcome
+        self._metrics.requests_total.labels(x.model, str(x.status), reason).inc()
+        if x.status == 429:
+            self._metrics.shed_total.labels(reason).inc()
+
+    def _answered(self, x: Exchange, relay: Relay, now: float) -> None:
+        assert x.pick is not None
+        assert x.call is not None
+        key = (x.model, x.pick.candidate.endpoint.name, x.status, x.reason or x.outcome)
+        children = self._children.get(key) or self._find(key)
+        usage = relay.usage
+        received, first = x.received_at or x.accepted_at, relay.first_token_at or relay.first_byte_at or now
         tokens = usage.completion_tokens or max(relay.events - 2, 1)
+        children.requests.inc()
+        children.ttft.observe(first - received)
         if relay.last_at is not None and tokens > 1 and relay.events:
-            tpot.observe((relay.last_at - first) / (tokens - 1))
-        metrics.e2e_seconds.labels(x.model).observe(now - received)
+            children.tpot.observe((relay.last_at - first) / (tokens - 1))
+        children.e2e.observe(now - received)
+        children.prompt.inc(usage.prompt_tokens or x.call.request.prompt_tokens)
+        children.completion.inc(tokens)
+        children.cached.inc(usage.cached_tokens or 0)
+        metrics = self._metrics
         if x.sent_at is not None and x.admitted_at is not None and x.parsed_at is not None:
             metrics.overhead_seconds.observe(x.sent_at - received - (x.admitted_at - x.parsed_at))
         metrics.bytes_out_total.inc(relay.bytes_out)
-        self._count_tokens(x, usage, tokens)
 
-    def _count_tokens(self, x: Exchange, usage: Usage, tokens: int) -> None:
-        metrics = self._metrics
-        assert x.call is not None
-        assert x.pick is not None
-        metrics.prompt_tokens_total.labels(x.model).inc(usage.prompt_tokens or x.call.request.prompt_tokens)
-        metrics.completion_tokens_total.labels(x.model).inc(tokens)
-        metrics.cached_tokens_total.labels(x.model).inc(usage.cached_tokens or 0)
-
-    def _histograms(self, model: str, endpoint: str) -> tuple[Histogram, Histogram]:
-        key = (model, endpoint)
-        found = self._latencies.get(key)
-        if found is None:
-            metrics = self._metrics
-            found = metrics.ttft_seconds.labels(model, endpoint), metrics.tpot_seconds.labels(model, endpoint)
-            self._latencies[key] = found
-        return found
+    def _find(self, key: tuple[str, str, int, str]) -> _Children:
+        if len(self._children) > MAX_CHILDREN:  # models and endpoints come and go with configurations
+            self._children.clear()
+        children = self._children[key] = _Children(self._metrics, *key)
+        return children
 
 
-def _line(x: Exchange, relay: Relay | None, usage: Usage, now: float) -> AccessLine:
+def _line(x: Exchange, relay: Relay | None, now: float) -> AccessLine:
     start = x.accepted_at
+    call, pick = x.call, x.pick
     line = AccessLine(
-        time=round(time() - (now - start), 6),
+        time=time() - (now - start),
         id=x.id,
         client=x.client,
         api=x.api.value,
         status=x.status,
         outcome=x.outcome,
-        done_ms=_ms(start, now),  # type: ignore[arg-type]  # now is never None
+        done_us=int((now - start) * 1e6),
         reason=x.reason,
         tenant=x.tenant,
         model=x.model,
-        received_ms=_ms(start, x.received_at),
-        parsed_ms=_ms(start, x.parsed_at),
-        admitted_ms=_ms(start, x.admitted_at),
-        picked_ms=_ms(start, x.picked_at),
-        sent_ms=_ms(start, x.sent_at),
+        stream=call is not None and call.request.stream,
+        received_us=_us(start, x.received_at),
+        parsed_us=_us(start, x.parsed_at),
+        admitted_us=_us(start, x.admitted_at),
+        picked_us=_us(start, x.picked_at),
+        sent_us=_us(start, x.sent_at),
         body_bytes=x.body_bytes,
         retries=x.retries,
     )
-    if x.call is not None:
-        line.stream = x.call.request.stream
-    if x.pick is not None:
-        line.endpoint = x.pick.candidate.endpoint.name
-        line.believed_cached_tokens = x.pick.cached_tokens
-        line.pick_reason, line.pick_score, line.considered = x.pick.reason, x.pick.score, x.pick.considered
+    if pick is not None:
+        line.endpoint = pick.candidate.endpoint.name
+        line.believed_cached_tokens = pick.cached_tokens
+        line.pick_reason, line.pick_score, line.considered = pick.reason, pick.score, pick.considered
     if relay is not None:
-        line.first_byte_ms = _ms(start, relay.first_byte_at)
-        line.first_token_ms = _ms(start, relay.first_token_at)
-        line.last_ms = _ms(start, relay.last_at)
+        line.first_byte_us = _us(start, relay.first_byte_at)
+        line.first_token_us = _us(start, relay.first_token_at)
+        line.last_us = _us(start, relay.last_at)
         line.bytes_out, line.events = relay.bytes_out, relay.events
-        line.finish_reason = relay.finish_reason()
-    line.prompt_tokens, line.completion_tokens, line.cached_tokens = (
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        usage.cached_tokens,
-    )
+        line.finish_reason = relay.finish_reason
+        usage = relay.usage
+        line.prompt_tokens, line.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        line.cached_tokens = usage.cached_tokens
     return line
 
 
-def _ms(start: float, stamp: float | None) -> float | None:
-    return None if stamp is None else round((stamp - start) * 1000, 3)
+def _us(start: float, stamp: float | None) -> int | None:
+    return None if stamp is None else int((stamp - start) * 1e6)

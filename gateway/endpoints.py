@@ -35,6 +35,9 @@ EVIDENCE = {
 }
 
 
+HEALTHY = Health()  # nothing ever went wrong: a success has nothing to tell it
+
+
 class LiveEndpoint:
     """One TP group with everything live about it."""
 
@@ -45,7 +48,7 @@ class LiveEndpoint:
         self.load = load
         self.upstream = upstream
         self.key_header = {"Authorization": f"Bearer {key}"} if key else {}
-        self.health = Health()
+        self.health = HEALTHY
         self.models: tuple[str, ...] = ()
         self.models_at: float | None = None
 
@@ -85,7 +88,8 @@ class Booking:
     def served(self, usage: Usage) -> None:
         """The answer was whole. What the engine says it had cached corrects what we believed."""
         self._told = True
-        self._table.happened(self._live, Event.SUCCEEDED)
+        if self._live.health is not HEALTHY:
+            self._table.happened(self._live, Event.SUCCEEDED)
         if usage.cached_tokens is not None and usage.prompt_tokens:
             believed = self._pick.cached_tokens / max(1, self._request.prompt_tokens)
             self._table.prefixes.index.confirm(

@@ -14,6 +14,10 @@ MAX_HEAD = 64 * 1024
 MAX_SIZE_LINE = 280
 LAST_CHUNK = b"0\r\n\r\n"
 
+_FACTS = re.compile(
+    rb"\n(content-type|content-length|transfer-encoding|connection):[ \t]*([^\r\n]*?)[ \t]*\r", re.IGNORECASE
+)
+_CONTENT_TYPE, _CONTENT_LENGTH, _TRANSFER_ENCODING = map(len, ("content-type", "content-length", "transfer-encoding"))
 _SIZE = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]*;[^\r\n]{0,256})?\r\n")
 
 
@@ -32,36 +36,31 @@ class Head(msgspec.Struct, frozen=True):
 
     @property
     def is_sse(self) -> bool:
-        return self.content_type.startswith(b"text/event-stream")
+        return self.content_type[:17].lower() == b"text/event-stream"
 
 
 def parse_head(head: bytes) -> Head:
     """A head (status line and headers, ending in one CRLF) to its facts. Raises FramingError."""
     if not (head.startswith(b"HTTP/1.") and head[9:12].isdigit()):
         raise FramingError("not an HTTP/1.x status line")
-    low = head.lower()
-    chunked = _value(low, b"\r\ntransfer-encoding:")
-    length = _value(low, b"\r\ncontent-length:")
-    if chunked is not None and (chunked != b"chunked" or length is not None):
-        raise FramingError("Transfer-Encoding other than chunked, or together with Content-Length")
-    if length is not None and (not length.isdigit() or len(length) > 15 or low.count(b"\r\ncontent-length:") > 1):
-        raise FramingError("Content-Length is not one number")
-    connection = _value(low, b"\r\nconnection:")
-    return Head(
-        status=int(head[9:12]),
-        content_type=_value(low, b"\r\ncontent-type:") or b"application/octet-stream",
-        length=None if length is None else int(length),
-        chunked=chunked is not None,
-        keep_alive=connection != b"close" and head[7:8] == b"1",
-    )
-
-
-def _value(low: bytes, name: bytes) -> bytes | None:
-    at = low.find(name)
-    if at < 0:
-        return None
-    at += len(name)
-    return low[at : low.index(b"\r\n", at)].strip()
+    content_type, length, chunked, keep_alive = b"application/octet-stream", None, False, head[7:8] == b"1"
+    for name, value in _FACTS.findall(head):
+        kind = len(name)  # the four names differ in length
+        if kind == _CONTENT_TYPE:
+            content_type = value
+        elif kind == _CONTENT_LENGTH:
+            if length is not None or not value.isdigit() or len(value) > 15:
+                raise FramingError("Content-Length is not one number")
+            length = int(value)
+        elif kind == _TRANSFER_ENCODING:
+            if chunked or value.lower() != b"chunked":
+                raise FramingError("Transfer-Encoding is not chunked alone")
+            chunked = True
+        elif value.lower() == b"close":
+            keep_alive = False
+    if chunked and length is not None:
+        raise FramingError("both Transfer-Encoding and Content-Length")
+    return Head(int(head[9:12]), content_type, length, chunked, keep_alive)
 
 
 class Body(Protocol):

@@ -48,7 +48,7 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
         booking.failed(UpstreamBroke("engine_error", "error event in the stream"))
     else:
         x.served(200)
-        booking.served(relay.usage())
+        booking.served(relay.usage)
 
 
 def _pass_on(x: Exchange, client: Client, relay: Relay) -> None:

@@ -61,9 +61,10 @@ BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm
 DEFAULT_OUTPUT_TOKENS = 256
 LIMITS = {"n": 128, "best_of": 128, "max_tokens": 2**24, "max_completion_tokens": 2**24}
 SIZES = {"stop": 16 * 1024, "stop_token_ids": 16 * 1024, "bad_words": 64 * 1024, "logit_bias": 256 * 1024}
+_GUARDED = frozenset((*LIMITS, *SIZES))
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_any = msgspec.json.decode
+_decode_any = msgspec.json.Decoder().decode
 _KEY = re.compile(rb'[ \t\r\n]*("(?:[^"\\]|\\.)*")[ \t\r\n]*:[ \t\r\n]*', re.DOTALL)
 _NEXT = re.compile(rb"[ \t\r\n]*([,}])")
 
@@ -107,21 +108,22 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str
     model = models.get(asked)
     if model is None:
         raise _unknown_model(asked, models)
-    _check_limits(members)
-    prompt = tuple(members[name] for name in PROMPT_MEMBERS[api] if name in members)
-    if PROMPT_MEMBERS[api][-1] not in members:
-        name = PROMPT_MEMBERS[api][-1]
-        raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{name}'.", param=name)
+    numbers = _numbers(members)
+    names = PROMPT_MEMBERS[api]
+    if names[-1] not in members:
+        raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{names[-1]}'.", param=names[-1])
+    prompt = tuple([members[name] for name in names if name in members])
     ids = _token_ids(prompt[-1]) if api is Api.COMPLETIONS else None
-    output_tokens = _given(members, "max_completion_tokens") or _given(members, "max_tokens")
-    _check_context(ids or 0, output_tokens or 0, model.context_tokens)
+    output_tokens = numbers.get("max_completion_tokens") or numbers.get("max_tokens")
+    if model.context_tokens is not None:
+        _check_context(ids or 0, output_tokens or 0, model.context_tokens)
     request = Request(
-        id=request_id,
-        model=model.served_model,
-        tenant=tenant,
-        prompt_tokens=ids or sum(len(memoryview(part)) for part in prompt) // BYTES_PER_TOKEN + 1,
-        output_tokens=(output_tokens or DEFAULT_OUTPUT_TOKENS) * (_given(members, "n") or 1),
-        stream=bytes(members.get("stream", b"")) == b"true",
+        request_id,
+        model.served_model,
+        tenant,
+        ids or sum([len(memoryview(part)) for part in prompt]) // BYTES_PER_TOKEN + 1,
+        (output_tokens or DEFAULT_OUTPUT_TOKENS) * numbers.get("n", 1),
+        "stream" in members and bytes(members["stream"]) == b"true",
     )
     return Call(api, request, asked, _outbound(body, members, asked, model.served_model), prompt)
 
@@ -161,7 +163,7 @@ def _walk(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     at = body.index(b"{") + 1
     seen: set[str] = set()
     while (key := _KEY.match(body, at)) is not None:
-        name = _decode_any(key[1], type=str)
+        name = str(_decode_any(key[1]))
         value = bytes(members[name])
         if name in seen or not body.startswith(value, key.end()):
             raise GatewayError(Failure.BAD_REQUEST, f"Duplicate member '{name}' in the JSON body.", param=name)
@@ -175,10 +177,10 @@ def _walk(body: bytes, members: dict[str, msgspec.Raw]) -> None:
 def _string(members: Mapping[str, msgspec.Raw], name: str) -> str:
     if name not in members:
         raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{name}'.", param=name)
-    value = bytes(members[name])
-    if value[:1] != b'"':
+    value = _decode_any(members[name])
+    if not isinstance(value, str):
         raise GatewayError(Failure.BAD_REQUEST, f"'{name}' must be a string.", param=name)
-    return str(_decode_any(value))
+    return value
 
 
 def _unknown_model(asked: str, models: Mapping[str, Servable]) -> GatewayError:
@@ -188,25 +190,24 @@ def _unknown_model(asked: str, models: Mapping[str, Servable]) -> GatewayError:
     return GatewayError(Failure.MODEL_NOT_FOUND, f"The model '{shown}' does not exist.{hint}", param="model")
 
 
-def _check_limits(members: Mapping[str, msgspec.Raw]) -> None:
-    """What would hurt an engine is refused here (faults.md A06)."""
-    for name, most in LIMITS.items():
-        value = _given(members, name)
-        if value is not None and not 1 <= value <= most:
-            raise GatewayError(Failure.BAD_REQUEST, f"'{name}' must be between 1 and {most}, not {value}.", param=name)
-    for name, most in SIZES.items():
-        if name in members and len(memoryview(members[name])) > most:
-            raise GatewayError(Failure.BAD_REQUEST, f"'{name}' is larger than {most} bytes.", param=name)
+def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
+    """The bounded integers a client gave. What would hurt an engine is refused here (faults.md A06)."""
+    numbers: dict[str, int] = {}
+    for name in _GUARDED.intersection(members):
+        if name in SIZES:
+            if len(memoryview(members[name])) > SIZES[name]:
+                raise GatewayError(Failure.BAD_REQUEST, f"'{name}' is larger than {SIZES[name]} bytes.", param=name)
+        elif (value := _decode_any(members[name])) is not None:
+            numbers[name] = _bounded(name, value)
+    return numbers
 
 
-def _given(members: Mapping[str, msgspec.Raw], name: str) -> int | None:
-    """An integer member; None where it is absent or null."""
-    if name not in members:
-        return None
-    try:
-        value: int | None = _decode_any(members[name], type=int | None)
-    except msgspec.DecodeError:
-        raise GatewayError(Failure.BAD_REQUEST, f"'{name}' must be an integer.", param=name) from None
+def _bounded(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise GatewayError(Failure.BAD_REQUEST, f"'{name}' must be an integer.", param=name)
+    if not 1 <= value <= LIMITS[name]:
+        message = f"'{name}' must be between 1 and {LIMITS[name]}, not {value}."
+        raise GatewayError(Failure.BAD_REQUEST, message, param=name)
     return value
 
 
@@ -218,9 +219,9 @@ def _token_ids(prompt: msgspec.Raw) -> int | None:
     return bytes(prompt).count(b",") + 1
 
 
-def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int | None) -> None:
+def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) -> None:
     """Refuse what cannot fit by any count. Text can only be estimated here, so the engine has the last word on it."""
-    if context_tokens is not None and prompt_tokens + output_tokens > context_tokens:
+    if prompt_tokens + output_tokens > context_tokens:
         raise GatewayError(
             Failure.CONTEXT_TOO_LONG,
             f"This model's maximum context length is {context_tokens} tokens; the request asks for "

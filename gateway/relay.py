@@ -19,18 +19,18 @@ from gateway.rename import Renamer
 
 ERROR_BODY_LIMIT = 64 * 1024
 CARRY_LIMIT = 64 * 1024
+TAIL = 16 * 1024
 
 _EVENT = b"\ndata:"
 _DONE = b"[DONE]"
 _USAGE = b'"usage":'
+_REASON = b'"finish_reason":"'
 _ERROR_EVENT = re.compile(rb'(?:^|\n)data:\s*\{\s*"error"')
 _CONTENT = re.compile(
     rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
 )
-_FINISH = re.compile(rb'"finish_reason":\s*"(\w+)"')
-_PROMPT = re.compile(rb'"prompt_tokens":\s*(\d+)')
-_COMPLETION = re.compile(rb'"completion_tokens":\s*(\d+)')
-_CACHED = re.compile(rb'"cached_tokens":\s*(\d+)')
+_FINISH = re.compile(rb'"finish_reason":"(\w+)"')
+_COUNTS = re.compile(rb'"(prompt|completion|cached)_tokens":\s*(\d+)')
 
 
 class State(Enum):
@@ -72,6 +72,7 @@ class Relay:
     __slots__ = (
         "_body",
         "_carry",
+        "_counts",
         "_headers",
         "_http_1_0",
         "_last",
@@ -79,6 +80,7 @@ class Relay:
         "_pending",
         "_rebuild",
         "_renamer",
+        "_sse",
         "_usage",
         "bytes_out",
         "events",
@@ -116,6 +118,8 @@ class Relay:
         self._carry = b""  # an unfinished event
         self._last = b""  # the newest payload, with the event it began in
         self._usage = b""
+        self._counts: Usage | None = None
+        self._sse = False
 
     @property
     def committed(self) -> bool:
@@ -146,8 +150,11 @@ class Relay:
             payload = self._body.feed(data)
         except FramingError as error:
             raise UpstreamBroke("framing", str(error)) from error
-        if payload:
-            self._watch(payload, now)
+        if self._sse:
+            if payload:
+                self._watch(payload, now)
+        else:
+            self._keep(payload, now)
         out = self._rebuilt(payload) if self._rebuild else data
         if self._body.ended:
             out = self._end(out)
@@ -166,28 +173,33 @@ class Relay:
 
     def break_off(self, message: str) -> bytes:
         """After the commit point: tell the client in-stream that the rest will not come, where framing allows it."""
-        if self.head is None or not self.head.is_sse or not self._body.between or self._body.ended:
+        if not self._sse or not self._body.between or self._body.ended:
             return b""
         event = event_of(Failure.UPSTREAM_FAILED, message)
         return event if self._http_1_0 else chunk(event) + LAST_CHUNK
 
+    @property
     def usage(self) -> Usage:
-        """Token counts, read from the last event or the end of the answer."""
-        at = self._usage.rfind(_USAGE)
-        if at < 0:
-            return Usage()
-        return Usage(*(_count(pattern, self._usage, at) for pattern in (_PROMPT, _COMPLETION, _CACHED)))
+        """Token counts, read from the last event or the end of the answer; not before it is over."""
+        if self._counts is None:
+            at = self._usage.rfind(_USAGE)
+            found = {name: int(count) for name, count in _COUNTS.findall(self._usage, at)} if at >= 0 else {}
+            self._counts = Usage(found.get(b"prompt"), found.get(b"completion"), found.get(b"cached"))
+        return self._counts
 
+    @property
     def finish_reason(self) -> str | None:
-        for text in (self._last, self._usage, self._carry):
-            if found := _FINISH.findall(text):
-                return str(found[-1].decode())
+        """Why generation ended, in the engine's word."""
+        for text in (self._usage, self._last):
+            at = text.rfind(_REASON)
+            if at >= 0 and (found := _FINISH.match(text, at)):
+                return found[1].decode()
         return None
 
     @property
     def failed_in_stream(self) -> bool:
         """True when the engine itself ended the stream with an error event."""
-        return _ERROR_EVENT.search(self._last) is not None
+        return self._sse and _ERROR_EVENT.search(self._last) is not None
 
     def _begin(self, data: bytes, now: float) -> bytes:
         if self.head is None:
@@ -217,6 +229,7 @@ class Relay:
         self.head = head
         self._pending = b""
         self._body = body_for(head)
+        self._sse = head.is_sse
         self._rebuild = self._http_1_0 or self._renamer is not None or isinstance(self._body, RawBody)
         self.state = State.HELD if 200 <= head.status < 300 else State.REFUSED
 
@@ -234,7 +247,7 @@ class Relay:
     def _commit(self, data: bytes, now: float) -> bytes:
         """The first body byte: from here the client sees this engine. An error as first event is a refusal instead."""
         assert self.head is not None
-        if self.head.is_sse and _ERROR_EVENT.search(data[:256]):
+        if self._sse and _ERROR_EVENT.search(data[:256]):
             raise UpstreamBroke("engine_error", "the engine answered with an error event")
         self.state = State.FLOWING
         self.first_byte_at = now
@@ -249,6 +262,14 @@ class Relay:
         if self.head.chunked or self._rebuild:
             return b"transfer-encoding: chunked\r\n\r\n"
         return b"content-length: %d\r\n\r\n" % (self.head.length or 0)
+
+    def _keep(self, payload: bytes, now: float) -> None:
+        """A plain answer comes as one: its first byte is its first token, its counts are near its end."""
+        if self.first_token_at is None:
+            self.first_token_at = now
+            if self._on_first is not None:
+                self._on_first()
+        self._last = self._usage = (self._usage + payload)[-TAIL:] if self._usage else payload
 
     def _watch(self, payload: bytes, now: float) -> None:
         """Look at a payload in passing. An event cut by the network is looked at again, whole, when its rest arrives."""
@@ -279,7 +300,7 @@ class Relay:
         assert self.head is not None
         if not self._rebuild and self._body.surplus:
             out = out[: -self._body.surplus]
-        if not self.head.is_sse or self._last.rstrip().endswith(_DONE):
+        if not self._sse or self._last.rstrip().endswith(_DONE):
             return out
         event = event_of(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
         if self._http_1_0:
@@ -287,7 +308,3 @@ class Relay:
         kept = out[: -len(LAST_CHUNK)] if self._rebuild else out[: max(0, self._body.last_chunk)]
         return kept + chunk(event) + LAST_CHUNK
 
-
-def _count(pattern: re.Pattern[bytes], text: bytes, at: int) -> int | None:
-    found = pattern.search(text, at)
-    return None if found is None else int(found[1])
