@@ -38,7 +38,7 @@ def mock(
     kv_tokens: Annotated[
         int | None, typer.Option(min=16, help="Tokens of KV cache, instead of what memory leaves.")
     ] = None,
-    max_queued: Annotated[int | None, typer.Option(min=0, help="Answer 503 above so many waiting requests.")] = None,
+    max_queued: Annotated[int | None, typer.Option(min=1, help="Answer 503 above so many waiting requests.")] = None,
     keep_alive: Annotated[float, typer.Option(help="Seconds before an idle connection is closed.")] = KEEP_ALIVE_S,
     cached_details: Annotated[bool, typer.Option(help="Tell cached_tokens in usage.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per group.")] = False,

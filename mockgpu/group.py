@@ -123,7 +123,7 @@ class TpGroup:
         """Take a job; `reason` is how it will have finished. ApiError 500 when dead, 503 when the queue is full."""
         if self.dead and not self.hanging:
             raise _engine_dead()
-        if self.spec.max_queued is not None and len(self.scheduler.waiting) >= self.spec.max_queued:
+        if self.spec.max_queued is not None and self._queued() >= self.spec.max_queued:
             self.metrics.rejections += 1
             raise ApiError(503, f"The server's queue is full ({self.spec.max_queued} requests waiting).")
         live = self._live[job] = _Live(sink, self._loop.time(), reason)
@@ -172,6 +172,10 @@ class TpGroup:
         self._stop()
         for job, live in list(self._live.items()):
             self._drop(job, live)
+
+    def _queued(self) -> int:
+        """Jobs waiting for the scheduler, and those on their way to it."""
+        return len(self.scheduler.waiting) + sum(live.entering is not None for live in self._live.values())
 
     def _drop(self, job: Job, live: _Live) -> None:
         del self._live[job]

@@ -272,13 +272,19 @@ async def test_a_handoff_nobody_asked_for_is_answered_500_and_counted(group: Moc
 
 
 async def test_a_full_queue_is_answered_503() -> None:
-    spec = GroupSpec("demo-8b", SPEC.model, SPEC.gpu, max_num_seqs=1, max_queued=0, kv_tokens=4096)
+    spec = GroupSpec("demo-8b", SPEC.model, SPEC.gpu, speed=5, max_num_seqs=1, max_queued=1)
     async with mock(spec) as group:
-        group.member.group.scheduler.waiting.append(None)  # type: ignore[arg-type]
-        status, answer = await group.answer("/v1/chat/completions", CHAT)
-        assert (status, answer["error"]["code"]) == (503, 503)
-        assert await group.metric("vllm:admission_rejections_total") == 1
-        group.member.group.scheduler.waiting.clear()
+        body = CHAT | {"max_tokens": 5000}
+        first = asyncio.ensure_future(group.answer("/v1/chat/completions", body))
+        await group.until("vllm:num_requests_running", 1)
+        second = asyncio.ensure_future(group.answer("/v1/chat/completions", body))
+        await group.until("vllm:num_requests_waiting{", 1)
+        for stream in (True, False):
+            status, answer = await group.answer("/v1/chat/completions", CHAT | {"stream": stream})
+            assert (status, answer["error"]["code"]) == (503, 503)
+        assert await group.metric("vllm:admission_rejections_total") == 2
+        first.cancel()
+        second.cancel()
 
 
 # --- what else a router reads
