@@ -17,9 +17,9 @@ import numpy.typing as npt
 Keys = npt.NDArray[np.uint64]
 
 MAX_BLOCKS = 16_384
-"""Blocks fingerprinted at most: 4 MiB of prompt at the default block size. Work per request is bounded by it."""
+"""Blocks fingerprinted at most: 8 MiB of prompt at the default block size. Work per request is bounded by it."""
 
-_SLAB_BLOCKS = 512
+_SLAB_BLOCKS = 256
 _HALF = np.uint64(32)
 _NO_KEYS: Keys = np.empty(0, np.uint64)
 _NO_KEYS.flags.writeable = False
@@ -69,7 +69,7 @@ class Fingerprinter:
     `secret` is at least 16 random bytes, drawn anew by every process that does not share its index.
     """
 
-    def __init__(self, secret: bytes, block_bytes: int = 256) -> None:
+    def __init__(self, secret: bytes, block_bytes: int = 512) -> None:
         if len(secret) < 16:
             raise ValueError(f"a fingerprint secret has at least 16 bytes, not {len(secret)}")
         if block_bytes < 8 or block_bytes % 8:

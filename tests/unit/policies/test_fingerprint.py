@@ -25,7 +25,7 @@ def test_a_block_that_is_no_multiple_of_a_word_is_refused(size: int) -> None:
 def test_a_prompt_shorter_than_a_block_has_no_keys() -> None:
     fingerprint = Fingerprinter(SECRET).of(b"", b"hello")
     assert (len(fingerprint.keys), fingerprint.n_bytes) == (0, 5)
-    assert repr(fingerprint) == "Fingerprint(0 blocks of 256, 5 bytes)"
+    assert repr(fingerprint) == "Fingerprint(0 blocks of 512, 5 bytes)"
 
 
 def test_work_is_bounded_for_an_endless_prompt() -> None:
@@ -38,7 +38,7 @@ def test_work_is_bounded_for_an_endless_prompt() -> None:
 def test_a_chat_turn_continues_the_keys_of_the_turn_before() -> None:
     first = b'{"role":"user","content":"' + b"a" * 700 + b'"}'
     second = b'{"role":"assistant","content":"' + b"b" * 700 + b'"}'
-    prints = Fingerprinter(SECRET)
+    prints = Fingerprinter(SECRET, 256)
     before, after = prints.of(b"", b"[" + first + b"]"), prints.of(b"", b"[" + first + b"," + second + b"]")
     assert len(before.keys) == 2
     assert after.keys.tolist()[:2] == before.keys.tolist()
@@ -54,12 +54,12 @@ def test_the_same_bit_turned_in_the_top_byte_of_two_words_always_shows(bit: int)
         turned[one] ^= bit
         turned[other] ^= bit
         seen.add(bytes(turned))
-    prints = Fingerprinter(SECRET)
+    prints = Fingerprinter(SECRET, 256)
     assert len({prints.of(b"", text).keys.item(0) for text in seen}) == len(seen)
 
 
 def test_blocks_in_another_order_are_another_prompt() -> None:
-    prints = Fingerprinter(SECRET)
+    prints = Fingerprinter(SECRET, 256)
     a, b = b"a" * 256, b"b" * 256
     assert prints.of(b"", a + b).keys.item(1) != prints.of(b"", b + a).keys.item(1)
 
