@@ -20,6 +20,7 @@ MAX_BLOCKS = 16_384
 """Blocks fingerprinted at most: 8 MiB of prompt at the default block size. Work per request is bounded by it."""
 
 _SLAB_BLOCKS = 256
+_SEEDS_KEPT = 1024
 _HALF = np.uint64(32)
 _NO_KEYS: Keys = np.empty(0, np.uint64)
 _NO_KEYS.flags.writeable = False
@@ -81,7 +82,8 @@ class Fingerprinter:
         self._word_keys = numbers[:words] | np.uint64(1)
         self._places = numbers[words : words + MAX_BLOCKS]
         self._fold, self._mix = numbers[-2] | np.uint64(1), numbers[-1] | np.uint64(1)
-        self._scratch = np.empty((2, _SLAB_BLOCKS, words), np.uint64)
+        self._folded, self._upper = np.empty((2, _SLAB_BLOCKS, words), np.uint64)
+        self._seeds: dict[tuple[bytes, bytes], np.uint64] = {}
 
     def of(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:
         """The fingerprint of the parts laid end to end; where one part ends and the next begins does not matter.
@@ -95,8 +97,14 @@ class Fingerprinter:
         return self._chain(self._seed(b"ids", salt), memoryview(array("I", ids)).cast("B"))
 
     def _seed(self, kind: bytes, salt: bytes) -> np.uint64:
-        digest = hashlib.blake2b(salt, digest_size=8, key=self._salt_key, person=kind).digest()
-        return np.uint64(int.from_bytes(digest, "little"))
+        """The number a chain begins with; remembered, for tenants and models are few and come again."""
+        seed = self._seeds.get((kind, salt))
+        if seed is None:
+            digest = hashlib.blake2b(salt, digest_size=8, key=self._salt_key, person=kind).digest()
+            if len(self._seeds) >= _SEEDS_KEPT:
+                self._seeds.clear()
+            seed = self._seeds[kind, salt] = np.uint64(int.from_bytes(digest, "little"))
+        return seed
 
     def _chain(self, seed: np.uint64, data: bytes | memoryview) -> Fingerprint:
         blocks = min(len(data) // self.block_bytes, MAX_BLOCKS)
@@ -104,11 +112,11 @@ class Fingerprinter:
             return Fingerprint(_NO_KEYS, self.block_bytes, len(data))
         words = len(self._word_keys)
         keys = self._block_hashes(np.frombuffer(data, np.uint64, blocks * words).reshape(blocks, words))
-        keys += self._places[:blocks]
-        keys ^= keys >> _HALF
-        keys *= self._mix
-        np.add.accumulate(keys, out=keys)
-        keys += seed
+        np.add(keys, self._places[:blocks], keys)
+        np.bitwise_xor(keys, keys >> _HALF, keys)
+        np.multiply(keys, self._mix, keys)
+        np.add.accumulate(keys, 0, None, keys)
+        np.add(keys, seed, keys)
         return Fingerprint(keys, self.block_bytes, len(data))
 
     def _block_hashes(self, words: Keys) -> Keys:
@@ -118,10 +126,10 @@ class Fingerprinter:
         return np.concatenate([self._slab(words[at : at + _SLAB_BLOCKS]) for at in range(0, len(words), _SLAB_BLOCKS)])
 
     def _slab(self, words: Keys) -> Keys:
-        folded, upper = self._scratch[:, : len(words)]
-        np.multiply(words, self._fold, out=folded)
-        np.right_shift(folded, _HALF, out=upper)
-        np.bitwise_xor(folded, upper, out=folded)
+        folded, upper = self._folded[: len(words)], self._upper[: len(words)]
+        np.multiply(words, self._fold, folded)
+        np.right_shift(folded, _HALF, upper)
+        np.bitwise_xor(folded, upper, folded)
         sums: Keys = np.einsum("ij,j->i", folded, self._word_keys)
         return sums
 

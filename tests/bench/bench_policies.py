@@ -50,7 +50,7 @@ class Bench:
         self.candidates = [self.candidate(slot) for slot in range(endpoints)]
         self.system = self.rng.randbytes(SYSTEM_TOKENS * BYTES_PER_TOKEN)
         for slot in range(endpoints):
-            self.index.set_capacity(slot, 100_000_000)
+            self.index.set_capacity(slot, 10**9)
             self.index.insert(self.prints.of(b"salt", self.system), slot, SYSTEM_TOKENS)
 
     def candidate(self, slot: int) -> Candidate:
