@@ -110,6 +110,8 @@ def _measure(cell: Cell, running: Running, pace: Pace, work: Path, results: Resu
         results.problems[f"{system.name}, {cell.rows[0].name}"] = str(error)
         _say(f"  not measured: {error}")
         return
+    if "others" in numbers:
+        results.others.append(numbers["others"])
     for row in cell.rows:
         results.add(row, system.name, numbers[row.metric])
 

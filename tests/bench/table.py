@@ -12,6 +12,7 @@ from cells import Row
 
 OURS = "penstock"
 COLUMNS = ("penstock", "sglang-router", "vllm-router", "nginx", "direct")
+QUIET = 0.05  # more of the gateway's core than this to others, and the numbers are about them too
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
@@ -23,6 +24,7 @@ class Results:
     samples: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    others: list[float] = field(default_factory=list)
 
     def add(self, row: Row, system: str, value: float) -> None:
         self.samples.setdefault(row.name, {}).setdefault(system, []).append(value)
@@ -81,6 +83,11 @@ def markdown(results: Results) -> str:
     if judged:
         lines += ["", "| goal | asked | measured | |", "|---|---|--:|---|"]
         lines += [f"| {v.row} | {v.goal} | {v.value:.2f} | {'met' if v.met else '**missed**'} |" for v in judged]
+    if results.others:
+        usual, worst = median(results.others), max(results.others)
+        lines.append(f"\nOther processes had {usual:.0%} of the gateway's core in the median, {worst:.0%} at worst.")
+        if usual > QUIET:
+            lines.append("**The machine was not quiet**: latencies are too high and chunks too cheap; take it again.")
     lines += [f"\nNot measured: {name}: {reason}" for name, reason in sorted(results.problems.items())]
     return "\n".join(lines)
 
@@ -110,6 +117,7 @@ def as_json(results: Results) -> dict[str, Any]:
         ],
         "goals": [{"row": v.row, "goal": v.goal, "value": v.value, "met": v.met} for v in verdicts(results)],
         "not_measured": results.problems,
+        "others_on_gateway_core": results.others,
     }
 
 
