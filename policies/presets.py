@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from policies import filters, pickers, scorers
-from policies.contract import Filter, Policy, Weighted
+from policies.contract import Filter, Policy, Scorer, Weighted
 
 ORDINARY: tuple[Filter, ...] = (filters.available, filters.untried, filters.below_cap)
 
@@ -56,11 +56,13 @@ class LeastLoaded(Preset, frozen=True):
 class PrefixAware(Preset, frozen=True):
     """Least prefill work ahead of the first token, cached prefixes counted as done, and little of it done twice.
 
+    harm_weight      how much a wasted prefill is minded, per request in flight that it slows
     patience_tokens  how much longer a queue may be for the sake of a cached prefix, in prompt tokens
     decode_weight    prompt tokens that one token of context or output in generation counts for
     fresh_s          how old a scrape may be to be believed, seconds
     """
 
+    harm_weight: float = 2.0
     patience_tokens: float = 65_536.0
     decode_weight: float = 0.02
     fresh_s: float = 5.0
@@ -69,7 +71,10 @@ class PrefixAware(Preset, frozen=True):
         return Policy(
             name="prefix_aware",
             filters=ORDINARY,
-            scorers=(Weighted(scorers.uncached_work(self.decode_weight, self.patience_tokens, self.fresh_s)),),
+            scorers=(Weighted(self._scorer()),),
             picker=pickers.best,
             reads_prefix=True,
         )
+
+    def _scorer(self) -> Scorer:
+        return scorers.uncached_work(self.harm_weight, self.patience_tokens, self.decode_weight, self.fresh_s)
