@@ -69,6 +69,11 @@ class _Holder:
         self.stamp += MAX_SLOTS
         self.tokens[self.stamp] = 0.0
 
+    def empty(self) -> None:
+        self.stamp += MAX_SLOTS
+        self.tokens = {self.stamp: 0.0}
+        self.held, self.trust = 0.0, 1.0
+
     def gain(self, tokens: float) -> None:
         self.tokens[self.stamp] += tokens
         self.held += tokens
@@ -306,13 +311,13 @@ class PrefixIndex:
         self._oldest_alive[slot] = holder.oldest_alive()
 
     def forget(self, slot: int) -> None:
-        """Nothing is believed of the slot any more (restarted, removed, given to another endpoint). O(1)."""
+        """Nothing is believed of the slot any more (restarted, removed, given to another endpoint). O(1).
+
+        Its capacity stays until `set_capacity` says otherwise; mistrust of it is forgotten too.
+        """
         if slot < len(self._holders):
-            fresh = _Holder(slot)
-            fresh.stamp = self._holders[slot].stamp + MAX_SLOTS
-            fresh.tokens = {fresh.stamp: 0.0}
-            self._holders[slot] = fresh
-            self._oldest_alive[slot] = fresh.stamp
+            self._holders[slot].empty()
+            self._oldest_alive[slot] = self._holders[slot].stamp
 
     # -- memory
 

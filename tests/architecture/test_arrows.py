@@ -66,6 +66,11 @@ def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
 
 
 @every_file
+def test_no_function_writes_to_its_module(path: Path) -> None:
+    assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Global)]
+
+
+@every_file
 def test_functions_and_files_stay_small(path: Path) -> None:
     source = path.read_text()
     assert source.count("\n") <= MOST_LINES_OF_A_FILE

@@ -78,6 +78,15 @@ def test_forgetting_a_slot_leaves_the_others_alone() -> None:
     assert index.match(prompt_of(1, 8), 8) == [4, 8]
 
 
+def test_a_slot_keeps_its_capacity_when_its_content_is_forgotten() -> None:
+    index = PrefixIndex(8 << 20)
+    index.set_capacity(0, 1000)
+    index.forget(0)
+    for name in range(100):
+        index.insert(prompt_of(name, 10), 0, 100)
+    assert index.stats().held_tokens[0] <= 1000
+
+
 def test_a_prompt_that_never_got_its_first_token_is_believed_no_further_than_before() -> None:
     index = PrefixIndex(1 << 20)
     text = Random(1).randbytes(8 * BLOCK)
