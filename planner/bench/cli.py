@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -37,39 +37,52 @@ def duration_s(value: str) -> float:
     return float(found[1]) * dict(_UNITS_S)[found[2]]
 
 
+def _time(text: str, name: str) -> Any:
+    """An option that is a duration."""
+    return typer.Option(name, parser=duration_s, metavar="TIME", help=text)
+
+
+Url = Annotated[str, typer.Option(help="The server, as http://127.0.0.1:8080.")]
+Model = Annotated[str | None, typer.Option(help="The model to ask for; the first one listed unless given.")]
+Shape = Annotated[str, typer.Option(help="chat, rag, agent or shared-prefix.")]
+Rate = Annotated[float | None, typer.Option(min=1e-3, help="Open loop: requests a second, at random moments.")]
+Users = Annotated[int | None, typer.Option(min=1, help="Closed loop: users who wait for answers (8).")]
+Requests = Annotated[int | None, typer.Option(min=1, help="End after this many requests.")]
+Warmup = Annotated[bool, typer.Option("--warmup", help=f"Send {_WARMUP} requests first that do not count.")]
+Seed = Annotated[int, typer.Option(help="Of prompts and moments: the same seed asks the same.")]
+Trace = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Replay a Mooncake trace (.jsonl[.gz]).")]
+Speed = Annotated[float, typer.Option(min=1e-3, help="With --trace: how much faster than recorded.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="With --trace: only its first requests.")]
+Think = Annotated[float, typer.Option(min=0, help="Scale of the pauses between an agent's turns.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Have engines generate the full length (vLLM, SGLang).")]
+ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Out = Annotated[Path | None, typer.Option(dir_okay=False, help="Write the JSON here as well.")]
+For = Annotated[float | None, _time("How long requests are sent (30s).", "--for")]
+SloTtft = Annotated[float | None, _time("A good request's first token, at the latest.", "--slo-ttft")]
+SloTpot = Annotated[float | None, _time("A good request's time per further token.", "--slo-tpot")]
+
+
 def bench(
-    url: Annotated[str, typer.Option(help="The server, as http://127.0.0.1:8080.")],
-    model: Annotated[str | None, typer.Option(help="The model to ask for; the first one listed unless given.")] = None,
-    shape: Annotated[str, typer.Option(help="chat, rag, agent or shared-prefix.")] = "chat",
-    rate: Annotated[
-        float | None, typer.Option(min=1e-3, help="Open loop: requests a second, at random moments.")
-    ] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Closed loop: users who wait for answers (8).")] = None,
-    duration: Annotated[
-        float | None, typer.Option("--for", parser=duration_s, metavar="TIME", help="How long requests are sent (30s).")
-    ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="End after this many requests.")] = None,
-    warmup: Annotated[bool, typer.Option("--warmup", help=f"Send {_WARMUP} requests first that do not count.")] = False,
-    seed: Annotated[int, typer.Option(help="Of prompts and moments: the same seed asks the same.")] = 0,
-    slo_ttft: Annotated[
-        float | None,
-        typer.Option(parser=duration_s, metavar="TIME", help="A good request's first token, at the latest."),
-    ] = None,
-    slo_tpot: Annotated[
-        float | None, typer.Option(parser=duration_s, metavar="TIME", help="A good request's time per further token.")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Replay a Mooncake trace (.jsonl, .jsonl.gz).")
-    ] = None,
-    speed: Annotated[float, typer.Option(min=1e-3, help="With --trace: how much faster than recorded.")] = 1.0,
-    limit: Annotated[int | None, typer.Option(min=1, help="With --trace: only its first requests.")] = None,
-    think: Annotated[float, typer.Option(min=0, help="Scale of the pauses between an agent's turns.")] = 1.0,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Have engines generate the full length (vLLM, SGLang).")
-    ] = False,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    out: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the JSON here as well.")] = None,
+    url: Url,
+    model: Model = None,
+    shape: Shape = "chat",
+    rate: Rate = None,
+    concurrency: Users = None,
+    duration: For = None,
+    requests: Requests = None,
+    warmup: Warmup = False,
+    seed: Seed = 0,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    trace: Trace = None,
+    speed: Speed = 1.0,
+    limit: Limit = None,
+    think: Think = 1.0,
+    ignore_eos: IgnoreEos = False,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    out: Out = None,
 ) -> None:
     """Put load on an OpenAI server and measure TTFT, TPOT, ITL, throughput and goodput."""
     plan = Plan(
@@ -83,15 +96,22 @@ def bench(
         trace=trace,
         speed=speed,
         limit=limit,
+        think=think,
         warmup=_WARMUP if warmup else 0,
         seed=seed,
         slo=Slo(slo_ttft, slo_tpot),
-        think=think,
         ignore_eos=ignore_eos,
         api_key=api_key,
     )
+    report = _reported(plan, quiet=as_json)
+    _print(report, as_json, out)
+    raise typer.Exit(1 if report.interrupted or not report.completed else 0)
+
+
+def _reported(plan: Plan, quiet: bool) -> Report:
+    """The report, or the exit status that says why there is none."""
     try:
-        report = _carry_out(checked(plan), quiet=as_json)
+        return _carry_out(checked(plan), quiet)
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
     except (BenchError, TraceError) as error:
@@ -99,8 +119,6 @@ def bench(
         raise typer.Exit(1) from None
     except asyncio.CancelledError:  # Ctrl-C before the first request that counts
         raise typer.Exit(1) from None
-    _print(report, as_json, out)
-    raise typer.Exit(1 if report.interrupted or not report.completed else 0)
 
 
 def _carry_out(plan: Plan, quiet: bool) -> Report:
