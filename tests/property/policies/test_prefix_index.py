@@ -44,18 +44,12 @@ class Unbounded(RuleBasedStateMachine):
 
     @rule(slot=slots, prompt=prompts, kept=st.integers(0, 12))
     def trim(self, slot: int, prompt: bytes, kept: int) -> None:
-        """Only the named prompt is cut; what branches off beyond the cut hangs in the air and is found no more."""
-        depth = self.depth(slot, prompt)
-        self.index.trim(PRINTS.of(b"s", prompt), slot, kept * BLOCK, len(prompt))
-        for end in range(kept + 1, depth + 1):
-            cut = prompt[: end * BLOCK]
-            self.naive[slot] = {known for known in self.naive[slot] if not known.startswith(cut)}
-            branches = [known for known in self.reachable() if known.startswith(cut)]
-            for branch in branches:
-                self.index.trim(PRINTS.of(b"s", branch), slot, kept * BLOCK, len(branch))
-
-    def reachable(self) -> list[bytes]:
-        return [prompt for known in self.naive for prompt in known]
+        """Everything that continues the kept part is cut as well: a set of prefixes can hold no broken chain."""
+        cut = prompt[: (kept + 1) * BLOCK]
+        if len(cut) > kept * BLOCK:
+            for gone in [known for known in self.naive[slot] if known.startswith(cut)]:
+                self.index.trim(PRINTS.of(b"s", gone), slot, kept * BLOCK, len(gone))
+                self.naive[slot].remove(gone)
 
     @rule(prompt=prompts, tail=tails)
     def match(self, prompt: bytes, tail: bytes) -> None:
