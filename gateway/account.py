@@ -205,39 +205,34 @@ class Accounts:
 
 
 def _line(x: Exchange, relay: Relay | None, now: float) -> AccessLine:
-    start = x.accepted_at
-    call, pick = x.call, x.pick
+    start, call, pick = x.accepted_at, x.call, x.pick
     line = AccessLine(
-        time=time() - (now - start),
-        id=x.id,
-        client=x.client,
-        api=x.api.value,
-        status=x.status,
-        outcome=x.outcome,
-        done_us=int((now - start) * 1e6),
-        reason=x.reason,
-        tenant=x.tenant,
-        model=x.model,
-        stream=call is not None and call.request.stream,
+        time() - (now - start),
+        x.id,
+        x.client,
+        x.api,
+        x.status,
+        x.outcome,
+        int((now - start) * 1e6),
+        x.reason,
+        x.tenant,
+        x.model,
+        body_bytes=x.body_bytes,
         received_us=_us(start, x.received_at),
         parsed_us=_us(start, x.parsed_at),
         admitted_us=_us(start, x.admitted_at),
-        picked_us=_us(start, x.picked_at),
-        sent_us=_us(start, x.sent_at),
-        body_bytes=x.body_bytes,
-        retries=x.retries,
     )
+    if call is not None:
+        line.stream = call.request.stream
     if pick is not None:
-        line.endpoint = pick.candidate.endpoint.name
-        line.believed_cached_tokens = pick.cached_tokens
+        line.endpoint, line.believed_cached_tokens = pick.candidate.endpoint.name, pick.cached_tokens
         line.pick_reason, line.pick_score, line.considered = pick.reason, pick.score, pick.considered
+        line.picked_us, line.retries = _us(start, x.picked_at), x.retries
     if relay is not None:
-        line.first_byte_us = _us(start, relay.first_byte_at)
-        line.first_token_us = _us(start, relay.first_token_at)
-        line.last_us = _us(start, relay.last_at)
-        line.bytes_out, line.events = relay.bytes_out, relay.events
-        line.finish_reason = relay.finish_reason
         usage = relay.usage
+        line.sent_us, line.first_byte_us = _us(start, x.sent_at), _us(start, relay.first_byte_at)
+        line.first_token_us, line.last_us = _us(start, relay.first_token_at), _us(start, relay.last_at)
+        line.bytes_out, line.events, line.finish_reason = relay.bytes_out, relay.events, relay.finish_reason
         line.prompt_tokens, line.completion_tokens = usage.prompt_tokens, usage.completion_tokens
         line.cached_tokens = usage.cached_tokens
     return line

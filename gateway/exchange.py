@@ -9,6 +9,7 @@ from policies.model import Pick
 
 if TYPE_CHECKING:
     from gateway.answer import GatewayError
+    from gateway.endpoints import Booking
     from gateway.gate import Gate
     from gateway.openai import Api, Call
     from gateway.relay import Relay
@@ -30,6 +31,7 @@ class Exchange:
         "admitted_at",
         "api",
         "body_bytes",
+        "booking",
         "call",
         "client",
         "id",
@@ -60,6 +62,7 @@ class Exchange:
         self.picked_at: float | None = None
         self.sent_at: float | None = None
         self.call: Call | None = None
+        self.booking: Booking | None = None
         self.pick: Pick | None = None
         self.relay: Relay | None = None
         self.retries: list[str] = []
@@ -91,9 +94,16 @@ class Exchange:
         self.pick = pick
         self.picked_at = monotonic()
 
-    def sent(self, relay: Relay) -> None:
-        self.relay = relay
+    def sent(self, booking: Booking, relay: Relay) -> None:
+        self.booking, self.relay = booking, relay
         self.sent_at = monotonic()
+
+    def first_token(self) -> None:
+        """The prompt is computed and nothing can be retried: give back its place in the backlog, and its bytes."""
+        if self.booking is not None:
+            self.booking.first_token()
+        if self.call is not None:
+            self.call.release()
 
     def served(self, status: int) -> None:
         self.status = status

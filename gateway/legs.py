@@ -26,20 +26,14 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
     endpoint = booking.endpoint
     served = endpoint.served_model or route.name
     sent = call if served == call.request.model else call.named(served)
-
-    def first_token() -> None:
-        booking.first_token()
-        sent.release()
-        call.release()
-
     relay = Relay(
         _answer_headers(x, endpoint.name),
-        first_token,
-        http_1_0=client.http_1_0,
-        renamer=Renamer(served, call.asked_model) if served != call.asked_model else None,
+        x.first_token,
+        client.http_1_0,
+        Renamer(served, call.asked_model) if served != call.asked_model else None,
     )
-    head = booking.upstream.head(x.api.value) + _request_headers(x, client.headers, len(sent.body))
-    x.sent(relay)
+    head = booking.upstream.head(x.api) + _request_headers(x, client.headers, len(sent.body))
+    x.sent(booking, relay)
     await booking.upstream.send(head, sent, relay, client)
     if relay.refused:
         _pass_on(x, client, relay)

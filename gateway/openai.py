@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import Protocol
 
 import msgspec
@@ -19,14 +19,14 @@ from gateway.answer import Failure, GatewayError
 from policies.model import Request
 
 
-class Api(Enum):
+class Api(StrEnum):
     """The generation calls on the line; upstream paths are exactly these."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
 
 
-LINE: Mapping[str, Api] = {api.value: api for api in Api}
+LINE: Mapping[str, Api] = {str(api): api for api in Api}
 
 # Fields that make an engine read, write or wait for another request's KV cache, or pin its scheduling: an engine trusts
 # them to the point of dying on a malformed one (engines.md B.0), so a client may not send them.
@@ -121,7 +121,7 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str
         request_id,
         model.served_model,
         tenant,
-        ids or sum([len(memoryview(part)) for part in prompt]) // BYTES_PER_TOKEN + 1,
+        ids or sum([len(part) for part in prompt]) // BYTES_PER_TOKEN + 1,
         (output_tokens or DEFAULT_OUTPUT_TOKENS) * numbers.get("n", 1),
         "stream" in members and bytes(members["stream"]) == b"true",
     )
@@ -153,7 +153,7 @@ def _refuse_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     """
     compact = 1 + 4 * len(members)
     for name, value in members.items():
-        compact += len(name) + len(memoryview(value))
+        compact += len(name) + len(value)
     if compact != len(body):
         _walk(body, members)
 
@@ -195,7 +195,7 @@ def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for name in _GUARDED.intersection(members):
         if name in SIZES:
-            if len(memoryview(members[name])) > SIZES[name]:
+            if len(members[name]) > SIZES[name]:
                 raise GatewayError(Failure.BAD_REQUEST, f"'{name}' is larger than {SIZES[name]} bytes.", param=name)
         elif (value := _decode_any(members[name])) is not None:
             numbers[name] = _bounded(name, value)

@@ -30,6 +30,7 @@ _CONTENT = re.compile(
     rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
 )
 _FINISH = re.compile(rb'"finish_reason":"(\w+)"')
+_COUNTED = (b"prompt", b"completion", b"cached")
 _COUNTS = re.compile(rb'"(prompt|completion|cached)_tokens":\s*(\d+)')
 
 
@@ -96,7 +97,6 @@ class Relay:
         self,
         headers: bytes,
         on_first: Callable[[], None] | None = None,
-        *,
         http_1_0: bool = False,
         renamer: Renamer | None = None,
     ) -> None:
@@ -183,8 +183,8 @@ class Relay:
         """Token counts, read from the last event or the end of the answer; not before it is over."""
         if self._counts is None:
             at = self._usage.rfind(_USAGE)
-            found = {name: int(count) for name, count in _COUNTS.findall(self._usage, at)} if at >= 0 else {}
-            self._counts = Usage(found.get(b"prompt"), found.get(b"completion"), found.get(b"cached"))
+            found = dict(_COUNTS.findall(self._usage, at)) if at >= 0 else {}
+            self._counts = Usage(*[int(found[name]) if name in found else None for name in _COUNTED])
         return self._counts
 
     @property

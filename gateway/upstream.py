@@ -63,41 +63,33 @@ class Connection(asyncio.Protocol):
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def carry(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> None:
-        """Send a request and let its answer flow until it ends. Raises UpstreamBroke."""
+    def carry(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> asyncio.Future[None]:
+        """Send a request; its answer flows until the future is done. The future may raise UpstreamBroke."""
+        done = self._done = self._pool.loop.create_future()
         transport = self._transport
         if transport is None:
-            raise UpstreamBroke("reset", "the connection was closed before the request was sent")
+            self._finish(UpstreamBroke("reset", "the connection was closed before the request was sent"))
+            return done
         self._relay, self._downstream = relay, downstream
-        self._done = self._pool.loop.create_future()
         self.heard_at = monotonic()
         downstream.set_source(self)
-        try:
-            if len(payload.body) > JOIN_LIMIT:
-                transport.writelines((head, payload.body))
-            else:
-                transport.write(head + payload.body)
-            await self._done
-        finally:
-            downstream.set_source(None)
-            self._relay = self._downstream = self._done = None
-            self._release(relay)
-
-    def _release(self, relay: Relay) -> None:
-        if self.open and relay.state is State.DONE and relay.reusable:
-            self._pool.give_back(self)
+        if len(payload.body) > JOIN_LIMIT:
+            transport.writelines((head, payload.body))
         else:
-            self.abort()
+            transport.write(head + payload.body)
+        return done
 
     def abort(self) -> None:
         """Close at once. Engines take it as the abort of the request (engines.md A.7)."""
+        if self._downstream is not None:
+            self._downstream.set_source(None)
+        self._relay = self._downstream = None
         if self._transport is not None:
             self._transport.abort()
 
     def fail(self, kind: str, message: str) -> None:
         """End the answer under way with a reason, from outside: a deadline, an ejected endpoint."""
-        if self._done is not None and not self._done.done():
-            self._done.set_exception(UpstreamBroke(kind, message))
+        self._finish(UpstreamBroke(kind, message))
 
     def pause(self) -> None:
         """The client reads more slowly than the engine writes: stop reading, so that the socket fills, not memory."""
@@ -155,9 +147,17 @@ class Connection(asyncio.Protocol):
         self._finish(UpstreamBroke("reset", f"the connection to the engine was lost: {exc or 'closed'}"))
 
     def _finish(self, error: UpstreamBroke | None) -> None:
-        done = self._done
+        """The answer is over: the connection goes back to the pool, or away if it cannot be trusted any more."""
+        relay, done = self._relay, self._done
         if done is None or done.done():
             return
+        self._done = None
+        if error is None and relay is not None and relay.reusable and self.open:
+            self._downstream.set_source(None)  # type: ignore[union-attr]  # set together with _relay
+            self._relay = self._downstream = None
+            self._pool.give_back(self)
+        else:
+            self.abort()
         if error is None:
             done.set_result(None)
         else:
@@ -189,16 +189,18 @@ class Upstream:
 
     async def send(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> None:
         """One request, one answer. A pooled connection that turns out dead before a byte came back costs nothing."""
-        connection = self._pooled()
-        if connection is not None:
-            try:
-                await connection.carry(head, payload, relay, downstream)
-                return
-            except UpstreamBroke as error:
-                if not relay.untouched or error.kind not in ("reset", "no_answer"):
-                    raise
-        connection = await self._connect()
-        await connection.carry(head, payload, relay, downstream)
+        pooled = self._pooled()
+        connection = pooled or await self._connect()
+        try:
+            await connection.carry(head, payload, relay, downstream)
+        except UpstreamBroke as error:
+            if pooled is None or not relay.untouched or error.kind not in ("reset", "no_answer"):
+                raise
+            connection = await self._connect()
+            await connection.carry(head, payload, relay, downstream)
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
 
     def _pooled(self) -> Connection | None:
         oldest = monotonic() - IDLE_S
@@ -235,13 +237,13 @@ class Upstream:
         """Close idle connections before the engine does, and end answers whose engine has fallen silent."""
         while self._idle and self._idle[0].idle_since < now - IDLE_S:
             self._idle.pop(0).abort()
-        for connection in self.connections:
+        for connection in tuple(self.connections):
             if connection.overdue(now, self.patience):
                 connection.fail("timeout", "the engine has been silent for too long")
 
     def fail_all(self, kind: str, message: str) -> None:
         """The engine is known to be dead: nobody waits for it."""
-        for connection in self.connections:
+        for connection in tuple(self.connections):
             connection.fail(kind, message)
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ def chat_body(content: str, stream: bool) -> bytes:
     body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 64}
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    return json.dumps(body).encode()
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def paced(chunks: int, every_us: int, first_us: int, burst: int = 1, join: int = 0) -> bytes:
