@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -62,6 +62,11 @@ DEFAULT_OUTPUT_TOKENS = 256
 LIMITS = {"n": 128, "best_of": 128, "max_tokens": 2**24, "max_completion_tokens": 2**24}
 SIZES = {"stop": 16 * 1024, "stop_token_ids": 16 * 1024, "bad_words": 64 * 1024, "logit_bias": 256 * 1024}
 _GUARDED = frozenset((*LIMITS, *SIZES))
+
+SMALL_BODY = 64 * 1024  # up to here a body cannot hold enough members to be worth guarding against while decoding
+MAX_MEMBERS = 256
+MAX_NAME = 256
+MAX_DIGITS = 4096  # interpreters refuse or choke on longer numbers (CPython: 4300 digits)
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_any = msgspec.json.Decoder().decode
@@ -121,7 +126,7 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str
         request_id,
         model.served_model,
         tenant,
-        ids or sum([len(part) for part in prompt]) // BYTES_PER_TOKEN + 1,
+        ids or sum(map(len, prompt)) // BYTES_PER_TOKEN + 1,
         (output_tokens or DEFAULT_OUTPUT_TOKENS) * numbers.get("n", 1),
         "stream" in members and bytes(members["stream"]) == b"true",
     )
@@ -130,19 +135,60 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str
 
 def _members(body: bytes) -> dict[str, msgspec.Raw]:
     try:
-        members = _decode(body)
+        members = _decode(body) if len(body) <= SMALL_BODY else _decode_large(body)
         if not body.isascii():
             body.decode()  # raw values are not validated by the scan; an engine would choke later and elsewhere
     except RecursionError:
         raise GatewayError(Failure.BAD_REQUEST, "The JSON body is nested too deeply.") from None
     except UnicodeDecodeError as error:
         raise GatewayError(Failure.BAD_REQUEST, f"The body is not valid UTF-8 (byte {error.start}).") from None
+    except _TooManyMembers:
+        raise _too_many_members() from None
     except msgspec.ValidationError:
         raise GatewayError(Failure.BAD_REQUEST, "The body must be a JSON object.") from None
     except msgspec.DecodeError as error:
         raise GatewayError(Failure.BAD_REQUEST, f"Could not parse the JSON body: {error}.") from None
+    if len(members) > MAX_MEMBERS:
+        raise _too_many_members()
+    if len(body) > MAX_DIGITS:
+        _refuse_long_numbers(members)
     _refuse_duplicates(body, members)
     return members
+
+
+def _refuse_long_numbers(members: Mapping[str, msgspec.Raw]) -> None:
+    for name, value in members.items():
+        if len(value) > MAX_DIGITS and bytes(memoryview(value)[:1]) not in b'{["':
+            raise GatewayError(Failure.BAD_REQUEST, f"'{name[:64]}' has too many digits.", param=name[:64])
+
+
+class _TooManyMembers(Exception):
+    """The decoder's way out of a body of a million members."""
+
+
+class _Name(str):
+    """A member's name, counted while decoding."""
+
+    __slots__ = ()
+
+
+def _decode_large(body: bytes) -> dict[str, msgspec.Raw]:
+    """As _decode, but a body of a million members is given up after the first few."""
+    left = MAX_MEMBERS
+
+    def count(_: type, name: str) -> _Name:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise _TooManyMembers
+        return _Name(name)
+
+    counted = msgspec.json.decode(body, type=dict[_Name, msgspec.Raw], dec_hook=count)
+    return {str(name): value for name, value in counted.items()}
+
+
+def _too_many_members() -> GatewayError:
+    return GatewayError(Failure.BAD_REQUEST, f"The JSON body has more than {MAX_MEMBERS} members.")
 
 
 def _refuse_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
@@ -151,15 +197,17 @@ def _refuse_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     The members found, written compactly, are never longer than the body, and exactly as long only if the body is
     compact and has no other member. SDKs send that form, so the walk below is for hand-written bodies.
     """
-    compact = 1 + 4 * len(members)
-    for name, value in members.items():
-        compact += len(name) + len(value)
+    compact = 1 + 4 * len(members) + sum(map(len, members)) + sum(map(len, members.values()))
     if compact != len(body):
         _walk(body, members)
 
 
 def _walk(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     """Go from member to member; the decoder keeps the last of equal names, so an earlier one differs or repeats."""
+    if (
+        max(map(len, members), default=0) > MAX_NAME
+    ):  # also keeps the pattern below from growing with an attacker's name
+        raise GatewayError(Failure.BAD_REQUEST, f"A member's name is longer than {MAX_NAME} characters.")
     at = body.index(b"{") + 1
     seen: set[str] = set()
     while (key := _KEY.match(body, at)) is not None:
@@ -177,10 +225,18 @@ def _walk(body: bytes, members: dict[str, msgspec.Raw]) -> None:
 def _string(members: Mapping[str, msgspec.Raw], name: str) -> str:
     if name not in members:
         raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{name}'.", param=name)
-    value = _decode_any(members[name])
+    value = _value(members, name)
     if not isinstance(value, str):
         raise GatewayError(Failure.BAD_REQUEST, f"'{name}' must be a string.", param=name)
     return value
+
+
+def _value(members: Mapping[str, msgspec.Raw], name: str) -> Any:
+    """One member, decoded whole. Numbers no decoder can hold are only found here."""
+    try:
+        return _decode_any(members[name])
+    except msgspec.DecodeError as error:
+        raise GatewayError(Failure.BAD_REQUEST, f"'{name}' cannot be read: {error}.", param=name) from None
 
 
 def _unknown_model(asked: str, models: Mapping[str, Servable]) -> GatewayError:
@@ -197,7 +253,7 @@ def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
         if name in SIZES:
             if len(members[name]) > SIZES[name]:
                 raise GatewayError(Failure.BAD_REQUEST, f"'{name}' is larger than {SIZES[name]} bytes.", param=name)
-        elif (value := _decode_any(members[name])) is not None:
+        elif (value := _value(members, name)) is not None:
             numbers[name] = _bounded(name, value)
     return numbers
 
@@ -231,16 +287,25 @@ def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) 
 
 def _outbound(body: bytes, members: dict[str, msgspec.Raw], asked: str, served: str) -> bytes:
     internal = ENGINE_INTERNAL.intersection(members)
-    if not internal and asked == served and XARGS not in members:
+    xargs = _without_internal(members[XARGS]) if XARGS in members else None
+    if not internal and asked == served and xargs is None:
         return body
     kept: dict[str, msgspec.Raw] = {name: value for name, value in members.items() if name not in internal}
     kept["model"] = msgspec.Raw(msgspec.json.encode(served))
-    if XARGS in kept:
-        xargs = _decode_any(kept[XARGS])
-        if isinstance(xargs, dict):
-            clean = {name: value for name, value in xargs.items() if name not in ENGINE_INTERNAL}
-            kept[XARGS] = msgspec.Raw(msgspec.json.encode(clean))
+    if xargs is not None:
+        kept[XARGS] = xargs
     return _joined(kept)
+
+
+def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:
+    """An object without its engine-internal members; None when there is nothing to drop (or it is no object)."""
+    try:
+        members = _decode(value)
+    except msgspec.ValidationError:
+        return None
+    if ENGINE_INTERNAL.isdisjoint(members):
+        return None
+    return msgspec.Raw(_joined({name: value for name, value in members.items() if name not in ENGINE_INTERNAL}))
 
 
 def _joined(members: Mapping[str, msgspec.Raw]) -> bytes:
