@@ -5,6 +5,7 @@ Every refusal the gateway speaks is a row here. Engines' own 4xx pass through re
 
 from __future__ import annotations
 
+import secrets
 from enum import Enum
 from http import HTTPStatus
 
@@ -90,6 +91,19 @@ def headers_of(error: GatewayError) -> list[tuple[str, str]]:
     return headers
 
 
+def new_id() -> str:
+    """A request id for an answer outside the line, in the line's own form."""
+    return f"req_{secrets.token_hex(16)}"
+
+
+def phrase_of(status: int) -> str:
+    """The reason phrase of a status; engines and what stands before them also use numbers nobody registered."""
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Error"
+
+
 def reshaped(status: int, body: bytes) -> bytes:
     """An engine's error body in OpenAI's shape (engines.md A.6: nested, top-level, or a bare string).
 
@@ -104,7 +118,7 @@ def reshaped(status: int, body: bytes) -> bytes:
         error = {"message": error}
     if not isinstance(error, dict):
         error = {}
-    message = error.get("message") or error.get("detail") or HTTPStatus(status).phrase
+    message = error.get("message") or error.get("detail") or phrase_of(status)
     return _encode(str(message), _openai_type(status), _text_or_none(error.get("param")), _code_of(error, status))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from gateway.answer import Failure, GatewayError, body_of, headers_of
+from gateway.answer import Failure, GatewayError, body_of, headers_of, new_id
 from gateway.openai import LINE
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def application(app: App) -> web.Application:
         snapshot = app.gateway.snapshot
         snapshot.authenticate(request.headers)
         names = sorted(snapshot.routes)
-        return web.json_response({"object": "list", "data": [_card(name, app, created) for name in names]})
+        return _found({"object": "list", "data": [_card(name, app, created) for name in names]})
 
     async def model(request: web.Request) -> web.StreamResponse:
         snapshot = app.gateway.snapshot
@@ -36,7 +36,7 @@ def application(app: App) -> web.Application:
         name = request.match_info["name"]
         if name not in snapshot.routes:
             raise GatewayError(Failure.MODEL_NOT_FOUND, f"The model {name[:64]!r} does not exist.", param="model")
-        return web.json_response(_card(name, app, created))
+        return _found(_card(name, app, created))
 
     server = web.Application(middlewares=[_refusals])
     server.router.add_get("/v1/models", models, allow_head=False)
@@ -54,6 +54,10 @@ def _card(name: str, app: App, created: int) -> dict[str, object]:
         "root": route.name,
         "max_model_len": route.context_tokens,
     }
+
+
+def _found(answer: dict[str, object]) -> web.Response:
+    return web.json_response(answer, headers={"x-request-id": new_id()})
 
 
 @web.middleware
@@ -79,5 +83,8 @@ def _method(request: web.Request, allowed: list[str]) -> GatewayError:
 
 def _refused(error: GatewayError) -> web.Response:
     return web.Response(
-        status=error.status, body=body_of(error), content_type="application/json", headers=dict(headers_of(error))
+        status=error.status,
+        body=body_of(error),
+        content_type="application/json",
+        headers=[("x-request-id", new_id()), *headers_of(error)],
     )

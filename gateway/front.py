@@ -1,8 +1,8 @@
 """One client connection. aiohttp's own server protocol and parser, with a straight door for generation requests.
 
 A POST to a path of the line leaves aiohttp right after its parser and runs in the connection's task: no Request object,
-no router, no response object, no task per request. Every other request goes the ordinary aiohttp way. What aiohttp leaves
-open is closed here: header, body and reader deadlines, early 413, chunk count, Content-Encoding (faults.md 4).
+no router, no response object, no task per request. Every other request goes the ordinary aiohttp way. What aiohttp
+leaves open is closed here: header, body and reader deadlines, early 413, chunk count, Content-Encoding (faults.md 4).
 Why not a protocol of our own: the parser is the part an attacker talks to, and aiohttp's is attacked, fixed and pinned.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from enum import Enum, auto
-from http import HTTPStatus
 from time import monotonic
 from typing import Any
 
@@ -21,13 +20,14 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
-from gateway.answer import Failure, GatewayError, body_of, headers_of
+from gateway.answer import Failure, GatewayError, body_of, headers_of, new_id, phrase_of
 from gateway.config import Limits
 from gateway.openai import LINE, Api
 from gateway.upstream import Connection
 
 LINGER_S = 1.0  # how long a refused upload may go on arriving before the socket is cut
 ALLOWED = frozenset({"POST"})
+CONTINUE = "100-continue"
 
 
 class Phase(Enum):
@@ -101,7 +101,8 @@ class Front(RequestHandler):
     @property
     def declared_bytes(self) -> int:
         assert self._message is not None
-        return int(self._message.headers.get("Content-Length", 0))
+        declared = int(self._message.headers.get("Content-Length", 0))
+        return declared if declared <= self._limits.body else 0  # what is refused unread takes no memory
 
     async def body(self) -> bytes:
         """The request's body, whole. Raises GatewayError when it is refused: too large, too slow, encoded, cut."""
@@ -237,7 +238,7 @@ class Front(RequestHandler):
             return False
         self._message, self._payload = message, payload
         self._must_close = self._body_read = False
-        api = LINE.get(message.path)
+        api = LINE.get(message.path) or LINE.get(message.url.raw_path)  # the latter: a query, or absolute form
         if api is None or message.method not in ALLOWED or message.upgrade:
             return await self._ordinary(message, payload)
         await self._serve(self, api)
@@ -246,6 +247,9 @@ class Front(RequestHandler):
 
     async def _ordinary(self, message: RawRequestMessage, payload: StreamReader) -> bool:
         """aiohttp's own way, in this task."""
+        if message.headers.get("Expect", CONTINUE).lower() != CONTINUE:
+            self.refuse(_expectation_failed(), new_id())
+            return False
         assert self._request_factory is not None
         assert self._request_handler is not None
         task = self._task_handler or asyncio.current_task()
@@ -268,7 +272,8 @@ class Front(RequestHandler):
         elif isinstance(problem, HttpProcessingError) and "too many" in str(problem.message).lower():
             failure, message = Failure.HEADERS_TOO_LARGE, "The request has too many headers."
         body = body_of(GatewayError(failure, message))
-        self.write(_head(failure.value.status, len(body), "x-should-retry: false\r\nconnection: close\r\n") + body)
+        lines = f"x-request-id: {new_id()}\r\nx-should-retry: false\r\nconnection: close\r\n"
+        self.write(_head(failure.value.status, len(body), lines) + body)
 
     # Reading a body
 
@@ -280,11 +285,11 @@ class Front(RequestHandler):
         if int(headers.get("Content-Length", 0)) > self._limits.body:
             raise self._too_large()
         expect = headers.get("Expect")
-        if expect is None or self._payload is None or self._payload.is_eof():
+        if expect is None:
             return
-        if expect.lower() != "100-continue":
-            raise GatewayError(Failure.EXPECTATION_FAILED, "Only 'Expect: 100-continue' is understood.")
-        if self.transport is not None:
+        if expect.lower() != CONTINUE:
+            raise _expectation_failed()
+        if self.transport is not None and self._payload is not None and not self._payload.is_eof():
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     async def _read_sized(self, payload: StreamReader) -> bytes:
@@ -329,15 +334,17 @@ class Front(RequestHandler):
             if age > limits.headers_timeout:
                 self._time_out("The request's headers did not arrive in time.")
         elif self.phase is Phase.BODY:
-            too_slow = age > 2 and self.received < (age - 2) * limits.body_min_rate
-            if age > limits.body_timeout or too_slow:
-                self._time_out("The request's body did not arrive in time.")
+            too_slow = age > 1 and self.received < (age - 1) * limits.body_min_rate
+            if (age > limits.body_timeout or too_slow) and self._payload is not None:
+                message = "The request's body did not arrive in time."
+                self._payload.set_exception(GatewayError(Failure.REQUEST_TIMEOUT, message))
         elif self.phase is Phase.CLOSING and age > LINGER_S:
             self._cut()
 
     def _time_out(self, message: str) -> None:
-        body = body_of(GatewayError(Failure.REQUEST_TIMEOUT, message))
-        self.write(_head(408, len(body), "connection: close\r\n") + body)
+        error = GatewayError(Failure.REQUEST_TIMEOUT, message)
+        self._must_close = True
+        self.refuse(error, new_id())
         self.force_close()
 
     def _cut(self) -> None:
@@ -358,8 +365,11 @@ class Front(RequestHandler):
         transport.resume_reading()
 
 
+def _expectation_failed() -> GatewayError:
+    return GatewayError(Failure.EXPECTATION_FAILED, "Only 'Expect: 100-continue' is understood.")
+
+
 def _head(status: int, length: int, lines: str) -> bytes:
-    phrase = HTTPStatus(status).phrase
-    return (
-        f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n{lines}\r\n"
-    ).encode("latin-1", "replace")
+    first = f"HTTP/1.1 {status} {phrase_of(status)}\r\n"
+    always = f"content-type: application/json\r\ncontent-length: {length}\r\n"
+    return f"{first}{always}{lines}\r\n".encode("latin-1", "replace")

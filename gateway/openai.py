@@ -1,7 +1,7 @@
 """The door: an OpenAI request's bytes become a Request. No HTTP library's types and no I/O past this module.
 
 The body is decoded once, one level deep: values stay raw JSON, so a 400 kB prompt is scanned and never rebuilt.
-Unknown fields pass; fields that steer an engine's internals are dropped; the body is re-encoded only when a member changes.
+Unknown fields pass; fields that steer an engine's internals are dropped; only a body that changes is re-encoded.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _members(body: bytes) -> dict[str, msgspec.Raw]:
         raise GatewayError(Failure.BAD_REQUEST, "The JSON body is nested too deeply.") from None
     except UnicodeDecodeError as error:
         raise GatewayError(Failure.BAD_REQUEST, f"The body is not valid UTF-8 (byte {error.start}).") from None
-    except _TooManyMembers:
+    except _TooManyMembersError:
         raise _too_many_members() from None
     except msgspec.ValidationError:
         raise GatewayError(Failure.BAD_REQUEST, "The body must be a JSON object.") from None
@@ -162,7 +162,7 @@ def _refuse_long_numbers(members: Mapping[str, msgspec.Raw]) -> None:
             raise GatewayError(Failure.BAD_REQUEST, f"'{name[:64]}' has too many digits.", param=name[:64])
 
 
-class _TooManyMembers(Exception):
+class _TooManyMembersError(Exception):
     """The decoder's way out of a body of a million members."""
 
 
@@ -180,7 +180,7 @@ def _decode_large(body: bytes) -> dict[str, msgspec.Raw]:
         nonlocal left
         left -= 1
         if left < 0:
-            raise _TooManyMembers
+            raise _TooManyMembersError
         return _Name(name)
 
     counted = msgspec.json.decode(body, type=dict[_Name, msgspec.Raw], dec_hook=count)
