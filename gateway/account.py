@@ -134,16 +134,30 @@ def _write_all(fd: int, block: bytes) -> None:
 class _Children:
     """The metrics of one model on one endpoint with one outcome, found once."""
 
-    __slots__ = ("cached", "completion", "e2e", "prompt", "requests", "tpot", "ttft")
+    __slots__ = ("_cached", "_completion", "_e2e", "_prompt", "_requests", "_tpot", "_ttft")
 
     def __init__(self, metrics: Metrics, model: str, endpoint: str, status: int, reason: str) -> None:
-        self.requests = metrics.requests_total.labels(model, str(status), reason)
-        self.ttft = metrics.ttft_seconds.labels(model, endpoint)
-        self.tpot = metrics.tpot_seconds.labels(model, endpoint)
-        self.e2e = metrics.e2e_seconds.labels(model)
-        self.prompt = metrics.prompt_tokens_total.labels(model)
-        self.completion = metrics.completion_tokens_total.labels(model)
-        self.cached = metrics.cached_tokens_total.labels(model)
+        self._requests = metrics.requests_total.labels(model, str(status), reason)
+        self._ttft = metrics.ttft_seconds.labels(model, endpoint)
+        self._tpot = metrics.tpot_seconds.labels(model, endpoint)
+        self._e2e = metrics.e2e_seconds.labels(model)
+        self._prompt = metrics.prompt_tokens_total.labels(model)
+        self._completion = metrics.completion_tokens_total.labels(model)
+        self._cached = metrics.cached_tokens_total.labels(model)
+
+    def count(self, received: float, relay: Relay, prompt_tokens: int, now: float) -> None:
+        """One answered request."""
+        usage = relay.usage
+        first = relay.first_token_at or relay.first_byte_at or now
+        tokens = usage.completion_tokens or max(relay.events - 2, 1)
+        self._requests.value += 1.0
+        self._ttft.observe(first - received)
+        self._e2e.observe(now - received)
+        if relay.events and tokens > 1 and relay.last_at is not None:
+            self._tpot.observe((relay.last_at - first) / (tokens - 1))
+        self._prompt.value += usage.prompt_tokens or prompt_tokens
+        self._completion.value += tokens
+        self._cached.value += usage.cached_tokens or 0
 
 
 class Accounts:
@@ -152,6 +166,7 @@ class Accounts:
     def __init__(self, metrics: Metrics, log: AccessLog) -> None:
         self._metrics = metrics
         self._log = log
+        self._overhead, self._bytes_out = metrics.overhead_seconds, metrics.bytes_out_total
         self._children: dict[tuple[str, str, int, str], _Children] = {}
 
     def close(self, x: Exchange) -> None:
@@ -181,21 +196,11 @@ class Accounts:
         assert x.call is not None
         key = (x.model, x.pick.candidate.endpoint.name, x.status, x.reason or x.outcome)
         children = self._children.get(key) or self._find(key)
-        usage = relay.usage
-        received, first = x.received_at or x.accepted_at, relay.first_token_at or relay.first_byte_at or now
-        tokens = usage.completion_tokens or max(relay.events - 2, 1)
-        children.requests.inc()
-        children.ttft.observe(first - received)
-        if relay.last_at is not None and tokens > 1 and relay.events:
-            children.tpot.observe((relay.last_at - first) / (tokens - 1))
-        children.e2e.observe(now - received)
-        children.prompt.inc(usage.prompt_tokens or x.call.request.prompt_tokens)
-        children.completion.inc(tokens)
-        children.cached.inc(usage.cached_tokens or 0)
-        metrics = self._metrics
+        received = x.received_at or now
+        children.count(received, relay, x.call.request.prompt_tokens, now)
         if x.sent_at is not None and x.admitted_at is not None and x.parsed_at is not None:
-            metrics.overhead_seconds.observe(x.sent_at - received - (x.admitted_at - x.parsed_at))
-        metrics.bytes_out_total.inc(relay.bytes_out)
+            self._overhead.observe(x.sent_at - received - (x.admitted_at - x.parsed_at))
+        self._bytes_out.value += relay.bytes_out
 
     def _find(self, key: tuple[str, str, int, str]) -> _Children:
         if len(self._children) > MAX_CHILDREN:  # models and endpoints come and go with configurations
@@ -218,25 +223,24 @@ def _line(x: Exchange, relay: Relay | None, now: float) -> AccessLine:
         x.tenant,
         x.model,
         body_bytes=x.body_bytes,
-        received_us=_us(start, x.received_at),
-        parsed_us=_us(start, x.parsed_at),
-        admitted_us=_us(start, x.admitted_at),
+        retries=x.retries,
     )
+    stamps = (x.received_at, x.parsed_at, x.admitted_at, x.picked_at, x.sent_at)
+    line.received_us, line.parsed_us, line.admitted_us, line.picked_us, line.sent_us = [
+        None if stamp is None else int((stamp - start) * 1e6) for stamp in stamps
+    ]
     if call is not None:
         line.stream = call.request.stream
     if pick is not None:
         line.endpoint, line.believed_cached_tokens = pick.candidate.endpoint.name, pick.cached_tokens
         line.pick_reason, line.pick_score, line.considered = pick.reason, pick.score, pick.considered
-        line.picked_us, line.retries = _us(start, x.picked_at), x.retries
     if relay is not None:
-        usage = relay.usage
-        line.sent_us, line.first_byte_us = _us(start, x.sent_at), _us(start, relay.first_byte_at)
-        line.first_token_us, line.last_us = _us(start, relay.first_token_at), _us(start, relay.last_at)
+        seen = (relay.first_byte_at, relay.first_token_at, relay.last_at)
+        line.first_byte_us, line.first_token_us, line.last_us = [
+            None if stamp is None else int((stamp - start) * 1e6) for stamp in seen
+        ]
         line.bytes_out, line.events, line.finish_reason = relay.bytes_out, relay.events, relay.finish_reason
+        usage = relay.usage
         line.prompt_tokens, line.completion_tokens = usage.prompt_tokens, usage.completion_tokens
         line.cached_tokens = usage.cached_tokens
     return line
-
-
-def _us(start: float, stamp: float | None) -> int | None:
-    return None if stamp is None else int((stamp - start) * 1e6)

@@ -62,7 +62,12 @@ def _shown(live: LiveEndpoint, now: float) -> dict[str, object]:
         "pool": endpoint.pool,
         "role": endpoint.role,
         "engine": endpoint.engine,
-        "layout": {"tp": endpoint.layout.tp, "pp": endpoint.layout.pp, "ep": endpoint.layout.ep, "dp": endpoint.layout.dp},
+        "layout": {
+            "tp": endpoint.layout.tp,
+            "pp": endpoint.layout.pp,
+            "ep": endpoint.layout.ep,
+            "dp": endpoint.layout.dp,
+        },
         "labels": dict(endpoint.labels),
         "max_concurrency": endpoint.max_concurrency,
         "available": load.available,

@@ -63,6 +63,7 @@ AdminPort = Annotated[int | None, typer.Option("--admin-port", min=0, max=65535,
 
 def main() -> None:
     """The entry point of the command `penstock`."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy hashes prompts here; its matrix threads would only idle
     app(prog_name="penstock")
 
 

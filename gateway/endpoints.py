@@ -1,4 +1,4 @@
-"""The endpoint table: every TP group the gateway knows, its live load, health and connections. The only writer of EndpointLoad.
+"""The endpoint table: every TP group with its live load, health and connections. The only writer of EndpointLoad.
 
 Decisions about health are policies.health's; here its events are gathered and its verdicts carried out.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from time import monotonic
 
@@ -56,11 +56,19 @@ class LiveEndpoint:
 class Booking:
     """A place taken at an endpoint, from pick to last byte. Leaving gives back whatever is still held."""
 
-    __slots__ = ("_decoding", "_live", "_pick", "_request", "_table", "_told", "_uncached")
+    __slots__ = (
+        *("_decoding", "_fingerprint", "_live", "_pick", "_request", "_table", "_told", "_uncached"),
+        *("endpoint", "upstream"),
+    )
 
-    def __init__(self, table: EndpointTable, live: LiveEndpoint, pick: Pick, request: Request) -> None:
+    def __init__(
+        self, table: EndpointTable, live: LiveEndpoint, pick: Pick, request: Request, fingerprint: Fingerprint | None
+    ) -> None:
         self._table = table
+        self._fingerprint = fingerprint
         self._live = live
+        self.endpoint = live.endpoint
+        self.upstream = live.upstream
         self._pick = pick
         self._request = request
         self._uncached = max(0, request.prompt_tokens - pick.cached_tokens)
@@ -69,14 +77,6 @@ class Booking:
         load.in_flight += 1
         load.prefill_tokens += self._uncached
         load.expected_tokens += request.output_tokens
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self._live.endpoint
-
-    @property
-    def upstream(self) -> Upstream:
-        return self._live.upstream
 
     def first_token(self) -> None:
         """The prompt is computed: its tokens are context now, not backlog."""
@@ -113,6 +113,14 @@ class Booking:
             load.decode_tokens -= self._request.prompt_tokens
         else:
             load.prefill_tokens -= self._uncached
+            self._unlearn()
+
+    def _unlearn(self) -> None:
+        """The prompt was never computed there: believe no more than before the pick."""
+        if self._fingerprint is not None:
+            self._table.prefixes.index.trim(
+                self._fingerprint, self._live.load.slot, self._pick.cached_tokens, self._request.prompt_tokens
+            )
 
 
 class EndpointTable:
@@ -134,9 +142,7 @@ class EndpointTable:
         known = {(live.endpoint.pool, live.endpoint.url): live for live in self._by_slot}
         pools: dict[str, tuple[Candidate, ...]] = {}
         for pool, spec in config.pools.items():
-            members = [
-                known.get((pool, each.url)) or self._new(pool, each, patience) for each in spec.endpoints
-            ]
+            members = [known.get((pool, each.url)) or self._new(pool, each, patience) for each in spec.endpoints]
             pools[pool] = tuple(Candidate(live.endpoint, live.load) for live in members)
         self._pools = pools
         return pools
@@ -158,10 +164,10 @@ class EndpointTable:
 
     # Routing
 
-    def ask(self, request: Request, fingerprint: Fingerprint | None, tried: frozenset[str]) -> Ask:
+    def ask(self, request: Request, fingerprint: Fingerprint | None, tried: Sequence[str]) -> Ask:
         """The routing question for a request, with what every endpoint is believed to hold of its prompt."""
         cached = () if fingerprint is None else self.prefixes.cached(fingerprint, request.prompt_tokens)
-        return Ask(request=request, now=monotonic(), rng=self.rng, cached=cached, tried=tried)
+        return Ask(request, monotonic(), self.rng, cached, frozenset(tried))
 
     def book(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Booking:
         """Take the picked place. Our own picks teach the index: the endpoint will hold this prompt soon."""
@@ -170,7 +176,7 @@ class EndpointTable:
             self.prefixes.looked_up_tokens += request.prompt_tokens
             self.prefixes.hit_tokens += pick.cached_tokens
             self.prefixes.index.insert(fingerprint, slot, request.prompt_tokens)
-        return Booking(self, self._by_slot[slot], pick, request)
+        return Booking(self, self._by_slot[slot], pick, request, fingerprint)
 
     # Evidence
 
@@ -180,7 +186,7 @@ class EndpointTable:
         self.happened(live, EVIDENCE.get(kind, Event.FAILED))
 
     def probed(self, live: LiveEndpoint, status: int | None) -> None:
-        """An active probe came back; None when it did not. 503 is vLLM's word for a dead engine: one rank lost is all lost."""
+        """An active probe came back; None: it did not. 503 is vLLM's word for a dead engine: one rank lost, all lost."""
         if status == 503:
             self.happened(live, Event.ENGINE_DEAD)
         else:

@@ -2,101 +2,51 @@
 
 from __future__ import annotations
 
-from time import monotonic
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from policies.model import Pick
 
 if TYPE_CHECKING:
     from gateway.answer import GatewayError
     from gateway.endpoints import Booking
-    from gateway.gate import Gate
     from gateway.openai import Api, Call
     from gateway.relay import Relay
 
 
-class Exchange:
+class Exchange(msgspec.Struct, eq=False):
     """Stamps are monotonic seconds; None means that the stage was not reached.
 
     accepted_at   the head was parsed          received_at   the body was complete
     parsed_at     the call was understood      admitted_at   a Permit was given (the rest was waiting)
-    picked_at     an endpoint was booked       sent_at       the request left for it
+    picked_at     an endpoint was chosen       sent_at       the request left for it
     outcome       served | refused | client_gone | interrupted | internal_error
     reason        the short cause when the outcome is not served
     retries       endpoints that failed this request, in order
+    body_bytes    memory held for the body
     """
 
-    __slots__ = (
-        "accepted_at",
-        "admitted_at",
-        "api",
-        "body_bytes",
-        "booking",
-        "call",
-        "client",
-        "id",
-        "model",
-        "outcome",
-        "parsed_at",
-        "pick",
-        "picked_at",
-        "reason",
-        "received_at",
-        "relay",
-        "retries",
-        "sent_at",
-        "status",
-        "tenant",
-    )
-
-    def __init__(self, exchange_id: str, api: Api, client: str) -> None:
-        self.id = exchange_id
-        self.api = api
-        self.client = client
-        self.tenant = ""
-        self.model = ""
-        self.accepted_at = monotonic()
-        self.received_at: float | None = None
-        self.parsed_at: float | None = None
-        self.admitted_at: float | None = None
-        self.picked_at: float | None = None
-        self.sent_at: float | None = None
-        self.call: Call | None = None
-        self.booking: Booking | None = None
-        self.pick: Pick | None = None
-        self.relay: Relay | None = None
-        self.retries: list[str] = []
-        self.body_bytes = 0
-        self.status = 0
-        self.outcome = "served"
-        self.reason: str | None = None
-
-    def hold(self, gate: Gate, declared_bytes: int) -> None:
-        """Take memory for the body before it is read, as far as its length is known."""
-        gate.hold(declared_bytes)
-        self.body_bytes = declared_bytes
-
-    def received(self, gate: Gate, body_bytes: int) -> None:
-        self.received_at = monotonic()
-        if body_bytes != self.body_bytes:
-            gate.hold(body_bytes - self.body_bytes)
-            self.body_bytes = body_bytes
-
-    def parsed(self, call: Call, model: str) -> None:
-        self.call = call
-        self.model = model
-        self.parsed_at = monotonic()
-
-    def admitted(self) -> None:
-        self.admitted_at = monotonic()
-
-    def picked(self, pick: Pick) -> None:
-        self.pick = pick
-        self.picked_at = monotonic()
-
-    def sent(self, booking: Booking, relay: Relay) -> None:
-        self.booking, self.relay = booking, relay
-        self.sent_at = monotonic()
+    id: str
+    api: Api
+    client: str
+    accepted_at: float
+    received_at: float | None = None
+    parsed_at: float | None = None
+    admitted_at: float | None = None
+    picked_at: float | None = None
+    sent_at: float | None = None
+    tenant: str = ""
+    model: str = ""
+    call: Call | None = None
+    pick: Pick | None = None
+    booking: Booking | None = None
+    relay: Relay | None = None
+    retries: list[str] = []
+    body_bytes: int = 0
+    status: int = 0
+    outcome: str = "served"
+    reason: str | None = None
 
     def first_token(self) -> None:
         """The prompt is computed and nothing can be retried: give back its place in the backlog, and its bytes."""
@@ -104,11 +54,6 @@ class Exchange:
             self.booking.first_token()
         if self.call is not None:
             self.call.release()
-
-    def served(self, status: int) -> None:
-        self.status = status
-        if status >= 400:
-            self.outcome, self.reason = "refused", "engine"
 
     def refused(self, error: GatewayError) -> None:
         self.status, self.outcome, self.reason = error.status, "refused", error.reason

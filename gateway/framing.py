@@ -14,10 +14,7 @@ MAX_HEAD = 64 * 1024
 MAX_SIZE_LINE = 280
 LAST_CHUNK = b"0\r\n\r\n"
 
-_FACTS = re.compile(
-    rb"\n(content-type|content-length|transfer-encoding|connection):[ \t]*([^\r\n]*?)[ \t]*\r", re.IGNORECASE
-)
-_CONTENT_TYPE, _CONTENT_LENGTH, _TRANSFER_ENCODING = map(len, ("content-type", "content-length", "transfer-encoding"))
+_FACTS = re.compile(rb"\n(content-type|content-length|transfer-encoding|connection):[ \t]*([^\r\n]*?)[ \t]*\r")
 _SIZE = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]*;[^\r\n]{0,256})?\r\n")
 
 
@@ -33,34 +30,31 @@ class Head(msgspec.Struct, frozen=True):
     length: int | None
     chunked: bool
     keep_alive: bool
-
-    @property
-    def is_sse(self) -> bool:
-        return self.content_type[:17].lower() == b"text/event-stream"
+    is_sse: bool
 
 
 def parse_head(head: bytes) -> Head:
     """A head (status line and headers, ending in one CRLF) to its facts. Raises FramingError."""
     if not (head.startswith(b"HTTP/1.") and head[9:12].isdigit()):
         raise FramingError("not an HTTP/1.x status line")
-    content_type, length, chunked, keep_alive = b"application/octet-stream", None, False, head[7:8] == b"1"
-    for name, value in _FACTS.findall(head):
-        kind = len(name)  # the four names differ in length
-        if kind == _CONTENT_TYPE:
-            content_type = value
-        elif kind == _CONTENT_LENGTH:
-            if length is not None or not value.isdigit() or len(value) > 15:
-                raise FramingError("Content-Length is not one number")
-            length = int(value)
-        elif kind == _TRANSFER_ENCODING:
-            if chunked or value.lower() != b"chunked":
-                raise FramingError("Transfer-Encoding is not chunked alone")
-            chunked = True
-        elif value.lower() == b"close":
-            keep_alive = False
-    if chunked and length is not None:
-        raise FramingError("both Transfer-Encoding and Content-Length")
-    return Head(int(head[9:12]), content_type, length, chunked, keep_alive)
+    found = _FACTS.findall(head.lower())
+    facts = dict(found)
+    if len(facts) != len(found):
+        raise FramingError("a framing header appears twice")
+    length, coding = facts.get(b"content-length"), facts.get(b"transfer-encoding")
+    if coding is not None and (coding != b"chunked" or length is not None):
+        raise FramingError("Transfer-Encoding is not chunked alone")
+    if length is not None and (not length.isdigit() or len(length) > 15):
+        raise FramingError("Content-Length is not one number")
+    content_type = facts.get(b"content-type", b"application/octet-stream")
+    return Head(
+        int(head[9:12]),
+        content_type,
+        None if length is None else int(length),
+        coding is not None,
+        facts.get(b"connection") != b"close" and head[7] == ord("1"),
+        content_type.startswith(b"text/event-stream"),
+    )
 
 
 class Body(Protocol):

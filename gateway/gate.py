@@ -28,7 +28,7 @@ _WHY = {
 
 
 class Room:
-    """The permits of one pool and those who wait for one, first come first served. Also the Permit: leaving gives back."""
+    """The permits of one pool and those who wait for one, first come first served. `with` it to give a permit back."""
 
     __slots__ = ("_candidates", "_capacity", "_degraded", "_drain", "_limits", "_waiting", "in_flight", "name")
 
@@ -99,7 +99,9 @@ class Room:
         if shed.reason == "no_capacity":
             return GatewayError(Failure.NO_CAPACITY, _WHY[shed.reason], retry_after_s=1.0)
         failure = Failure.QUEUE_TIMEOUT if shed.reason == "waited_too_long" else Failure.OVERLOADED
-        message = f"{_WHY[shed.reason]} {self.busy} of {self._capacity} places are taken and {self.waiting} requests wait"
+        message = (
+            f"{_WHY[shed.reason]} {self.busy} of {self._capacity} places are taken and {self.waiting} requests wait"
+        )
         expected = "" if shed.retry_after_s is None else f"; a place is expected in {shed.retry_after_s:.1f} s"
         return GatewayError(failure, f"{message}{expected}.", retry_after_s=shed.retry_after_s, reason=shed.reason)
 
@@ -152,8 +154,11 @@ class Gate:
     def active(self) -> int:
         return sum(room.in_flight for room in self._rooms.values())
 
-    def hold(self, body_bytes: int) -> None:
-        """Take memory for a body, before it is read where its length is known. Raises GatewayError when there is none."""
+    def hold(self, body_bytes: int) -> int:
+        """Take memory for a body, before it is read where its length is known; what was taken, to be released.
+
+        Raises GatewayError when there is none left.
+        """
         if self.body_bytes + body_bytes > self._budget_bytes:
             raise GatewayError(
                 Failure.OVERLOADED,
@@ -162,6 +167,7 @@ class Gate:
                 reason="body_budget",
             )
         self.body_bytes += body_bytes
+        return body_bytes
 
     def release(self, body_bytes: int) -> None:
         self.body_bytes -= body_bytes

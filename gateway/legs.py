@@ -6,6 +6,7 @@ The engine sees a request of ours: a fixed path, our length, an allow-list of th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from time import monotonic
 
 from gateway.answer import reshaped
 from gateway.client import Client
@@ -33,7 +34,8 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
         Renamer(served, call.asked_model) if served != call.asked_model else None,
     )
     head = booking.upstream.head(x.api) + _request_headers(x, client.headers, len(sent.body))
-    x.sent(booking, relay)
+    x.booking, x.relay = booking, relay
+    x.sent_at = monotonic()
     await booking.upstream.send(head, sent, relay, client)
     if relay.refused:
         _pass_on(x, client, relay)
@@ -41,7 +43,7 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
         x.interrupted("engine_error")
         booking.failed(UpstreamBroke("engine_error", "error event in the stream"))
     else:
-        x.served(200)
+        x.status = 200
         booking.served(relay.usage)
 
 
@@ -51,7 +53,7 @@ def _pass_on(x: Exchange, client: Client, relay: Relay) -> None:
     status = relay.head.status
     if not 400 <= status < 500 or status in OWN_TROUBLE:
         raise UpstreamBroke(f"status_{status}", f"the engine answered {status}")
-    x.served(status)
+    x.status, x.outcome, x.reason = status, "refused", "engine"
     client.answer(status, reshaped(status, relay.refusal), [("x-request-id", x.id), ("x-should-retry", "false")])
 
 

@@ -60,81 +60,48 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
 
 
-class Relay:
-    """One answer on its way through: feed() what arrives, write what it returns, until `state` is DONE or REFUSED.
+class Relay(msgspec.Struct, eq=False):
+    """One answer on its way through: feed() what arrives, write what it returns, until `state` is DONE.
 
     headers    our own response headers, each ending in CRLF, without status line and framing
     on_first   called once, at the first generated token
     http_1_0   the client cannot read chunks: it gets the bare body and a close
     renamer    puts the client's alias in place of the engine's model name; None when they are the same
+
+    committed  a byte of the answer was handed to the client: from there on nothing can be retried
+    refused    the engine answered something other than 2xx; its body is in `refusal`
     Times are those given to feed(); None until they happened.
     """
 
-    __slots__ = (
-        "_body",
-        "_carry",
-        "_counts",
-        "_headers",
-        "_http_1_0",
-        "_last",
-        "_on_first",
-        "_pending",
-        "_rebuild",
-        "_renamer",
-        "_sse",
-        "_usage",
-        "bytes_out",
-        "events",
-        "first_byte_at",
-        "first_token_at",
-        "head",
-        "last_at",
-        "refusal",
-        "state",
-    )
+    headers: bytes
+    on_first: Callable[[], None] | None = None
+    http_1_0: bool = False
+    renamer: Renamer | None = None
 
-    def __init__(
-        self,
-        headers: bytes,
-        on_first: Callable[[], None] | None = None,
-        http_1_0: bool = False,
-        renamer: Renamer | None = None,
-    ) -> None:
-        self.state = State.HEAD
-        self.head: Head | None = None
-        self.refusal = b""
-        self.events = 0
-        self.bytes_out = 0
-        self.first_byte_at: float | None = None
-        self.first_token_at: float | None = None
-        self.last_at: float | None = None
-        self._headers = headers
-        self._on_first = on_first
-        self._http_1_0 = http_1_0
-        self._renamer = renamer
-        self._body: Body = RawBody()
-        self._rebuild = False
-        self._pending = b""  # an unfinished head
-        self._carry = b""  # an unfinished event
-        self._last = b""  # the newest payload, with the event it began in
-        self._usage = b""
-        self._counts: Usage | None = None
-        self._sse = False
+    state: State = State.HEAD
+    head: Head | None = None
+    committed: bool = False
+    refused: bool = False
+    refusal: bytes = b""
+    events: int = 0
+    bytes_out: int = 0
+    first_byte_at: float | None = None
+    first_token_at: float | None = None
+    last_at: float | None = None
 
-    @property
-    def committed(self) -> bool:
-        """True once a byte of the answer was handed to the client: from there on nothing can be retried."""
-        return self.first_byte_at is not None
+    _body: Body = RawBody()  # replaced when the head is read; this one is never fed
+    _sse: bool = False
+    _rebuild: bool = False
+    _pending: bytes = b""  # an unfinished head
+    _carry: bytes = b""  # an unfinished event
+    _last: bytes = b""  # the newest payload, with the event it began in
+    _usage: bytes = b""  # the newest payload that tells token counts
+    _counts: Usage | None = None
 
     @property
     def untouched(self) -> bool:
         """True while the engine has not answered a single byte."""
         return self.head is None and not self._pending
-
-    @property
-    def refused(self) -> bool:
-        """True when the engine answered something other than 2xx; its body is in `refusal`."""
-        return self.head is not None and self.head.status >= 300
 
     @property
     def reusable(self) -> bool:
@@ -162,7 +129,7 @@ class Relay:
         return out
 
     def eof(self) -> bytes:
-        """The engine closed its side. Returns the last bytes for the client; raises UpstreamBroke if that cut the answer."""
+        """The engine closed its side. The last bytes for the client; raises UpstreamBroke if that cut the answer."""
         if self.head is None or not isinstance(self._body, RawBody):
             raise UpstreamBroke("truncated" if self.head else "no_answer", "the engine closed before its answer ended")
         self._body.ended = True
@@ -176,7 +143,7 @@ class Relay:
         if not self._sse or not self._body.between or self._body.ended:
             return b""
         event = event_of(Failure.UPSTREAM_FAILED, message)
-        return event if self._http_1_0 else chunk(event) + LAST_CHUNK
+        return event if self.http_1_0 else chunk(event) + LAST_CHUNK
 
     @property
     def usage(self) -> Usage:
@@ -184,7 +151,7 @@ class Relay:
         if self._counts is None:
             at = self._usage.rfind(_USAGE)
             found = dict(_COUNTS.findall(self._usage, at)) if at >= 0 else {}
-            self._counts = Usage(*[int(found[name]) if name in found else None for name in _COUNTED])
+            self._counts = Usage(*[int(count) if count else None for count in map(found.get, _COUNTED)])
         return self._counts
 
     @property
@@ -230,8 +197,9 @@ class Relay:
         self._pending = b""
         self._body = body_for(head)
         self._sse = head.is_sse
-        self._rebuild = self._http_1_0 or self._renamer is not None or isinstance(self._body, RawBody)
-        self.state = State.HELD if 200 <= head.status < 300 else State.REFUSED
+        self._rebuild = self.http_1_0 or self.renamer is not None or isinstance(self._body, RawBody)
+        self.refused = not 200 <= head.status < 300
+        self.state = State.REFUSED if self.refused else State.HELD
 
     def _collect(self, data: bytes) -> bytes:
         try:
@@ -245,19 +213,20 @@ class Relay:
         return b""
 
     def _commit(self, data: bytes, now: float) -> bytes:
-        """The first body byte: from here the client sees this engine. An error as first event is a refusal instead."""
+        """The first body byte: from here the client sees this engine. An error as first event is a failure."""
         assert self.head is not None
         if self._sse and _ERROR_EVENT.search(data[:256]):
             raise UpstreamBroke("engine_error", "the engine answered with an error event")
         self.state = State.FLOWING
+        self.committed = True
         self.first_byte_at = now
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: " + self.head.content_type + b"\r\n" + self._headers + self._framing()
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: " + self.head.content_type + b"\r\n" + self.headers + self._framing()
         self.bytes_out += len(head)
         return head + self.feed(data, now)
 
     def _framing(self) -> bytes:
         assert self.head is not None
-        if self._http_1_0:
+        if self.http_1_0:
             return b"connection: close\r\n\r\n"
         if self.head.chunked or self._rebuild:
             return b"transfer-encoding: chunked\r\n\r\n"
@@ -267,20 +236,20 @@ class Relay:
         """A plain answer comes as one: its first byte is its first token, its counts are near its end."""
         if self.first_token_at is None:
             self.first_token_at = now
-            if self._on_first is not None:
-                self._on_first()
+            if self.on_first is not None:
+                self.on_first()
         self._last = self._usage = (self._usage + payload)[-TAIL:] if self._usage else payload
 
     def _watch(self, payload: bytes, now: float) -> None:
-        """Look at a payload in passing. An event cut by the network is looked at again, whole, when its rest arrives."""
+        """Look at a payload in passing. An event cut by the network is seen whole when its rest arrives."""
         carry = self._carry
         window = carry + payload if carry else payload
         events = window.count(_EVENT) + window.startswith(b"data:")
         self.events += events - (carry.count(_EVENT) + carry.startswith(b"data:")) if carry else events
         if self.first_token_at is None and _CONTENT.search(window):
             self.first_token_at = now
-            if self._on_first is not None:
-                self._on_first()
+            if self.on_first is not None:
+                self.on_first()
         if _USAGE in window:
             self._usage = window
         self._last = window
@@ -288,14 +257,14 @@ class Relay:
 
     def _rebuilt(self, payload: bytes) -> bytes:
         assert self.head is not None
-        if self._renamer is not None:
-            payload = self._renamer.feed(payload, sse=self.head.is_sse, ended=self._body.ended)
-        if self._http_1_0:
+        if self.renamer is not None:
+            payload = self.renamer.feed(payload, sse=self.head.is_sse, ended=self._body.ended)
+        if self.http_1_0:
             return payload
         return chunk(payload) + (LAST_CHUNK if self._body.ended else b"")
 
     def _end(self, out: bytes) -> bytes:
-        """A stream that ends without [DONE] would pass for a whole answer in every SDK: it ends with an error instead."""
+        """A stream that ends without [DONE] would pass for whole in every SDK: it ends with an error instead."""
         self.state = State.DONE
         assert self.head is not None
         if not self._rebuild and self._body.surplus:
@@ -303,8 +272,7 @@ class Relay:
         if not self._sse or self._last.rstrip().endswith(_DONE):
             return out
         event = event_of(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
-        if self._http_1_0:
+        if self.http_1_0:
             return out + event
         kept = out[: -len(LAST_CHUNK)] if self._rebuild else out[: max(0, self._body.last_chunk)]
         return kept + chunk(event) + LAST_CHUNK
-

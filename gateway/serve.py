@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from time import monotonic
 
 from gateway import legs
 from gateway.account import Accounts
@@ -59,32 +60,34 @@ async def serve(gateway: Gateway, x: Exchange, client: Client) -> None:
 
 
 async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
-    snapshot = gateway.snapshot
-    x.tenant = snapshot.authenticate(client.headers)
-    x.hold(gateway.gate, client.declared_bytes)
+    snapshot, gate = gateway.snapshot, gateway.gate
+    if snapshot.tenants:
+        x.tenant = snapshot.authenticate(client.headers)
+    x.body_bytes = gate.hold(client.declared_bytes)
     body = await client.body()
-    x.received(gateway.gate, len(body))
-    call = parse(body, x.api, snapshot.routes, x.id, x.tenant)
+    x.received_at = monotonic()
+    x.body_bytes += gate.hold(len(body) - x.body_bytes)
+    call = x.call = parse(body, x.api, snapshot.routes, x.id, x.tenant)
     del body  # from here the call owns the bytes, and lets go of them when no retry can need them
     route = snapshot.routes[call.asked_model]
-    x.parsed(call, route.name)
+    x.model = route.name
+    x.parsed_at = monotonic()
     with await route.room.enter():
-        x.admitted()
+        x.admitted_at = monotonic()
         await _dispatch(gateway, x, client, route, call)
 
 
 async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route, call: Call) -> None:
     """Pick, book and send, until an endpoint answers or nothing is left to try."""
-    endpoints = gateway.endpoints
-    request = call.request
-    fingerprint = endpoints.prefixes.of(call, route.name) if route.policy.reads_prefix else None
+    endpoints, request, policy = gateway.endpoints, call.request, route.policy
+    fingerprint = endpoints.prefixes.of(call, route.name) if policy.reads_prefix else None
     retrying = False
     try:
         while True:
-            pick = run.pick(route.policy, endpoints.ask(request, fingerprint, frozenset(x.retries)), route.candidates)
+            pick = x.pick = run.pick(policy, endpoints.ask(request, fingerprint, x.retries), route.candidates)
             if pick is None:
                 raise _nobody(x, route)
-            x.picked(pick)
+            x.picked_at = monotonic()
             with endpoints.book(pick, request, fingerprint) as booking:
                 try:
                     return await legs.single(route, x, call, client, booking)

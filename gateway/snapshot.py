@@ -37,7 +37,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """`routes` is by every name a client may use, aliases included; `tenants` by SHA-256 of the key, empty when open."""
+    """`routes` by every name a client may use, aliases included; `tenants` by SHA-256 of the key, empty when open."""
 
     generation: int
     config: Config

@@ -1,4 +1,4 @@
-"""The lean HTTP/1.1 client towards engines: pooled asyncio.Protocol connections, bytes straight to the client's transport.
+"""The lean HTTP/1.1 client towards engines: pooled connections, bytes straight to the client's transport.
 
 Lives here: connecting, pooling, sending, timing out, and backpressure. What the bytes mean is the Relay's business.
 aiohttp's client costs about 60 us a request and 10 us a chunk (docs/performance.md); this one 10 and 3.
@@ -30,7 +30,7 @@ class Downstream(Protocol):
 
 
 class Payload(Protocol):
-    """What is sent after the head. An object, so that its owner can let go of the bytes while the answer still flows."""
+    """What is sent after the head. Its owner may let go of the bytes while the answer still flows."""
 
     @property
     def body(self) -> bytes: ...

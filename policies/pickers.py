@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from policies.model import Ask, Candidate
 
@@ -29,12 +30,19 @@ class Rotation:
         self._last_turn: dict[int, float] = {}
 
     def __call__(self, ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
-        top, last = max(scores), self._last_turn
-        for candidate in candidates:
-            if candidate.load.slot not in last:
-                last[candidate.load.slot] = -ask.rng.random()
-        in_play = [index for index, score in enumerate(scores) if score == top]
-        chosen = min(in_play, key=lambda index: last[candidates[index].load.slot])
+        last, top = self._last_turn, max(scores)
+        try:
+            turns = [last[candidate.load.slot] for candidate in candidates]
+        except KeyError:
+            self._welcome(ask, candidates)
+            return self(ask, candidates, scores)
+        if top != min(scores):
+            turns = [turn if score == top else inf for turn, score in zip(turns, scores, strict=True)]
+        chosen = turns.index(min(turns))
         self._turn += 1.0
         last[candidates[chosen].load.slot] = self._turn
         return chosen
+
+    def _welcome(self, ask: Ask, candidates: Sequence[Candidate]) -> None:
+        for candidate in candidates:
+            self._last_turn.setdefault(candidate.load.slot, -ask.rng.random())

@@ -42,10 +42,10 @@ def refusal(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> str:
 
 def _scores(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Sequence[float]:
     """Weighted sum of all scorers, aligned with the candidates."""
-    first, *others = policy.scorers
+    first = policy.scorers[0]
     total = first.scorer(ask, candidates)
     if first.weight != 1.0:
         total = [score * first.weight for score in total]
-    for part in others:
+    for part in policy.scorers[1:]:
         total = [sum_ + score * part.weight for sum_, score in zip(total, part.scorer(ask, candidates), strict=True)]
     return total

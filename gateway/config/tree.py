@@ -294,9 +294,9 @@ class Prefix(_Section):
     """What the gateway remembers about who holds which prompt prefix."""
 
     index: Size = _set("256MiB", "Memory for the index: a hard cap, oldest entries go first.")
-    block_bytes: Annotated[int, Field(strict=True, ge=16, le=65536), BeforeValidator(number_if_substituted)] = _set(
-        256, "Prompt bytes per block; smaller is finer and larger in memory."
-    )
+    block_bytes: Annotated[
+        int, Field(strict=True, ge=16, le=65536, multiple_of=8), BeforeValidator(number_if_substituted)
+    ] = _set(512, "Prompt bytes per block, a multiple of 8; smaller is finer and larger in memory.")
 
 
 class Tenant(_Section):

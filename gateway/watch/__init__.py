@@ -1,1 +1,1 @@
-"""What the gateway looks at by itself: engines' health, load and model names. Background work, never on a request's path."""
+"""What the gateway looks at by itself: engines' health, load and models. Never on the path of a request."""

@@ -54,7 +54,7 @@ PATHS = {EngineKind.VLLM: "/metrics", EngineKind.SGLANG: "/metrics", EngineKind.
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """Requests running and waiting, share of KV in use (0..1), KV capacity in tokens. None where the engine is silent."""
+    """Requests running and waiting, share of KV in use (0..1), KV capacity in tokens. None: not told."""
 
     running: int | None
     waiting: int | None
@@ -97,8 +97,8 @@ def _kv_tokens(text: bytes, names: Names) -> int | None:
         return int(sizes[0] * sum(counts)) if sizes and counts else None
     total = 0
     for labels in re.findall(re.escape(names.config) + rb"\{([^}]*)\}", text):
-        size = re.search(rb'\b' + names.block_tokens + rb'="(\d+)"', labels)
-        count = re.search(rb'\b' + names.blocks + rb'="(\d+)"', labels)
+        size = re.search(rb"\b" + names.block_tokens + rb'="(\d+)"', labels)
+        count = re.search(rb"\b" + names.blocks + rb'="(\d+)"', labels)
         if size and count:
             total += int(size[1]) * int(count[1])
     return total or None

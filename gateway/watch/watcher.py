@@ -90,7 +90,10 @@ class Watcher:
         """Status and body; None when the engine did not answer in time."""
         assert self._session is not None
         try:
-            async with asyncio.timeout(timeout_s), self._session.get(live.endpoint.url + path, headers=live.key_header) as answer:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.get(live.endpoint.url + path, headers=live.key_header) as answer,
+            ):
                 return answer.status, await answer.content.read(limit)
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None, b""
