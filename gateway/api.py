@@ -70,7 +70,7 @@ async def _refusals(request: web.Request, handler: Handler) -> web.StreamRespons
     except web.HTTPMethodNotAllowed as problem:
         return _refused(_method(request, sorted(problem.allowed_methods)))
     except web.HTTPNotFound:
-        if request.path in LINE:
+        if request.rel_url.raw_path in LINE:
             return _refused(_method(request, ["POST"]))
         path = request.path[:64].encode("ascii", "backslashreplace").decode()
         return _refused(GatewayError(Failure.NOT_FOUND, f"Unknown request URL: {request.method} {path}."))

@@ -28,6 +28,8 @@ from gateway.upstream import Connection
 LINGER_S = 1.0  # how long a refused upload may go on arriving before the socket is cut
 ALLOWED = frozenset({"POST"})
 CONTINUE = "100-continue"
+MAX_URI = 8190  # bytes; unlike the next, so that the parser's complaint tells which of them was exceeded
+MAX_FIELD = 8192
 
 
 class Phase(Enum):
@@ -71,6 +73,8 @@ class Front(RequestHandler):
             keepalive_timeout=0,  # the sweep below watches idle connections too, without a timer each
             access_log=None,  # type: ignore[arg-type]  # aiohttp takes None for off; its annotation does not say so
             auto_decompress=False,
+            max_line_size=MAX_URI,
+            max_field_size=MAX_FIELD,
         )
         self._serve = serve
         self._fronts = fronts
@@ -266,8 +270,7 @@ class Front(RequestHandler):
     def _refuse_unparsed(self, problem: BaseException) -> None:
         failure, message = Failure.BAD_REQUEST, "The request is not valid HTTP/1.1."
         if isinstance(problem, LineTooLong):
-            long_path = "url" in str(problem).lower() or "status line" in str(problem).lower()
-            failure = Failure.URI_TOO_LONG if long_path else Failure.HEADERS_TOO_LARGE
+            failure = Failure.URI_TOO_LONG if problem.args[1] == MAX_URI else Failure.HEADERS_TOO_LARGE
             message = "The request line or a header is too long."
         elif isinstance(problem, HttpProcessingError) and "too many" in str(problem.message).lower():
             failure, message = Failure.HEADERS_TOO_LARGE, "The request has too many headers."
