@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http import HttpVersion11, RawRequestMessage, StreamWriter
+from aiohttp.http import HttpVersion10, HttpVersion11, RawRequestMessage, StreamWriter
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
@@ -27,6 +27,7 @@ from gateway.upstream import Connection
 
 LINGER_S = 1.0  # how long a refused upload may go on arriving before the socket is cut
 ALLOWED = frozenset({"POST"})
+SPOKEN = (HttpVersion11, HttpVersion10)  # the parser lets 0.9 and 2.0 pass as well
 CONTINUE = "100-continue"
 MAX_URI = 8190  # bytes; unlike the next, so that the parser's complaint tells which of them was exceeded
 MAX_FIELD = 8192
@@ -240,6 +241,9 @@ class Front(RequestHandler):
         if not isinstance(message, RawRequestMessage):
             self._refuse_unparsed(message.exc)
             return False
+        if message.version not in SPOKEN:
+            self._refuse_unparsed(None)
+            return False
         self._message, self._payload = message, payload
         self._must_close = self._body_read = False
         api = LINE.get(message.path) or LINE.get(message.url.raw_path)  # the latter: a query, or absolute form
@@ -267,7 +271,7 @@ class Front(RequestHandler):
             request._task = None  # type: ignore[assignment]  # breaks the cycle, as aiohttp's own loop does
         return bool(response.keep_alive) and not reset and payload.is_eof()
 
-    def _refuse_unparsed(self, problem: BaseException) -> None:
+    def _refuse_unparsed(self, problem: BaseException | None) -> None:
         failure, message = Failure.BAD_REQUEST, "The request is not valid HTTP/1.1."
         if isinstance(problem, LineTooLong):
             failure = Failure.URI_TOO_LONG if problem.args[1] == MAX_URI else Failure.HEADERS_TOO_LARGE

@@ -1,0 +1,99 @@
+"""Real processes for the end-to-end tests: a gateway or a mock fleet on free ports of 127.0.0.1, ended by their pid.
+
+Lives here: starting, hearing that it is ready, keeping what it said on stderr. Not here: what is asked of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).parents[2]
+WITHIN_S = 30.0
+ENV = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+_READY = re.compile(r"API (http://\S+)/v1, admin (http://[^\s;]+)")
+
+
+class Gateway:
+    """A running gateway process: its two URLs, its pid and every line it wrote to stderr."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._lines: list[str] = []
+        self.url = self.admin_url = ""
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def said(self) -> str:
+        return "".join(self._lines)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def resident_bytes(self) -> int:
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def hear(self, stderr: IO[str]) -> None:
+        """Read until it says where it listens; a thread goes on listening."""
+        for line in stderr:
+            self._lines.append(line)
+            found = _READY.search(line)
+            if found:
+                self.url, self.admin_url = found[1], found[2]
+                threading.Thread(target=self._lines.extend, args=(stderr,), daemon=True).start()
+                return
+        raise AssertionError(f"the gateway ended before it listened: {self.said}")
+
+
+@contextmanager
+def gateway(folder: Path, config: str, **env: str) -> Iterator[Gateway]:
+    """A gateway with this configuration (YAML; listeners and version are added) until the block is left."""
+    listeners = "listeners: {api: {port: 0}, admin: {port: 0}}"
+    file = folder / "gateway.yaml"
+    file.write_text(f"version: 1\n{listeners}\nobservability: {{access_log: 'off'}}\n{config}")
+    command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
+    with _running(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV | env) as process:
+        assert process.stderr
+        started = Gateway(process)
+        started.hear(process.stderr)
+        yield started
+
+
+@contextmanager
+def mock_fleet(*options: str) -> Iterator[list[str]]:
+    """The URLs of mock TP groups, two and without any waiting unless told otherwise."""
+    command = [sys.executable, "-m", "mockgpu", "--port", "0", "--groups", "2", "--speed", "inf", "--json", *options]
+    with _running(command, stdout=subprocess.PIPE, env=ENV) as process:
+        assert process.stdout
+        yield [json.loads(process.stdout.readline())["ready"] for _ in range(2)]
+
+
+@contextmanager
+def _running(command: list[str], **options: object) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(command, text=True, **options) as process:  # type: ignore[call-overload]
+        watchdog = threading.Timer(WITHIN_S * 4, process.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            yield process
+        finally:
+            watchdog.cancel()
+            process.terminate()
+            try:
+                process.wait(WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()

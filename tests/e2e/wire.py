@@ -1,0 +1,110 @@
+"""A client of bare bytes: sends exactly what it is told and reads HTTP/1.1 answers strictly, one after the other."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import suppress
+from typing import Any, NamedTuple, Self
+
+WITHIN_S = 10.0
+
+
+class Answer(NamedTuple):
+    """One answer. `body` is without chunk framing; `framing` is "length", "chunked" or "close"."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    framing: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error object, after checking that it has OpenAI's shape and nothing else."""
+        body = self.json
+        assert set(body) == {"error"}, body
+        error = body["error"]
+        assert set(error) == {"message", "type", "param", "code"}, body
+        assert isinstance(error["message"], str)
+        assert error["message"]
+        assert isinstance(error["type"], str)
+        assert error["param"] is None or isinstance(error["param"], str)
+        assert error["code"] is None or isinstance(error["code"], str)
+        return dict(error)
+
+
+class Wire:
+    """One connection to 127.0.0.1."""
+
+    def __init__(self, port: int, receive_bytes: int | None = None) -> None:
+        self.socket = socket.socket()
+        if receive_bytes is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        self.socket.settimeout(WITHIN_S)
+        self.socket.connect(("127.0.0.1", port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._file = self.socket.makefile("rb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        """Send all, or as much as the other side takes before it cuts the connection."""
+        with suppress(ConnectionError):
+            self.socket.sendall(data)
+
+    def answer(self) -> Answer:
+        """The next answer, read to its end. Raises AssertionError when there is none."""
+        first = self._file.readline()
+        assert first.startswith(b"HTTP/1."), f"no answer but {first!r}"
+        headers: dict[str, str] = {}
+        while (line := self._file.readline()) not in (b"\r\n", b""):
+            name, _, value = line.decode("latin-1").partition(":")
+            assert name.lower() not in headers, f"{name} twice"
+            headers[name.lower()] = value.strip()
+        status = int(first.split()[1])
+        if status == 100:
+            return Answer(status, headers, b"", "length")
+        body, framing = self._body(headers)
+        return Answer(status, headers, body, framing)
+
+    def ended(self) -> bool:
+        """Whether the other side has closed, nothing being left to read. Waits for it."""
+        try:
+            return self._file.read(1) == b""
+        except ConnectionError:
+            return True
+
+    def _body(self, headers: dict[str, str]) -> tuple[bytes, str]:
+        if headers.get("transfer-encoding") == "chunked":
+            assert "content-length" not in headers
+            return b"".join(iter(self._chunk, b"")), "chunked"
+        if "content-length" in headers:
+            return self._file.read(int(headers["content-length"])), "length"
+        return self._file.read(), "close"
+
+    def _chunk(self) -> bytes:
+        size = int(self._file.readline(), 16)
+        payload = self._file.read(size)
+        assert self._file.read(2) == b"\r\n"
+        return payload
+
+
+def post(
+    body: bytes | dict[str, Any], path: str = "/v1/chat/completions", *headers: str, version: str = "1.1"
+) -> bytes:
+    """A well-formed POST with its own Content-Length."""
+    payload = json.dumps(body).encode() if isinstance(body, dict) else body
+    lines = [f"POST {path} HTTP/{version}", "Host: test", "Content-Type: application/json", *headers]
+    return "\r\n".join([*lines, f"Content-Length: {len(payload)}", "", ""]).encode("latin-1") + payload
