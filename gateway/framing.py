@@ -11,11 +11,12 @@ from typing import Protocol
 import msgspec
 
 MAX_HEAD = 64 * 1024
-MAX_SIZE_LINE = 280
+MAX_SIZE_LINE = 288
 LAST_CHUNK = b"0\r\n\r\n"
+BODILESS = (204, 304)  # whatever their headers say
 
-_FACTS = re.compile(rb"\n(content-type|content-length|transfer-encoding|connection):[ \t]*([^\r\n]*?)[ \t]*\r")
-_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]*;[^\r\n]{0,256})?\r\n")
+_FACTS = re.compile(rb"\n(content-type|content-length|transfer-encoding|connection)[ \t]*:[ \t]*([^\r\n]*?)[ \t]*\r")
+_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]{0,8};[^\r\n]{0,256})?\r\n")
 
 
 class FramingError(Exception):
@@ -60,13 +61,14 @@ def parse_head(head: bytes) -> Head:
 class Body(Protocol):
     """A body being received. feed() hands out the payload inside the bytes; `ended` says that it was complete.
 
-    between is True where another chunk could be written into the same framing; surplus counts bytes past the end.
-    last_chunk is where, in the bytes fed last, the terminal chunk begins (-1 when it was not whole in them).
+    between is True where another chunk could be written in place of an unfinished size line, `partial`; surplus counts
+    bytes past the end. last_chunk is where the terminal chunk begins, in what was `partial` and the bytes fed last.
     """
 
     ended: bool
     surplus: int
     last_chunk: int
+    partial: bytes
 
     @property
     def between(self) -> bool: ...
@@ -76,7 +78,7 @@ class Body(Protocol):
 class ChunkedBody:
     """Follows Transfer-Encoding: chunked through any splitting of the bytes."""
 
-    __slots__ = ("_crlf_due", "_need", "_partial", "ended", "last_chunk", "surplus")
+    __slots__ = ("_crlf_due", "_need", "ended", "last_chunk", "partial", "surplus")
 
     def __init__(self) -> None:
         self.ended = False
@@ -84,14 +86,14 @@ class ChunkedBody:
         self.last_chunk = -1
         self._need = 0  # payload bytes missing from the current chunk
         self._crlf_due = False
-        self._partial = b""  # an unfinished size line or CRLF
+        self.partial = b""  # an unfinished size line or CRLF
 
     @property
     def between(self) -> bool:
-        return not (self._need or self._crlf_due or self._partial)
+        return not (self._need or self._crlf_due)
 
     def feed(self, data: bytes) -> bytes:
-        if not (self._need or self._crlf_due or self._partial):
+        if not (self._need or self._crlf_due or self.partial):
             line = _SIZE.match(data)
             if line is not None:
                 start = line.end()
@@ -102,9 +104,8 @@ class ChunkedBody:
 
     def _feed(self, data: bytes) -> bytes:
         pieces: list[bytes] = []
-        offset = -len(self._partial)  # from positions here to positions in the caller's bytes
-        if self._partial:
-            data, self._partial = self._partial + data, b""
+        if self.partial:
+            data, self.partial = self.partial + data, b""
         at, end = 0, len(data)
         while at < end and not self.ended:
             if self._need:
@@ -116,7 +117,7 @@ class ChunkedBody:
             elif self._crlf_due:
                 at = self._crlf(data, at)
             else:
-                at = self._size(data, at, offset)
+                at = self._size(data, at)
         self.surplus = end - at if self.ended else 0
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -126,13 +127,13 @@ class ChunkedBody:
             return at + 2
         if data[at:] != b"\r":
             raise FramingError("chunk is not followed by CRLF")
-        self._partial = b"\r"
+        self.partial = b"\r"
         return len(data)
 
-    def _size(self, data: bytes, at: int, offset: int) -> int:
+    def _size(self, data: bytes, at: int) -> int:
         line = _SIZE.match(data, at)
         if line is None:
-            return self._wait(data, at, b"\r\n", "bad chunk size line")
+            return self._wait(data, at, MAX_SIZE_LINE, "bad chunk size line")
         self._need = int(line[1], 16)
         if self._need:
             return line.end()
@@ -141,27 +142,28 @@ class ChunkedBody:
         else:
             stop = data.find(b"\r\n\r\n", line.end()) + 4  # trailers: skipped, never forwarded on their own
             if stop == 3:
-                return self._wait(data, at, b"\r\n\r\n", "trailers without end")
+                return self._wait(data, at, MAX_HEAD, "trailers without end")
         self.ended = True
-        self.last_chunk = at + offset
+        self.last_chunk = at
         return stop
 
-    def _wait(self, data: bytes, at: int, terminator: bytes, problem: str) -> int:
+    def _wait(self, data: bytes, at: int, limit: int, problem: str) -> int:
         rest = data[at:]
-        if len(rest) > MAX_SIZE_LINE or (terminator == b"\r\n" and terminator in rest):
+        if len(rest) > limit or (limit == MAX_SIZE_LINE and b"\r\n" in rest):
             raise FramingError(problem)
-        self._partial = rest
+        self.partial = rest
         return len(data)
 
 
 class LengthBody:
     """Counts down a Content-Length."""
 
-    __slots__ = ("_left", "ended", "last_chunk", "surplus")
+    __slots__ = ("_left", "ended", "last_chunk", "partial", "surplus")
     between = False
 
     def __init__(self, length: int) -> None:
         self._left = length
+        self.partial = b""
         self.ended = length == 0
         self.surplus = 0
         self.last_chunk = -1
@@ -178,10 +180,11 @@ class LengthBody:
 class RawBody:
     """A body that ends with its connection: whole only if the peer closed cleanly, which cannot be known better."""
 
-    __slots__ = ("ended", "last_chunk", "surplus")
+    __slots__ = ("ended", "last_chunk", "partial", "surplus")
     between = True
 
     def __init__(self) -> None:
+        self.partial = b""
         self.ended = False
         self.surplus = 0
         self.last_chunk = -1
@@ -191,6 +194,8 @@ class RawBody:
 
 
 def body_for(head: Head) -> ChunkedBody | LengthBody | RawBody:
+    if head.status in BODILESS:
+        return LengthBody(0)
     if head.chunked:
         return ChunkedBody()
     return RawBody() if head.length is None else LengthBody(head.length)

@@ -14,17 +14,30 @@ from enum import Enum, auto
 import msgspec
 
 from gateway.answer import Failure, event_of
-from gateway.framing import LAST_CHUNK, MAX_HEAD, Body, FramingError, Head, RawBody, body_for, chunk, parse_head
+from gateway.framing import (
+    LAST_CHUNK,
+    MAX_HEAD,
+    Body,
+    ChunkedBody,
+    FramingError,
+    Head,
+    RawBody,
+    body_for,
+    chunk,
+    parse_head,
+)
 from gateway.rename import Renamer
 
 ERROR_BODY_LIMIT = 64 * 1024
 CARRY_LIMIT = 64 * 1024
+FIRST_EVENT = 256  # bytes of a stream that are waited for, to see whether it begins with an error
 TAIL = 16 * 1024
 
 _EVENT = b"\ndata:"
 _DONE = b"[DONE]"
 _USAGE = b'"usage":'
 _REASON = b'"finish_reason":"'
+_ERROR = b'"error"'
 _ERROR_EVENT = re.compile(rb'(?:^|\n)data:\s*\{\s*"error"')
 _CONTENT = re.compile(
     rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
@@ -92,10 +105,13 @@ class Relay(msgspec.Struct, eq=False):
     _body: Body = RawBody()  # replaced when the head is read; this one is never fed
     _sse: bool = False
     _rebuild: bool = False
-    _pending: bytes = b""  # an unfinished head
+    _failed: bool = False
+    _pending: bytes = b""  # an unfinished head or first event
     _carry: bytes = b""  # an unfinished event
     _last: bytes = b""  # the newest payload, with the event it began in
+    _held: bytes = b""  # an unfinished size line, not shown yet
     _usage: bytes = b""  # the newest payload that tells token counts
+    _reason: bytes = b""  # the newest payload that tells why generation ended
     _counts: Usage | None = None
 
     @property
@@ -106,7 +122,9 @@ class Relay(msgspec.Struct, eq=False):
     @property
     def reusable(self) -> bool:
         """True when the engine's connection may carry another request."""
-        return self._body.ended and not self._body.surplus and self.head is not None and self.head.keep_alive
+        body = self._body
+        framed = body.ended and not body.surplus and not isinstance(body, RawBody)
+        return framed and self.head is not None and self.head.keep_alive
 
     def feed(self, data: bytes, now: float) -> bytes:
         """Bytes from the engine to bytes for the client. Raises UpstreamBroke when they make no sense."""
@@ -122,7 +140,10 @@ class Relay(msgspec.Struct, eq=False):
                 self._watch(payload, now)
         else:
             self._keep(payload, now)
-        out = self._rebuilt(payload) if self._rebuild else data
+        if self._rebuild:
+            out = self._rebuilt(payload)
+        else:
+            out = self._hold_back(data) if self._held or self._body.partial else data
         if self._body.ended:
             out = self._end(out)
         self.bytes_out += len(out)
@@ -132,17 +153,26 @@ class Relay(msgspec.Struct, eq=False):
         """The engine closed its side. The last bytes for the client; raises UpstreamBroke if that cut the answer."""
         if self.head is None or not isinstance(self._body, RawBody):
             raise UpstreamBroke("truncated" if self.head else "no_answer", "the engine closed before its answer ended")
+        if self.state is State.HELD:
+            raise UpstreamBroke("truncated", "the engine closed before its answer began")
         self._body.ended = True
         if self.state is State.REFUSED:
             self.state = State.DONE
             return b""
-        return self._end(self._rebuilt(b""))
+        out = self._end(self._rebuilt(b""))
+        self.bytes_out += len(out)
+        return out
 
     def break_off(self, message: str) -> bytes:
-        """After the commit point: tell the client in-stream that the rest will not come, where framing allows it."""
-        if not self._sse or not self._body.between or self._body.ended:
+        """After the commit point: tell the client in-stream that the rest will not come, where framing allows it.
+
+        In the middle of a chunk or an event nothing can be added; the connection's end has to say it.
+        """
+        if not self._sse or self._body.ended or not (self._rebuild or self._body.between):
             return b""
-        event = event_of(Failure.UPSTREAM_FAILED, message)
+        if self._carry and self.renamer is None:  # a renamer keeps an unfinished event to itself
+            return b""
+        event = b"" if self._last.endswith(_DONE + b"\n\n") else event_of(Failure.UPSTREAM_FAILED, message)
         return event if self.http_1_0 else chunk(event) + LAST_CHUNK
 
     @property
@@ -157,20 +187,19 @@ class Relay(msgspec.Struct, eq=False):
     @property
     def finish_reason(self) -> str | None:
         """Why generation ended, in the engine's word."""
-        for text in (self._usage, self._last):
-            at = text.rfind(_REASON)
-            if at >= 0 and (found := _FINISH.match(text, at)):
-                return found[1].decode()
-        return None
+        at = self._reason.rfind(_REASON)
+        found = _FINISH.match(self._reason, at) if at >= 0 else None
+        return found[1].decode() if found else None
 
     @property
     def failed_in_stream(self) -> bool:
-        """True when the engine itself ended the stream with an error event."""
-        return self._sse and _ERROR_EVENT.search(self._last) is not None
+        """True when the stream ended with an error event: the engine's own, or ours because it ended early."""
+        return self._failed
 
     def _begin(self, data: bytes, now: float) -> bytes:
-        if self.head is None:
-            data = self._pending + data
+        if self._pending:
+            data, self._pending = self._pending + data, b""
+        while self.head is None:  # interim 1xx answers leave it None
             end = data.find(b"\r\n\r\n")
             if end < 0:
                 self._pending = data
@@ -179,12 +208,20 @@ class Relay(msgspec.Struct, eq=False):
                 return b""
             self._open(data[: end + 2])
             data = data[end + 4 :]
-            if self.head is None:  # an interim 1xx answer
-                self._pending = b""
-                return self._begin(data, now) if data else b""
-        if not data and not self._body.ended:
+        if self.state is State.REFUSED:
+            return self._collect(data)
+        if self._too_early(data):
+            self._pending = data
             return b""
-        return self._collect(data) if self.state is State.REFUSED else self._commit(data, now)
+        return self._commit(data, now)
+
+    def _too_early(self, data: bytes) -> bool:
+        """Whether the first bytes do not tell yet what the answer is: a stream is judged by its whole first event."""
+        if not data:
+            return not self._body.ended
+        if not self._sse or not isinstance(self._body, ChunkedBody):
+            return False
+        return len(data) < FIRST_EVENT and b"\n\n" not in data and b"\r\n\r\n" not in data
 
     def _open(self, raw: bytes) -> None:
         try:
@@ -194,10 +231,12 @@ class Relay(msgspec.Struct, eq=False):
         if 100 <= head.status < 200:
             return
         self.head = head
-        self._pending = b""
         self._body = body_for(head)
         self._sse = head.is_sse
-        self._rebuild = self.http_1_0 or self.renamer is not None or isinstance(self._body, RawBody)
+        ours = isinstance(self._body, RawBody) or (
+            self._sse and not head.chunked
+        )  # must be able to take an error event
+        self._rebuild = self.http_1_0 or self.renamer is not None or ours
         self.refused = not 200 <= head.status < 300
         self.state = State.REFUSED if self.refused else State.HELD
 
@@ -215,7 +254,7 @@ class Relay(msgspec.Struct, eq=False):
     def _commit(self, data: bytes, now: float) -> bytes:
         """The first body byte: from here the client sees this engine. An error as first event is a failure."""
         assert self.head is not None
-        if self._sse and _ERROR_EVENT.search(data[:256]):
+        if self._sse and _ERROR_EVENT.search(data[:FIRST_EVENT]):
             raise UpstreamBroke("engine_error", "the engine answered with an error event")
         self.state = State.FLOWING
         self.committed = True
@@ -228,7 +267,7 @@ class Relay(msgspec.Struct, eq=False):
         assert self.head is not None
         if self.http_1_0:
             return b"connection: close\r\n\r\n"
-        if self.head.chunked or self._rebuild:
+        if self._rebuild or isinstance(self._body, ChunkedBody):
             return b"transfer-encoding: chunked\r\n\r\n"
         return b"content-length: %d\r\n\r\n" % (self.head.length or 0)
 
@@ -238,7 +277,7 @@ class Relay(msgspec.Struct, eq=False):
             self.first_token_at = now
             if self.on_first is not None:
                 self.on_first()
-        self._last = self._usage = (self._usage + payload)[-TAIL:] if self._usage else payload
+        self._last = self._usage = self._reason = (self._usage + payload)[-TAIL:] if self._usage else payload
 
     def _watch(self, payload: bytes, now: float) -> None:
         """Look at a payload in passing. An event cut by the network is seen whole when its rest arrives."""
@@ -252,8 +291,17 @@ class Relay(msgspec.Struct, eq=False):
                 self.on_first()
         if _USAGE in window:
             self._usage = window
+        if _REASON in window:
+            self._reason = window
+        if _ERROR in window and _ERROR_EVENT.search(window):
+            self._failed = True
         self._last = window
         self._carry = b"" if window.endswith(b"\n\n") else window[window.rfind(b"\n\n") + 1 :][-CARRY_LIMIT:]
+
+    def _hold_back(self, data: bytes) -> bytes:
+        """An unfinished size line waits: it may be the last one, which a stream without [DONE] must not show."""
+        data, self._held = self._held + data, self._body.partial
+        return data[: len(data) - len(self._held)]
 
     def _rebuilt(self, payload: bytes) -> bytes:
         assert self.head is not None
@@ -271,8 +319,11 @@ class Relay(msgspec.Struct, eq=False):
             out = out[: -self._body.surplus]
         if not self._sse or self._last.rstrip().endswith(_DONE):
             return out
+        self._failed = True
         event = event_of(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
+        if self._carry:
+            event = b"\n\n" + event  # it ended inside an event
         if self.http_1_0:
             return out + event
-        kept = out[: -len(LAST_CHUNK)] if self._rebuild else out[: max(0, self._body.last_chunk)]
+        kept = out[: -len(LAST_CHUNK)] if self._rebuild else out[: self._body.last_chunk]
         return kept + chunk(event) + LAST_CHUNK

@@ -1,0 +1,362 @@
+"""The relay fed with the same answer cut anywhere: what the client reads and what is accounted must not change."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.relay import Relay, State, UpstreamBroke, Usage
+from gateway.rename import Renamer
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+OURS = b"x-request-id: req_1\r\n"
+DONE = "data: [DONE]\n\n"
+ERROR = "data: " + json.dumps({"error": {"message": "engine died", "code": 500}}) + "\n\n"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one feeding of an answer led to."""
+
+    out: bytes
+    state: State
+    usage: Usage
+    finish_reason: str | None
+    events: int
+    first_token: bool
+    firsts: int
+    failed: bool
+    reusable: bool
+    broke: str | None
+
+
+def feed(data: bytes, cuts: list[int], *, eof: bool = False, http_1_0: bool = False, alias: str | None = None) -> Seen:
+    firsts: list[None] = []
+    renamer = Renamer("served", alias) if alias else None
+    relay = Relay(OURS, lambda: firsts.append(None), http_1_0, renamer)
+    out, broke = b"", None
+    edges = [0, *sorted({min(cut, len(data)) for cut in cuts}), len(data)]
+    try:
+        for now, (start, stop) in enumerate(itertools.pairwise(edges)):
+            if start < stop and relay.state is not State.DONE:
+                out += relay.feed(data[start:stop], float(now))
+        if eof and relay.state is not State.DONE:
+            out += relay.eof()
+    except UpstreamBroke as error:
+        broke = error.kind
+        if relay.committed:
+            out += relay.break_off("gone")
+    return Seen(
+        out,
+        relay.state,
+        relay.usage,
+        relay.finish_reason,
+        relay.events,
+        relay.first_token_at is not None,
+        len(firsts),
+        relay.failed_in_stream,
+        relay.reusable,
+        broke,
+    )
+
+
+def delta(text: str, **more: object) -> str:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None} | more
+    return "data: " + json.dumps({"id": "c1", "model": "served", "choices": [choice]}, separators=(",", ":")) + "\n\n"
+
+
+USAGE = (
+    'data: {"id":"c1","model":"served","choices":[],"usage":{"prompt_tokens":17,"total_tokens":19,'
+    '"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":16}}}\n\n'
+)
+ROLE = 'data: {"id":"c1","model":"served","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+TEXTS = st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=4)
+CUTS = st.lists(st.integers(0, 2500), max_size=60)
+
+
+def story(texts: list[str]) -> str:
+    """The payload of a good stream."""
+    return ROLE + "".join(delta(text) for text in texts) + delta("", finish_reason="stop") + USAGE + DONE
+
+
+def chunked(payload: bytes, sizes: list[int], trailers: bytes = b"", extension: bytes = b"") -> bytes:
+    """The payload in HTTP chunks of these sizes, the rest in one."""
+    wire, at = b"", 0
+    for size in [*sizes, len(payload)]:
+        piece = payload[at : at + size]
+        if piece:
+            wire += b"%x%b\r\n%b\r\n" % (len(piece), extension, piece)
+        at += len(piece)
+    return wire + b"0\r\n" + trailers + b"\r\n"
+
+
+def read(out: bytes, *, strict: bool = True) -> tuple[bytes, bytes, bool]:
+    """Head, payload and whether it ended properly, as a client with a strict HTTP parser reads them."""
+    head, _, rest = out.partition(b"\r\n\r\n")
+    payload = b""
+    while rest:
+        line, _, rest = rest.partition(b"\r\n")
+        size = int(line.partition(b";")[0], 16)
+        if not size:
+            while not rest.startswith(b"\r\n"):  # trailers
+                line, _, rest = rest.partition(b"\r\n")
+                assert b":" in line
+            assert rest == b"\r\n"
+            return head, payload, True
+        payload += rest[:size]
+        if strict:
+            assert rest[size : size + 2] in (b"\r\n", b"\r", b"")
+        rest = rest[size + 2 :]
+    return head, payload, False
+
+
+@given(TEXTS, st.lists(st.integers(1, 200), max_size=30), CUTS, st.sampled_from([b"", b"x-sum: 1\r\n"]), st.booleans())
+def test_a_stream_is_the_same_however_the_network_cut_it(
+    texts: list[str], sizes: list[int], cuts: list[int], trailers: bytes, extended: bool
+) -> None:
+    payload = story(texts).encode()
+    wire = HEAD + chunked(payload, sizes, trailers, b";a=b" if extended else b"")
+    seen = feed(wire, cuts)
+    head, read_payload, whole = read(seen.out)
+    assert (read_payload, whole) == (payload, True)
+    assert OURS.strip() in head
+    assert head.count(b"content-type: text/event-stream; charset=utf-8") == 1
+    assert seen == feed(wire, [])
+    assert seen.state is State.DONE
+    assert seen.usage == Usage(17, 2, 16)
+    assert seen.finish_reason == "stop"
+    assert seen.events == len(texts) + 4
+    assert seen.first_token
+    assert seen.firsts == 1
+    assert not seen.failed
+    assert seen.reusable
+
+
+@given(TEXTS, st.lists(st.integers(1, 200), max_size=30))
+def test_a_stream_may_come_byte_by_byte(texts: list[str], sizes: list[int]) -> None:
+    wire = HEAD + chunked(story(texts).encode(), sizes)
+    assert feed(wire, list(range(len(wire)))) == feed(wire, [])
+
+
+@given(TEXTS, st.lists(st.integers(1, 200), max_size=30), CUTS, st.booleans(), st.integers(0, 40))
+def test_a_stream_that_ends_without_done_ends_with_an_error_and_no_done(
+    texts: list[str], sizes: list[int], cuts: list[int], trailers: bool, short: int
+) -> None:
+    """Properly framed, but its last event is missing or cut: whatever the chunking, the client reads an error event."""
+    payload = (ROLE + "".join(delta(text) for text in texts)).encode()
+    payload = payload[: len(payload) - short]
+    wire = HEAD + chunked(payload, sizes, b"a: b\r\n" if trailers else b"")
+    seen = feed(wire, cuts)
+    _, got, whole = read(seen.out)
+    assert whole
+    assert got.startswith(payload)
+    *_, last, rest = got.split(b"\n\n")
+    assert rest == b""
+    assert json.loads(last.strip().removeprefix(b"data: "))["error"]["code"] == "stream_interrupted"
+    assert b"[DONE]" not in got
+    assert seen.failed
+    assert seen == feed(wire, [])
+
+
+@given(TEXTS, st.lists(st.integers(1, 200), max_size=30), CUTS, st.integers(0, 2500))
+def test_a_stream_cut_short_never_passes_for_whole(
+    texts: list[str], sizes: list[int], cuts: list[int], length: int
+) -> None:
+    """The connection ends early: either the client reads an error event, or an HTTP body that does not end."""
+    wire = HEAD + chunked(story(texts).encode(), sizes)
+    cut = wire[: min(length, len(wire) - 1)]
+    seen = feed(cut, cuts, eof=True)
+    assert seen.broke == ("truncated" if len(cut) >= len(HEAD) else "no_answer")
+    if not seen.out:
+        return  # nothing has gone out: another endpoint answers
+    _, payload, whole = read(seen.out)
+    if whole and not payload.endswith(DONE.encode()):
+        assert b"[DONE]" not in payload
+        last = payload.rstrip(b"\n").rpartition(b"\n\n")[2]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["type"] == "upstream_error"
+
+
+@given(st.lists(st.integers(1, 60), max_size=8), CUTS)
+def test_an_error_as_first_event_can_still_be_retried(sizes: list[int], cuts: list[int]) -> None:
+    seen = feed(HEAD + chunked((ERROR + DONE).encode(), [len(ERROR), *sizes]), cuts)
+    assert seen.broke == "engine_error"
+    assert seen.out == b""
+
+
+@given(TEXTS, st.lists(st.integers(1, 200), max_size=20), CUTS)
+def test_an_error_later_in_the_stream_passes_and_is_known(texts: list[str], sizes: list[int], cuts: list[int]) -> None:
+    payload = (ROLE + "".join(delta(text) for text in texts) + ERROR).encode()
+    seen = feed(HEAD + chunked(payload + DONE.encode(), sizes), cuts)
+    if seen.broke is None:
+        assert read(seen.out)[1] == payload + DONE.encode()
+        assert seen.failed
+    else:  # it came together with the first bytes
+        assert (seen.broke, seen.out) == ("engine_error", b"")
+
+
+@given(TEXTS, st.lists(st.integers(1, 200), max_size=30), CUTS)
+def test_an_alias_takes_the_models_place_in_every_event(texts: list[str], sizes: list[int], cuts: list[int]) -> None:
+    payload = story(texts).encode()
+    seen = feed(HEAD + chunked(payload, sizes), cuts, alias="my-alias")
+    _, got, whole = read(seen.out)
+    assert whole
+    assert got == payload.replace(b'"model":"served"', b'"model":"my-alias"')
+    assert seen.usage == Usage(17, 2, 16)
+
+
+@given(TEXTS, st.lists(st.integers(1, 200), max_size=30), CUTS, st.booleans())
+def test_a_client_of_http_1_0_reads_the_bare_events(
+    texts: list[str], sizes: list[int], cuts: list[int], aliased: bool
+) -> None:
+    payload = story(texts).encode()
+    seen = feed(HEAD + chunked(payload, sizes), cuts, http_1_0=True, alias="served" if aliased else None)
+    head, _, got = seen.out.partition(b"\r\n\r\n")
+    assert got == payload
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+
+
+@given(TEXTS, CUTS, st.sampled_from(["close", "length"]), st.booleans())
+def test_a_stream_in_any_other_framing_reaches_the_client_in_chunks(
+    texts: list[str], cuts: list[int], framing: str, finished: bool
+) -> None:
+    payload = story(texts).encode()
+    payload = payload if finished else payload.removesuffix(DONE.encode())
+    length = b"content-length: %d\r\n" % len(payload) if framing == "length" else b""
+    wire = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + length + b"\r\n" + payload
+    seen = feed(wire, cuts, eof=framing == "close")
+    _, got, whole = read(seen.out)
+    assert whole
+    assert seen.state is State.DONE
+    assert seen.failed is not finished
+    assert got == payload if finished else got.startswith(payload) and b'"stream_interrupted"' in got[len(payload) :]
+    assert seen.reusable is (framing == "length")
+
+
+PLAIN = json.dumps(
+    {
+        "model": "served",
+        "choices": [{"message": {"content": 'a "model":"served" within'}, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 7, "prompt_tokens_details": None},
+    },
+    separators=(",", ":"),
+).encode()
+
+
+@given(CUTS, st.sampled_from(["length", "close", "chunked"]), st.sampled_from([None, "my-alias"]), st.booleans())
+def test_a_plain_answer_is_the_same_however_it_comes(
+    cuts: list[int], framing: str, alias: str | None, http_1_0: bool
+) -> None:
+    body = chunked(PLAIN, [7, 30]) if framing == "chunked" else PLAIN
+    lines = {
+        "length": b"Content-Length: %d\r\n" % len(PLAIN),
+        "close": b"",
+        "chunked": b"Transfer-Encoding: Chunked\r\n",
+    }
+    wire = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n" + lines[framing] + b"\r\n" + body
+    seen = feed(wire, cuts, eof=framing == "close", alias=alias, http_1_0=http_1_0)
+    head, _, rest = seen.out.partition(b"\r\n\r\n")
+    got = rest if http_1_0 or b"content-length" in head else read(seen.out)[1]
+    assert got == (PLAIN.replace(b'"model":"served",', b'"model":"my-alias",') if alias else PLAIN)
+    assert seen.usage == Usage(5, 7, None)
+    assert seen.finish_reason == "length"
+    assert seen.firsts == 1
+    assert not seen.failed
+
+
+@given(CUTS, st.binary(max_size=600), st.sampled_from(["length", "chunked"]))
+def test_an_engines_refusal_is_collected_and_nothing_goes_out(cuts: list[int], body: bytes, framing: str) -> None:
+    line = b"content-length: %d\r\n" % len(body) if framing == "length" else b"transfer-encoding: chunked\r\n"
+    wire = b"HTTP/1.1 400 Bad Request\r\n" + line + b"\r\n" + (body if framing == "length" else chunked(body, [3, 50]))
+    relay = Relay(OURS)
+    edges = [0, *sorted({min(cut, len(wire)) for cut in cuts}), len(wire)]
+    out = b"".join(relay.feed(wire[a:b], 0.0) for a, b in itertools.pairwise(edges) if a < b)
+    assert (out, relay.refusal, relay.refused, relay.state) == (b"", body, True, State.DONE)
+    assert relay.head is not None
+    assert relay.head.status == 400
+
+
+@given(
+    CUTS,
+    st.lists(st.sampled_from([b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 x\r\nlink: y\r\n\r\n"]), max_size=5),
+)
+def test_interim_answers_are_passed_over(cuts: list[int], interim: list[bytes]) -> None:
+    wire = HEAD + chunked(story(["a"]).encode(), [])
+    assert feed(b"".join(interim) + wire, cuts).out == feed(wire, []).out
+
+
+@given(st.binary(min_size=1, max_size=40), CUTS)
+def test_bytes_after_the_end_are_not_shown_and_spoil_the_connection(surplus: bytes, cuts: list[int]) -> None:
+    wire = HEAD + chunked(story(["a"]).encode(), [])
+    seen = feed(wire + surplus, [len(HEAD) + 3])
+    assert seen.out == feed(wire, []).out
+    assert not seen.reusable
+
+
+def test_thousands_of_interim_answers_in_one_read_do_not_exhaust_the_stack() -> None:
+    wire = HEAD + chunked(story(["a"]).encode(), [])
+    assert feed(b"HTTP/1.1 100 C\r\n\r\n" * 3000 + wire, []).state is State.DONE
+
+
+def test_a_refusal_larger_than_the_cap_is_the_engines_failure() -> None:
+    relay = Relay(OURS)
+    relay.feed(b"HTTP/1.1 400 Bad Request\r\ntransfer-encoding: chunked\r\n\r\n", 0.0)
+    for _ in range(64):
+        relay.feed(b"400\r\n" + bytes(1024) + b"\r\n", 0.0)
+    with pytest.raises(UpstreamBroke, match="too long"):
+        relay.feed(b"1\r\na\r\n", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [
+        (b"transfer-encoding: chunked\r\ncontent-length: 3", "framing"),
+        (b"content-length: 3\r\ncontent-length: 4", "framing"),
+        (b"content-length: 3\r\ncontent-length: 3", "framing"),
+        (b"content-length: +3", "framing"),
+        (b"content-length: 3, 3", "framing"),
+        (b"content-length: 0x3", "framing"),
+        (b"transfer-encoding: gzip, chunked", "framing"),
+        (b"transfer-encoding: identity", "framing"),
+        (b"transfer-encoding: chunked\r\nTransfer-Encoding: chunked", "framing"),
+        (b"transfer-encoding : chunked\r\ncontent-length: 3", "framing"),
+        (b"transfer-encoding:\r\n chunked\r\ncontent-length: 3", "framing"),
+    ],
+)
+def test_a_head_that_two_readers_could_read_differently_is_refused(head: bytes, kind: str) -> None:
+    seen = feed(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + b"abc", [])
+    assert (seen.broke, seen.out) == (kind, b"")
+
+
+@pytest.mark.parametrize(
+    "body", [b"zz\r\n", b"-1\r\nab\r\n", b"3\r\nabcde\r\n", b"3\nabc\r\n", b"1" * 20 + b"\r\n", b"0x3\r\nabc\r\n"]
+)
+def test_chunks_that_make_no_sense_break_the_answer(body: bytes) -> None:
+    good = chunked(ROLE.encode(), []).removesuffix(b"0\r\n\r\n")
+    seen = feed(HEAD + good + body, [])
+    assert seen.broke == "framing"
+    _, _, whole = read(seen.out, strict=False)
+    assert not whole or b"stream_interrupted" in seen.out
+
+
+def test_an_endless_head_is_refused() -> None:
+    relay = Relay(OURS)
+    relay.feed(b"x-padding: " + b"a" * 65_000, 0.0)
+    with pytest.raises(UpstreamBroke, match="too long"):
+        relay.feed(b"a" * 1000, 0.0)
+
+
+@pytest.mark.parametrize("status", [204, 304])
+def test_an_answer_without_a_body_by_its_status_ends_with_its_head(status: int) -> None:
+    seen = feed(b"HTTP/1.1 %d x\r\n\r\n" % status, [])
+    assert seen.state is State.DONE
+
+
+def test_a_close_before_the_first_byte_can_be_retried() -> None:
+    seen = feed(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n", [], eof=True)
+    assert (seen.broke, seen.out) == ("truncated", b"")
