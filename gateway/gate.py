@@ -183,7 +183,7 @@ class Gate:
             async with asyncio.timeout(RETRY_PATIENCE_S):
                 await turn
         except TimeoutError:
-            return False
+            return turn.done() and not turn.cancelled()  # it came in the same moment
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.give_back_turn()
@@ -195,11 +195,17 @@ class Gate:
 
     def give_back_turn(self) -> None:
         self._retries.give_back()
+        while self._retrying and self._retries.try_take(self.active):
+            self._pass_turn()
+
+    def _pass_turn(self) -> None:
+        """Hand a retry that was taken to the first who still waits for one."""
         while self._retrying:
             turn = self._retrying.popleft()
-            if not turn.done() and self._retries.try_take(self.active):
+            if not turn.done():
                 turn.set_result(None)
                 return
+        self._retries.give_back()
 
     @property
     def retries_left(self) -> int:

@@ -47,7 +47,7 @@ class Patience(msgspec.Struct, frozen=True):
 class Connection(asyncio.Protocol):
     """One connection to one engine, carrying one answer at a time from the engine to a client."""
 
-    __slots__ = ("_done", "_downstream", "_pool", "_relay", "_transport", "heard_at", "idle_since", "reused")
+    __slots__ = ("_done", "_downstream", "_paused", "_pool", "_relay", "_transport", "heard_at", "idle_since")
 
     def __init__(self, pool: Upstream) -> None:
         self._pool = pool
@@ -57,7 +57,7 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[None] | None = None
         self.heard_at = 0.0
         self.idle_since = 0.0
-        self.reused = False
+        self._paused = False
 
     @property
     def open(self) -> bool:
@@ -93,18 +93,25 @@ class Connection(asyncio.Protocol):
 
     def pause(self) -> None:
         """The client reads more slowly than the engine writes: stop reading, so that the socket fills, not memory."""
-        if self.open and self._transport is not None:
+        if self.open and self._transport is not None and not self._paused:
+            self._paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        if self.open and self._transport is not None:
+        if self.open and self._transport is not None and self._paused:
+            self._paused = False
             self.heard_at = monotonic()
             self._transport.resume_reading()
 
+    @property
+    def owed(self) -> bool:
+        """Whether somebody waits for the engine here, and not the engine for somebody."""
+        return self._relay is not None and self._downstream is not None and not self._downstream.writing_paused
+
     def overdue(self, now: float, patience: Patience) -> bool:
         """Whether the engine has been silent for too long. Silence we caused by pausing does not count."""
-        relay, downstream = self._relay, self._downstream
-        if relay is None or downstream is None or downstream.writing_paused:
+        relay = self._relay
+        if relay is None or not self.owed:
             return False
         limit = patience.stall_s if relay.committed else patience.first_byte_s
         return now - self.heard_at > limit
@@ -125,6 +132,7 @@ class Connection(asyncio.Protocol):
             self._finish(error)
             return
         if out:
+            self._pool.heard_at = now
             self._downstream.write(out)  # type: ignore[union-attr]  # set together with _relay
         if relay.state is State.DONE:
             self._finish(None)
@@ -155,6 +163,7 @@ class Connection(asyncio.Protocol):
         if error is None and relay is not None and relay.reusable and self.open:
             self._downstream.set_source(None)  # type: ignore[union-attr]  # set together with _relay
             self._relay = self._downstream = None
+            self.resume()  # the client may have been slow to the end; the next one is not
             self._pool.give_back(self)
         else:
             self.abort()
@@ -165,9 +174,12 @@ class Connection(asyncio.Protocol):
 
 
 class Upstream:
-    """The connections to one engine. Idle ones are reused newest first, so that the rest can grow old and close."""
+    """The connections to one engine. Idle ones are reused newest first, so that the rest can grow old and close.
 
-    __slots__ = ("_head", "_host", "_idle", "_port", "connections", "loop", "patience")
+    heard_at  when a byte of any answer's body last came from the engine, monotonic seconds
+    """
+
+    __slots__ = ("_head", "_host", "_idle", "_port", "connections", "heard_at", "loop", "patience")
 
     def __init__(self, url: str, key: str | None, patience: Patience, loop: asyncio.AbstractEventLoop) -> None:
         """`key` is the engine's own API key; the client's never travels further than the gateway."""
@@ -180,6 +192,7 @@ class Upstream:
         ).encode()
         self.patience = patience
         self.loop = loop
+        self.heard_at = 0.0
         self.connections: set[Connection] = set()
         self._idle: list[Connection] = []
 
@@ -190,17 +203,17 @@ class Upstream:
     async def send(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> None:
         """One request, one answer. A pooled connection that turns out dead before a byte came back costs nothing."""
         pooled = self._pooled()
-        connection = pooled or await self._connect()
-        try:
-            await connection.carry(head, payload, relay, downstream)
-        except UpstreamBroke as error:
-            if pooled is None or not relay.untouched or error.kind not in ("reset", "no_answer"):
+        while True:
+            connection = pooled or await self._connect()
+            try:
+                return await connection.carry(head, payload, relay, downstream)
+            except UpstreamBroke as error:
+                if pooled is None or not relay.untouched or error.kind not in ("reset", "no_answer"):
+                    raise
+                pooled = None
+            except asyncio.CancelledError:
+                connection.abort()
                 raise
-            connection = await self._connect()
-            await connection.carry(head, payload, relay, downstream)
-        except asyncio.CancelledError:
-            connection.abort()
-            raise
 
     def _pooled(self) -> Connection | None:
         oldest = monotonic() - IDLE_S
@@ -240,6 +253,14 @@ class Upstream:
         for connection in tuple(self.connections):
             if connection.overdue(now, self.patience):
                 connection.fail("timeout", "the engine has been silent for too long")
+
+    def silence_s(self, now: float) -> float:
+        """How long the engine has owed everybody a byte; 0 when nobody waits for it.
+
+        A head alone is no sign of life: API servers send it before their engine has looked at the request.
+        """
+        waiting_since = [connection.heard_at for connection in self.connections if connection.owed]
+        return max(0.0, now - max(min(waiting_since), self.heard_at)) if waiting_since else 0.0
 
     def fail_all(self, kind: str, message: str) -> None:
         """The engine is known to be dead: nobody waits for it."""
