@@ -61,7 +61,6 @@ class Front(RequestHandler):
         "address",
         "paused_at",
         "phase",
-        "received",
         "since",
     )
 
@@ -88,7 +87,6 @@ class Front(RequestHandler):
         self.address = ""
         self.phase = Phase.IDLE
         self.since = 0.0
-        self.received = 0
         self.paused_at: float | None = None
 
     # What the line sees of a client
@@ -197,9 +195,7 @@ class Front(RequestHandler):
         if phase is Phase.CLOSING:
             return
         super().data_received(data)
-        if phase is Phase.BODY:
-            self.received += len(data)
-        elif phase is Phase.IDLE and not self._messages:
+        if phase is Phase.IDLE and not self._messages:
             self._enter(Phase.HEAD)
 
     def eof_received(self) -> None:
@@ -327,7 +323,6 @@ class Front(RequestHandler):
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self.since = monotonic()
-        self.received = 0
 
     def sweep(self, now: float) -> None:
         """End what has lasted too long: silence, dripped headers or bodies, a client that does not read."""
@@ -340,9 +335,9 @@ class Front(RequestHandler):
         elif self.phase is Phase.HEAD:
             if age > limits.headers_timeout:
                 self._time_out("The request's headers did not arrive in time.")
-        elif self.phase is Phase.BODY:
-            too_slow = age > 1 and self.received < (age - 1) * limits.body_min_rate
-            if (age > limits.body_timeout or too_slow) and self._payload is not None:
+        elif self.phase is Phase.BODY and self._payload is not None:
+            too_slow = age > 1 and self._payload.total_bytes < (age - 1) * limits.body_min_rate
+            if age > limits.body_timeout or too_slow:
                 message = "The request's body did not arrive in time."
                 self._payload.set_exception(GatewayError(Failure.REQUEST_TIMEOUT, message))
         elif self.phase is Phase.CLOSING and age > LINGER_S:

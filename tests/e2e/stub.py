@@ -149,10 +149,10 @@ def recording_stub() -> Iterator[Stub]:
     """A stub that listens on a free port of 127.0.0.1 until the block is left."""
     stub = Stub()
     loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(asyncio.start_server(stub.talk, "127.0.0.1", 0))
-    stub.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
+    server = asyncio.run_coroutine_threadsafe(asyncio.start_server(stub.talk, "127.0.0.1", 0), loop).result(5)
+    stub.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield stub
     finally:
