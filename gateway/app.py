@@ -24,6 +24,7 @@ from gateway.front import Front
 from gateway.gate import Gate
 from gateway.metrics import Metrics
 from gateway.openai import Api
+from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
 from gateway.serve import Gateway, serve
 from gateway.snapshot import build
@@ -49,7 +50,9 @@ class App:
         self._ids = _Ids()
         self._prefixes = Prefixes(secrets.token_bytes(32), config.prefix.index, config.prefix.block_bytes)
         self._gate = Gate(config)
-        self._endpoints = EndpointTable(config, self._prefixes, self.metrics, Random(secrets.randbits(64)))
+        self._outbox = Outbox(self._loop)
+        rng = Random(secrets.randbits(64))
+        self._endpoints = EndpointTable(config, self._prefixes, self.metrics, rng, self._outbox)
         self._endpoints.on_change = self._gate.refresh
         self._log = AccessLog(config.observability.access_log, config.observability.access_flush, self._loop)
         self._watcher = Watcher(config, self._endpoints, self._learnt)
@@ -98,7 +101,7 @@ class App:
         manager = runner.server
         assert manager is not None
         server = await self._loop.create_server(
-            lambda: Front(self._serve, self.fronts, self.config.limits, manager, self._loop),
+            lambda: Front(self._serve, self.fronts, self.config.limits, manager, self._outbox),
             where.host,
             where.port,
             backlog=BACKLOG,

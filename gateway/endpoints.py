@@ -5,7 +5,6 @@ Decisions about health are policies.health's; here its events are gathered and i
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
@@ -13,6 +12,7 @@ from time import monotonic
 
 from gateway.config import Config, EndpointSpec
 from gateway.metrics import Metrics
+from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
 from gateway.relay import UpstreamBroke, Usage
 from gateway.upstream import Patience, Upstream
@@ -35,13 +35,26 @@ EVIDENCE = {
 }
 
 
+# A wedged engine answers nothing and says it is well. One that computes a long prompt is silent too, so silence counts
+# only beyond thrice the time that its backlog takes at this rate, slow for a TP group of today (perfmodel.md 3.5).
+PREFILL_TOKENS_PER_S = 10_000
+PREFILL_MARGIN = 3
+
 HEALTHY = Health()  # nothing ever went wrong: a success has nothing to tell it
 
 
 class LiveEndpoint:
-    """One TP group with everything live about it."""
+    """One TP group with everything live about it.
 
-    __slots__ = ("endpoint", "errors", "health", "key_header", "load", "models", "models_at", "upstream")
+    backlog_tokens  prefill_tokens when the engine was last heard: what its silence since then may be spent on
+    produced        tokens the engine says it has ever generated, at its last scrape
+    stalled         it was found wedged: its /health is not believed until it generates again
+    """
+
+    __slots__ = (
+        *("backlog_tokens", "endpoint", "health", "key_header", "load", "models", "models_at"),
+        *("produced", "stalled", "upstream"),
+    )
 
     def __init__(self, endpoint: Endpoint, load: EndpointLoad, upstream: Upstream, key: str | None) -> None:
         self.endpoint = endpoint
@@ -51,6 +64,9 @@ class LiveEndpoint:
         self.health = HEALTHY
         self.models: tuple[str, ...] = ()
         self.models_at: float | None = None
+        self.backlog_tokens = 0
+        self.produced: int | None = None
+        self.stalled = False
 
 
 class Booking:
@@ -126,13 +142,14 @@ class Booking:
 class EndpointTable:
     """Live endpoints by slot. `on_change` is called when somebody's availability has changed."""
 
-    def __init__(self, config: Config, prefixes: Prefixes, metrics: Metrics, rng: Random) -> None:
+    def __init__(self, config: Config, prefixes: Prefixes, metrics: Metrics, rng: Random, outbox: Outbox) -> None:
         self.prefixes = prefixes
         self.rng = rng
         self.on_change: Callable[[], None] = lambda: None
         self._metrics = metrics
-        self._loop = asyncio.get_running_loop()
+        self._outbox = outbox
         self._limits = _health_limits(config)
+        self._progress_s = config.health.progress
         self._by_slot: list[LiveEndpoint] = []
         self._pools: dict[str, tuple[Candidate, ...]] = {}
 
@@ -151,7 +168,7 @@ class EndpointTable:
         load = EndpointLoad(len(self._by_slot))
         key = spec.api_key.reveal() if spec.api_key is not None else None
         endpoint = _endpoint(pool, spec)
-        live = LiveEndpoint(endpoint, load, Upstream(spec.url, key, patience, self._loop), key)
+        live = LiveEndpoint(endpoint, load, Upstream(spec.url, key, patience, self._outbox), key)
         self._by_slot.append(live)
         if spec.kv_tokens is not None:
             self.prefixes.index.set_capacity(load.slot, spec.kv_tokens)
@@ -186,16 +203,38 @@ class EndpointTable:
         self.happened(live, EVIDENCE.get(kind, Event.FAILED))
 
     def probed(self, live: LiveEndpoint, status: int | None) -> None:
-        """An active probe came back; None: it did not. 503 is vLLM's word for a dead engine: one rank lost, all lost."""
+        """An active probe came back, or not: None. 503 is vLLM's word for a dead engine: one rank lost is all lost."""
         if status == 503:
             self.happened(live, Event.ENGINE_DEAD)
         else:
             self.happened(live, Event.PROBE_OK if status == 200 else Event.PROBE_FAILED)
 
+    def refused(self, live: LiveEndpoint) -> None:
+        """Nobody listens there: no statistic but a fact, which ejects at once."""
+        self.happened(live, Event.CONNECT_FAILED)
+
+    def patience_s(self, live: LiveEndpoint) -> float:
+        """How long the endpoint may be silent with requests in flight before it counts as wedged."""
+        return max(self._progress_s, PREFILL_MARGIN * live.backlog_tokens / PREFILL_TOKENS_PER_S)
+
+    def progressed(self, live: LiveEndpoint) -> None:
+        """The engine has generated something, whoever it was for."""
+        live.upstream.heard_at = monotonic()
+        live.stalled = False
+
+    def wedged(self, live: LiveEndpoint) -> None:
+        """Silent for too long, and a request for one token was not answered either (faults.md F09)."""
+        live.stalled = True
+        self.happened(live, Event.ENGINE_DEAD)
+
     def scraped(self, live: LiveEndpoint, reading: Reading) -> None:
         load = live.load
+        load.strangers = max(0, (reading.running or 0) + (reading.waiting or 0) - load.in_flight)
         load.running, load.waiting, load.kv_usage = reading.running, reading.waiting, reading.kv_usage
         load.scraped_at = monotonic()
+        if reading.produced != live.produced:
+            live.produced = reading.produced
+            live.upstream.heard_at = load.scraped_at
         if reading.kv_tokens is not None:
             self.prefixes.index.set_capacity(load.slot, reading.kv_tokens)
 
@@ -214,7 +253,7 @@ class EndpointTable:
             self._metrics.ejections_total.labels(live.endpoint.name, str(after.cause)).inc()
             self.prefixes.index.forget(live.load.slot)
         if after.state is health.State.DEAD:
-            live.upstream.fail_all("ejected", "the engine says that it is dead")
+            live.upstream.fail_all("ejected", "the engine is dead")
         members = [self._by_slot[candidate.load.slot] for candidate in self._pools[live.endpoint.pool]]
         verdicts = health.available([member.health for member in members], self._limits)
         for member, available in zip(members, verdicts, strict=True):
@@ -224,6 +263,8 @@ class EndpointTable:
     def sweep(self, now: float) -> None:
         for live in self._by_slot:
             live.upstream.sweep(now)
+            if live.upstream.silence_s(now) < 1.0:
+                live.backlog_tokens = live.load.prefill_tokens
 
     def close(self) -> None:
         for live in self._by_slot:

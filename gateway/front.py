@@ -23,6 +23,7 @@ from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 from gateway.answer import Failure, GatewayError, body_of, headers_of, new_id, phrase_of
 from gateway.config import Limits
 from gateway.openai import LINE, Api
+from gateway.outbox import Outbox
 from gateway.upstream import Connection
 
 LINGER_S = 1.0  # how long a refused upload may go on arriving before the socket is cut
@@ -55,6 +56,7 @@ class Front(RequestHandler):
         "_limits",
         "_message",
         "_must_close",
+        "_outbox",
         "_payload",
         "_serve",
         "_source",
@@ -65,11 +67,11 @@ class Front(RequestHandler):
     )
 
     def __init__(
-        self, serve: Serve, fronts: set[Front], limits: Limits, manager: web.Server, loop: asyncio.AbstractEventLoop
+        self, serve: Serve, fronts: set[Front], limits: Limits, manager: web.Server, outbox: Outbox
     ) -> None:
         super().__init__(
             manager,
-            loop=loop,
+            loop=outbox.loop,
             keepalive_timeout=0,  # the sweep below watches idle connections too, without a timer each
             access_log=None,  # type: ignore[arg-type]  # aiohttp takes None for off; its annotation does not say so
             auto_decompress=False,
@@ -78,6 +80,7 @@ class Front(RequestHandler):
         )
         self._serve = serve
         self._fronts = fronts
+        self._outbox = outbox
         self._limits = limits
         self._message: RawRequestMessage | None = None
         self._payload: StreamReader | None = None
@@ -128,7 +131,7 @@ class Front(RequestHandler):
     def write(self, data: bytes) -> None:
         """Bytes of an answer, as they come. Dropped when the client has gone; its task is being cancelled then."""
         if self.transport is not None:
-            self.transport.write(data)
+            self._outbox.post(self.transport, data)
 
     def refuse(self, error: GatewayError, request_id: str) -> None:
         """Answer with an error of the table."""
@@ -347,6 +350,7 @@ class Front(RequestHandler):
         error = GatewayError(Failure.REQUEST_TIMEOUT, message)
         self._must_close = True
         self.refuse(error, new_id())
+        self._outbox.flush()
         self.force_close()
 
     def _cut(self) -> None:
@@ -355,6 +359,7 @@ class Front(RequestHandler):
 
     def _close_gently(self) -> None:
         """Close so that the answer is read even while the client still sends: half-close, discard, then cut."""
+        self._outbox.flush()
         transport = self.transport
         if transport is None:
             return

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from gateway.outbox import Outbox
 from gateway.relay import Relay, State, UpstreamBroke
 
 IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
@@ -65,7 +66,7 @@ class Connection(asyncio.Protocol):
 
     def carry(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> asyncio.Future[None]:
         """Send a request; its answer flows until the future is done. The future may raise UpstreamBroke."""
-        done = self._done = self._pool.loop.create_future()
+        done = self._done = self._pool.outbox.loop.create_future()
         transport = self._transport
         if transport is None:
             self._finish(UpstreamBroke("reset", "the connection was closed before the request was sent"))
@@ -76,7 +77,7 @@ class Connection(asyncio.Protocol):
         if len(payload.body) > JOIN_LIMIT:
             transport.writelines((head, payload.body))
         else:
-            transport.write(head + payload.body)
+            self._pool.outbox.post(transport, head + payload.body)
         return done
 
     def abort(self) -> None:
@@ -179,9 +180,9 @@ class Upstream:
     heard_at  when a byte of any answer's body last came from the engine, monotonic seconds
     """
 
-    __slots__ = ("_head", "_host", "_idle", "_port", "connections", "heard_at", "loop", "patience")
+    __slots__ = ("_head", "_host", "_idle", "_port", "connections", "heard_at", "outbox", "patience")
 
-    def __init__(self, url: str, key: str | None, patience: Patience, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, url: str, key: str | None, patience: Patience, outbox: Outbox) -> None:
         """`key` is the engine's own API key; the client's never travels further than the gateway."""
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
@@ -191,7 +192,7 @@ class Upstream:
             f"accept: */*\r\nuser-agent: penstock\r\n{authorization}"
         ).encode()
         self.patience = patience
-        self.loop = loop
+        self.outbox = outbox
         self.heard_at = 0.0
         self.connections: set[Connection] = set()
         self._idle: list[Connection] = []
@@ -227,7 +228,7 @@ class Upstream:
     async def _connect(self) -> Connection:
         try:
             async with asyncio.timeout(self.patience.connect_s):
-                _, connection = await self.loop.create_connection(lambda: Connection(self), self._host, self._port)
+                _, connection = await self.outbox.loop.create_connection(lambda: Connection(self), self._host, self._port)
         except TimeoutError:
             raise UpstreamBroke("connect_timeout", f"no connection within {self.patience.connect_s:g} s") from None
         except OSError as error:
