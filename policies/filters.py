@@ -24,5 +24,6 @@ def untried(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
 
 
 def below_cap(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Has room under its own concurrency cap."""
-    return [candidate for candidate in candidates if candidate.load.in_flight < candidate.endpoint.max_concurrency]
+    """Has room under its own concurrency cap. A retry was admitted already: it goes over a cap rather than nowhere."""
+    below = [candidate for candidate in candidates if candidate.load.in_flight < candidate.endpoint.max_concurrency]
+    return below or candidates if ask.tried else below

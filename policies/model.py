@@ -62,6 +62,7 @@ class EndpointLoad:
     expected_tokens  output tokens booked and not yet produced (expectation, not a promise)
     available        False while ejected by health or draining: never a candidate
     running, waiting, kv_usage, scraped_at   the engine's own view at its last scrape; None before the first
+    strangers        requests in that view beyond in_flight at that moment: what others sent
     """
 
     __slots__ = (
@@ -74,6 +75,7 @@ class EndpointLoad:
         "running",
         "scraped_at",
         "slot",
+        "strangers",
         "waiting",
     )
 
@@ -88,6 +90,7 @@ class EndpointLoad:
         self.waiting: int | None = None
         self.kv_usage: float | None = None
         self.scraped_at: float | None = None
+        self.strangers = 0
 
 
 class Candidate(msgspec.Struct, frozen=True, eq=False):

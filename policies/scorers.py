@@ -83,10 +83,13 @@ def uncached_work(harm_weight: float, patience_tokens: float, decode_weight: flo
 
 
 def strangers(load: EndpointLoad, now: float, fresh_s: float) -> int:
-    """Requests at the endpoint that this gateway did not send, by a scrape not older than `fresh_s`; else 0."""
+    """Requests at the endpoint that this gateway did not send, by a scrape not older than `fresh_s`; else 0.
+
+    Counted when the scrape came: set against in_flight of now, our own requests ended since would look like strangers.
+    """
     if load.scraped_at is None or now - load.scraped_at > fresh_s:
         return 0
-    return max(0, (load.running or 0) + (load.waiting or 0) - load.in_flight)
+    return load.strangers
 
 
 def _pressure(load: EndpointLoad, now: float, fresh_s: float) -> float:

@@ -274,6 +274,9 @@ class Health(_Section):
     backoff: Duration = _set("1s", "First time out; it doubles with every ejection in a row, with jitter.")
     backoff_max: Duration = _set("60s", "Longest time out.")
     path: HttpPath = _set("/health", "What a probe asks for.")
+    progress: Duration = _set(
+        "5s", "Silence with requests in flight, long prompts allowed for, after which an engine counts as wedged."
+    )
 
     @model_validator(mode="after")
     def _grows(self) -> Health:

@@ -14,7 +14,7 @@ from policies.model import EngineKind
 
 
 class Names(msgspec.Struct, frozen=True):
-    """Which metrics carry the four facts; the last two are labels of one info metric, or metrics of their own."""
+    """Which metrics carry the facts; block_tokens and blocks are labels of one info metric, or metrics of their own."""
 
     running: bytes
     waiting: bytes
@@ -22,6 +22,7 @@ class Names(msgspec.Struct, frozen=True):
     config: bytes = b""
     block_tokens: bytes = b""
     blocks: bytes = b""
+    produced: bytes = b""
 
 
 NAMES = {
@@ -32,6 +33,7 @@ NAMES = {
         b"vllm:cache_config_info",
         b"block_size",
         b"num_gpu_blocks",
+        b"vllm:generation_tokens_total",
     ),
     EngineKind.SGLANG: Names(
         b"sglang:num_running_reqs",
@@ -40,6 +42,7 @@ NAMES = {
         b"sglang:cache_config_info",
         b"page_size",
         b"num_pages",
+        b"sglang:generation_tokens_total",
     ),
     EngineKind.TRTLLM: Names(
         b"trtllm_num_requests_running",
@@ -54,12 +57,13 @@ PATHS = {EngineKind.VLLM: "/metrics", EngineKind.SGLANG: "/metrics", EngineKind.
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """Requests running and waiting, share of KV in use (0..1), KV capacity in tokens. None: not told."""
+    """Requests running and waiting, share of KV in use (0..1), KV capacity, tokens ever generated. None: not told."""
 
     running: int | None
     waiting: int | None
     kv_usage: float | None
     kv_tokens: int | None
+    produced: int | None = None
 
 
 def read(text: bytes, engine: EngineKind) -> Reading:
@@ -67,11 +71,13 @@ def read(text: bytes, engine: EngineKind) -> Reading:
     names = NAMES[engine]
     running, waiting = list(_values(text, names.running)), list(_values(text, names.waiting))
     usage = list(_values(text, names.kv_usage))
+    produced = list(_values(text, names.produced)) if names.produced else []
     return Reading(
         running=int(sum(running)) if running else None,
         waiting=int(sum(waiting)) if waiting else None,
         kv_usage=sum(usage) / len(usage) if usage else None,
         kv_tokens=_kv_tokens(text, names),
+        produced=int(sum(produced)) if produced else None,
     )
 
 

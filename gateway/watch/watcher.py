@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from time import monotonic
 
 import aiohttp
@@ -17,15 +17,18 @@ import aiohttp
 from gateway.config import Config
 from gateway.endpoints import EndpointTable, LiveEndpoint
 from gateway.watch import scrape
+from policies.health import probe_due
 
 log = logging.getLogger("penstock")
 
 METRICS_LIMIT = 4 * 1024 * 1024
 MODELS_EVERY_S = 30.0
+UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class Watcher:
-    """One background task per endpoint. `learnt` is called when an engine's list of models has changed."""
+    """Two background tasks per endpoint: looking at it, and looking after its silence. `learnt` is called when an
+    engine's list of models has changed."""
 
     def __init__(self, config: Config, endpoints: EndpointTable, learnt: Callable[[], None]) -> None:
         self._config = config
@@ -36,11 +39,15 @@ class Watcher:
 
     async def start(self) -> None:
         """Begin watching; returns when every endpoint was asked once, so that the first request meets known ground."""
-        longest = max(self._config.health.timeout, self._config.scrape.timeout)
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=longest))
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         await asyncio.gather(*(self._look(live) for live in self._endpoints.all()))
+        health, scrape_every = self._config.health, self._config.scrape.interval
         for live in self._endpoints.all():
-            self._tasks.append(asyncio.create_task(self._watch(live), name=f"watch {live.endpoint.name}"))
+            name = live.endpoint.name
+            looking = self._repeat(self._look, live, min(health.interval, scrape_every))
+            listening = self._repeat(self._listen, live, health.progress / 10)
+            self._tasks.append(asyncio.create_task(looking, name=f"watch {name}"))
+            self._tasks.append(asyncio.create_task(listening, name=f"listen to {name}"))
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -49,12 +56,13 @@ class Watcher:
         if self._session is not None:
             await self._session.close()
 
-    async def _watch(self, live: LiveEndpoint) -> None:
-        interval = min(self._config.health.interval, self._config.scrape.interval)
+    async def _repeat(
+        self, what: Callable[[LiveEndpoint], Awaitable[None]], live: LiveEndpoint, every_s: float
+    ) -> None:
         while True:
-            await asyncio.sleep(interval * self._endpoints.rng.uniform(0.9, 1.1))
+            await asyncio.sleep(every_s * self._endpoints.rng.uniform(0.9, 1.1))
             try:
-                await self._look(live)
+                await what(live)
             except Exception:
                 log.exception("watching %s failed", live.endpoint.name)
 
@@ -62,19 +70,53 @@ class Watcher:
         await asyncio.gather(self._probe(live), self._scrape(live), self._list_models(live))
 
     async def _probe(self, live: LiveEndpoint) -> None:
-        status, _ = await self._get(live, self._config.health.path, self._config.health.timeout, 4096)
+        status, timeout_s = None, self._config.health.timeout
+        try:
+            status, _ = await self._fetch(live, self._config.health.path, timeout_s, 4096)
+        except UNREACHABLE as error:
+            if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
+                self._endpoints.refused(live)
+        if status == 200 and live.stalled and probe_due(live.health, monotonic()):
+            if await self._generates(live, timeout_s):
+                self._endpoints.progressed(live)
+            else:
+                status = None
         self._endpoints.probed(live, status)
+
+    async def _listen(self, live: LiveEndpoint) -> None:
+        """An endpoint silent for half its patience is asked for one token of its own; without it, it is wedged."""
+        patience_s = self._endpoints.patience_s(live)
+        silence_s = live.upstream.silence_s(monotonic())
+        if silence_s < patience_s / 2 or not live.load.available:
+            return
+        if await self._generates(live, max(self._config.health.timeout, patience_s - silence_s)):
+            self._endpoints.progressed(live)
+        elif live.upstream.silence_s(monotonic()) > silence_s:  # nobody else heard from it meanwhile
+            log.warning("endpoint %s has been silent for %.1f s", live.endpoint.name, patience_s)
+            self._endpoints.wedged(live)
+
+    async def _generates(self, live: LiveEndpoint, timeout_s: float) -> bool:
+        """Whether the engine gives one token in time. A 4xx proves nothing about it, and so nothing against it."""
+        model = live.endpoint.served_model or next(iter(live.models), None)
+        if model is None:
+            return True
+        canary = {"model": model, "prompt": "1", "max_tokens": 1}
+        try:
+            status, _ = await self._fetch(live, "/v1/completions", timeout_s, METRICS_LIMIT, canary)
+        except UNREACHABLE:
+            return False
+        return status < 500
 
     async def _scrape(self, live: LiveEndpoint) -> None:
         path = scrape.PATHS[live.endpoint.engine]
-        status, text = await self._get(live, path, self._config.scrape.timeout, METRICS_LIMIT)
+        status, text = await self._get(live, path, self._config.scrape.timeout)
         if status == 200:
             self._endpoints.scraped(live, scrape.read(text, live.endpoint.engine))
 
     async def _list_models(self, live: LiveEndpoint) -> None:
         if live.models_at is not None and monotonic() - live.models_at < MODELS_EVERY_S:
             return
-        status, text = await self._get(live, "/v1/models", self._config.health.timeout, METRICS_LIMIT)
+        status, text = await self._get(live, "/v1/models", self._config.health.timeout)
         if status != 200:
             return
         try:
@@ -86,14 +128,21 @@ class Watcher:
             live.models = names
             self._learnt()
 
-    async def _get(self, live: LiveEndpoint, path: str, timeout_s: float, limit: int) -> tuple[int | None, bytes]:
+    async def _get(self, live: LiveEndpoint, path: str, timeout_s: float) -> tuple[int | None, bytes]:
         """Status and body; None when the engine did not answer in time."""
-        assert self._session is not None
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.get(live.endpoint.url + path, headers=live.key_header) as answer,
-            ):
-                return answer.status, await answer.content.read(limit)
-        except (aiohttp.ClientError, TimeoutError, OSError):
+            return await self._fetch(live, path, timeout_s, METRICS_LIMIT)
+        except UNREACHABLE:
             return None, b""
+
+    async def _fetch(
+        self, live: LiveEndpoint, path: str, timeout_s: float, limit: int, json_body: object = None
+    ) -> tuple[int, bytes]:
+        """Status and body of a GET, or of a POST if there is something to send. Raises one of UNREACHABLE."""
+        assert self._session is not None
+        url, method = live.endpoint.url + path, "GET" if json_body is None else "POST"
+        async with (
+            asyncio.timeout(timeout_s),
+            self._session.request(method, url, headers=live.key_header, json=json_body) as answer,
+        ):
+            return answer.status, await answer.content.read(limit)

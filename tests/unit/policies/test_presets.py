@@ -50,7 +50,7 @@ def test_least_loaded_counts_requests_when_tokens_are_equal() -> None:
 
 
 def test_least_loaded_sees_strangers_in_a_fresh_scrape_only() -> None:
-    crowded = {"running": 9, "waiting": 3, "in_flight": 2}
+    crowded = {"strangers": 10, "in_flight": 2}
     mine = candidate(1, in_flight=4)
     assert chosen("least_loaded", [candidate(0, scraped_at=98.0, **crowded), mine]) == "tp1"
     assert chosen("least_loaded", [candidate(0, scraped_at=90.0, **crowded), mine]) == "tp0"
@@ -60,6 +60,17 @@ def test_least_loaded_sees_strangers_in_a_fresh_scrape_only() -> None:
 def test_own_requests_in_a_scrape_are_not_counted_twice() -> None:
     seen = candidate(0, in_flight=3, running=3, waiting=0, scraped_at=99.0)
     assert chosen("least_loaded", [seen, candidate(1, in_flight=4)]) == "tp0"
+
+
+def test_own_requests_that_ended_since_the_scrape_do_not_become_strangers() -> None:
+    seen = candidate(0, in_flight=3, running=20, waiting=5, scraped_at=99.5)
+    assert chosen("least_loaded", [seen, candidate(1, in_flight=4)]) == "tp0"
+
+
+def test_a_retry_goes_over_a_cap_rather_than_nowhere() -> None:
+    full = [candidate(0), candidate(1, cap=2, in_flight=2)]
+    policy = registry.build("least_loaded", {})
+    assert pick(policy, ask(tried=["tp0"]), full).candidate.endpoint.name == "tp1"  # type: ignore[union-attr]
 
 
 def test_least_loaded_keeps_groups_even_with_sizes_that_vary_hundredfold() -> None:
