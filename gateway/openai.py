@@ -204,9 +204,7 @@ def _refuse_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
 
 def _walk(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     """Go from member to member; the decoder keeps the last of equal names, so an earlier one differs or repeats."""
-    if (
-        max(map(len, members), default=0) > MAX_NAME
-    ):  # also keeps the pattern below from growing with an attacker's name
+    if max(map(len, members), default=0) > MAX_NAME:  # the pattern below takes memory with the length of a name
         raise GatewayError(Failure.BAD_REQUEST, f"A member's name is longer than {MAX_NAME} characters.")
     at = body.index(b"{") + 1
     seen: set[str] = set()
