@@ -121,7 +121,7 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str
     ids = _token_ids(prompt[-1]) if api is Api.COMPLETIONS else None
     output_tokens = numbers.get("max_completion_tokens") or numbers.get("max_tokens")
     if model.context_tokens is not None:
-        _check_context(ids or 0, output_tokens or 0, model.context_tokens)
+        _check_context(_longest(prompt[-1]) if ids else 0, output_tokens or 0, model.context_tokens)
     request = Request(
         request_id,
         model.served_model,
@@ -266,11 +266,16 @@ def _bounded(name: str, value: object) -> int:
 
 
 def _token_ids(prompt: msgspec.Raw) -> int | None:
-    """How many token ids a prompt is made of; None for text."""
+    """How many token ids a prompt, or a list of prompts, is made of; None for text."""
     start = bytes(memoryview(prompt)[:64])
     if start[:1] != b"[" or not start.lstrip(b"[ \t\r\n")[:1].isdigit():
         return None
     return bytes(prompt).count(b",") + 1
+
+
+def _longest(prompt: msgspec.Raw) -> int:
+    """The token ids of the longest of some prompts, or of the only one: each must fit the context by itself."""
+    return max(part.lstrip(b"[, \t\r\n").count(b",") + 1 for part in bytes(prompt).split(b"]"))
 
 
 def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) -> None:

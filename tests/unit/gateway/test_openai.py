@@ -1,0 +1,172 @@
+"""The door, case by case: limits as a table, what a refusal says, what is counted and what reads as a stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+
+from gateway.answer import Failure, GatewayError
+from gateway.openai import (
+    DEFAULT_OUTPUT_TOKENS,
+    LIMITS,
+    MAX_DIGITS,
+    MAX_MEMBERS,
+    MAX_NAME,
+    SIZES,
+    SMALL_BODY,
+    Api,
+    Call,
+    parse,
+)
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "hi"}
+
+
+class Model(NamedTuple):
+    served_model: str = "demo"
+    context_tokens: int | None = None
+
+
+def parsed(body: dict[str, Any] | bytes, api: Api = Api.CHAT, context_tokens: int | None = None) -> Call:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return parse(raw, api, {"demo": Model("demo", context_tokens)}, "req_1", "acme")
+
+
+def refusal(body: dict[str, Any] | bytes, api: Api = Api.CHAT, context_tokens: int | None = None) -> GatewayError:
+    with pytest.raises(GatewayError) as refused:
+        parsed(body, api, context_tokens)
+    return refused.value
+
+
+@pytest.mark.parametrize("name", sorted(LIMITS))
+def test_a_guarded_number_is_taken_up_to_its_limit_and_refused_beyond(name: str) -> None:
+    for value in (1, LIMITS[name], None):
+        parsed({**CHAT, name: value})
+    for value in (0, -1, LIMITS[name] + 1, 2**31, 2**63, 2**64, 10**300, 1.5, "1", True, [1], {}):
+        error = refusal({**CHAT, name: value})
+        assert (error.failure, error.param) == (Failure.BAD_REQUEST, name)
+
+
+@pytest.mark.parametrize("name", sorted(SIZES))
+def test_a_guarded_list_is_taken_up_to_its_bytes_and_refused_beyond(name: str) -> None:
+    fits = "x" * (SIZES[name] - 2)
+    parsed({**CHAT, name: fits})
+    error = refusal({**CHAT, name: fits + "x"})
+    assert (error.failure, error.param) == (Failure.BAD_REQUEST, name)
+    assert str(SIZES[name]) in error.message
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small body", "large body"])
+def test_members_are_counted_and_their_names_measured(large: bool) -> None:
+    messages = [{"role": "user", "content": "x" * (SMALL_BODY if large else 1)}]
+    room = MAX_MEMBERS - 2
+    parsed({**CHAT, "messages": messages} | {f"k{i}": 0 for i in range(room)})
+    assert "members" in refusal({**CHAT, "messages": messages} | {f"k{i}": 0 for i in range(room + 1)}).message
+    parsed({**CHAT, "messages": messages, "k" * MAX_NAME: 0})
+    assert "name" in refusal({**CHAT, "messages": messages, "k" * (MAX_NAME + 1): 0}).message
+
+
+def test_a_name_of_megabytes_in_a_compact_body_needs_no_pattern_and_passes() -> None:
+    body = json.dumps({**CHAT, "k" * 2**20: 0}, separators=(",", ":")).encode()
+    assert parsed(body).body is body
+
+
+def test_a_number_may_have_so_many_digits_and_no_more() -> None:
+    def body(digits: int) -> bytes:
+        return json.dumps(CHAT)[:-1].encode() + b',"seed":' + b"1" * digits + b"}"
+
+    assert parsed(body(MAX_DIGITS))
+    error = refusal(body(MAX_DIGITS + 1))
+    assert (error.param, error.status) == ("seed", 400)
+    assert parsed({**CHAT, "user": "1" * (MAX_DIGITS + 1)})
+
+
+@pytest.mark.parametrize(
+    ("body", "output_tokens"),
+    [
+        ({}, DEFAULT_OUTPUT_TOKENS),
+        ({"max_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 9}, 9),
+        ({"max_tokens": 7, "n": 3}, 21),
+        ({"max_tokens": None, "n": None}, DEFAULT_OUTPUT_TOKENS),
+    ],
+)
+def test_output_is_estimated_by_what_the_client_allows(body: dict[str, Any], output_tokens: int) -> None:
+    assert parsed({**CHAT, **body}).request.output_tokens == output_tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [
+        ("", 1),
+        ("x" * 398, 101),
+        ([1, 2, 3], 3),
+        ([[1, 2], [3]], 3),
+        (["text", "more"], len('["text", "more"]') // 4 + 1),
+    ],
+)
+def test_prompt_tokens_are_counted_for_ids_and_estimated_for_text(prompt: Any, tokens: int) -> None:
+    assert parsed({**COMPLETION, "prompt": prompt}, Api.COMPLETIONS).request.prompt_tokens == tokens
+
+
+def test_everything_rendered_before_the_conversation_belongs_to_the_prompt_in_that_order() -> None:
+    call = parsed({"messages": [1], "tools": [2], "model": "demo", "chat_template": "t", "documents": [3]})
+    assert [bytes(part) for part in call.prompt] == [b'"t"', b"[2]", b"[3]", b"[1]"]
+
+
+@pytest.mark.parametrize(("value", "stream"), [("true", True), (" true ", True), ("false", False), ("null", False)])
+def test_a_stream_is_what_says_so(value: str, stream: bool) -> None:
+    assert parsed(json.dumps(CHAT)[:-1].encode() + f',"stream":{value}}}'.encode()).request.stream is stream
+
+
+def test_what_cannot_fit_the_context_by_any_count_is_refused_with_both_numbers() -> None:
+    parsed({**COMPLETION, "prompt": [1] * 60, "max_tokens": 4}, Api.COMPLETIONS, context_tokens=64)
+    error = refusal({**COMPLETION, "prompt": [1] * 60, "max_tokens": 5}, Api.COMPLETIONS, context_tokens=64)
+    assert error.failure is Failure.CONTEXT_TOO_LONG
+    assert "64 tokens" in error.message
+    assert "65 (60 in the prompt, 5 to be generated)" in error.message
+
+
+def test_of_several_prompts_each_must_fit_the_context_by_itself() -> None:
+    fit, too_long = [[1] * 60, [2] * 59], [[1] * 3, [2] * 61, [3] * 60]
+    parsed({**COMPLETION, "prompt": fit, "max_tokens": 4}, Api.COMPLETIONS, context_tokens=64)
+    error = refusal({**COMPLETION, "prompt": too_long, "max_tokens": 4}, Api.COMPLETIONS, context_tokens=64)
+    assert "65 (61 in the prompt" in error.message
+
+
+def test_text_that_may_fit_is_left_to_the_engine_to_count() -> None:
+    assert parsed({**COMPLETION, "prompt": "x" * 10_000}, Api.COMPLETIONS, context_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        ("demp", "'demp' does not exist. Did you mean 'demo'?"),
+        ("zzzzzzzz", "'zzzzzzzz' does not exist."),
+        ("a\r\nb\x1b[31m", r"'a\r\nb\x1b[31m...'"),
+        ("x" * 1000, f"'{'x' * 64}...'"),
+    ],
+)
+def test_an_unknown_model_is_shown_short_and_without_control_characters(asked: str, shown: str) -> None:
+    error = refusal({**CHAT, "model": asked})
+    assert (error.failure, error.param) == (Failure.MODEL_NOT_FOUND, "model")
+    assert shown in error.message
+
+
+@pytest.mark.parametrize("model", [None, 1, ["demo"], {"demo": 1}, True, 1e300])
+def test_a_model_is_a_string(model: Any) -> None:
+    assert refusal({**CHAT, "model": model}).param == "model"
+
+
+@pytest.mark.parametrize(("api", "missing"), [(Api.CHAT, "messages"), (Api.COMPLETIONS, "prompt")])
+def test_a_call_without_its_prompt_names_what_is_missing(api: Api, missing: str) -> None:
+    assert refusal({"model": "demo"}, api).param == missing
+
+
+def test_a_released_call_holds_no_bytes() -> None:
+    call = parsed(CHAT)
+    call.release()
+    assert (call.body, call.prompt) == (b"", ())
