@@ -120,8 +120,11 @@ def _nobody(x: Exchange, route: Route) -> GatewayError:
 
 def _break_off(x: Exchange, client: Client, broke: UpstreamBroke) -> None:
     assert x.relay is not None
-    client.write(x.relay.break_off(f"The engine failed while answering ({broke.kind})."))
-    client.hang_up()
+    rest = x.relay.break_off(f"The engine failed while answering ({broke.kind}).")
+    if rest:  # the answer's framing is ended by it: closing as well would only fail the client's next request
+        client.write(rest)
+    else:
+        client.hang_up()
     x.interrupted(broke.kind)
 
 
