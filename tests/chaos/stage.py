@@ -1,0 +1,239 @@
+"""A stage for disasters: mock TP groups and a gateway as processes, and clients that note how they fare.
+
+Lives here: starting, killing, breaking and loading. Not here: what must come of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+ROOT = Path(__file__).parents[2]
+ENV = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+BOOKED = ("in_flight", "prefill_tokens", "decode_tokens", "expected_tokens")
+WITHIN_S = 20.0
+
+
+class Mock:
+    """One TP group in a process of its own, on a port it keeps through death and return."""
+
+    def __init__(self, speed: float) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self._speed = speed
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        options = ("--port", str(self.port), "--groups", "1", "--speed", str(self._speed))
+        self._process = subprocess.Popen([sys.executable, "-m", "mockgpu", *options], env=ENV, stdout=subprocess.PIPE)
+
+    def ready(self) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline().startswith(b"ready")
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+class Clients:
+    """Closed-loop clients and what became of their requests. `fates` counts words:
+
+    ok       a whole answer             error_event   a stream that ended with an error event
+    broken   a begun answer whose connection broke, visibly
+    failed   an error or nothing at all in place of an answer: before the first byte
+    silent   a stream that ended as if whole, and was not
+    """
+
+    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+        self._url = url
+        self._http = http
+        self.fates: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.slowest_s = 0.0
+        self._number = 0
+        self._stop = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @asynccontextmanager
+    async def working(self, users: int) -> AsyncIterator[Clients]:
+        """So many users ask again and again until the block is left; then every one waits for its last answer."""
+        self._tasks = [asyncio.create_task(self._user()) for _ in range(users)]
+        try:
+            yield self
+        finally:
+            self._stop = True
+            await asyncio.gather(*self._tasks)
+
+    async def _user(self) -> None:
+        while not self._stop:
+            self._number += 1
+            began = time.monotonic()
+            fate = await self.ask(self._number)
+            self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+            self.fates[fate] += 1
+
+    async def ask(self, number: int) -> str:
+        stream = number % 4 != 0
+        body = {
+            "model": "demo-8b",
+            "stream": stream,
+            "max_tokens": 20 + number % 40,
+            "messages": [{"role": "user", "content": f"question {number} " + "and more " * (number * 7 % 200)}],
+        }
+        begun = False
+        text = b""
+        try:
+            async with self._http.post(f"{self._url}/v1/chat/completions", json=body) as answer:
+                if answer.status != 200:
+                    return self._failed(f"{answer.status} {await answer.text()}")
+                async for piece, _ in answer.content.iter_chunks():
+                    begun = True
+                    text += piece
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return "broken" if begun and not isinstance(error, TimeoutError) else self._failed(repr(error))
+        return self._whole(text) if stream else "ok" if json.loads(text)["choices"] else "silent"
+
+    def _whole(self, text: bytes) -> str:
+        if b'"stream_interrupted"' in text or b'data: {"error"' in text:
+            return "error_event"
+        if text.rstrip().endswith(b"data: [DONE]"):
+            return "ok"
+        self.problems.append(f"silent: {text[-200:]!r}")
+        return "silent"
+
+    def _failed(self, problem: str) -> str:
+        self.problems.append(problem)
+        return "failed"
+
+
+@dataclass(frozen=True)
+class Processes:
+    """What runs, and where the gateway listens."""
+
+    mocks: list[Mock]
+    url: str
+    admin_url: str
+
+
+class Stage:
+    """Four mock groups behind a gateway."""
+
+    def __init__(self, mocks: list[Mock], url: str, admin_url: str, http: aiohttp.ClientSession) -> None:
+        self.mocks = mocks
+        self._url = url
+        self._admin_url = admin_url
+        self._http = http
+
+    def clients(self) -> Clients:
+        return Clients(self._url, self._http)
+
+    async def fault(self, mock: Mock, spec: str) -> None:
+        async with self._http.post(f"{mock.url}/mock/fault", json={"spec": spec}) as answer:
+            assert answer.status == 200
+
+    async def endpoint(self, mock: Mock) -> dict[str, Any]:
+        return next(each for each in await self.endpoints() if each["url"] == mock.url)
+
+    async def endpoints(self) -> list[dict[str, Any]]:
+        async with self._http.get(f"{self._admin_url}/endpoints") as answer:
+            found: list[dict[str, Any]] = (await answer.json())["endpoints"]
+        return found
+
+    async def until(self, mock: Mock, *, available: bool, within_s: float = WITHIN_S) -> float:
+        """Seconds until the gateway asks the mock again, or does not any more."""
+        return await eventually(lambda: self._is(mock, available), within_s)
+
+    async def _is(self, mock: Mock, available: bool) -> bool:
+        return (await self.endpoint(mock))["available"] is available
+
+    async def quiet(self) -> None:
+        """Everything booked is given back, in the gateway and in the engines. Raises AssertionError after a while."""
+        await eventually(self._is_quiet, 5.0)
+
+    async def _is_quiet(self) -> bool:
+        endpoints = await self.endpoints()
+        async with self._http.get(f"{self._admin_url}/metrics") as answer:
+            metrics = await answer.text()
+        held = sum(each[name] for each in endpoints for name in BOOKED)
+        for name in ("penstock_open_streams", "penstock_waiting"):
+            held += sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(name))
+        return held == 0 and all([await self._freed(mock) for mock in self.mocks])
+
+    async def _freed(self, mock: Mock) -> bool:
+        async with self._http.get(f"{mock.url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return all(float(line.split()[-1]) == 0 for line in lines if line.startswith("vllm:kv_cache_usage_perc"))
+
+
+async def eventually(holds: Callable[[], Any], within_s: float) -> float:
+    """Ask until it holds; how long that took."""
+    began = time.monotonic()
+    while not await holds():
+        assert time.monotonic() - began < within_s, f"not within {within_s} s"
+        await asyncio.sleep(0.05)
+    return time.monotonic() - began
+
+
+@contextmanager
+def processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[Processes]:
+    """Four groups, a gateway before them; `config` is added to the pool, indented for it."""
+    mocks = [Mock(speed) for _ in range(4)]
+    gateway: subprocess.Popen[bytes] | None = None
+    try:
+        for mock in mocks:
+            mock.ready()
+        file = folder / "gateway.yaml"
+        endpoints = "".join(f"      - {{url: '{mock.url}', max_concurrency: 16}}\n" for mock in mocks)
+        file.write_text(
+            "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\nobservability: {access_log: 'off'}\n"
+            f"pools:\n  main:\n    endpoints:\n{endpoints}{config}"
+        )
+        command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
+        gateway = subprocess.Popen(command, env=ENV, stderr=(folder / "stderr").open("wb"), stdout=subprocess.DEVNULL)
+        yield Processes(mocks, *_listening(folder / "stderr"))
+    finally:
+        for mock in mocks:
+            mock.end()
+        if gateway is not None:
+            gateway.terminate()
+            gateway.wait(10)
+
+
+def _listening(stderr: Path) -> tuple[str, str]:
+    """The two URLs, once it says them."""
+    deadline = time.monotonic() + WITHIN_S
+    while time.monotonic() < deadline:
+        found = [word.strip(";,") for word in stderr.read_text().split() if word.startswith("http://")]
+        if len(found) >= 2:
+            return found[0].removesuffix("/v1"), found[1]
+        time.sleep(0.02)
+    raise AssertionError(stderr.read_text())
+
+
+@asynccontextmanager
+async def stage(running: Processes) -> AsyncIterator[Stage]:
+    """The processes with somebody to talk to them."""
+    timeout = aiohttp.ClientTimeout(total=WITHIN_S)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
+        yield Stage(running.mocks, running.url, running.admin_url, http)

@@ -1,0 +1,77 @@
+"""Engines die, lose ranks and wedge under load; nobody whose answer had not begun may notice, and nobody may hang."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from tests.chaos.stage import Clients, Processes, Stage, processes, stage
+
+USERS = 45  # of 64 places: 70 %
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with processes(tmp_path_factory.mktemp("chaos"), "    policy: least_loaded\n") as started:
+        yield started
+
+
+@pytest.fixture
+async def scene(running: Processes) -> AsyncIterator[Stage]:
+    async with stage(running) as made:
+        yield made
+
+
+async def served(clients: Clients, more: int) -> None:
+    """Until so many more answers were whole."""
+    goal = clients.fates["ok"] + more
+    async with asyncio.timeout(20):
+        while clients.fates["ok"] < goal:
+            await asyncio.sleep(0.05)
+
+
+def nobody_noticed(clients: Clients) -> None:
+    """Begun streams may break, visibly; whoever had not read a byte has a whole answer."""
+    print(dict(clients.fates), f"slowest {clients.slowest_s:.1f} s")
+    assert clients.fates["failed"] == 0, clients.problems
+    assert clients.fates["silent"] == 0, clients.problems
+    assert clients.fates["error_event"] + clients.fates["broken"] <= USERS
+
+
+async def test_a_killed_group_costs_nobody_an_answer_that_had_not_begun(scene: Stage) -> None:
+    victim = scene.mocks[1]
+    async with scene.clients().working(USERS) as clients:
+        await served(clients, 100)
+        victim.kill()
+        assert await scene.until(victim, available=False) < 2
+        await served(clients, 200)
+        victim.start()
+        victim.ready()
+        await scene.until(victim, available=True)
+        await served(clients, 200)
+        assert (await scene.endpoint(victim))["in_flight"] > 0
+    nobody_noticed(clients)
+    await scene.quiet()
+
+
+@pytest.mark.parametrize(("spec", "number", "within_s"), [("lost-rank", 2, 5.0), ("lost-rank:hang", 3, 10.0)])
+async def test_a_group_that_lost_a_rank_leaves_and_nobody_hangs(
+    scene: Stage, spec: str, number: int, within_s: float
+) -> None:
+    victim = scene.mocks[number]
+    async with scene.clients().working(USERS) as clients:
+        await served(clients, 100)
+        await scene.fault(victim, spec)
+        took_s = await scene.until(victim, available=False)
+        print(f"{spec}: ejected after {took_s:.1f} s")
+        assert took_s < within_s
+        await served(clients, 200)
+        assert (await scene.endpoint(victim))["in_flight"] == 0
+        await scene.fault(victim, "")
+        await scene.until(victim, available=True)
+        await served(clients, 100)
+    nobody_noticed(clients)
+    assert clients.slowest_s < within_s + 5
+    await scene.quiet()
