@@ -208,6 +208,10 @@ class Gate:
         self._retries.give_back()
 
     @property
+    def retries_running(self) -> int:
+        return self._retries.running
+
+    @property
     def retries_left(self) -> int:
         allowed = self._retry_limits.floor + self._retry_limits.share * self.active
         return max(0, int(allowed) - self._retries.running)

@@ -1,0 +1,131 @@
+"""A whole gateway and its mock groups in the test's own loop: everything can be looked into, nothing is pretended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from gateway.app import App
+from gateway.config import Config
+from mockgpu.fleet import Member, running_fleet
+from mockgpu.group import GroupSpec
+from mockgpu.hardware import gpu_named
+from mockgpu.llm import model_named
+
+
+class House:
+    """The gateway `app`, its groups, and a client."""
+
+    def __init__(self, app: App, groups: list[Member], http: aiohttp.ClientSession) -> None:
+        self.app = app
+        self.groups = groups
+        self.http = http
+
+    async def ask(self, *, stream: bool = True, tokens: int = 8, prompt: str = "hello") -> Answer:
+        """One chat completion, read to its end however that looks."""
+        body = {
+            "model": "demo-8b",
+            "stream": stream,
+            "max_tokens": tokens,
+            "messages": [{"role": "user", "content": prompt}],
+        }
+        text, broke = b"", False
+        async with self.http.post(f"{self.app.url}/v1/chat/completions", json=body) as answer:
+            try:
+                async for piece, _ in answer.content.iter_chunks():
+                    text += piece
+            except aiohttp.ClientError:
+                broke = True
+            return Answer(answer.status, dict(answer.headers), text, broke)
+
+    def loads(self) -> list[int]:
+        """Everything that is booked anywhere, retry turns and body bytes included. All zero at rest."""
+        gate = self.app.gateway.gate
+        held = [gate.active, gate.body_bytes, gate.retries_running, *(room.waiting for room in gate.rooms())]
+        for live in self.app.gateway.endpoints.all():
+            load = live.load
+            held += [load.in_flight, load.prefill_tokens, load.decode_tokens, load.expected_tokens]
+        return held + [member.group.in_flight for member in self.groups]
+
+    async def at_rest(self) -> None:
+        """Wait until nothing is booked; AssertionError if that does not come."""
+        async with asyncio.timeout(5):
+            while any(self.loads()) or any(self.kv_usages()):
+                await asyncio.sleep(0.01)
+
+    def kv_usages(self) -> list[float]:
+        found = []
+        for member in self.groups:
+            text = member.group.metrics.render(member.group.scheduler)
+            found += [float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:kv_cache_usage")]
+        return found
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        lines = self.app.metrics.render().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name) and line[len(name)] in " {")
+
+
+class Answer:
+    """What a client read. `fate` in a word: ok, error_event, broken, silent, or the status of a refusal."""
+
+    def __init__(self, status: int, headers: Mapping[str, str], text: bytes, broke: bool) -> None:
+        self.status = status
+        self.headers = headers
+        self.text = text
+        self.broke = broke
+
+    @property
+    def fate(self) -> str:
+        if self.status != 200:
+            return str(self.status)
+        if self.broke:
+            return "broken"
+        if b'data: {"error"' in self.text:
+            return "error_event"
+        whole = self.text.rstrip().endswith(b"data: [DONE]") or self.text.startswith(b"{")
+        return "ok" if whole else "silent"
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.text)["error"]
+        return found
+
+
+@asynccontextmanager
+async def house(
+    groups: int = 2,
+    speed: float = math.inf,
+    concurrency: int = 24,
+    pool: Mapping[str, Any] | None = None,
+    kv_tokens: int | None = None,
+    **sections: Any,
+) -> AsyncIterator[House]:
+    """`pool` and `sections` are parts of the configuration, as they would stand in its file."""
+    spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed, kv_tokens=kv_tokens)
+    async with running_fleet([spec] * groups) as members:
+        endpoints = [{"url": member.url, "max_concurrency": concurrency} for member in members]
+        listeners = {"api": {"port": 0}, "admin": {"port": 0}}
+        config = Config.model_validate(
+            {
+                "version": 1,
+                "listeners": listeners,
+                "observability": {"access_log": "off"},
+                "pools": {"main": {"policy": "round_robin", "endpoints": endpoints} | dict(pool or {})},
+            }
+            | sections
+        )
+        app = App(config)
+        await app.start()
+        connector = aiohttp.TCPConnector(limit=0)
+        try:
+            async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=30)) as http:
+                yield House(app, members, http)
+        finally:
+            await app.stop()
