@@ -1,4 +1,4 @@
-"""Each fault an engine can have, and what the client reads of it: the rows of the one error table, over real sockets."""
+"""Each fault an engine can have, and what the client reads of it: the rows of the one error table, on real sockets."""
 
 from __future__ import annotations
 
