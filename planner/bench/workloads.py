@@ -56,7 +56,7 @@ def lognormal(rng: Random, median: float, mean: float, least: int, most: int) ->
 
 def poisson(rate: float, seed: int) -> Iterator[float]:
     """Moments of independent arrivals, `rate` a second on average, in seconds from the start."""
-    rng = Random(f"arrivals {seed}")  # noqa: S311 - not a secret
+    rng = Random(f"arrivals {seed}")
     due_s = 0.0
     while True:
         due_s += rng.expovariate(rate)
@@ -76,7 +76,7 @@ def replay(path: Path, limit: int | None, speed: float) -> Iterator[Arrival]:
 
 
 def _chat(seed: int) -> Iterator[Session]:
-    rng = Random(f"chat {seed}")  # noqa: S311
+    rng = Random(f"chat {seed}")
     system = text(200, "chat", seed, "system")
     number = 0
     while True:
@@ -86,7 +86,7 @@ def _chat(seed: int) -> Iterator[Session]:
 
 
 def _rag(seed: int) -> Iterator[Session]:
-    rng = Random(f"rag {seed}")  # noqa: S311
+    rng = Random(f"rag {seed}")
     documents = 40
     lengths = [lognormal(rng, 12_000, 14_000, 2_000, 60_000) for _ in range(documents)]
     popularity = [1 / (rank + 1) for rank in range(documents)]
@@ -104,7 +104,7 @@ AGENT_TURNS = 8
 
 
 def _agent(seed: int) -> Iterator[Session]:
-    rng = Random(f"agent {seed}")  # noqa: S311
+    rng = Random(f"agent {seed}")
     system = text(6_000, "agent", seed, "system and tools")
     number = 0
     while True:
@@ -121,7 +121,7 @@ def _agent(seed: int) -> Iterator[Session]:
 
 
 def _shared_prefix(seed: int) -> Iterator[Session]:
-    rng = Random(f"shared-prefix {seed}")  # noqa: S311
+    rng = Random(f"shared-prefix {seed}")
     number = 0
     while True:
         trunk, branch = rng.randrange(10), rng.randrange(15)
