@@ -17,6 +17,7 @@ from gateway.openai import LINE
 if TYPE_CHECKING:
     from gateway.app import App
 
+SERVER = "penstock"  # aiohttp would name itself and its version
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -57,7 +58,7 @@ def _card(name: str, app: App, created: int) -> dict[str, object]:
 
 
 def _found(answer: dict[str, object]) -> web.Response:
-    return web.json_response(answer, headers={"x-request-id": new_id()})
+    return web.json_response(answer, headers={"server": SERVER, "x-request-id": new_id()})
 
 
 @web.middleware
@@ -86,5 +87,5 @@ def _refused(error: GatewayError) -> web.Response:
         status=error.status,
         body=body_of(error),
         content_type="application/json",
-        headers=[("x-request-id", new_id()), *headers_of(error)],
+        headers=[("server", SERVER), ("x-request-id", new_id()), *headers_of(error)],
     )

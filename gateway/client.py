@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from gateway.answer import GatewayError
@@ -21,8 +21,8 @@ class Client(Downstream, Protocol):
         """Content-Length, or 0 when the body comes without one."""
         ...
 
-    async def body(self) -> bytes:
-        """The whole body; raises GatewayError when it is refused."""
+    async def body(self, hold: Callable[[int], None]) -> bytes:
+        """The whole body; raises GatewayError when it is refused. `hold` hears of one that grows undeclared."""
         ...
 
     def refuse(self, error: GatewayError, request_id: str) -> None: ...

@@ -11,6 +11,7 @@ from policies.model import Pick
 if TYPE_CHECKING:
     from gateway.answer import GatewayError
     from gateway.endpoints import Booking
+    from gateway.gate import Gate
     from gateway.openai import Api, Call
     from gateway.relay import Relay
 
@@ -47,6 +48,10 @@ class Exchange(msgspec.Struct, eq=False):
     status: int = 0
     outcome: str = "served"
     reason: str | None = None
+
+    def hold(self, gate: Gate, body_bytes: int) -> None:
+        """Take memory for a body of so many bytes, in place of what was taken before. Raises GatewayError."""
+        self.body_bytes += gate.hold(body_bytes - self.body_bytes)
 
     def first_token(self) -> None:
         """The prompt is computed and nothing can be retried: give back its place in the backlog, and its bytes."""

@@ -66,9 +66,7 @@ class Front(RequestHandler):
         "since",
     )
 
-    def __init__(
-        self, serve: Serve, fronts: set[Front], limits: Limits, manager: web.Server, outbox: Outbox
-    ) -> None:
+    def __init__(self, serve: Serve, fronts: set[Front], limits: Limits, manager: web.Server, outbox: Outbox) -> None:
         super().__init__(
             manager,
             loop=outbox.loop,
@@ -110,8 +108,11 @@ class Front(RequestHandler):
         declared = int(self._message.headers.get("Content-Length", 0))
         return declared if declared <= self._limits.body else 0  # what is refused unread takes no memory
 
-    async def body(self) -> bytes:
-        """The request's body, whole. Raises GatewayError when it is refused: too large, too slow, encoded, cut."""
+    async def body(self, hold: Callable[[int], None]) -> bytes:
+        """The request's body, whole. Raises GatewayError when it is refused: too large, too slow, encoded, cut.
+
+        `hold` is told how many bytes a body without a declared length has come to; it may refuse too.
+        """
         message, payload = self._message, self._payload
         assert message is not None
         assert payload is not None
@@ -121,7 +122,7 @@ class Front(RequestHandler):
             return payload.read_nowait()
         self._enter(Phase.BODY)
         try:
-            body = await self._read_chunked(payload) if message.chunked else await self._read_sized(payload)
+            body = await self._read_chunked(payload, hold) if message.chunked else await self._read_sized(payload)
         except RequestPayloadError:
             raise GatewayError(Failure.BAD_REQUEST, "The request body is not framed correctly.") from None
         self._body_read = True
@@ -224,6 +225,8 @@ class Front(RequestHandler):
                 self._request_in_progress = False
                 if self._handler_waiter is not None:
                     self._handler_waiter.set_result(None)
+            if keep and self._paused and self.transport is not None:
+                await self._drain_helper()  # answers that nobody reads must not pile up behind one another
             if keep:
                 self._enter(Phase.HEAD if self._messages else Phase.IDLE)
         self._close_gently()
@@ -256,6 +259,9 @@ class Front(RequestHandler):
         """aiohttp's own way, in this task."""
         if message.headers.get("Expect", CONTINUE).lower() != CONTINUE:
             self.refuse(_expectation_failed(), new_id())
+            return False
+        if message.upgrade:
+            self.refuse(GatewayError(Failure.BAD_REQUEST, "The protocol of a connection cannot change."), new_id())
             return False
         assert self._request_factory is not None
         assert self._request_handler is not None
@@ -305,7 +311,7 @@ class Front(RequestHandler):
         pieces.append(payload.read_nowait())
         return b"".join(pieces)
 
-    async def _read_chunked(self, payload: StreamReader) -> bytes:
+    async def _read_chunked(self, payload: StreamReader, hold: Callable[[int], None]) -> bytes:
         pieces: list[bytes] = []
         total = 0
         while not payload.at_eof():
@@ -314,6 +320,7 @@ class Front(RequestHandler):
             total += len(piece)
             if total > self._limits.body:
                 raise self._too_large()
+            hold(total)
             if len(pieces) > self._limits.body_chunks:
                 raise GatewayError(Failure.TOO_LARGE, f"The body came in more than {self._limits.body_chunks} chunks.")
         return b"".join(pieces)

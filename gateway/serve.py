@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from time import monotonic
 
 from gateway import legs
@@ -64,7 +65,7 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     if snapshot.tenants:
         x.tenant = snapshot.authenticate(client.headers)
     x.body_bytes = gate.hold(client.declared_bytes)
-    body = await client.body()
+    body = await client.body(partial(x.hold, gate))
     x.received_at = monotonic()
     x.body_bytes += gate.hold(len(body) - x.body_bytes)
     call = x.call = parse(body, x.api, snapshot.routes, x.id, x.tenant)

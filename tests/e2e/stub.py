@@ -83,7 +83,7 @@ class Stub:
                 open_requests.append(request)
                 self.came(request)
                 await _answer(request, reader, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
             for request in open_requests:
