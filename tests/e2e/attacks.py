@@ -202,6 +202,10 @@ FRAMING_ATTACKS = [
     Attack("no Host", head(LENGTH, host=None) + BODY),
     Attack("two Hosts", head("Host: other", LENGTH) + BODY),
     Attack("an HTTP/2 preface", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"),
+    Attack(
+        "an upgrade, and a request in its tail", head("Connection: upgrade", "Upgrade: websocket", LENGTH) + BODY * 2
+    ),
+    Attack("CONNECT", head(start="CONNECT 127.0.0.1:22 HTTP/1.1")),
     Attack("a TLS hello", b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03" + bytes(range(160))),
     Attack("HTTP/3.7", head(LENGTH, start=f"POST {PATH} HTTP/3.7") + BODY),
     Attack("HTTP/0.9", b"GET /\r\n\r\n"),
