@@ -45,7 +45,7 @@ def served(line: Line, sent: bytes) -> int:
 @pytest.mark.parametrize(
     "begun",
     [
-        head(f"Content-Length: {MIB}") + b" ",
+        head(f"Content-Length: {MIB}") + b" " * (MIB // 2),
         chunked(b"%x\r\n%b\r\n" % (MIB - 1024, b" " * (MIB - 1024))),
     ],
     ids=["declared", "in chunks"],

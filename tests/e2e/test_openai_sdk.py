@@ -148,7 +148,7 @@ def test_a_forced_tool_is_called_with_json_arguments(setting: Setting) -> None:
     whole = setting.sdk.chat.completions.create(**asked, tool_choice=forced)
     calls = whole.choices[0].message.tool_calls
     assert calls
-    function = calls[0].function  # type: ignore[union-attr]
+    function = calls[0].function
     assert function.name == "weather"
     with setting.sdk.chat.completions.stream(**asked, tool_choice=forced) as stream:
         streamed = stream.get_final_completion().choices[0].message.tool_calls
@@ -293,7 +293,7 @@ def test_what_the_engine_refuses_comes_back_as_its_own_words_in_openais_shape(se
     "asked", [{"model": "nope"}, {"n": 1000}, {"temperature": 9}], ids=["404", "400", "400 by the engine"]
 )
 def test_the_sdk_does_not_retry_what_would_fail_again(setting: Setting, asked: dict[str, Any]) -> None:
-    sent = []
+    sent: list[object] = []
     http = openai.DefaultHttpxClient(event_hooks={"request": [sent.append]})
     with client(setting.url, retries=5, http_client=http) as sdk, pytest.raises(openai.APIStatusError) as refused:
         sdk.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, **asked})

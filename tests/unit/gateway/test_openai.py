@@ -43,10 +43,11 @@ def refusal(body: dict[str, Any] | bytes, api: Api = Api.CHAT, context_tokens: i
 
 @pytest.mark.parametrize("name", sorted(LIMITS))
 def test_a_guarded_number_is_taken_up_to_its_limit_and_refused_beyond(name: str) -> None:
-    for value in (1, LIMITS[name], None):
-        parsed({**CHAT, name: value})
-    for value in (0, -1, LIMITS[name] + 1, 2**31, 2**63, 2**64, 10**300, 1.5, "1", True, [1], {}):
-        error = refusal({**CHAT, name: value})
+    for good in (1, LIMITS[name], None):
+        parsed({**CHAT, name: good})
+    wrong: tuple[Any, ...] = (0, -1, LIMITS[name] + 1, 2**31, 2**63, 2**64, 10**300, 1.5, "1", True, [1], {})
+    for bad in wrong:
+        error = refusal({**CHAT, name: bad})
         assert (error.failure, error.param) == (Failure.BAD_REQUEST, name)
 
 
