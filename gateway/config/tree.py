@@ -228,7 +228,7 @@ class Limits(_Section):
     """What one client may cost the gateway."""
 
     body: Size = _set("32MiB", "Largest request body; a larger one is refused with 413, early when it says so.")
-    body_budget: Size = _set("512MiB", "Memory for all request bodies at once; beyond it new ones are shed with 503.")
+    body_budget: Size = _set("512MiB", "Memory for all request bodies at once; beyond it new ones are shed with 429.")
     headers_timeout: Duration = _set("10s", "Time for a client to send its request line and headers.")
     body_timeout: Duration = _set("60s", "Time for a client to send its body.")
     body_min_rate: Size = _set("1KiB", "Bytes per second a body must keep up once the first second is over.")

@@ -184,7 +184,7 @@ def test_a_reader_that_stalls_costs_little_memory_and_is_cut_off_and_hurts_nobod
         assert seen.closed_at is not None
     assert 0.5 <= seen.closed_at - began < 2
     assert seen.sent_bytes < 32 * 2**20  # what the kernel's socket buffers take; a gateway that buffers takes gigabytes
-    assert peak - before < 8 * 2**20
+    assert peak - before < 24 * 2**20
     assert median(waits) < 0.25
 
 
