@@ -223,7 +223,7 @@ class Front(RequestHandler):
                 keep = await self._one(message, payload)
             finally:
                 self._request_in_progress = False
-                if self._handler_waiter is not None:
+                if self._handler_waiter is not None and not self._handler_waiter.done():
                     self._handler_waiter.set_result(None)
             if keep and self._paused and self.transport is not None:
                 await self._drain_helper()  # answers that nobody reads must not pile up behind one another

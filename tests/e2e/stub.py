@@ -2,7 +2,8 @@
 
 It runs in a thread of the test's own process, so that its clock is the test's. What it does with a request is said in
 the request itself, by the value of `user`: "hold" answers nothing, "drip" streams for ever, "flood" streams as fast as
-it is read, "status:NNN" refuses, anything else is answered at once.
+it is read, "break" closes before an answer or after the last token of a stream, "status:NNN" refuses, anything else is
+answered at once.
 """
 
 from __future__ import annotations
@@ -106,6 +107,11 @@ async def _answer(request: Recorded, reader: asyncio.StreamReader, writer: async
         await _drip(reader, writer)
     elif what == "flood":
         await _flood(request, writer)
+    elif what == "break":
+        if asked.get("stream"):
+            tokens = b"".join(_event(word) for word in TEXT.split())
+            writer.write(_HEAD % (b"text/event-stream", _CHUNKED) + _chunk(tokens))
+        raise ConnectionResetError
     elif what.startswith("status:"):
         body = json.dumps({"error": {"message": "as asked", "type": "X", "param": None, "code": 1}}).encode()
         head = f"HTTP/1.1 {what[7:]} As Asked\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

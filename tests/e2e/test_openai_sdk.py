@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from mockgpu.text import expected_text
 from tests.e2e.processes import gateway, mock_fleet
-from tests.e2e.stub import Stub, recording_stub
+from tests.e2e.stub import TEXT, Stub, recording_stub
 
 MODEL, ALIAS, SHORT = "demo-8b", "gpt-demo", "demo-8b-short"
 MESSAGES: Any = [{"role": "user", "content": "How deep is the reservoir behind the dam?"}]
@@ -306,6 +306,25 @@ def test_the_sdk_does_not_retry_a_409_that_an_engine_means(stub: Stub, tenants_u
     with client(tenants_url, "sk-acme-secret", retries=5) as sdk, pytest.raises(openai.ConflictError):
         sdk.chat.completions.create(model="demo", messages=MESSAGES, user="status:409")
     assert len(stub.requests) == before + 1
+
+
+def test_a_stream_that_breaks_raises_in_the_sdk_after_its_last_token(tenants_url: str) -> None:
+    told: list[str | None] = []
+    with client(tenants_url, "sk-acme-secret") as sdk:
+        stream = sdk.chat.completions.create(model="demo", messages=MESSAGES, stream=True, user="break")
+        with pytest.raises(openai.APIError) as broken:
+            told.extend(chunk.choices[0].delta.content for chunk in stream)
+    assert told == TEXT.split()
+    assert broken.value.code == "stream_interrupted"
+
+
+def test_an_engine_that_closes_without_an_answer_is_a_502_that_may_be_retried(tenants_url: str) -> None:
+    with client(tenants_url, "sk-acme-secret") as sdk:
+        with pytest.raises(openai.InternalServerError) as refused:
+            sdk.chat.completions.create(model="demo", messages=MESSAGES, user="break")
+        assert (refused.value.status_code, refused.value.code) == (502, "upstream_failed")
+        assert "x-should-retry" not in refused.value.response.headers
+        assert sdk.chat.completions.create(model="demo", messages=MESSAGES).choices[0].message.content == TEXT
 
 
 # Keys
