@@ -10,10 +10,10 @@ TESTS  ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e bench load docs lock clean
+.PHONY: help demo test check unit e2e bench compiled load docs lock clean
 
 help: ## what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.runtime ## mock TP groups and the gateway, no GPU; options: make demo DEMO="--groups 6 --port 9080"
 	@exec $(VENV)/bin/penstock demo $(DEMO)
@@ -35,6 +35,9 @@ e2e: $(VENV)/.dev ## whole processes against each other
 
 bench: $(VENV)/.dev ## this gateway and its peers on the same load, in alternation (docs/performance.md)
 	$(PY) tests/bench/peers.py
+
+compiled: $(VENV)/.dev ## optional: the hot path through Cython, into build/compiled (needs cc and Python's headers)
+	$(PY) deploy/compile.py build/compiled
 
 load: $(VENV)/.dev ## locust against a fleet of its own
 	$(PY) -m tests.load.run

@@ -228,7 +228,8 @@ class Upstream:
     async def _connect(self) -> Connection:
         try:
             async with asyncio.timeout(self.patience.connect_s):
-                _, connection = await self.outbox.loop.create_connection(lambda: Connection(self), self._host, self._port)
+                loop = self.outbox.loop
+                _, connection = await loop.create_connection(lambda: Connection(self), self._host, self._port)
         except TimeoutError:
             raise UpstreamBroke("connect_timeout", f"no connection within {self.patience.connect_s:g} s") from None
         except OSError as error:

@@ -5,7 +5,7 @@ does falls on all of them alike. The gateway has one core to itself, load and ba
 says what the numbers mean.
 
     python tests/bench/peers.py [--quick] [--rounds N] [--systems a,b] [--cells words] [--rate R] [--seed S]
-                                [--json] [--out FILE] [--write-docs] [--check]
+                                [--compiled] [--json] [--out FILE] [--write-docs] [--check]
 
 Exit status: 0 measured, 1 with --check and a goal missed, 2 wrong usage.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from systems import (
     all_systems,
     backend,
     build_tools,
+    compile_penstock,
     free_base,
     install_nginx,
     install_peers,
@@ -41,6 +43,8 @@ from table import OURS, Results, as_json, markdown, verdicts, write_docs
 def main() -> int:
     """Installs, starts, measures, shows."""
     options = _options()
+    if options.compiled:
+        os.environ["PENSTOCK_HOME"] = str(compile_penstock())
     build_tools()
     install_nginx()
     missing = install_peers()
@@ -121,7 +125,8 @@ def _show(results: Results, options: argparse.Namespace) -> int:
     if options.out:
         Path(options.out).write_text(text + "\n")
     if options.write_docs:
-        write_docs(ROOT / "docs" / "performance.md", results)
+        part = "bench-compiled" if options.compiled else "bench"
+        write_docs(ROOT / "docs" / "performance.md", results, part)
     print(text if options.json else markdown(results))
     judged = verdicts(results)
     return 1 if options.check and (not judged or any(not verdict.met for verdict in judged)) else 0
@@ -133,6 +138,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="three rounds with short windows")
     parser.add_argument("--rounds", type=int, help="rounds of every cell (5; 3 with --quick)")
+    parser.add_argument("--compiled", action="store_true", help="measure the gateway as `make compiled` makes it")
     parser.add_argument("--seed", type=int, default=1, help="of the order in which systems are measured")
     parser.add_argument("--systems", type=lambda text: text.split(","), help="only these, comma-separated")
     parser.add_argument("--cells", default="", help="only rows whose name holds these words")

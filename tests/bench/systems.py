@@ -155,6 +155,13 @@ def all_systems(base: int) -> list[System]:
 # ---- building and installing ----
 
 
+def compile_penstock() -> Path:
+    """The gateway with its hot path compiled, from the sources as they are now; where it lies."""
+    made = ROOT / "build" / "compiled"
+    subprocess.run([sys.executable, str(ROOT / "deploy" / "compile.py"), str(made)], check=True)
+    return made
+
+
 def build_tools() -> None:
     """Compiles backend and load into bin/ when their sources are newer."""
     BIN.mkdir(exist_ok=True)
@@ -277,7 +284,7 @@ def start(system: System, work: Path, wait_s: float = 40.0) -> Running:
     # The routers would ask a hub for a tokenizer of "bench-model": nothing here leaves the machine.
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9", "NO_COLOR": "1"}
     with log.open("wb") as sink:
-        process = subprocess.Popen(pinned(GATEWAY_CORE, command), cwd=ROOT, stdout=sink, stderr=sink, env=env)
+        process = subprocess.Popen(pinned(GATEWAY_CORE, command), cwd=os.environ.get("PENSTOCK_HOME", ROOT), stdout=sink, stderr=sink, env=env)
     running = Running(system, process)
     try:
         _await_service(running, time.monotonic() + wait_s)

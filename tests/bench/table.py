@@ -13,7 +13,6 @@ from cells import Row
 OURS = "penstock"
 COLUMNS = ("penstock", "sglang-router", "vllm-router", "nginx", "direct")
 QUIET = 0.05  # more of the gateway's core than this to others, and the numbers are about them too
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
 @dataclass
@@ -129,12 +128,13 @@ def cpu_name() -> str:
     return platform.machine()
 
 
-def write_docs(page: Path, results: Results) -> None:
-    """Replaces what stands between the markers of a page."""
-    before, found, rest = page.read_text().partition(BEGIN)
-    _, ends, after = rest.partition(END)
+def write_docs(page: Path, results: Results, part: str) -> None:
+    """Replaces what stands between the markers of a part of a page."""
+    begin, end = f"<!-- {part}:begin -->", f"<!-- {part}:end -->"
+    before, found, rest = page.read_text().partition(begin)
+    _, ends, after = rest.partition(end)
     if not found or not ends:
-        raise SystemExit(f"{page} has no {BEGIN} ... {END}")
+        raise SystemExit(f"{page} has no {begin} ... {end}")
     machine = f"Python {platform.python_version()}, {cpu_name()}, Linux {platform.release()}"
     taken = f"Medians of {results.settings['rounds']} rounds; {machine}."
-    page.write_text(f"{before}{BEGIN}\n{taken}\n\n{markdown(results)}\n{END}{after}")
+    page.write_text(f"{before}{begin}\n{taken}\n\n{markdown(results)}\n{end}{after}")
