@@ -63,7 +63,7 @@ LIMITS = {"n": 128, "best_of": 128, "max_tokens": 2**24, "max_completion_tokens"
 SIZES = {"stop": 16 * 1024, "stop_token_ids": 16 * 1024, "bad_words": 64 * 1024, "logit_bias": 256 * 1024}
 _GUARDED = frozenset((*LIMITS, *SIZES))
 
-SMALL_BODY = 64 * 1024  # up to here a body cannot hold enough members to be worth guarding against while decoding
+SMALL_BODY = 256 * 1024  # up to here a body cannot hold enough members to be worth guarding against while decoding
 MAX_MEMBERS = 256
 MAX_NAME = 256
 MAX_DIGITS = 4096  # interpreters refuse or choke on longer numbers (CPython: 4300 digits)
