@@ -15,6 +15,7 @@ from gateway.relay import Relay
 
 FLUSH_BYTES = 64 * 1024
 MAX_CHILDREN = 8192
+WAITED_S = 0.001  # below it a request found a place at once
 KEEP_BYTES = 8 * 1024 * 1024  # lines waiting for a blocked sink; beyond it they are dropped and counted
 
 
@@ -199,7 +200,10 @@ class Accounts:
         received = x.received_at or now
         children.count(received, relay, x.call.request.prompt_tokens, now)
         if x.sent_at is not None and x.admitted_at is not None and x.parsed_at is not None:
-            self._overhead.observe(x.sent_at - received - (x.admitted_at - x.parsed_at))
+            waited_s = x.admitted_at - x.parsed_at
+            self._overhead.observe(x.sent_at - received - waited_s)
+            if waited_s > WAITED_S:
+                self._metrics.queue_seconds.labels(x.pick.candidate.endpoint.pool).observe(waited_s)
         self._bytes_out.value += relay.bytes_out
 
     def _find(self, key: tuple[str, str, int, str]) -> _Children:

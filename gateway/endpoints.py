@@ -147,6 +147,7 @@ class EndpointTable:
         self.rng = rng
         self.on_change: Callable[[], None] = lambda: None
         self._metrics = metrics
+        self._looked_up, self._hits = metrics.prefix_lookup_tokens_total, metrics.prefix_hit_tokens_total
         self._outbox = outbox
         self._limits = _health_limits(config)
         self._progress_s = config.health.progress
@@ -190,8 +191,8 @@ class EndpointTable:
         """Take the picked place. Our own picks teach the index: the endpoint will hold this prompt soon."""
         slot = pick.candidate.load.slot
         if fingerprint is not None:
-            self.prefixes.looked_up_tokens += request.prompt_tokens
-            self.prefixes.hit_tokens += pick.cached_tokens
+            self._looked_up.value += request.prompt_tokens
+            self._hits.value += pick.cached_tokens
             self.prefixes.index.insert(fingerprint, slot, request.prompt_tokens)
         return Booking(self, self._by_slot[slot], pick, request, fingerprint)
 

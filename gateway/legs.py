@@ -17,8 +17,8 @@ from gateway.relay import Relay, UpstreamBroke
 from gateway.rename import Renamer
 from gateway.snapshot import Route
 
-# Trace context continues through the gateway; a session id keeps a conversation recognisable to the engine.
 OWN_TROUBLE = frozenset({401, 403, 407, 408, 429})  # our key for it, its queue: nothing the client could mend
+# Trace context continues through the gateway; a session id keeps a conversation recognisable to the engine.
 FORWARDED = ("traceparent", "tracestate", "x-session-id")
 
 

@@ -87,8 +87,7 @@ class Metrics:
         )
         self.retries_total: Family[Counter] = meters.counter(
             "penstock_retries_total",
-            "Second tries before the first byte: pooled (a dead idle connection), endpoint (another endpoint), "
-            "refused (the retry budget said no).",
+            "Second tries on another endpoint before the first byte, by what broke the first.",
             KIND,
         )
         self.retry_budget_remaining: Gauge = meters.gauge(

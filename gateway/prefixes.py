@@ -15,8 +15,6 @@ class Prefixes:
     def __init__(self, secret: bytes, index_bytes: int, block_bytes: int) -> None:
         self._fingerprinter = Fingerprinter(secret, block_bytes)
         self.index = PrefixIndex(index_bytes)
-        self.looked_up_tokens = 0
-        self.hit_tokens = 0
 
     def of(self, call: Call, model: str) -> Fingerprint:
         """The fingerprint of what the engine will render. Tenants and models never share a key (faults.md A15)."""
