@@ -42,6 +42,9 @@ compiled: $(VENV)/.dev ## optional: the hot path through Cython, into build/comp
 load: $(VENV)/.dev ## locust against a fleet of its own
 	$(PY) -m tests.load.run
 
+policies: $(VENV)/.dev ## the Mooncake trace through every policy over real HTTP (nine minutes)
+	$(PY) -m tests.load.policies_live
+
 docs: $(VENV)/.runtime ## the reference pages, from the code
 	$(PY) -m gateway.docgen
 

@@ -264,6 +264,8 @@ class EndpointTable:
     def sweep(self, now: float) -> None:
         for live in self._by_slot:
             live.upstream.sweep(now)
+            if live.health.state is health.State.DEAD:  # whoever was still connecting when it died
+                live.upstream.fail_all("ejected", "the engine is dead")
             if live.upstream.silence_s(now) < 1.0:
                 live.backlog_tokens = live.load.prefill_tokens
 
