@@ -66,7 +66,7 @@ class Member:
 
 
 def _rng(seed: int) -> Random:
-    return Random(seed)  # noqa: S311 - chances of faults, not secrets
+    return Random(seed)
 
 
 @asynccontextmanager

@@ -284,7 +284,8 @@ def start(system: System, work: Path, wait_s: float = 40.0) -> Running:
     # The routers would ask a hub for a tokenizer of "bench-model": nothing here leaves the machine.
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9", "NO_COLOR": "1"}
     with log.open("wb") as sink:
-        process = subprocess.Popen(pinned(GATEWAY_CORE, command), cwd=os.environ.get("PENSTOCK_HOME", ROOT), stdout=sink, stderr=sink, env=env)
+        home = os.environ.get("PENSTOCK_HOME", ROOT)
+        process = subprocess.Popen(pinned(GATEWAY_CORE, command), cwd=home, stdout=sink, stderr=sink, env=env)
     running = Running(system, process)
     try:
         _await_service(running, time.monotonic() + wait_s)
