@@ -180,6 +180,10 @@ class EndpointTable:
     def all(self) -> Iterable[LiveEndpoint]:
         return tuple(self._by_slot)
 
+    def serving(self, model: str, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """Those of the candidates whose engine lists the model."""
+        return tuple(each for each in candidates if model in self._by_slot[each.load.slot].models)
+
     # Routing
 
     def ask(self, request: Request, fingerprint: Fingerprint | None, tried: Sequence[str]) -> Ask:
@@ -233,7 +237,7 @@ class EndpointTable:
         load.strangers = max(0, (reading.running or 0) + (reading.waiting or 0) - load.in_flight)
         load.running, load.waiting, load.kv_usage = reading.running, reading.waiting, reading.kv_usage
         load.scraped_at = monotonic()
-        if reading.produced != live.produced:
+        if reading.produced is not None and reading.produced != live.produced:
             live.produced = reading.produced
             live.upstream.heard_at = load.scraped_at
         if reading.kv_tokens is not None:

@@ -69,7 +69,8 @@ def build(
     routes: dict[str, Route] = {}
     for model in _models(config, discovered):
         pool = model.pool
-        route = Route(model.name, pool, model.context_tokens, policies[pool], candidates[pool], rooms[pool])
+        members = candidates[pool] if config.models else endpoints.serving(model.name, candidates[pool])
+        route = Route(model.name, pool, model.context_tokens, policies[pool], members, rooms[pool])
         routes.update(dict.fromkeys((model.name, *model.aliases), route))
     tenants = {hashlib.sha256(tenant.key.reveal().encode()).digest(): tenant.name for tenant in config.tenants}
     return Snapshot(generation, config, routes, tenants)

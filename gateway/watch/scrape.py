@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import isfinite
 
 import msgspec
 
@@ -90,9 +91,11 @@ def _values(text: bytes, name: bytes) -> Iterator[float]:
         starts_line = at == 0 or text[at - 1 : at] == b"\n"
         if starts_line and line[len(name) : len(name) + 1] in (b"{", b" "):
             try:
-                yield float(line[line.rfind(b"}") + 1 :].split()[-1 if b"}" not in line else 0])
+                value = float(line[line.rfind(b"}") + 1 :].split()[-1 if b"}" not in line else 0])
             except (ValueError, IndexError):
                 return
+            if isfinite(value):  # a gauge may be NaN before its first sample
+                yield value
         at = text.find(name, at + len(name))
 
 

@@ -39,7 +39,12 @@ class Watcher:
 
     async def start(self) -> None:
         """Begin watching; returns when every endpoint was asked once, so that the first request meets known ground."""
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=4
+            ),  # hung engines must not starve the others' probes
+        )
         await asyncio.gather(*(self._look(live) for live in self._endpoints.all()))
         health, scrape_every = self._config.health, self._config.scrape.interval
         for live in self._endpoints.all():
@@ -145,4 +150,9 @@ class Watcher:
             asyncio.timeout(timeout_s),
             self._session.request(method, url, headers=live.key_header, json=json_body) as answer,
         ):
-            return answer.status, await answer.content.read(limit)
+            body = bytearray()
+            async for piece in answer.content.iter_any():  # read(limit) would return what happens to be there
+                body += piece
+                if len(body) >= limit:
+                    break
+            return answer.status, bytes(body[:limit])

@@ -76,3 +76,8 @@ def test_a_metric_without_labels_counts() -> None:
 def test_a_text_cut_in_the_middle_is_read_as_far_as_it_goes() -> None:
     for length in range(len(VLLM)):
         read(VLLM[:length], EngineKind.VLLM)
+
+
+def test_values_that_are_no_numbers_are_passed_over() -> None:
+    text = b'vllm:num_requests_running{engine="0"} NaN\nvllm:num_requests_running{engine="1"} 3\n'
+    assert read(text + b"vllm:kv_cache_usage_perc +Inf\n", EngineKind.VLLM).running == 3

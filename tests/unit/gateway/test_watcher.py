@@ -1,0 +1,57 @@
+"""The watcher reads what engines say to its end, however they write it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from random import Random
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from gateway.config import from_engines
+from gateway.endpoints import EndpointTable
+from gateway.metrics import Metrics
+from gateway.outbox import Outbox
+from gateway.prefixes import Prefixes
+from gateway.watch.watcher import Watcher
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _in_pieces(*pieces: bytes) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.sleep(0.01)
+        return response
+
+    return handler
+
+
+async def test_long_pages_and_lists_in_pieces_are_read_to_their_end() -> None:
+    engine = web.Application()
+    padding = b"# HELP x y\n" * 20_000
+    engine.router.add_get("/metrics", _in_pieces(padding, padding, b"vllm:num_requests_running 7\n"))
+    engine.router.add_get("/v1/models", _in_pieces(b'{"data":', b'[{"id":"m"}]}'))
+    engine.router.add_get("/health", _in_pieces(b"ok"))
+    async with TestServer(engine, host="127.0.0.1") as server:
+        config = from_engines([str(server.make_url("")).rstrip("/")], "round_robin", "127.0.0.1", 0, 0)
+        table = EndpointTable(
+            config,
+            Prefixes(b"s" * 32, 2**20, 512),
+            Metrics(),
+            Random(1),
+            Outbox(asyncio.get_running_loop()),
+        )
+        table.adopt(config)
+        watcher = Watcher(config, table, lambda: None)
+        await watcher.start()
+        await watcher.stop()
+        (live,) = table.all()
+        assert (live.load.running, live.models) == (7, ("m",))
+        (candidate,) = table.adopt(config)["engines"]
+        assert table.serving("m", (candidate,)) == (candidate,)
+        assert table.serving("another", (candidate,)) == ()
