@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from contextlib import suppress
+from threading import Thread
 from time import monotonic, time
 
 import msgspec
@@ -88,16 +90,28 @@ class AccessLog:
         self._timer = None
         if self._writing is not None:
             self._timer = self._loop.call_later(self._flush_s, self._flush)
-            return
-        block = self._take()
-        if block and self._fd is not None:
-            self._writing = self._loop.run_in_executor(None, _write_all, self._fd, block)
-            self._writing.add_done_callback(self._written)
+        elif self._lines:
+            self._begin()
 
-    def _written(self, done: asyncio.Future[None]) -> None:
-        self._writing = None
-        if not done.cancelled() and done.exception() is not None:
-            self.dropped += 1
+    def _begin(self) -> None:
+        """Hand what there is to a daemon thread: a sink that blocks must not keep the process alive."""
+        self._writing = self._loop.create_future()
+        Thread(target=self._write, args=(self._fd, self._take()), daemon=True).start()
+
+    def _write(self, fd: int, block: bytes) -> None:
+        try:
+            _write_all(fd, block)
+            lost = 0
+        except OSError:
+            lost = block.count(b"\n")
+        with suppress(RuntimeError):  # the loop may have ended meanwhile
+            self._loop.call_soon_threadsafe(self._written, lost)
+
+    def _written(self, lost: int) -> None:
+        self.dropped += lost
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.set_result(None)
 
     def _take(self) -> bytes:
         block = b"\n".join([*self._lines, b""])
@@ -106,14 +120,15 @@ class AccessLog:
         return block
 
     async def close(self) -> None:
-        """Write what is left; at most once, at the end."""
+        """Write what is left, waiting for a slow sink a second at most; at most once, at the end."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._writing is not None:
-            await asyncio.wait([self._writing], timeout=1)
-        if self._fd is not None and self._lines:
-            await asyncio.wait_for(self._loop.run_in_executor(None, _write_all, self._fd, self._take()), timeout=1)
-        if self._fd is not None and self._fd > 2:
+        for _ in range(2):  # what is under way, then the rest
+            if self._writing is not None:
+                await asyncio.wait([self._writing], timeout=1)
+            if self._fd is not None and self._writing is None and self._lines:
+                self._begin()
+        if self._fd is not None and self._fd > 2 and self._writing is None:
             os.close(self._fd)
         self._fd = None
 

@@ -41,7 +41,6 @@ class Failure(Enum):
     INTERNAL = Row(500, "server_error", "internal_error")
     UPSTREAM_FAILED = Row(502, "upstream_error", "upstream_failed", retry=None)
     NO_CAPACITY = Row(503, "service_unavailable_error", "no_capacity", retry=None)
-    DRAINING = Row(503, "service_unavailable_error", "draining", retry=None)
     UPSTREAM_TIMEOUT = Row(504, "upstream_error", "upstream_timeout", retry=None)
 
 

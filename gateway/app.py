@@ -125,9 +125,12 @@ class App:
             now = monotonic()
             self.metrics.loop_lag_seconds.observe(max(0.0, now - due))
             due = now + SWEEP_S
-            for front in tuple(self.fronts):
-                front.sweep(now)
-            self._endpoints.sweep(now)
+            try:
+                for front in tuple(self.fronts):
+                    front.sweep(now)
+                self._endpoints.sweep(now)
+            except Exception:  # no deadline may end because one connection could not be swept
+                log.exception("a sweep failed")
 
     def _learnt(self) -> None:
         """Engines told which models they serve: routes may change, everything else stays."""

@@ -40,6 +40,7 @@ class Exchange(msgspec.Struct, eq=False):
     tenant: str = ""
     model: str = ""
     call: Call | None = None
+    sent: Call | None = None
     pick: Pick | None = None
     booking: Booking | None = None
     relay: Relay | None = None
@@ -57,8 +58,9 @@ class Exchange(msgspec.Struct, eq=False):
         """The prompt is computed and nothing can be retried: give back its place in the backlog, and its bytes."""
         if self.booking is not None:
             self.booking.first_token()
-        if self.call is not None:
-            self.call.release()
+        for call in (self.call, self.sent):
+            if call is not None:
+                call.release()
 
     def refused(self, error: GatewayError) -> None:
         self.status, self.outcome, self.reason = error.status, "refused", error.reason

@@ -102,16 +102,10 @@ class Front(RequestHandler):
         assert self._message is not None
         return self._message.version < HttpVersion11
 
-    @property
-    def declared_bytes(self) -> int:
-        assert self._message is not None
-        declared = int(self._message.headers.get("Content-Length", 0))
-        return declared if declared <= self._limits.body else 0  # what is refused unread takes no memory
-
     async def body(self, hold: Callable[[int], None]) -> bytes:
         """The request's body, whole. Raises GatewayError when it is refused: too large, too slow, encoded, cut.
 
-        `hold` is told how many bytes a body without a declared length has come to; it may refuse too.
+        `hold` is told how many bytes have come so far, not how many were announced: announcing is free. It may refuse.
         """
         message, payload = self._message, self._payload
         assert message is not None
@@ -122,7 +116,7 @@ class Front(RequestHandler):
             return payload.read_nowait()
         self._enter(Phase.BODY)
         try:
-            body = await self._read_chunked(payload, hold) if message.chunked else await self._read_sized(payload)
+            body = await (self._read_chunked if message.chunked else self._read_sized)(payload, hold)
         except RequestPayloadError:
             raise GatewayError(Failure.BAD_REQUEST, "The request body is not framed correctly.") from None
         self._body_read = True
@@ -265,6 +259,7 @@ class Front(RequestHandler):
             return False
         assert self._request_factory is not None
         assert self._request_handler is not None
+        self._outbox.flush()  # aiohttp writes directly: what was posted comes first
         task = self._task_handler or asyncio.current_task()
         assert task is not None
         request = self._request_factory(message, payload, self, StreamWriter(self, self._loop), task)
@@ -302,12 +297,16 @@ class Front(RequestHandler):
         if expect.lower() != CONTINUE:
             raise _expectation_failed()
         if self.transport is not None and self._payload is not None and not self._payload.is_eof():
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    async def _read_sized(self, payload: StreamReader) -> bytes:
+    async def _read_sized(self, payload: StreamReader, hold: Callable[[int], None]) -> bytes:
         pieces = [payload.read_nowait()]
+        total = len(pieces[0])
+        hold(total)
         while not payload.is_eof():
             pieces.append(await payload.readany())
+            total += len(pieces[-1])
+            hold(total)
         pieces.append(payload.read_nowait())
         return b"".join(pieces)
 

@@ -155,7 +155,7 @@ class Gate:
         return sum(room.in_flight for room in self._rooms.values())
 
     def hold(self, body_bytes: int) -> int:
-        """Take memory for a body, before it is read where its length is known; what was taken, to be released.
+        """Take memory for a body as it comes in; what was taken, to be released.
 
         Raises GatewayError when there is none left.
         """

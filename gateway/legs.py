@@ -34,7 +34,7 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
         Renamer(served, call.asked_model) if served != call.asked_model else None,
     )
     head = booking.upstream.head(x.api) + _request_headers(x, client.headers, len(sent.body))
-    x.booking, x.relay = booking, relay
+    x.booking, x.relay, x.sent = booking, relay, sent
     x.sent_at = monotonic()
     await booking.upstream.send(head, sent, relay, client)
     if relay.refused:

@@ -59,6 +59,7 @@ PROMPT_MEMBERS: Mapping[Api, tuple[str, ...]] = {
 }
 BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm-d use the same)
 DEFAULT_OUTPUT_TOKENS = 256
+EXPECTED_CEILING = 2048  # max_tokens is a bound, seldom a plan: one client's million must not pass for a full house
 LIMITS = {"n": 128, "best_of": 128, "max_tokens": 2**24, "max_completion_tokens": 2**24}
 SIZES = {"stop": 16 * 1024, "stop_token_ids": 16 * 1024, "bad_words": 64 * 1024, "logit_bias": 256 * 1024}
 _GUARDED = frozenset((*LIMITS, *SIZES))
@@ -127,7 +128,7 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str
         model.served_model,
         tenant,
         ids or sum(map(len, prompt)) // BYTES_PER_TOKEN + 1,
-        (output_tokens or DEFAULT_OUTPUT_TOKENS) * numbers.get("n", 1),
+        min(output_tokens or DEFAULT_OUTPUT_TOKENS, EXPECTED_CEILING) * numbers.get("n", 1),
         "stream" in members and bytes(members["stream"]) == b"true",
     )
     return Call(api, request, asked, _outbound(body, members, asked, model.served_model), prompt)

@@ -64,10 +64,9 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     snapshot, gate = gateway.snapshot, gateway.gate
     if snapshot.tenants:
         x.tenant = snapshot.authenticate(client.headers)
-    x.body_bytes = gate.hold(client.declared_bytes)
     body = await client.body(partial(x.hold, gate))
     x.received_at = monotonic()
-    x.body_bytes += gate.hold(len(body) - x.body_bytes)
+    x.hold(gate, len(body))
     call = x.call = parse(body, x.api, snapshot.routes, x.id, x.tenant)
     del body  # from here the call owns the bytes, and lets go of them when no retry can need them
     route = snapshot.routes[call.asked_model]

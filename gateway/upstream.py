@@ -206,14 +206,16 @@ class Upstream:
         pooled = self._pooled()
         while True:
             connection = pooled or await self._connect()
+            done = connection.carry(head, payload, relay, downstream)
             try:
-                return await connection.carry(head, payload, relay, downstream)
+                return await done
             except UpstreamBroke as error:
                 if pooled is None or not relay.untouched or error.kind not in ("reset", "no_answer"):
                     raise
                 pooled = None
             except asyncio.CancelledError:
-                connection.abort()
+                if not done.done() or done.cancelled():  # otherwise the connection may carry another's answer already
+                    connection.abort()
                 raise
 
     def _pooled(self) -> Connection | None:

@@ -59,7 +59,7 @@ class EndpointLoad:
     in_flight        requests booked and not yet given back
     prefill_tokens   uncached prompt tokens booked whose first token has not been seen
     decode_tokens    context tokens of booked requests past their first token
-    expected_tokens  output tokens booked and not yet produced (expectation, not a promise)
+    expected_tokens  output tokens expected of the booked requests (an expectation, given back at the end)
     available        False while ejected by health or draining: never a candidate
     running, waiting, kv_usage, scraped_at   the engine's own view at its last scrape; None before the first
     strangers        requests in that view beyond in_flight at that moment: what others sent

@@ -178,6 +178,14 @@ def test_pipelined_requests_are_answered_in_their_order(line: Line) -> None:
     assert answers[4].body.endswith(b"data: [DONE]\n\n")
 
 
+def test_a_refusal_on_the_line_comes_before_the_ordinary_answer_pipelined_behind_it(line: Line) -> None:
+    with Wire(line.gateway.port) as wire:
+        wire.send(
+            chat(model="nope") + head(start="GET /v1/models HTTP/1.1") + chat(n=0) + head(start="GET /x HTTP/1.1")
+        )
+        assert [wire.answer().status for _ in range(4)] == [404, 200, 400, 404]
+
+
 def test_what_follows_a_refused_body_is_not_taken_for_a_request(line: Line) -> None:
     forwarded = len(line.stub.requests)
     with Wire(line.gateway.port) as wire:

@@ -45,7 +45,7 @@ def served(line: Line, sent: bytes) -> int:
 @pytest.mark.parametrize(
     "begun",
     [
-        head(f"Content-Length: {MIB}") + b" " * (MIB // 2),
+        head(f"Content-Length: {MIB}") + b" " * (MIB - 1024),
         chunked(b"%x\r\n%b\r\n" % (MIB - 1024, b" " * (MIB - 1024))),
     ],
     ids=["declared", "in chunks"],
@@ -72,6 +72,14 @@ def test_bodies_under_way_share_one_budget_and_give_it_back(line: Line, begun: b
     ends = monotonic() + 5
     while (status := served(line, large)) != 200:
         assert (status, monotonic() < ends) == (429, True)
+
+
+def test_announcing_large_bodies_takes_nothing_from_the_others(line: Line) -> None:
+    """What has come counts, not what was promised: idle uploads of all the budget leave everybody else served."""
+    with ExitStack() as open_wires:
+        for _ in range(8):
+            open_wires.enter_context(Wire(line.gateway.port)).send(head(f"Content-Length: {MIB}") + b" " * 9)
+        assert served(line, post(CHAT)) == 200
 
 
 def test_answers_that_nobody_reads_do_not_pile_up(line: Line) -> None:

@@ -10,6 +10,7 @@ import pytest
 from gateway.answer import Failure, GatewayError
 from gateway.openai import (
     DEFAULT_OUTPUT_TOKENS,
+    EXPECTED_CEILING,
     LIMITS,
     MAX_DIGITS,
     MAX_MEMBERS,
@@ -83,6 +84,12 @@ def test_a_number_may_have_so_many_digits_and_no_more() -> None:
     error = refusal(body(MAX_DIGITS + 1))
     assert (error.param, error.status) == ("seed", 400)
     assert parsed({**CHAT, "user": "1" * (MAX_DIGITS + 1)})
+
+
+def test_a_huge_bound_is_not_taken_for_a_plan_but_sent_on_as_it_is() -> None:
+    call = parsed({**CHAT, "max_tokens": 1_000_000})
+    assert call.request.output_tokens == EXPECTED_CEILING
+    assert b"1000000" in call.body
 
 
 @pytest.mark.parametrize(
