@@ -15,7 +15,6 @@ from gateway.exchange import Exchange
 from gateway.metrics import Metrics
 from gateway.relay import Relay
 
-FLUSH_BYTES = 64 * 1024
 MAX_CHILDREN = 8192
 WAITED_S = 0.001  # below it a request found a place at once
 KEEP_BYTES = 8 * 1024 * 1024  # lines waiting for a blocked sink; beyond it they are dropped and counted

@@ -43,7 +43,6 @@ class App:
         self.config = config
         self.url = self.admin_url = ""
         self.draining = False
-        self.started_at = monotonic()
         self.metrics = Metrics()
         self.fronts: set[Front] = set()
         self._loop = asyncio.get_running_loop()

@@ -86,7 +86,7 @@ class Room:
         try:
             async with asyncio.timeout(timeout_s):
                 await turn
-        except BaseException as problem:
+        except (TimeoutError, asyncio.CancelledError) as problem:
             if turn.done() and not turn.cancelled():  # the turn came in the same moment: hand it on
                 self._leave()
             elif turn in self._waiting:
