@@ -1,0 +1,135 @@
+"""What a transport is: links between agents that carry small messages in order and windows of KV bytes.
+
+A transport moves bytes and stops moving them; it decides nothing. Who may move what is the book's business (book.py),
+which the owner of a link asks. Not here: any concrete transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+
+from kvtransfer.regions import Region
+from kvtransfer.reshard import Runs
+
+
+class TransportError(Exception):
+    """The peer cannot be reached, or not in this way. The message says why."""
+
+
+class Verdict(StrEnum):
+    """How a window arrived. STALE: the source's blocks were no longer its own while they were read."""
+
+    OK = "ok"
+    STALE = "stale"
+    CORRUPT = "corrupt"
+
+
+class WindowHead(msgspec.Struct, frozen=True, array_like=True):
+    """What goes ahead of a window's bytes: runs [first, first + count) of one rank pair of one layer group.
+
+    Never an address: both ends hold the same plan and look up their own offsets. `n_bytes` must equal the runs' sum.
+    """
+
+    transfer: int
+    group: int
+    pair: int
+    first: int
+    count: int
+    n_bytes: int
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """A window as one end's plan has it: which runs, and this end's region (the source's to send, the sink's to land).
+
+    `current` says whether the source's blocks are still of the generation that was promised. A transport asks it right
+    before and right after it has read the source's memory, on whichever side that happens; None on a side that cannot know.
+    """
+
+    runs: Runs
+    region: Region
+    src_rank: int
+    dst_rank: int
+    current: Callable[[], bool] | None = None
+
+
+class Link(Protocol):
+    """A connection between two agents. All methods may be called from any thread and do not block."""
+
+    transport: str
+    peer: str
+
+    def send(self, message: bytes) -> None:
+        """Queue a control message; it keeps its order among this side's messages and windows."""
+        ...
+
+    def put(self, head: WindowHead, window: Slice) -> None:
+        """Queue a window of the source. The far owner hears `landed`, the near owner `sent`."""
+        ...
+
+    def drop(self, transfer: int) -> None:
+        """Source: forget the transfer's queued windows. One whose bytes have begun ends with verdict STALE."""
+        ...
+
+    def grant(self, transfer: int, regions: Sequence[Region], blocks: Sequence[int]) -> bytes:
+        """Sink: let the peer write these blocks; the result travels in the invitation (rdma: keys; others: empty)."""
+        ...
+
+    def accept(self, transfer: int, grant: bytes) -> None:
+        """Source: take the sink's grant (and, for shm, say how the sink may read us)."""
+        ...
+
+    def fence(self, transfer: int) -> None:
+        """Sink: stop all writing into the transfer's blocks, whatever the peer does. `fenced` follows, soon and surely."""
+        ...
+
+    def close(self) -> None:
+        """Give up the connection. The owner hears `lost` unless it closed it itself."""
+        ...
+
+
+class LinkOwner(Protocol):
+    """Who hears from links. Called on the transport's own thread (or the simulation's), one call at a time per link."""
+
+    def linked(self, link: Link) -> None:
+        """A peer dialled us. Nothing is known of it yet."""
+        ...
+
+    def message(self, link: Link, data: bytes) -> None: ...
+
+    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+        """Sink: where this window goes. None: it is not (or no longer) expected; its bytes are read and thrown away."""
+        ...
+
+    def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
+        """Sink: all bytes of a window are in place (OK), or what is in place must not be used."""
+        ...
+
+    def sent(self, link: Link, head: WindowHead) -> None:
+        """Source: the window's bytes have been read from memory; its credit may be used again."""
+        ...
+
+    def fenced(self, link: Link, transfer: int) -> None: ...
+
+    def lost(self, link: Link, reason: str) -> None: ...
+
+
+class Transport(Protocol):
+    """One way to reach peers."""
+
+    name: str
+
+    def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
+        """Listen (where that applies) and return the address peers dial. `regions`: one per local rank."""
+        ...
+
+    def dial(self, address: str) -> Link:
+        """A link to the agent at `address`. Blocks at most a few seconds; raises TransportError."""
+        ...
+
+    def close(self) -> None:
+        """Stop listening, close every link, end every thread."""
+        ...
