@@ -46,7 +46,7 @@ class Slice(msgspec.Struct, frozen=True):
     """A window as one end's plan has it: which runs, and this end's region (the source's to send, the sink's to land).
 
     `current` says whether the source's blocks are still of the generation that was promised. A transport asks it right
-    before and right after it has read the source's memory, on whichever side that happens; None on a side that cannot know.
+    before and right after it has read the source's memory, on whichever side that happens; None where it cannot be known.
     """
 
     runs: Runs
@@ -57,7 +57,11 @@ class Slice(msgspec.Struct, frozen=True):
 
 
 class Link(Protocol):
-    """A connection between two agents. All methods may be called from any thread and do not block."""
+    """A connection between two agents: who dialled is the sink, who was dialled the source, for its whole life.
+
+    All methods may be called from any thread, also with the owner's lock held: they do not block, and they never call
+    the owner before they return. On a link that is closed or lost all but `fence` do nothing.
+    """
 
     transport: str
     peer: str
@@ -83,7 +87,16 @@ class Link(Protocol):
         ...
 
     def fence(self, transfer: int) -> None:
-        """Sink: stop all writing into the transfer's blocks, whatever the peer does. `fenced` follows, soon and surely."""
+        """Sink: stop all writing into the transfer's blocks, whatever the peer does. `fenced` follows, soon and surely.
+
+        Also on a link that is closed or lost, and for a transfer that was never granted: nothing else gives the blocks
+        back. `landed` does not follow any more for windows that the fence has stopped.
+        """
+        ...
+
+    def secure(self, window_key: bytes) -> None:
+        """Both ends have proven who they are and share this key of 32 bytes, before the first window. A transport that
+        seals windows seals them with it; control messages are sealed by the agents (session.py)."""
         ...
 
     def close(self) -> None:
@@ -92,7 +105,10 @@ class Link(Protocol):
 
 
 class LinkOwner(Protocol):
-    """Who hears from links. Called on the transport's own thread (or the simulation's), one call at a time per link."""
+    """Who hears from links. Called on the transport's own thread (or the simulation's), one call at a time per link.
+
+    None of the transport's locks may be held then: an owner calls links with its own lock held.
+    """
 
     def linked(self, link: Link) -> None:
         """A peer dialled us. Nothing is known of it yet."""
@@ -101,7 +117,8 @@ class LinkOwner(Protocol):
     def message(self, link: Link, data: bytes) -> None: ...
 
     def incoming(self, link: Link, head: WindowHead) -> Slice | None:
-        """Sink: where this window goes. None: it is not (or no longer) expected; its bytes are read and thrown away."""
+        """Sink: where this window goes. None: it is not (or no longer) expected; its bytes are read and thrown away,
+        and neither `landed` nor anything else follows. Of a window that came twice the second is not expected."""
         ...
 
     def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:

@@ -1,0 +1,154 @@
+"""What two agents say to each other besides bytes of KV: typed, length-limited msgpack. Anything else: ProtocolError.
+
+On a link the one who dialled is the sink, the one who was dialled is the source, for the link's whole life. So every
+message has one direction, and who says the other's lines is out. Not here: proof of identity (session.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.ends import Reason
+from kvtransfer.layout import KvLayout
+
+VERSION = 1
+MOST_BLOCKS = 1 << 20
+MOST_MESSAGE_BYTES = 4 * MOST_BLOCKS + (64 << 10)
+
+Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Word = Annotated[str, msgspec.Meta(max_length=256)]
+Detail = Annotated[str, msgspec.Meta(max_length=512)]
+TicketText = Annotated[str, msgspec.Meta(max_length=1024)]
+Address = Annotated[str, msgspec.Meta(max_length=512)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Blocks = Annotated[bytes, msgspec.Meta(max_length=4 * MOST_BLOCKS)]
+GrantBytes = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+
+
+class ProtocolError(Exception):
+    """The peer said what nobody says here. The link it came from cannot be trusted any further."""
+
+
+class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Who an agent is. `epoch` is new with every start; `family`: what else must be equal besides the layout (weights,
+    quantisation); `host`: equal exactly on one machine; `addresses`: by transport, where else it can be dialled."""
+
+    agent: Name
+    epoch: Nonce
+    layout: KvLayout
+    family: Word = ""
+    host: Word = ""
+    addresses: Annotated[dict[Word, Address], msgspec.Meta(max_length=8)] = {}
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
+    """Sink, first of all. `budget_bytes`: how much the source may have under way on this link."""
+
+    version: Id
+    nonce: Nonce
+    card: Card
+    budget_bytes: Bytes
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
+    """Source, in answer to Hello."""
+
+    version: Id
+    nonce: Nonce
+    card: Card
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
+    """Sink: the Welcome is genuine, and by this message's seal so am I."""
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
+    """Both: alive. From the sink it renews every lease that is claimed over this link."""
+
+
+class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
+    """Sink: write `name` into these blocks of mine. `wait_s`: how long the invitation may wait for its offer;
+    `slack_s`: how urgent, among others of its class. `window_bytes`: no window is larger, single runs apart."""
+
+    transfer: Id
+    name: Name
+    blocks: Blocks
+    tokens: Tokens
+    skip_tokens: Tokens
+    wait_s: Seconds
+    slack_s: Seconds
+    bulk: bool
+    window_bytes: Bytes
+    ticket: TicketText | None = None
+    grant: GrantBytes = b""
+
+
+class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
+    """Source: here it comes. With both sides' blocks and layouts known, both compute the same plan."""
+
+    transfer: Id
+    blocks: Blocks
+    group_layers: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    window_bytes: Bytes
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
+    """Either: this transfer is over and did not land. From the source it may also be the answer to an Invite."""
+
+    transfer: Id
+    reason: Reason
+    detail: Detail = ""
+
+
+class Landed(msgspec.Struct, frozen=True, array_like=True, tag=8, forbid_unknown_fields=True):
+    """Sink: every byte arrived and is verified; the lease has served."""
+
+    transfer: Id
+    n_bytes: Bytes
+
+
+class Credit(msgspec.Struct, frozen=True, array_like=True, tag=9, forbid_unknown_fields=True):
+    """Sink: so many bytes of the transfer have been taken in; as many more may come."""
+
+    transfer: Id
+    n_bytes: Bytes
+
+
+Message = Hello | Welcome | Ready | Beat | Invite | Accept | Stop | Landed | Credit
+
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """The message in `data`. ProtocolError for everything else."""
+    if len(data) > MOST_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {len(data)} bytes is over the limit of {MOST_MESSAGE_BYTES}")
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as wrong:
+        raise ProtocolError(f"this is no message: {wrong}") from wrong
+
+
+def pack_blocks(blocks: Any) -> bytes:
+    """Block numbers (anything numpy takes) as they travel: u32, little-endian."""
+    return np.asarray(blocks, dtype="<u4").tobytes()
+
+
+def unpack_blocks(data: bytes) -> NDArray[np.int64]:
+    """ProtocolError if these are no block numbers."""
+    if len(data) % 4:
+        raise ProtocolError(f"{len(data)} bytes are no list of blocks")
+    return np.frombuffer(data, dtype="<u4").astype(np.int64)

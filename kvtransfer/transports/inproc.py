@@ -1,0 +1,363 @@
+"""Inproc: agents of one process, joined by a Wire with bandwidth, latency and faults, on any clock.
+
+On a VirtualClock it is a seeded simulation; on a ThreadClock without latency it is simply the shortest way. Windows
+really copy bytes from region to region, in two steps with time between them, so that a race is a race here as well.
+Not here: what is a good answer to a fault (source.py, sink.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvtransfer.clock import Call, Clock, Timer
+from kvtransfer.regions import Region
+from kvtransfer.reshard import Runs
+from kvtransfer.transports.base import Link, LinkOwner, Slice, TransportError, Verdict, WindowHead
+
+
+class Weather(msgspec.Struct, frozen=True):
+    """How a wire behaves. Probabilities are per window; `bytes_per_s` None: as fast as memory.
+
+    corrupt: one byte altered. truncate: the end is missing. duplicate: arrives twice. delay: overtaken by others, by
+    up to `delay_s`. sever: the link breaks instead.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float | None = None
+    corrupt: float = 0.0
+    truncate: float = 0.0
+    duplicate: float = 0.0
+    delay: float = 0.0
+    delay_s: float = 0.0
+    sever: float = 0.0
+
+
+class Wire:
+    """What joins the Inproc transports of one process. `clock` makes every call; its owner closes it.
+
+    `freeze` stops an agent as SIGSTOP would, with what it has under way, `thaw` lets it go on; `kill` ends it for good.
+    `stall` holds back what an agent sends and is sent while it runs on; `flow` lets everything through, late.
+    """
+
+    def __init__(self, clock: Clock, weather: Weather | None = None, rng: Random | None = None) -> None:
+        self.clock = clock
+        self.weather = weather or Weather()
+        self.rng = rng or Random(0)
+        self._ends: dict[str, Inproc] = {}
+        self._numbers = itertools.count(1)
+        self._held: dict[str, list[Call]] = {}
+        self._stalled: dict[str, list[Call]] = {}
+        self._dead: set[str] = set()
+
+    def listen(self, end: Inproc) -> str:
+        address = f"inproc-{next(self._numbers)}"
+        self._ends[address] = end
+        return address
+
+    def leave(self, address: str) -> None:
+        self._ends.pop(address, None)
+
+    def at(self, address: str) -> Inproc:
+        """Raises TransportError when nobody is there."""
+        end = self._ends.get(address)
+        if end is None or address in self._dead:
+            raise TransportError(f"nobody listens at {address}")
+        return end
+
+    def freeze(self, address: str) -> None:
+        self._held.setdefault(address, [])
+
+    def thaw(self, address: str) -> None:
+        for call in self._held.pop(address, []):
+            self.run_at(address, call)
+
+    def stall(self, address: str) -> None:
+        self._stalled.setdefault(address, [])
+
+    def flow(self, address: str) -> None:
+        for call in self._stalled.pop(address, []):
+            self.clock.call_at(self.clock.now(), call)
+
+    def kill(self, address: str) -> None:
+        self._dead.add(address)
+        self._held.pop(address, None)
+        for link in self._ends.pop(address).links:
+            link.reset()
+
+    def run_at(self, address: str, call: Call, delay_s: float = 0.0) -> Timer:
+        """Make a call of the agent at `address`: not while it is frozen, never after it was killed."""
+        return self.clock.call_at(self.clock.now() + delay_s, lambda: self._make(address, call))
+
+    def carry(self, source: str, sink: str, call: Call, delay_s: float = 0.0) -> None:
+        """Make a call at `sink` that was sent from `source`."""
+        held = self._stalled.get(source, self._stalled.get(sink))
+        if held is not None:
+            held.append(lambda: self.carry(source, sink, call))
+        else:
+            self.run_at(sink, call, self.weather.latency_s + delay_s)
+
+    def _make(self, address: str, call: Call) -> None:
+        if address in self._dead:
+            return
+        if address in self._held:
+            self._held[address].append(call)
+        else:
+            call()
+
+
+class WireClock:
+    """The clock of one agent on a wire: it stops with the agent."""
+
+    def __init__(self, wire: Wire, address: Callable[[], str]) -> None:
+        self._wire = wire
+        self._address = address
+
+    def now(self) -> float:
+        return self._wire.clock.now()
+
+    def call_at(self, when: float, call: Call) -> Timer:
+        return self._wire.run_at(self._address(), call, when - self.now())
+
+    def aside(self, call: Call) -> None:
+        self._wire.run_at(self._address(), call)
+
+
+class Inproc:
+    """One agent's end of a wire. `agent_clock` is for its agent when the wire is to freeze or kill it."""
+
+    name = "inproc"
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.address = ""
+        self.links: list[InprocLink] = []
+        self.owner: LinkOwner | None = None
+        self.agent_clock = WireClock(wire, lambda: self.address)
+
+    def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
+        self.owner = owner
+        self.address = self.wire.listen(self)
+        return self.address
+
+    def dial(self, address: str) -> Link:
+        far_end = self.wire.at(address)
+        near, far = InprocLink(self, address), InprocLink(far_end, self.address)
+        near.far, far.far = far, near
+        self.links.append(near)
+        far_end.links.append(far)
+        self.wire.carry(self.address, address, lambda: far.hear(lambda owner: owner.linked(far)))
+        return near
+
+    def close(self) -> None:
+        self.wire.leave(self.address)
+        for link in list(self.links):
+            link.close()
+
+
+class _Arrival:
+    """A window on its way in: where it goes, once asked, and whether it still may."""
+
+    __slots__ = ("data", "digest", "head", "verdict", "void", "window")
+
+    def __init__(self, head: WindowHead) -> None:
+        self.head = head
+        self.window: Slice | None = None
+        self.data: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.digest = 0
+        self.verdict = Verdict.OK
+        self.void = False
+
+
+class InprocLink:
+    """One end. Everything but the queue is touched by the wire's clock alone, one call at a time."""
+
+    transport = "inproc"
+
+    def __init__(self, end: Inproc, peer: str) -> None:
+        self.peer = peer
+        self.far: InprocLink
+        self._end, self._wire = end, end.wire
+        self._queue: deque[bytes | tuple[WindowHead, Slice]] = deque()
+        self._sending: _Arrival | None = None
+        self._closed = False
+        self._arrivals: list[_Arrival] = []
+
+    def send(self, message: bytes) -> None:
+        self._queue.append(message)
+        self._soon(self._pump)
+
+    def put(self, head: WindowHead, window: Slice) -> None:
+        self._queue.append((head, window))
+        self._soon(self._pump)
+
+    def drop(self, transfer: int) -> None:
+        self._soon(lambda: self._drop(transfer))
+
+    def grant(self, transfer: int, regions: Sequence[Region], blocks: Sequence[int]) -> bytes:
+        return b""
+
+    def accept(self, transfer: int, grant: bytes) -> None:
+        pass
+
+    def secure(self, window_key: bytes) -> None:
+        pass
+
+    def fence(self, transfer: int) -> None:
+        self._soon(lambda: self._fence(transfer))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._leave()
+            self._wire.carry(self._end.address, self.peer, lambda: self.far.lose("the peer closed the link"))
+
+    def reset(self) -> None:
+        """This end's process is gone."""
+        self._closed = True
+        self._wire.carry(self._end.address, self.peer, lambda: self.far.lose("connection reset"))
+
+    def lose(self, reason: str) -> None:
+        """The far end is gone: our owner hears it, once."""
+        self.hear(lambda owner: owner.lost(self, reason))
+        self._closed = True
+        self._leave()
+
+    def hear(self, tell: Callable[[LinkOwner], None]) -> None:
+        """Tell the owner, if the link is still there."""
+        if not self._closed and self._end.owner is not None:
+            tell(self._end.owner)
+
+    def _leave(self) -> None:
+        if self in self._end.links:
+            self._end.links.remove(self)
+
+    def _soon(self, call: Call) -> None:
+        self._wire.run_at(self._end.address, call)
+
+    def _pump(self) -> None:
+        """Send what is queued, in order: windows take the time that bandwidth gives them."""
+        while self._queue and self._sending is None and not self._closed:
+            item = self._queue.popleft()
+            if isinstance(item, bytes):
+                self._carry(partial(_deliver, item))
+            else:
+                self._begin(*item)
+
+    def _drop(self, transfer: int) -> None:
+        self._queue = deque(item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer)
+        if self._sending is not None and self._sending.head.transfer == transfer:
+            self._sending.verdict = Verdict.STALE
+
+    def _carry(self, call: Callable[[InprocLink], None], delay_s: float = 0.0) -> None:
+        far = self.far
+        self._wire.carry(self._end.address, self.peer, lambda: call(far), delay_s)
+
+    def _begin(self, head: WindowHead, window: Slice) -> None:
+        """Read the first half of a window. The second follows when the bandwidth allows."""
+        rng, weather = self._wire.rng, self._wire.weather
+        if weather.sever and rng.random() < weather.sever:
+            return self._break()
+        self._sending = arrival = _Arrival(head)
+        _check(window, arrival)
+        arrival.data = np.empty(head.n_bytes, np.uint8)
+        half = len(window.runs.length) // 2
+        at = _gather(window, arrival.data, 0, 0, half)
+        late_s = rng.random() * weather.delay_s if weather.delay and rng.random() < weather.delay else 0.0
+        self._carry(lambda far: far._arrive(arrival), late_s)
+        seconds = head.n_bytes / weather.bytes_per_s if weather.bytes_per_s else 0.0
+        rest = lambda: self._finish(arrival, window, (half, at), late_s)  # noqa: E731
+        self._wire.run_at(self._end.address, rest, seconds)
+        return None
+
+    def _finish(self, arrival: _Arrival, window: Slice, rest: tuple[int, int], late_s: float) -> None:
+        half, at = rest
+        _gather(window, arrival.data, at, half, len(window.runs.length))
+        _check(window, arrival)
+        arrival.digest = xxhash.xxh3_64_intdigest(arrival.data)
+        self._sending = None
+        self.hear(lambda owner: owner.sent(self, arrival.head))
+        self._spoil(arrival)
+        self._carry(lambda far: far._settle(arrival), late_s)
+        rng, weather = self._wire.rng, self._wire.weather
+        if weather.duplicate and rng.random() < weather.duplicate:
+            again = _Arrival(arrival.head)
+            again.data, again.digest, again.verdict = arrival.data, arrival.digest, arrival.verdict
+            self._carry(lambda far: far._arrive(again), rng.random() * weather.delay_s)
+            self._carry(lambda far: far._settle(again), weather.delay_s)
+        self._pump()
+
+    def _spoil(self, arrival: _Arrival) -> None:
+        rng, weather = self._wire.rng, self._wire.weather
+        if weather.corrupt and rng.random() < weather.corrupt and len(arrival.data):
+            arrival.data[rng.randrange(len(arrival.data))] ^= 1 << rng.randrange(8)
+        if weather.truncate and rng.random() < weather.truncate:
+            arrival.data = arrival.data[: rng.randrange(len(arrival.data) or 1)]
+
+    def _break(self) -> None:
+        self.lose("the link broke")
+        self._carry(lambda far: far.lose("the link broke"))
+
+    def _arrive(self, arrival: _Arrival) -> None:
+        """Ask where a window goes. While `_arrivals` has it, it may write there."""
+        owner = self._end.owner
+        if self._closed or owner is None:
+            return
+        arrival.window = owner.incoming(self, arrival.head)
+        if arrival.window is not None:
+            self._arrivals.append(arrival)
+            _scatter(arrival.window.runs, arrival.data, arrival.window.region, 0, len(arrival.window.runs.length) // 2)
+
+    def _settle(self, arrival: _Arrival) -> None:
+        if arrival.window is None or arrival.void or self._closed:
+            return
+        runs = arrival.window.runs
+        whole = len(arrival.data) == arrival.head.n_bytes
+        if whole:
+            _scatter(runs, arrival.data, arrival.window.region, 0, len(runs.length))
+        self._arrivals.remove(arrival)
+        if not whole or xxhash.xxh3_64_intdigest(arrival.data) != arrival.digest:
+            arrival.verdict = Verdict.CORRUPT
+        self.hear(lambda owner: owner.landed(self, arrival.head, arrival.verdict))
+
+    def _fence(self, transfer: int) -> None:
+        """Whatever of this transfer is on its way in writes no more. The answer comes on a closed link, too."""
+        for arrival in [arrival for arrival in self._arrivals if arrival.head.transfer == transfer]:
+            arrival.void = True
+            self._arrivals.remove(arrival)
+        if self._end.owner is not None:
+            self._end.owner.fenced(self, transfer)
+
+
+def _deliver(message: bytes, link: InprocLink) -> None:
+    link.hear(lambda owner: owner.message(link, message))
+
+
+def _check(window: Slice, arrival: _Arrival) -> None:
+    if window.current is not None and not window.current():
+        arrival.verdict = Verdict.STALE
+
+
+def _gather(window: Slice, out: NDArray[np.uint8], at: int, first: int, last: int) -> int:
+    """Copy runs [first, last) of the source's memory behind each other; where they end."""
+    memory, runs = window.region.bytes, window.runs
+    for start, length in zip(runs.src[first:last].tolist(), runs.length[first:last].tolist(), strict=True):
+        out[at : at + length] = memory[start : start + length]
+        at += length
+    return at
+
+
+def _scatter(runs: Runs, data: NDArray[np.uint8], region: Region, first: int, last: int) -> None:
+    """Copy runs [first, last) to where they go in the sink's memory."""
+    memory, at = region.bytes, int(runs.length[:first].sum())
+    for start, length in zip(runs.dst[first:last].tolist(), runs.length[first:last].tolist(), strict=True):
+        memory[start : start + length] = data[at : at + length]
+        at += length
