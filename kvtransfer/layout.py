@@ -6,9 +6,15 @@ Not here: which shard goes where (that is planning), or any byte of a cache.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from enum import StrEnum
+from types import MappingProxyType
 
 import msgspec
+
+_MOST: Mapping[str, int] = MappingProxyType(
+    {"layers": 4096, "kv_heads": 4096, "head_dim": 1 << 16, "block_tokens": 1 << 16, "tp": 512, "pp": 256}
+)
 
 
 class KvDtype(StrEnum):
@@ -24,18 +30,29 @@ class KvDtype(StrEnum):
         return 2 if self in (KvDtype.BF16, KvDtype.FP16) else 1
 
 
+class KvOrder(StrEnum):
+    """Which is outer in one layer's keys (or values) of a block: HND heads, then tokens; NHD tokens, then heads."""
+
+    HND = "hnd"
+    NHD = "nhd"
+
+
 class KvLayout(msgspec.Struct, frozen=True):
-    """The shape of a group's KV cache.
+    """The shape of a group's KV cache, and where each scalar lies.
 
     layers        transformer layers with a cache
     kv_heads      key/value heads of the model (not of a rank); 1 with MLA
     head_dim      scalars per head; with MLA the latent of one token and layer (kv_lora_rank + rope dimensions)
     dtype         of one scalar
     block_tokens  tokens per block of the paged cache
-    tp            ranks of the group
-    mla           one latent per token in place of separate keys and values, held by every rank
+    tp            tensor-parallel ranks; heads are split until each rank has one, then repeated
+    mla           one latent per token in place of separate keys and values, held by every tensor-parallel rank
+    order         of heads and tokens inside a block
+    pp            pipeline stages; stage s holds the layers from s * layers // pp on
 
-    Raises ValueError for a shape that no engine could have.
+    Rank (stage, tp rank) has the number stage * tp + tp rank. Its cache is one run of blocks; inside a block follow
+    each other its layers, in each the keys and then the values, in those the rows in `order`, in each row the scalars.
+    Raises ValueError for a shape that no engine could have. The upper bounds keep a peer's layout computable.
     """
 
     layers: int
@@ -45,31 +62,65 @@ class KvLayout(msgspec.Struct, frozen=True):
     block_tokens: int
     tp: int = 1
     mla: bool = False
+    order: KvOrder = KvOrder.HND
+    pp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "head_dim", "block_tokens", "tp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is at least 1, not {getattr(self, name)}")
+        for name, most in _MOST.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} is at least 1 and at most {most}, not {getattr(self, name)}")
         if self.mla and self.kv_heads != 1:
             raise ValueError(f"a latent cache has one head, not {self.kv_heads}")
         if max(self.tp, self.kv_heads) % min(self.tp, self.kv_heads):
             raise ValueError(f"{self.kv_heads} heads can be neither split nor repeated evenly over {self.tp} ranks")
+        if self.pp > self.layers:
+            raise ValueError(f"{self.layers} layers are too few for {self.pp} stages")
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.tp
+
+    @property
+    def parts(self) -> int:
+        """Rows per layer, head and token: keys and values, or the latent alone."""
+        return 1 if self.mla else 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one head of one token's keys in one layer: the smallest piece that is ever moved."""
+        return self.head_dim * self.dtype.n_bytes
+
+    @property
+    def rank_heads(self) -> int:
+        """Heads on one rank."""
+        return max(1, self.kv_heads // self.tp)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in the model, every head counted once."""
-        scalars = self.head_dim if self.mla else 2 * self.kv_heads * self.head_dim
-        return self.layers * scalars * self.dtype.n_bytes
+        return self.layers * self.parts * self.kv_heads * self.row_bytes
 
     @property
-    def rank_bytes_per_token(self) -> int:
-        """Bytes that one token takes on one rank: heads are split until each rank has one, then repeated."""
-        return self.bytes_per_token // min(self.tp, self.kv_heads)
+    def rank_layer_bytes(self) -> int:
+        """Bytes of one layer of one block on one rank."""
+        return self.parts * self.rank_heads * self.block_tokens * self.row_bytes
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block on one rank."""
-        return self.rank_bytes_per_token * self.block_tokens
+    def rank_block_bytes(self, rank: int) -> int:
+        """Bytes of one block on `rank`."""
+        return len(self.layers_of(rank // self.tp)) * self.rank_layer_bytes
+
+    def layers_of(self, stage: int) -> range:
+        """The layers that every rank of a pipeline stage holds. IndexError for a stage that is not."""
+        if not 0 <= stage < self.pp:
+            raise IndexError(f"stage {stage} of {self.pp}")
+        return range(stage * self.layers // self.pp, (stage + 1) * self.layers // self.pp)
+
+    def heads_of(self, tp_rank: int) -> range:
+        """The heads that a tensor-parallel rank holds, in every stage. IndexError for a rank that is not."""
+        if not 0 <= tp_rank < self.tp:
+            raise IndexError(f"rank {tp_rank} of {self.tp}")
+        first = tp_rank * self.kv_heads // self.tp
+        return range(first, first + self.rank_heads)
 
     def fingerprint(self) -> str:
         """16 hex digits that are equal exactly for equal layouts, the same in every process and version of Python."""
@@ -78,8 +129,8 @@ class KvLayout(msgspec.Struct, frozen=True):
     def mismatch(self, other: KvLayout) -> str | None:
         """Why a cache of `other` can never become one of this layout; None if resharding is enough.
 
-        Ranks and block sizes may differ, those are re-cut on the way. Shape and type may not: bytes of another type
-        would be read as numbers all the same, and decode as garbage without an error.
+        Ranks, stages, block sizes and order may differ, those are re-cut on the way. Shape and type may not: bytes of
+        another type would be read as numbers all the same, and decode as garbage without an error.
         """
         for name in ("mla", "layers", "kv_heads", "head_dim", "dtype"):
             mine, theirs = getattr(self, name), getattr(other, name)

@@ -1,0 +1,336 @@
+"""Resharding: which bytes of which source rank go where on which destination rank, as a pure function of two layouts.
+
+Both ends of a transfer compute the same plan from the same numbers, so no address ever travels. Not here: moving
+bytes, or deciding when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.layout import KvLayout, KvOrder
+
+Offsets = NDArray[np.int64]
+Blocks = Sequence[int] | Offsets
+
+MOST_RUN_BYTES = 1 << 20
+GROUP_BYTES = 6 << 20
+_MOST_BLOCK = 1 << 31
+_KEPT_RUNS = 8
+
+
+class LayoutMismatch(Exception):
+    """A cache of the one layout can never become one of the other. The message says in which field they differ."""
+
+
+class Runs(msgspec.Struct, frozen=True):
+    """Pieces of memory to copy, in order: int64 arrays of one length. Offsets are into the ranks' regions, in bytes."""
+
+    src: Offsets
+    dst: Offsets
+    length: Offsets
+
+    @property
+    def count(self) -> int:
+        return self.length.size
+
+    @property
+    def n_bytes(self) -> int:
+        return int(self.length.sum())
+
+    def cut(self, first: int, count: int) -> Runs:
+        """Runs [first, first + count), sharing memory. Raises IndexError where there are not so many."""
+        if first < 0 or count < 1 or first + count > self.length.size:
+            raise IndexError(f"runs {first} to {first + count} of {self.length.size}")
+        end = first + count
+        return Runs(self.src[first:end], self.dst[first:end], self.length[first:end])
+
+
+class Pair(NamedTuple):
+    """Two ranks between which bytes of a layer group move."""
+
+    src_rank: int
+    dst_rank: int
+
+
+class Window(NamedTuple):
+    """Runs [first, first + n_runs) of pair number `pair` of a layer group: what is sent at once."""
+
+    pair: int
+    first: int
+    n_runs: int
+    n_bytes: int
+
+
+class _Share(NamedTuple):
+    """What one pair moves in one group: layers and heads, by their number in the model."""
+
+    pair: Pair
+    layers: range
+    heads: range
+
+
+class _Segments(NamedTuple):
+    """Stretches of tokens that lie in one block on either side: where they begin, and how long each is, in tokens."""
+
+    src_block: Offsets
+    src_token: Offsets
+    dst_block: Offsets
+    dst_token: Offsets
+    tokens: Offsets
+
+
+class Plan:
+    """All runs of one transfer, by layer group and rank pair. Made by `plan`; runs are computed when asked for.
+
+    groups     layer groups; group g holds the layers [g * group_layers, (g + 1) * group_layers)
+    tokens     [first_token, end_token): what is moved
+    May be read by several threads.
+    """
+
+    def __init__(
+        self, src: KvLayout, dst: KvLayout, segments: _Segments, tokens: range, group_layers: int, most_run_bytes: int
+    ) -> None:
+        self.src, self.dst, self.tokens, self.group_layers = src, dst, tokens, group_layers
+        self.groups = -(-src.layers // group_layers)
+        self._segments = segments
+        self._most_run_bytes = most_run_bytes
+        self._shares = tuple(tuple(_shares(src, dst, group, self.layers(group))) for group in range(self.groups))
+        self._made = lru_cache(_KEPT_RUNS)(self._make)
+
+    def layers(self, group: int) -> range:
+        """The layers of a group. IndexError for a group that is not."""
+        if not 0 <= group < self.groups:
+            raise IndexError(f"group {group} of {self.groups}")
+        return range(group * self.group_layers, min((group + 1) * self.group_layers, self.src.layers))
+
+    def groups_ready(self, layers: int) -> int:
+        """How many groups are complete once the first `layers` layers have been computed."""
+        return self.groups if layers >= self.src.layers else max(layers, 0) // self.group_layers
+
+    def pairs(self, group: int) -> tuple[Pair, ...]:
+        """The pairs of a group, by (source rank, destination rank). A window's pair number counts in here."""
+        return tuple(share.pair for share in self._shares[self._checked(group)])
+
+    def runs(self, group: int, pair: int) -> Runs:
+        """What pair number `pair` of a group copies. IndexError for a group or pair that is not."""
+        if not 0 <= pair < len(self._shares[self._checked(group)]):
+            raise IndexError(f"pair {pair} of {len(self._shares[group])}")
+        return self._made(group, pair)
+
+    def group_bytes(self, group: int) -> int:
+        """Bytes that a group moves, over all pairs."""
+        rows = sum(len(share.layers) * len(share.heads) for share in self._shares[self._checked(group)])
+        return rows * len(self.tokens) * self.src.parts * self.src.row_bytes
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the whole transfer."""
+        return sum(self.group_bytes(group) for group in range(self.groups))
+
+    def windows(self, group: int, window_bytes: int) -> Iterator[Window]:
+        """A group cut into windows of at most `window_bytes` (a single longer run is one), equal on both sides."""
+        for pair in range(len(self._shares[self._checked(group)])):
+            ends = np.cumsum(self.runs(group, pair).length)
+            first, begin = 0, 0
+            while first < ends.size:
+                end = max(int(np.searchsorted(ends, begin + window_bytes, "right")), first + 1)
+                yield Window(pair, first, end - first, int(ends[end - 1]) - begin)
+                first, begin = end, int(ends[end - 1])
+
+    def _checked(self, group: int) -> int:
+        self.layers(group)
+        return group
+
+    def _make(self, group: int, pair: int) -> Runs:
+        share = self._shares[group][pair]
+        return _limited(_joined(_runs(self.src, self.dst, self._segments, share)), self._most_run_bytes)
+
+
+def plan(
+    src: KvLayout,
+    dst: KvLayout,
+    src_blocks: Blocks,
+    dst_blocks: Blocks,
+    tokens: int,
+    *,
+    skip_tokens: int = 0,
+    group_layers: int | None = None,
+    most_run_bytes: int = MOST_RUN_BYTES,
+) -> Plan:
+    """How tokens [skip_tokens, tokens) of a request get from `src` into `dst`.
+
+    src_blocks, dst_blocks   the request's blocks in the order of its tokens, from token 0 on, on every rank alike
+    group_layers             layers per group; None: as many as `layers_per_group` says
+
+    Every byte of these tokens on every destination rank is covered exactly once. So is the rest of the last block, up
+    to the nearest end of a block on either side: a block moved whole is one run, one cut short is a run per layer and
+    head. Nothing before skip_tokens is touched. A head that several source ranks hold is taken from each of them in
+    turn, over groups and destination ranks.
+    Raises LayoutMismatch, or ValueError where the blocks cannot hold the tokens.
+    Measured on one core: 2,000 blocks of 32 layers between equal layouts, planned and all runs made: 0.6 ms as one
+    group, 2.7 ms as 32.
+    """
+    reason = dst.mismatch(src)
+    if reason is not None:
+        raise LayoutMismatch(reason)
+    if not 0 <= skip_tokens < tokens:
+        raise ValueError(f"tokens {skip_tokens} to {tokens} are none")
+    from_blocks, to_blocks = _checked(src_blocks, src, tokens, "source"), _checked(dst_blocks, dst, tokens, "sink")
+    if np.unique(to_blocks).size != to_blocks.size:
+        raise ValueError("a block of the sink is named twice: two tokens would lie in one place")
+    end = min(-(-tokens // layout.block_tokens) * layout.block_tokens for layout in (src, dst))
+    covered = range(skip_tokens, end)
+    if group_layers is None:
+        group_layers = layers_per_group(src, tokens - skip_tokens)
+    if group_layers < 1 or most_run_bytes < 1:
+        raise ValueError(f"groups of {group_layers} layers, runs of {most_run_bytes} bytes: both are at least 1")
+    return Plan(src, dst, _segments(src, dst, from_blocks, to_blocks, covered), covered, group_layers, most_run_bytes)
+
+
+def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYTES) -> int:
+    """The fewest layers whose cache of `tokens` tokens is at least `group_bytes`: enough to keep a link busy."""
+    layer_bytes = tokens * layout.bytes_per_token // layout.layers
+    return min(layout.layers, max(1, -(-group_bytes // max(1, layer_bytes))))
+
+
+def _checked(blocks: Blocks, layout: KvLayout, tokens: int, side: str) -> Offsets:
+    numbers = np.asarray(blocks)
+    count = -(-tokens // layout.block_tokens)
+    if numbers.ndim != 1 or numbers.size < count:
+        raise ValueError(f"{tokens} tokens do not fit into {numbers.size} blocks of the {side}")
+    numbers = numbers[:count]
+    if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= _MOST_BLOCK:
+        raise ValueError(f"the {side} names a block that cannot be")
+    return numbers.astype(np.int64)
+
+
+def _segments(src: KvLayout, dst: KvLayout, src_blocks: Offsets, dst_blocks: Offsets, covered: range) -> _Segments:
+    """The covered tokens, cut wherever a block ends on either side."""
+    p, d = src.block_tokens, dst.block_tokens
+    cuts = [np.arange(covered.start // size + 1, -(-covered.stop // size)) * size for size in {p, d}]
+    starts = np.unique(np.concatenate([np.array([covered.start]), *cuts]))
+    ends = np.append(starts[1:], covered.stop)
+    return _Segments(src_blocks[starts // p], starts % p, dst_blocks[starts // d], starts % d, ends - starts)
+
+
+def _shares(src: KvLayout, dst: KvLayout, group: int, layers: range) -> Iterator[_Share]:
+    """Which pairs move which layers and heads of a group, by pair."""
+    found = []
+    for src_stage, dst_stage, common in _common_layers(src, dst, layers):
+        for src_tp, dst_tp, heads in _common_heads(src, dst, group):
+            pair = Pair(src_stage * src.tp + src_tp, dst_stage * dst.tp + dst_tp)
+            found.append(_Share(pair, common, heads))
+    return iter(sorted(found, key=lambda share: share.pair))
+
+
+def _common_layers(src: KvLayout, dst: KvLayout, layers: range) -> Iterator[tuple[int, int, range]]:
+    for src_stage in range(src.pp):
+        for dst_stage in range(dst.pp):
+            common = _overlap(_overlap(src.layers_of(src_stage), dst.layers_of(dst_stage)), layers)
+            if common:
+                yield src_stage, dst_stage, common
+
+
+def _common_heads(src: KvLayout, dst: KvLayout, group: int) -> Iterator[tuple[int, int, range]]:
+    """(source tp rank, destination tp rank, heads), every head of every destination rank once."""
+    copies = max(1, src.tp // src.kv_heads)
+    sinks = max(1, dst.tp // dst.kv_heads)
+    for dst_tp in range(dst.tp):
+        wanted = dst.heads_of(dst_tp)
+        copy = (dst_tp % sinks * copies // sinks + group) % copies
+        for src_tp in range(copy, src.tp, copies):
+            heads = _overlap(src.heads_of(src_tp), wanted)
+            if heads:
+                yield src_tp, dst_tp, heads
+
+
+def _overlap(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _runs(src: KvLayout, dst: KvLayout, segments: _Segments, share: _Share) -> Runs:
+    """Every segment's pieces. Segments of one length are alike inside, so each length is one lattice of pieces."""
+    made, order = [], []
+    for length in np.unique(segments.tokens):
+        (chosen,) = np.nonzero(segments.tokens == length)
+        pieces, n_bytes = _lattice(src, dst, share, int(length))
+        src_at = _origin(src, share.pair.src_rank, share, segments.src_block[chosen], segments.src_token[chosen])
+        dst_at = _origin(dst, share.pair.dst_rank, share, segments.dst_block[chosen], segments.dst_token[chosen])
+        made.append([(at[:, None] + piece).ravel() for at, piece in zip((src_at, dst_at), pieces, strict=True)])
+        made[-1].append(np.full(made[-1][0].size, n_bytes))
+        order.append(np.repeat(chosen, pieces[0].size))
+    if len(made) == 1:
+        return Runs(*made[0])
+    sorting = np.argsort(np.concatenate(order), kind="stable")
+    return Runs(*(np.concatenate(columns)[sorting] for columns in zip(*made, strict=True)))
+
+
+class _Axis(NamedTuple):
+    """One way to step through a segment: how often, and how far one step goes on either side, in bytes."""
+
+    size: int
+    src_step: int
+    dst_step: int
+
+
+def _lattice(src: KvLayout, dst: KvLayout, share: _Share, tokens: int) -> tuple[tuple[Offsets, Offsets], int]:
+    """Offsets of a segment's pieces from its origin, on either side, and the bytes of one piece.
+
+    A piece starts as one row and takes in every axis along which both sides go on without a gap.
+    """
+    steps = zip(_steps(src), _steps(dst), strict=True)
+    sizes = (len(share.layers), src.parts, len(share.heads), tokens)
+    axes = [_Axis(size, *both) for size, both in zip(sizes, steps, strict=True) if size > 1]
+    n_bytes = src.row_bytes
+    while (joined := next((axis for axis in axes if axis.src_step == axis.dst_step == n_bytes), None)) is not None:
+        n_bytes *= joined.size
+        axes.remove(joined)
+    src_at = dst_at = np.zeros(1, np.int64)
+    for axis in axes:
+        steps_of_axis = np.arange(axis.size)
+        src_at = (src_at[:, None] + steps_of_axis * axis.src_step).ravel()
+        dst_at = (dst_at[:, None] + steps_of_axis * axis.dst_step).ravel()
+    return (src_at, dst_at), n_bytes
+
+
+def _steps(layout: KvLayout) -> tuple[int, int, int, int]:
+    """Bytes from one layer, part, head and token of a block to the next."""
+    row, heads, tokens = layout.row_bytes, layout.rank_heads, layout.block_tokens
+    part = row * heads * tokens
+    head, token = (row * tokens, row) if layout.order is KvOrder.HND else (row, row * heads)
+    return part * layout.parts, part, head, token
+
+
+def _origin(layout: KvLayout, rank: int, share: _Share, blocks: Offsets, tokens: Offsets) -> Offsets:
+    """Where the share's first layer and head of these tokens lie in the region of `rank`."""
+    stage, tp_rank = divmod(rank, layout.tp)
+    layer, _, head, token = _steps(layout)
+    inside = (share.layers.start - layout.layers_of(stage).start) * layer
+    inside += (share.heads.start - layout.heads_of(tp_rank).start) * head
+    return blocks * layout.rank_block_bytes(rank) + tokens * token + inside
+
+
+def _joined(runs: Runs) -> Runs:
+    """Neighbours that go on without a gap on both sides become one."""
+    ends = (runs.src[1:] != runs.src[:-1] + runs.length[:-1]) | (runs.dst[1:] != runs.dst[:-1] + runs.length[:-1])
+    if ends.all():
+        return runs
+    firsts = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(ends) + 1])
+    return Runs(runs.src[firsts], runs.dst[firsts], np.add.reduceat(runs.length, firsts))
+
+
+def _limited(runs: Runs, most: int) -> Runs:
+    """Runs longer than `most` bytes are cut into pieces of `most` and a rest."""
+    if runs.length.max() <= most:
+        return runs
+    pieces = -(-runs.length // most)
+    of = np.repeat(np.arange(runs.length.size), pieces)
+    at = (np.arange(of.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+    return Runs(runs.src[of] + at, runs.dst[of] + at, np.minimum(runs.length[of] - at, most))

@@ -1,0 +1,158 @@
+"""Plans by hand: how many runs, how they merge, what is refused. Whether every byte is right: a property test."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from kvtransfer.layout import KvDtype, KvLayout, KvOrder
+from kvtransfer.reshard import LayoutMismatch, Pair, Plan, Window, layers_per_group, plan
+
+SMALL = KvLayout(layers=4, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tokens=16)
+BLOCK = SMALL.rank_block_bytes(0)
+
+
+def shape(made: Plan, group: int = 0) -> list[tuple[Pair, list[int]]]:
+    """(pair, lengths) of a group."""
+    return [(pair, made.runs(group, i).length.tolist()) for i, pair in enumerate(made.pairs(group))]
+
+
+def test_equal_layouts_move_one_run_per_scattered_block() -> None:
+    made = plan(SMALL, SMALL, [5, 3, 8], [1, 7, 0], 48)
+    assert made.groups == 1
+    assert made.runs(0, 0).src.tolist() == [5 * BLOCK, 3 * BLOCK, 8 * BLOCK]
+    assert made.runs(0, 0).dst.tolist() == [1 * BLOCK, 7 * BLOCK, 0]
+    assert shape(made) == [(Pair(0, 0), [BLOCK] * 3)]
+
+
+def test_neighbouring_blocks_become_one_run() -> None:
+    assert shape(plan(SMALL, SMALL, [5, 6, 7, 9], [1, 2, 3, 4], 64)) == [(Pair(0, 0), [3 * BLOCK, BLOCK])]
+
+
+def test_a_group_of_layers_is_one_run_of_each_block() -> None:
+    made = plan(SMALL, SMALL, [5, 6], [1, 2], 32, group_layers=3)
+    assert [shape(made, group) for group in range(made.groups)] == [
+        [(Pair(0, 0), [3 * BLOCK // 4] * 2)],
+        [(Pair(0, 0), [BLOCK // 4] * 2)],
+    ]
+    assert (made.group_bytes(0), made.n_bytes) == (2 * 3 * BLOCK // 4, 2 * BLOCK)
+
+
+def test_a_long_run_is_cut() -> None:
+    made = plan(SMALL, SMALL, [5, 6], [1, 2], 32, most_run_bytes=BLOCK - 1)
+    assert shape(made) == [(Pair(0, 0), [BLOCK - 1, BLOCK - 1, 2])]
+    assert made.runs(0, 0).src.tolist() == [5 * BLOCK, 6 * BLOCK - 1, 7 * BLOCK - 2]
+
+
+def test_the_last_block_is_moved_whole_and_a_first_one_in_rows_of_a_head() -> None:
+    assert shape(plan(SMALL, SMALL, [5, 3], [1, 7], 17)) == [(Pair(0, 0), [BLOCK, BLOCK])]
+    ((_, lengths),) = shape(plan(SMALL, SMALL, [5, 3], [1, 7], 17, skip_tokens=14))
+    assert lengths == [2 * SMALL.row_bytes] * (4 * 2 * 4) + [BLOCK]
+
+
+def test_half_the_ranks_each_take_from_two() -> None:
+    made = plan(replace(SMALL, tp=4), replace(SMALL, tp=2), [0], [0], 16)
+    assert made.pairs(0) == ((0, 0), (1, 0), (2, 1), (3, 1))
+    assert shape(made)[1] == (Pair(1, 0), [16 * SMALL.row_bytes] * (4 * 2))
+
+
+def test_repeated_heads_are_taken_from_every_holder_in_turn() -> None:
+    many = replace(SMALL, kv_heads=2, tp=8)
+    made = plan(many, replace(many, tp=2), [0], [0], 16, group_layers=1)
+    assert [made.pairs(group) for group in range(4)] == [
+        ((0, 0), (4, 1)),
+        ((1, 0), (5, 1)),
+        ((2, 0), (6, 1)),
+        ((3, 0), (7, 1)),
+    ]
+    assert plan(many, many, [0], [0], 16).pairs(0) == tuple((rank, rank) for rank in range(8))
+
+
+def test_a_latent_goes_to_every_rank_from_one_each() -> None:
+    latent = replace(SMALL, kv_heads=1, mla=True, tp=2)
+    made = plan(latent, replace(latent, tp=4), [0], [0], 16)
+    assert made.pairs(0) == ((0, 0), (0, 1), (1, 2), (1, 3))
+
+
+def test_stages_meet_only_where_they_share_layers() -> None:
+    made = plan(replace(SMALL, pp=2), replace(SMALL, pp=4), [0], [0], 16, group_layers=2)
+    assert [made.pairs(group) for group in range(2)] == [((0, 0), (0, 1)), ((1, 2), (1, 3))]
+
+
+def test_another_order_is_cut_into_rows() -> None:
+    made = plan(SMALL, replace(SMALL, order=KvOrder.NHD), [0], [0], 16)
+    # The last row of a layer's part is also the last in the other order, and the next part follows it: those two join.
+    assert (made.runs(0, 0).count, set(shape(made)[0][1])) == (4 * 2 * (4 * 16 - 1) + 1, {SMALL.row_bytes, 32})
+    one_head = replace(SMALL, tp=4)
+    assert len(plan(one_head, replace(one_head, order=KvOrder.NHD), [0], [0], 16).runs(0, 0).length) == 1
+
+
+def test_windows_are_filled_to_the_limit_and_a_longer_run_stands_alone() -> None:
+    made = plan(SMALL, SMALL, [5, 3, 8, 10, 12], [1, 3, 5, 7, 9], 80)
+    assert list(made.windows(0, 2 * BLOCK)) == [(0, 0, 2, 2 * BLOCK), (0, 2, 2, 2 * BLOCK), (0, 4, 1, BLOCK)]
+    assert list(made.windows(0, 2 * BLOCK - 1)) == [Window(0, i, 1, BLOCK) for i in range(5)]
+    assert list(made.windows(0, 1)) == [Window(0, i, 1, BLOCK) for i in range(5)]
+    cut = made.runs(0, 0).cut(1, 2)
+    assert (cut.src.tolist(), cut.count, cut.n_bytes) == ([3 * BLOCK, 8 * BLOCK], 2, 2 * BLOCK)
+
+
+def test_groups_are_ready_when_all_their_layers_are() -> None:
+    made = plan(replace(SMALL, layers=7), replace(SMALL, layers=7), [0], [0], 16, group_layers=3)
+    assert [made.groups_ready(layers) for layers in range(9)] == [0, 0, 0, 1, 1, 1, 2, 3, 3]
+    assert [made.layers(group) for group in range(3)] == [range(3), range(3, 6), range(6, 7)]
+
+
+def test_a_group_is_large_enough_to_keep_a_link_busy() -> None:
+    llama = KvLayout(layers=32, kv_heads=8, head_dim=128, dtype=KvDtype.BF16, block_tokens=16)
+    assert layers_per_group(llama, 512) == 3  # 2 MiB a layer
+    assert layers_per_group(llama, 1 << 20) == 1
+    assert layers_per_group(llama, 1) == 32
+
+
+@pytest.mark.parametrize("change", [{"layers": 5}, {"dtype": KvDtype.FP16}, {"head_dim": 4}, {"kv_heads": 2}])
+def test_what_can_never_fit_is_refused_in_words(change: dict[str, int]) -> None:
+    with pytest.raises(LayoutMismatch, match=f"{next(iter(change))} differs"):
+        plan(SMALL, replace(SMALL, **change), [0], [0], 16)
+
+
+@pytest.mark.parametrize(
+    ("src_blocks", "dst_blocks", "tokens", "skip"),
+    [
+        ([0], [0], 17, 0),
+        ([0, 1], [0], 17, 0),
+        ([0], [0], 16, 16),
+        ([0], [0], 0, 0),
+        ([0], [0], 16, -1),
+        ([-1], [0], 16, 0),
+        ([1 << 31], [0], 16, 0),
+        ([1 << 70], [0], 16, 0),
+        ([0.5], [0], 16, 0),
+        ([0, 1], [2, 2], 32, 0),
+    ],
+)
+def test_blocks_that_cannot_hold_the_tokens_are_refused(
+    src_blocks: list[int], dst_blocks: list[int], tokens: int, skip: int
+) -> None:
+    with pytest.raises(ValueError, match=r"do not fit|are none|cannot be|named twice"):
+        plan(SMALL, SMALL, src_blocks, dst_blocks, tokens, skip_tokens=skip)
+
+
+def test_what_is_not_in_the_plan_cannot_be_asked_for() -> None:
+    made = plan(SMALL, SMALL, [5, 3], [1, 7], 32)
+    for ask in (
+        lambda: made.runs(1, 0),
+        lambda: made.runs(0, 1),
+        lambda: made.runs(0, -1),
+        lambda: made.pairs(-1),
+        lambda: made.runs(0, 0).cut(1, 2),
+        lambda: made.runs(0, 0).cut(-1, 1),
+        lambda: made.runs(0, 0).cut(0, 0),
+    ):
+        with pytest.raises(IndexError):
+            ask()
+
+
+def test_spare_blocks_behind_the_tokens_are_left_alone() -> None:
+    made = plan(SMALL, SMALL, np.array([5, 6, 7]), np.array([1, 2, 3]), 20)
+    assert shape(made) == [(Pair(0, 0), [2 * BLOCK])]
