@@ -22,7 +22,6 @@ Blocks = Sequence[int] | Offsets
 MOST_RUN_BYTES = 1 << 20
 GROUP_BYTES = 6 << 20
 _MOST_BLOCK = 1 << 31
-_KEPT_RUNS = 8
 
 
 class LayoutMismatch(Exception):
@@ -102,7 +101,8 @@ class Plan:
         self._segments = segments
         self._most_run_bytes = most_run_bytes
         self._shares = tuple(tuple(_shares(src, dst, group, self.layers(group))) for group in range(self.groups))
-        self._made = lru_cache(_KEPT_RUNS)(self._make)
+        # Windows come group by group: the runs of two groups are enough to have at hand, all would be too many.
+        self._made = lru_cache(2 * max(map(len, self._shares)))(self._make)
 
     def layers(self, group: int) -> range:
         """The layers of a group. IndexError for a group that is not."""
