@@ -78,3 +78,24 @@ class PrefixAware(Preset, frozen=True):
 
     def _scorer(self) -> Scorer:
         return scorers.uncached_work(self.harm_weight, self.patience_tokens, self.decode_weight, self.fresh_s)
+
+
+class DecodeLoad(Preset, frozen=True):
+    """Who decodes a split request: least work in generation, and little to transfer. Not for configurations.
+
+    request_tokens   tokens that a request counts for besides its own
+    transfer_weight  tokens in generation that one token of KV to be transferred counts for
+    fresh_s          how old a scrape may be to be believed, seconds
+    """
+
+    request_tokens: float = 64.0
+    transfer_weight: float = 0.5
+    fresh_s: float = 5.0
+
+    def build(self) -> Policy:
+        return Policy(
+            name="decode_load",
+            filters=ORDINARY,
+            scorers=(Weighted(scorers.decode_load(self.request_tokens, self.transfer_weight, self.fresh_s)),),
+            picker=pickers.best,
+        )

@@ -97,3 +97,22 @@ def _pressure(load: EndpointLoad, now: float, fresh_s: float) -> float:
     if load.kv_usage is None or load.scraped_at is None or now - load.scraped_at > fresh_s:
         return 0.0
     return max(0.0, (load.kv_usage - 0.9) * 10.0)
+
+
+def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -> Scorer:
+    """Least work in generation: what slows every step of a newcomer's answer, and little KV to bring there.
+
+    cost = decode_tokens + expected_tokens + prefill_tokens + request_tokens * in_flight + transfer_weight * u, and
+    strangers as large as this request. u is what the endpoint does not hold of the prompt and would have to be sent.
+    """
+
+    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        prompt, cached, known = ask.request.prompt_tokens, ask.cached, len(ask.cached)
+        scores = []
+        for load in (candidate.load for candidate in candidates):
+            cost = load.decode_tokens + load.expected_tokens + load.prefill_tokens + request_tokens * load.in_flight
+            cost += transfer_weight * (prompt - (cached[load.slot] if load.slot < known else 0))
+            scores.append(-cost - prompt * strangers(load, ask.now, fresh_s))
+        return scores
+
+    return score

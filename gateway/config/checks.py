@@ -11,17 +11,11 @@ from typing import Any
 
 import msgspec
 
+from gateway.config import pairing
+from gateway.config.findings import Finding, get, items
 from gateway.config.problems import Path, did_you_mean, show_path
 from gateway.config.source import Substituted, number_if_substituted
 from policies import registry
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """Something wrong or doubtful at `path`; `on_key` when the key itself is the mistake rather than its value."""
-
-    path: Path
-    message: str
-    on_key: bool = False
 
 
 def errors(data: Any) -> Iterator[Finding]:
@@ -31,45 +25,35 @@ def errors(data: Any) -> Iterator[Finding]:
     yield from _endpoints(data)
     yield from _ports(data)
     yield from _tenants(data)
-    for path, spec in _items(_get(data, "pools"), ("pools",)):
-        yield from _policy(_get(spec, "policy"), (*path, "policy"))
+    yield from pairing.errors(data)
+    for path, spec in items(get(data, "pools"), ("pools",)):
+        yield from _policy(get(spec, "policy"), (*path, "policy"))
 
 
 def warnings(data: Any) -> Iterator[Finding]:
     """What is allowed and probably not meant."""
-    host = _get(_get(_get(data, "listeners"), "admin"), "host")
+    host = get(get(get(data, "listeners"), "admin"), "host")
     if isinstance(host, str) and not _is_local(host):
         text = f"{host!r} lets others reach the admin server, which shows the fleet; 127.0.0.1 keeps it here"
         yield Finding(("listeners", "admin", "host"), text)
-    wanted = {_get(model, "pool") for _, model in _items(_get(data, "models"), ("models",))}
-    for path, _ in _items(_get(data, "pools"), ("pools",)):
+    wanted = {get(model, "pool") for _, model in items(get(data, "models"), ("models",))}
+    for path, _ in items(get(data, "pools"), ("pools",)):
         if wanted and path[-1] not in wanted:
             yield Finding(path, "no model uses this pool", on_key=True)
+    yield from pairing.warnings(data)
     yield from _literal_secrets(data)
 
 
 def _literal_secrets(data: Any) -> Iterator[Finding]:
     text = "is written into the file; ${NAME} or ${file:/path} keeps it out of backups and diffs"
     for path, owner, key in _secret_owners(data):
-        if isinstance(_get(owner, key), str) and not isinstance(_get(owner, key), Substituted):
+        if isinstance(get(owner, key), str) and not isinstance(get(owner, key), Substituted):
             yield Finding((*path, key), text)
 
 
 def _secret_owners(data: Any) -> Iterator[tuple[Path, dict[str, Any], str]]:
-    yield from ((path, tenant, "key") for path, tenant in _items(_get(data, "tenants"), ("tenants",)))
+    yield from ((path, tenant, "key") for path, tenant in items(get(data, "tenants"), ("tenants",)))
     yield from ((path, spec, "api_key") for path, spec in _specs(data))
-
-
-def _get(data: Any, key: str) -> Any:
-    return data.get(key) if isinstance(data, dict) else None
-
-
-def _items(data: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The mappings in a list or a mapping, each with its path."""
-    pairs: Any = enumerate(data) if isinstance(data, list) else data.items() if isinstance(data, dict) else ()
-    for key, item in pairs:
-        if isinstance(item, dict):
-            yield (*path, key), item
 
 
 def _unique(found: Iterator[tuple[Path, str]], what: str) -> Iterator[Finding]:
@@ -82,10 +66,10 @@ def _unique(found: Iterator[tuple[Path, str]], what: str) -> Iterator[Finding]:
 
 def _model_names(data: Any) -> Iterator[Finding]:
     def names() -> Iterator[tuple[Path, str]]:
-        for path, model in _items(_get(data, "models"), ("models",)):
-            if isinstance(_get(model, "name"), str):
+        for path, model in items(get(data, "models"), ("models",)):
+            if isinstance(get(model, "name"), str):
                 yield (*path, "name"), model["name"]
-            aliases = _get(model, "aliases")
+            aliases = get(model, "aliases")
             for index, alias in enumerate(aliases if isinstance(aliases, list) else ()):
                 if isinstance(alias, str):
                     yield (*path, "aliases", index), alias
@@ -94,27 +78,27 @@ def _model_names(data: Any) -> Iterator[Finding]:
 
 
 def _model_pools(data: Any) -> Iterator[Finding]:
-    pools = _get(data, "pools")
+    pools = get(data, "pools")
     if not isinstance(pools, dict) or not pools:
         return
-    for path, model in _items(_get(data, "models"), ("models",)):
-        pool = _get(model, "pool")
+    for path, model in items(get(data, "models"), ("models",)):
+        pool = get(model, "pool")
         if isinstance(pool, str) and pool not in pools:
             yield Finding((*path, "pool"), f"there is no pool {pool!r}{did_you_mean(pool, pools)}")
-    if not _get(data, "models") and len(pools) > 1:
+    if not get(data, "models") and len(pools) > 1:
         yield Finding(("pools",), "several pools need models that say which pool serves which name")
 
 
 def _specs(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Every endpoint of every pool."""
-    for path, pool in _items(_get(data, "pools"), ("pools",)):
-        yield from _items(_get(pool, "endpoints"), (*path, "endpoints"))
+    for path, pool in items(get(data, "pools"), ("pools",)):
+        yield from items(get(pool, "endpoints"), (*path, "endpoints"))
 
 
 def _endpoints(data: Any) -> Iterator[Finding]:
-    specs = [(path, spec) for path, spec in _specs(data) if isinstance(_get(spec, "url"), str)]
+    specs = [(path, spec) for path, spec in _specs(data) if isinstance(get(spec, "url"), str)]
     yield from _unique((((*path, "url"), _bare(spec["url"])) for path, spec in specs), "this url")
-    named = [(path, spec) for path, spec in specs if isinstance(_get(spec, "name"), str)]
+    named = [(path, spec) for path, spec in specs if isinstance(get(spec, "name"), str)]
     yield from _unique((((*path, "name"), spec["name"]) for path, spec in named), "this name")
 
 
@@ -123,36 +107,36 @@ def _bare(url: str) -> str:
 
 
 def _ports(data: Any) -> Iterator[Finding]:
-    listeners = _get(data, "listeners")
-    api, admin = _get(listeners, "api"), _get(listeners, "admin")
+    listeners = get(data, "listeners")
+    api, admin = get(listeners, "api"), get(listeners, "admin")
     api_port, admin_port = _port(api, 8080), _port(admin, 8081)
     if api_port == admin_port and api_port not in ("0", None):
-        side = "admin" if _get(admin, "port") is not None else "api"
+        side = "admin" if get(admin, "port") is not None else "api"
         text = f"both listeners take port {api_port}; the admin server needs its own"
         yield Finding(("listeners", side, "port"), text)
 
 
 def _port(listener: Any, default: int) -> str | None:
-    port = _get(listener, "port")
+    port = get(listener, "port")
     return str(default if port is None else port)
 
 
 def _tenants(data: Any) -> Iterator[Finding]:
-    tenants = list(_items(_get(data, "tenants"), ("tenants",)))
+    tenants = list(items(get(data, "tenants"), ("tenants",)))
     for field in ("name", "key"):
-        found = (((*path, field), item[field]) for path, item in tenants if isinstance(_get(item, field), str))
+        found = (((*path, field), item[field]) for path, item in tenants if isinstance(get(item, field), str))
         yield from _unique(found, f"this {field}")
 
 
 def _policy(spec: Any, path: Path) -> Iterator[Finding]:
-    name = spec if isinstance(spec, str) else _get(spec, "name")
+    name = spec if isinstance(spec, str) else get(spec, "name")
     if not isinstance(name, str):
         return
     at = path if isinstance(spec, str) else (*path, "name")
     if name not in registry.names():
         yield Finding(at, f"there is no policy {name!r}{did_you_mean(name, registry.names())}")
         return
-    parameters = _get(spec, "parameters")
+    parameters = get(spec, "parameters")
     for key, value in parameters.items() if isinstance(parameters, dict) else ():
         yield from _parameter(name, key, value, (*path, "parameters", key))
 

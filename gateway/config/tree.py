@@ -75,6 +75,17 @@ def _http_url(url: str) -> str:
     return f"http://{host}:{port or 80}"
 
 
+def _host_and_port(text: str) -> str:
+    parts = urlsplit(f"//{text}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if not parts.hostname or not port or parts.netloc != text or parts.username is not None:
+        raise ValueError("is no address; write host:port, as in 10.0.0.7:8998")
+    return text
+
+
 Duration = Annotated[
     float,
     BeforeValidator(_from_duration),
@@ -96,6 +107,7 @@ Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:_-]+$", max_lengt
 Url = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_http_url)]
 HttpPath = Annotated[str, StringConstraints(pattern=r"^/[!-~]*$", max_length=200)]
 Label = Annotated[str, StringConstraints(max_length=200)]
+Bootstrap = Annotated[str, StringConstraints(max_length=300), AfterValidator(_host_and_port)]
 
 
 def _set(default: object, text: str) -> Any:
@@ -135,6 +147,21 @@ class Listeners(_Section):
     admin: AdminListener = _set({}, "Health, metrics and state.")
 
 
+class Split(_Section):
+    """Prefill and decode in different TP groups, the KV cache handed over between them."""
+
+    dialect: Literal["vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm"] = Field(
+        description="The handoff its engines speak: vllm_nixl, vllm_push, mooncake, sglang or trtllm."
+    )
+    threshold_tokens: Count = _set(2048, "Prompts are split from so many tokens on that are not cached at the decoder.")
+    hysteresis: Annotated[float, Field(ge=0, lt=1)] = _set(
+        0.25, "Half the width of the band around the threshold, as a share of it, in which the mode stays as it was."
+    )
+    transfer_timeout: Duration = _set(
+        "30s", "From the prefill's end to the first token; then the request is computed whole."
+    )
+
+
 class Model(_Section):
     """A model name that applications may ask for."""
 
@@ -144,6 +171,7 @@ class Model(_Section):
     )
     pool: Name = Field(description="The pool whose endpoints serve it.")
     context_tokens: Count | None = _set(None, "Longest prompt plus answer; longer requests are refused at the door.")
+    split: Split | None = _set(None, "How to split it between prefill and decode endpoints; whole unless given.")
 
 
 class Layout(_Section):
@@ -169,10 +197,15 @@ class EndpointSpec(_Section):
     url: Url = Field(description="Where the engine listens: scheme, host and port.")
     name: Name | None = _set(None, "How logs and metrics call it; host:port unless given.")
     role: Role = _set("both", "prefill, decode, or both (serves whole requests).")
+    bootstrap: Bootstrap | None = _set(
+        None, "host:port of a prefill endpoint's bootstrap server, as decode endpoints reach it (mooncake, sglang)."
+    )
     engine: EngineKind = _set("vllm", "Whose dialect it speaks: vllm, sglang or trtllm.")
     served_model: Name | None = _set(None, "The model name the engine knows; the asked one unless given.")
     layout: Layout = _set({}, "How it spreads the model over GPUs.")
-    labels: Mapping[Name, Label] = _set({}, "Free text for operators and filters, such as zone or gpu.")
+    labels: Mapping[Name, Label] = _set(
+        {}, "Free text, such as zone or gpu. Endpoints are paired only when their version and kv_dtype labels agree."
+    )
     max_concurrency: Count = _set(24, "Requests sent to it at once; further ones go elsewhere or wait in the gateway.")
     api_key: Secret | None = _set(None, "Sent to the engine as a bearer token, in place of the client's.")
     kv_tokens: Count | None = _set(None, "Tokens its KV cache holds; learnt from the engine unless given.")

@@ -1,0 +1,22 @@
+"""All dialects by name. A new one is a module and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kvtransfer.dialects.contract import Dialect
+from kvtransfer.dialects.mooncake import MOONCAKE
+from kvtransfer.dialects.sglang import SGLANG
+from kvtransfer.dialects.trtllm import TRTLLM
+from kvtransfer.dialects.vllm_nixl import VLLM_NIXL
+from kvtransfer.dialects.vllm_push import VLLM_PUSH
+
+DIALECTS: Mapping[str, Dialect] = MappingProxyType(
+    {each.name: each for each in (VLLM_NIXL, VLLM_PUSH, MOONCAKE, SGLANG, TRTLLM)}
+)
+
+
+def named(name: str) -> Dialect:
+    """The dialect a configuration names. Raises KeyError when there is none."""
+    return DIALECTS[name]

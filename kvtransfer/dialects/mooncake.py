@@ -1,0 +1,85 @@
+"""vLLM's MooncakeConnector: both legs at once, matched by a transfer id, introduced by a bootstrap server (B.4).
+
+The bootstrap server beside each prefill engine says who its ranks are. The page is cached, and read again after a leg
+failed there: engine ids change with a restart.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvtransfer.dialects.contract import (
+    Answer,
+    Dialect,
+    Edits,
+    Handover,
+    Identity,
+    Needs,
+    Order,
+    Terms,
+    Unusable,
+    json_of,
+)
+from kvtransfer.dialects.vllm_nixl import NOT_FOR_PREFILL, ONE_TOKEN, Name
+
+
+class _Rank(msgspec.Struct, frozen=True):
+    engine_id: Name
+
+
+_page = msgspec.json.Decoder(dict[str, _Rank]).decode
+
+
+def prefill(terms: Terms) -> Edits:
+    """One token, on the rank that the decoder was told; the KV goes to whoever has the transfer id."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(terms)}
+    rank = terms.identity.rank if terms.identity is not None else None
+    headers = () if rank is None else (("x-data-parallel-rank", str(rank)),)
+    return Edits({**ONE_TOKEN, "kv_transfer_params": json_of(params)}, NOT_FOR_PREFILL, headers=headers)
+
+
+def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
+    """The client's request, and where P's bootstrap server tells how to reach it."""
+    if terms.bootstrap is None or terms.identity is None:
+        return Unusable("nothing is known of the prefill engine's bootstrap server")
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_bootstrap_addr": f"http://{terms.bootstrap.netloc}",
+        "remote_engine_id": terms.identity.engine_id,
+        "transfer_id": _transfer_id(terms),
+    }
+    return Handover(Edits({"kv_transfer_params": json_of(params)}), reports_own_cache=False)
+
+
+def identify(body: bytes) -> tuple[Identity, ...]:
+    """The ranks on a bootstrap server's `GET /query` page, in order; empty for what is no such page."""
+    try:
+        page = _page(body)
+        ranks = sorted((int(rank), found.engine_id) for rank, found in page.items())
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return ()
+    return tuple(Identity(engine_id, rank=rank) for rank, engine_id in ranks)
+
+
+def check(answer: Answer) -> Unusable | None:
+    """P keeps its blocks only if it was cut off by length; otherwise nothing will be sent."""
+    if answer.finish_reason == "length":
+        return None
+    return Unusable(f"prefill ended with {str(answer.finish_reason)[:32]}")
+
+
+def _transfer_id(terms: Terms) -> str:
+    return f"xfer-{terms.request_id}"
+
+
+MOONCAKE = Dialect(
+    "mooncake",
+    "vllm",
+    Order.CONCURRENT,
+    prefill,
+    decode,
+    needs=Needs.QUERY,
+    identify=identify,
+    check=check,
+)

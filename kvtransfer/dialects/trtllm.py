@@ -1,0 +1,122 @@
+"""TensorRT-LLM, context first: the context server computes and gives the first token, generation goes on.
+
+Its request models refuse unknown members, so only those it knows are sent. When the context server's token was already
+the end, its answer is the whole answer; as_stream() makes it one that a streaming client reads. Source: engines.md E.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from kvtransfer.dialects.contract import (
+    Answer,
+    Dialect,
+    Edits,
+    Finished,
+    Handover,
+    Order,
+    Terms,
+    Unusable,
+    is_null,
+    json_of,
+)
+
+_BOTH = frozenset(
+    (
+        *("model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "best_of"),
+        *("stop", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "user"),
+        *("length_penalty", "early_stopping", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        *("min_tokens", "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens"),
+        *("return_context_logits", "lora_request", "response_format", "add_special_tokens", "prompt_token_ids"),
+    )
+)
+CHAT = _BOTH | {
+    *("messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice", "add_generation_prompt"),
+    *("documents", "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "reasoning_effort"),
+}
+COMPLETIONS = _BOTH | {"prompt", "echo", "suffix", "logprobs", "detokenize", "return_generation_logits"}
+"""What the two request models know, as far as a gateway's clients use it."""
+
+UNFINISHED = ("length", "not_finished")
+
+
+class _Params(msgspec.Struct, frozen=True):
+    ctx_request_id: Annotated[int, msgspec.Meta(ge=0)]
+    disagg_request_id: Annotated[int, msgspec.Meta(ge=0)]
+
+
+_params = msgspec.json.Decoder(_Params).decode
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_tokens = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]).decode
+_any = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def prefill(terms: Terms) -> Edits:
+    """The original as far as TensorRT-LLM knows it, for context only. max_tokens stays as it is."""
+    params = {"request_type": "context_only", "disagg_request_id": terms.number}
+    return Edits(
+        {"disaggregated_params": json_of(params), "stream": b"false"},
+        frozenset({"stream_options"}),
+        CHAT if terms.chat else COMPLETIONS,
+    )
+
+
+def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable | Finished:
+    """The original with the context server's object and its tokens; or its answer, when that is the end of it."""
+    if answer is None:
+        return Unusable("there is no context answer")
+    if answer.finish_reason not in UNFINISHED:
+        return _finished(answer) if answer.finish_reason else Unusable("the context answer gives no finish reason")
+    try:
+        told = _params(answer.disaggregated)
+        members = _members(answer.disaggregated)
+        tokens = _tokens(answer.prompt_token_ids)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        return Unusable(f"the context answer: {error}"[:200])
+    if told.disagg_request_id != terms.number or not tokens:
+        return Unusable("the context answer is another request's" if tokens else "the context answer names no tokens")
+    members["request_type"] = msgspec.Raw(b'"generation_only"')
+    if not is_null(answer.usage):
+        members["ctx_usage"] = answer.usage
+    prompt = "prompt_token_ids" if terms.chat else "prompt"
+    put = {"disaggregated_params": json_of(members), prompt: bytes(answer.prompt_token_ids)}
+    return Handover(Edits(put, keep=CHAT if terms.chat else COMPLETIONS))
+
+
+def _finished(answer: Answer) -> Finished:
+    """The answer as the client may see it: without the object and the tokens that were meant for the gateway."""
+    whole = _any(answer.body)
+    whole.pop("prompt_token_ids", None)
+    for choice in whole["choices"]:
+        choice.pop("disaggregated_params", None)
+    return Finished(json_of(whole))
+
+
+def as_stream(body: bytes, *, usage: bool) -> bytes:
+    """A whole answer of one choice as the events a streaming client expects, [DONE] included.
+
+    Chat answers get the role and the content in one delta, then the finish reason; usage comes in an event of its own
+    when the client asked for it (`stream_options.include_usage`).
+    """
+    whole = _any(body)
+    choice = whole["choices"][0]
+    chat = "message" in choice
+    kind = "chat.completion.chunk" if chat else whole.get("object", "text_completion")
+    head = {"id": whole.get("id"), "object": kind, "created": whole.get("created"), "model": whole.get("model")}
+    content = {"delta": choice["message"]} if chat else {"text": choice.get("text", "")}
+    events = [
+        {**head, "choices": [{"index": 0, **content, "logprobs": choice.get("logprobs"), "finish_reason": None}]},
+        {**head, "choices": [{"index": 0, **_nothing(chat), "finish_reason": choice.get("finish_reason")}]},
+    ]
+    if usage:
+        events.append({**head, "choices": [], "usage": whole.get("usage")})
+    return b"".join(b"data: " + json_of(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+
+
+def _nothing(chat: bool) -> dict[str, Any]:
+    return {"delta": {}} if chat else {"text": ""}
+
+
+TRTLLM = Dialect("trtllm", "trtllm", Order.SEQUENTIAL, prefill, decode)

@@ -1,0 +1,127 @@
+"""vLLM's NixlConnector, pull: prefill, then decode with the object that the prefill answer holds (engines.md B.1).
+
+The object is opaque and copied as it came, with two exceptions: it is validated whole before a decoder sees it (one
+with an empty block list ends the decoder's process, one with a missing name parks the request for ever, B.0), and a
+loopback address in it becomes the prefill URL's host where that is none.
+"""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from typing import Annotated, Any
+
+import msgspec
+
+from kvtransfer.dialects.contract import (
+    Answer,
+    Dialect,
+    Edits,
+    Handover,
+    Order,
+    Terms,
+    Unusable,
+    is_null,
+    json_of,
+)
+
+MOST_OBJECT_BYTES = 4 * 1024 * 1024  # block ids of ten million tokens; more is no object of an engine's
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+Block = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+
+
+class Object(msgspec.Struct, frozen=True):
+    """What a decoder relies on in the object, as far as the gateway may know. Further members pass unread."""
+
+    do_remote_prefill: bool
+    remote_block_ids: msgspec.Raw
+    remote_engine_id: Name
+    remote_request_id: Name
+    remote_host: Name
+    remote_port: Port
+    tp_size: Size
+    do_remote_decode: bool = False
+    transfer_mode: str | None = None
+    transport: str | None = None
+
+
+_object = msgspec.json.Decoder(Object).decode
+_grouped = msgspec.json.Decoder(list[list[Block]]).decode  # a list per KV-cache group, since vLLM 0.18
+_flat = msgspec.json.Decoder(list[Block]).decode
+_any = msgspec.json.Decoder(dict[str, Any]).decode
+
+_ASKS = json_of(
+    {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+)
+ONE_TOKEN = {"max_tokens": b"1", "min_tokens": b"1", "stream": b"false"}
+"""A prefill request ends length-capped after one token: an end of sequence as first token would lose the KV."""
+
+NOT_FOR_PREFILL = frozenset({"stream_options", "max_completion_tokens", "logprobs", "top_logprobs"})
+
+
+def prefill(terms: Terms) -> Edits:
+    """One token, and P keeps the KV for whoever asks with its object."""
+    return Edits({**ONE_TOKEN, "kv_transfer_params": _ASKS}, NOT_FOR_PREFILL)
+
+
+def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
+    """The client's request and P's object, if a decoder may see it."""
+    if answer is None:
+        return Unusable("there is no prefill answer")
+    found = validated(answer.handoff)
+    if isinstance(found, Unusable):
+        return found
+    if found.transfer_mode not in (None, "pull"):
+        return Unusable(f"the prefiller is in {found.transfer_mode[:32]} mode")
+    raw = bytes(answer.handoff)
+    if is_loopback(found.remote_host) and not is_loopback(terms.prefill_host):
+        raw = json_of({**_any(raw), "remote_host": terms.prefill_host})
+    own = b'"remote_prefill_cached_tokens"' in raw
+    return Handover(Edits({"kv_transfer_params": raw}), own, found.transport)
+
+
+def validated(raw: msgspec.Raw) -> Object | Unusable:
+    """The object, if every member that a decoder relies on is there and plausible."""
+    if is_null(raw):
+        return Unusable("the prefill answer has no kv_transfer_params")
+    if len(raw) > MOST_OBJECT_BYTES:
+        return Unusable("kv_transfer_params is too large")
+    try:
+        found = _object(raw)
+        blocks = _blocks(found.remote_block_ids)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        return Unusable(f"kv_transfer_params: {error}"[:200])
+    if not found.do_remote_prefill or found.do_remote_decode:
+        return Unusable("kv_transfer_params is not a handoff")
+    return found if blocks else Unusable("kv_transfer_params names no blocks")
+
+
+def _blocks(raw: msgspec.Raw) -> int:
+    """How many blocks are named. Raises msgspec.DecodeError for what is no list of block ids."""
+    try:
+        return sum(map(len, _grouped(raw)))
+    except msgspec.ValidationError:
+        return len(_flat(raw))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a decoder on another machine would reach itself by this name."""
+    bare = host.strip("[]")
+    if bare.lower() == "localhost":
+        return True
+    try:
+        return ip_address(bare).is_loopback
+    except ValueError:
+        return False
+
+
+VLLM_NIXL = Dialect("vllm_nixl", "vllm", Order.SEQUENTIAL, prefill, decode)

@@ -1,0 +1,176 @@
+"""Split or not, and between whom: a pair of prefill and decode endpoint, or one endpoint for the whole request.
+
+Lives here: what may not be split, the rule by uncached tokens, and the choice of a pair. Not here: how the two speak
+(kvtransfer.dialects) or what becomes of a pair that fails (gateway/split.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from policies import run
+from policies.contract import Policy
+from policies.filters import below_cap
+from policies.model import Ask, Candidate, Pick
+from policies.presets import DecodeLoad
+
+
+class Reason(StrEnum):
+    """Why a request was split, or was not. The label in metrics and the word in the access log."""
+
+    LONG = "long"  # split: enough of the prompt is not cached where it would be decoded
+    NOBODY_ALONE = "nobody_alone"  # split: nobody may serve it whole
+    SHORT = "short"
+    CACHED = "cached"
+    ONE_TOKEN = "one_token"  # noqa: S105  # a reason, no secret
+    CHOICES = "choices"
+    PROMPTS = "prompts"
+    PROMPT_SCORES = "prompt_scores"
+    NO_PAIR = "no_pair"
+    RECOMPUTE = "recompute"  # a handoff failed, and what is left to try is computing it all in one place
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """What decides whether a request can be split at all.
+
+    choices        answers wanted of one prompt: the larger of n and best_of
+    prompts        prompts in one request
+    scores_prompt  log probabilities of the prompt, or its echo, are wanted: the decoder would compute it all again
+    max_tokens     the client's bound on output tokens; None when it gave none
+    """
+
+    choices: int = 1
+    prompts: int = 1
+    scores_prompt: bool = False
+    max_tokens: int | None = None
+
+
+class SplitRule(msgspec.Struct, frozen=True):
+    """Split from so many uncached prompt tokens on.
+
+    hysteresis  half the width of a band around the threshold, as a share of it; inside, requests go the way the last
+                request outside of it went, so that two modes do not alternate over a hair
+    """
+
+    threshold_tokens: int = 2048
+    hysteresis: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.threshold_tokens < 1 or not 0.0 <= self.hysteresis < 1.0:
+            raise ValueError(f"a threshold of 1 or more and a hysteresis in [0, 1), not {self}")
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Endpoints whose KV caches fit each other. One that may do both stands in both rows."""
+
+    compat: str
+    prefills: tuple[Candidate, ...]
+    decodes: tuple[Candidate, ...]
+
+
+class Pools(msgspec.Struct, frozen=True):
+    """Whom a splitting decision may choose from; `alone` are those that can serve a whole request."""
+
+    groups: tuple[Group, ...]
+    alone: tuple[Candidate, ...]
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """Who computes the prompt and who decodes; never the same endpoint."""
+
+    prefill: Pick
+    decode: Pick
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """A pair or None: one endpoint for all of it. `splitting` is the mode for requests inside the band from now on."""
+
+    pair: Pair | None
+    reason: Reason
+    splitting: bool
+
+
+def splitter(rule: SplitRule, policy: Policy) -> Splitter:
+    """The pool's policy chooses who prefills; who decodes goes by load."""
+    crowded = tuple(keep for keep in policy.filters if keep is not below_cap)
+    return Splitter(rule, policy, DecodeLoad().build(), msgspec.structs.replace(policy, filters=crowded))
+
+
+def compat(engine: str, model: str, labels: Mapping[str, str]) -> str:
+    """What must be equal for KV caches to fit: engine, model, and the labels `version` and `kv_dtype` where given.
+
+    An engine refuses a peer of another version itself, in its handshake (engines.md B.1), but only after the prefill
+    was computed in vain.
+    """
+    return "/".join((engine, model, labels.get("version", ""), labels.get("kv_dtype", "")))
+
+
+def unsplittable(shape: Shape) -> Reason | None:
+    """Why a handoff would break this request, or None. Sources: engines.md B.1 (not splittable) and 0.9."""
+    if shape.choices > 1:
+        return Reason.CHOICES
+    if shape.prompts > 1:
+        return Reason.PROMPTS
+    return Reason.PROMPT_SCORES if shape.scores_prompt else None
+
+
+class Splitter(msgspec.Struct, frozen=True):
+    """The rule and the policies that choose: `prefill` with prefixes in mind, `decode` by load.
+
+    `crowded` is `prefill` for when everybody is at its cap and nobody may serve a request whole: then they queue there.
+    """
+
+    rule: SplitRule
+    prefill: Policy
+    decode: Policy
+    crowded: Policy
+
+    def decide(self, pools: Pools, ask: Ask, shape: Shape, splitting: bool) -> Decision:
+        """Split this request or not. `splitting` is what the last decision said of the mode; False at first.
+
+        A request that nobody may serve whole is split even when that does not pay: better slow than not at all.
+        """
+        why = unsplittable(shape)
+        if why is not None:
+            return Decision(None, why, splitting)
+        pair = self.pair(pools, ask)
+        if pair is None:
+            return Decision(None, Reason.NO_PAIR, splitting)
+        reason, splitting = self._worth(ask.request.prompt_tokens, pair.decode.cached_tokens, shape, splitting)
+        if reason is not Reason.LONG:
+            if _anybody(pools.alone, ask):
+                return Decision(None, reason, splitting)
+            reason = Reason.NOBODY_ALONE
+        return Decision(pair, reason, splitting)
+
+    def pair(self, pools: Pools, ask: Ask) -> Pair | None:
+        """The least loaded decode endpoint that has somebody to prefill for it, and the best of those."""
+        decodes = [each for group in pools.groups if _anybody(group.prefills, ask) for each in group.decodes]
+        decode = run.pick(self.decode, ask, decodes)
+        if decode is None:
+            return None
+        chosen = decode.candidate
+        group = next(group for group in pools.groups if chosen in group.decodes)
+        others = [each for each in group.prefills if each is not chosen]
+        prefill = run.pick(self.prefill, ask, others)
+        if prefill is None and not _anybody(pools.alone, ask):
+            prefill = run.pick(self.crowded, ask, others)
+        return None if prefill is None else Pair(prefill, decode)
+
+    def _worth(self, prompt_tokens: int, cached_tokens: int, shape: Shape, splitting: bool) -> tuple[Reason, bool]:
+        """Whether splitting pays: the reason, and the mode from now on."""
+        if shape.max_tokens is not None and shape.max_tokens <= 1:
+            return Reason.ONE_TOKEN, splitting
+        width = self.rule.threshold_tokens * self.rule.hysteresis
+        bound = self.rule.threshold_tokens + (-width if splitting else width)
+        if prompt_tokens - cached_tokens >= bound:
+            return Reason.LONG, True
+        return (Reason.CACHED if prompt_tokens >= bound else Reason.SHORT), False
+
+
+def _anybody(candidates: Sequence[Candidate], ask: Ask) -> bool:
+    """Whether somebody is there who has not failed this request."""
+    return any(each.load.available and each.endpoint.name not in ask.tried for each in candidates)

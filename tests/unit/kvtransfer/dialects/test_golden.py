@@ -1,0 +1,312 @@
+"""The words of every dialect, to the letter: what each leg's request gets, for chat and completions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvtransfer import dialects
+from kvtransfer.dialects import Answer, Bootstrap, Edits, Finished, Handover, Identity, Terms, Unusable, read_answer
+
+ROOM = 6917529027641081856
+TERMS = Terms("req_1", ROOM, True, "10.0.0.7", Bootstrap("10.0.0.7", 8998), Identity("engine-p", rank=0))
+OBJECT = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2, 3]],
+    "remote_engine_id": "engine-p",
+    "remote_request_id": "chatcmpl-req_1-0a1b2c3d",
+    "remote_host": "10.0.0.7",
+    "remote_port": 5600,
+    "tp_size": 4,
+    "remote_num_tokens": 40,
+    "transfer_mode": "pull",
+    "a_field_of_tomorrow": {"kept": [1.5, None]},
+}
+
+
+def answer(**members: Any) -> Answer:
+    body = {"id": "x", "choices": [{"index": 0, "text": "a", "finish_reason": "length"}], **members}
+    found = read_answer(json.dumps(body).encode())
+    assert isinstance(found, Answer)
+    return found
+
+
+def words(edits: Edits) -> dict[str, Any]:
+    return {name: json.loads(value) for name, value in edits.put.items()}
+
+
+def test_a_pulling_prefill_asks_for_one_token_and_keeps_its_kv() -> None:
+    edits = dialects.named("vllm_nixl").prefill(TERMS)
+    assert words(edits) == {
+        "max_tokens": 1,
+        "min_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        },
+    }
+    assert edits.drop == {"stream_options", "max_completion_tokens", "logprobs", "top_logprobs"}
+    assert edits.headers == ()
+
+
+def test_a_pulling_decoder_gets_the_object_as_it_came() -> None:
+    handover = dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=OBJECT))
+    assert isinstance(handover, Handover)
+    assert handover.edits == Edits({"kv_transfer_params": json.dumps(OBJECT).encode()})
+    assert not handover.reports_own_cache
+
+
+def test_a_decoder_of_033_reports_what_the_prefiller_had_cached() -> None:
+    found = dialects.named("vllm_nixl").decode(
+        TERMS, answer(kv_transfer_params=OBJECT | {"remote_prefill_cached_tokens": 16})
+    )
+    assert isinstance(found, Handover)
+    assert found.reports_own_cache
+
+
+@pytest.mark.parametrize(
+    ("told", "prefill_host", "given"),
+    [
+        ("localhost", "10.0.0.7", "10.0.0.7"),
+        ("127.0.0.1", "10.0.0.7", "10.0.0.7"),
+        ("::1", "fd00::7", "fd00::7"),
+        ("localhost", "127.0.0.1", "localhost"),
+        ("10.0.0.9", "10.0.0.7", "10.0.0.9"),
+    ],
+)
+def test_a_loopback_address_becomes_the_host_of_the_prefill_url_where_that_is_none(
+    told: str, prefill_host: str, given: str
+) -> None:
+    terms = msgspec.structs.replace(TERMS, prefill_host=prefill_host)
+    found = dialects.named("vllm_nixl").decode(terms, answer(kv_transfer_params=OBJECT | {"remote_host": told}))
+    assert isinstance(found, Handover)
+    assert words(found.edits)["kv_transfer_params"] == OBJECT | {"remote_host": given}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"remote_block_ids": []},
+        {"remote_block_ids": [[]]},
+        {"remote_block_ids": [[], []]},
+        {"remote_block_ids": None},
+        {"remote_block_ids": "1,2"},
+        {"remote_block_ids": [[-1]]},
+        {"remote_block_ids": [1, [2]]},
+        {"remote_block_ids": [True]},
+        {"remote_engine_id": None},
+        {"remote_engine_id": ""},
+        {"remote_request_id": None},
+        {"remote_request_id": 7},
+        {"remote_host": ""},
+        {"remote_port": 0},
+        {"remote_port": 65536},
+        {"remote_port": "5600"},
+        {"tp_size": 0},
+        {"do_remote_prefill": False},
+        {"do_remote_prefill": "true"},
+        {"do_remote_decode": True},
+        {"transfer_mode": "push"},
+        {"transfer_mode": 1},
+    ],
+    ids=str,
+)
+def test_an_object_that_would_hurt_a_decoder_never_reaches_one(changes: dict[str, Any]) -> None:
+    assert isinstance(dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=OBJECT | changes)), Unusable)
+
+
+@pytest.mark.parametrize(
+    "name", ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"]
+)
+def test_an_object_without_a_member_a_decoder_relies_on_never_reaches_one(name: str) -> None:
+    less = {key: value for key, value in OBJECT.items() if key != name}
+    assert isinstance(dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=less)), Unusable)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b"null", b'"text"', b'{"choices":[]}', b'{"choices":[{},{}]}', b"[" * 9999]
+)
+def test_what_is_no_answer_is_unusable(raw: bytes) -> None:
+    assert isinstance(read_answer(raw), Unusable)
+
+
+def test_block_ids_of_engines_before_018_are_a_flat_list() -> None:
+    found = dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=OBJECT | {"remote_block_ids": [0]}))
+    assert isinstance(found, Handover)
+
+
+def test_a_pushing_pair_is_introduced_by_what_the_first_answer_said() -> None:
+    push = dialects.named("vllm_push")
+    told = {"remote_engine_id": "e", "remote_host": "localhost", "remote_port": 5600, "tp_size": 2, "pp_size": 1}
+    body = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": told | {"transfer_mode": "push"}}
+    (who,) = push.identify(json.dumps(body).encode())
+    assert who == Identity("e", "localhost", 5600, 2, 1)
+    found = push.decode(msgspec.structs.replace(TERMS, identity=who), None)
+    assert isinstance(found, Handover)
+    assert words(found.edits) == {
+        "kv_transfer_params": {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": "e",
+            "remote_host": "10.0.0.7",
+            "remote_port": 5600,
+            "tp_size": 2,
+            "pp_size": 1,
+            "remote_request_id": "req_1",
+        }
+    }
+    assert push.prefill(TERMS) == dialects.named("vllm_nixl").prefill(TERMS)
+
+
+@pytest.mark.parametrize("told", [None, {}, {"remote_engine_id": "e"}, {**OBJECT, "transfer_mode": "pull"}])
+def test_a_pushing_pair_is_not_formed_with_who_does_not_say_who_it_is(told: object) -> None:
+    push, unknown = dialects.named("vllm_push"), msgspec.structs.replace(TERMS, identity=None)
+    assert isinstance(push.decode(unknown, None), Unusable)
+    assert isinstance(push.decode(unknown, answer(kv_transfer_params=told)), Unusable)
+    assert push.check(answer(kv_transfer_params=told)) is not None
+
+
+def test_mooncake_legs_share_a_transfer_id() -> None:
+    mooncake = dialects.named("mooncake")
+    assert words(mooncake.prefill(TERMS)) == {
+        "max_tokens": 1,
+        "min_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "xfer-req_1"},
+    }
+    assert mooncake.prefill(TERMS).headers == (("x-data-parallel-rank", "0"),)
+    found = mooncake.decode(TERMS, None)
+    assert isinstance(found, Handover)
+    assert words(found.edits) == {
+        "kv_transfer_params": {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_bootstrap_addr": "http://10.0.0.7:8998",
+            "remote_engine_id": "engine-p",
+            "transfer_id": "xfer-req_1",
+        }
+    }
+
+
+def test_mooncake_bootstrap_addresses_of_ipv6_stand_in_brackets() -> None:
+    terms = msgspec.structs.replace(TERMS, bootstrap=Bootstrap("fd00::7", 8998))
+    found = dialects.named("mooncake").decode(terms, None)
+    assert isinstance(found, Handover)
+    assert words(found.edits)["kv_transfer_params"]["remote_bootstrap_addr"] == "http://[fd00::7]:8998"
+
+
+def test_mooncake_ranks_are_read_from_the_bootstrap_page_in_order() -> None:
+    page = {"1": {"engine_id": "b", "worker_addr": {}}, "0": {"engine_id": "a", "worker_addr": {"0": {"0": "x"}}}}
+    identify = dialects.named("mooncake").identify
+    assert identify(json.dumps(page).encode()) == (Identity("a", rank=0), Identity("b", rank=1))
+    assert identify(b"{}") == identify(b"<html>") == identify(b'{"x":{"engine_id":"a"}}') == ()
+
+
+def test_a_mooncake_prefill_that_was_not_cut_off_by_length_sends_nothing() -> None:
+    check = dialects.named("mooncake").check
+    assert check(answer()) is None
+    assert check(answer(choices=[{"finish_reason": "stop"}])) is not None
+
+
+def test_sglang_sends_the_same_to_both_and_names_a_room() -> None:
+    sglang = dialects.named("sglang")
+    expected = {"bootstrap_host": "10.0.0.7", "bootstrap_port": 8998, "bootstrap_room": ROOM}
+    found = sglang.decode(TERMS, None)
+    assert isinstance(found, Handover)
+    assert words(sglang.prefill(TERMS)) == words(found.edits) == expected
+    assert found.edits.drop == frozenset()
+    assert found.edits.keep is None
+
+
+CONTEXT = {"request_type": "context_only", "disagg_request_id": ROOM, "ctx_request_id": 9, "first_gen_tokens": [5]}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 2}}
+
+
+def context(**changes: Any) -> Answer:
+    choice = {"index": 0, "text": "a", "finish_reason": "length", "disaggregated_params": CONTEXT}
+    return answer(**{"choices": [choice], "prompt_token_ids": [1, 2, 3], "usage": USAGE} | changes)
+
+
+def test_trtllm_computes_the_context_of_what_it_knows_of_the_request() -> None:
+    edits = dialects.named("trtllm").prefill(TERMS)
+    assert words(edits) == {
+        "stream": False,
+        "disaggregated_params": {"request_type": "context_only", "disagg_request_id": ROOM},
+    }
+    assert edits.drop == {"stream_options"}
+    assert edits.keep is not None
+    assert {"messages", "max_tokens", "tools"} <= edits.keep
+    assert not {"metadata", "store", "vllm_xargs"} & edits.keep
+
+
+@pytest.mark.parametrize(("chat", "prompt"), [(True, "prompt_token_ids"), (False, "prompt")])
+def test_trtllm_generation_goes_on_from_the_context_servers_tokens(chat: bool, prompt: str) -> None:
+    found = dialects.named("trtllm").decode(msgspec.structs.replace(TERMS, chat=chat), context())
+    assert isinstance(found, Handover)
+    assert words(found.edits) == {
+        prompt: [1, 2, 3],
+        "disaggregated_params": CONTEXT | {"request_type": "generation_only", "ctx_usage": USAGE},
+    }
+
+
+def test_trtllm_context_that_ended_is_the_answer() -> None:
+    choice = {"index": 0, "text": "a", "finish_reason": "stop", "disaggregated_params": CONTEXT}
+    found = dialects.named("trtllm").decode(TERMS, context(choices=[choice]))
+    assert isinstance(found, Finished)
+    assert json.loads(found.body) == {
+        "id": "x",
+        "choices": [{"index": 0, "text": "a", "finish_reason": "stop"}],
+        "usage": USAGE,
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": None},
+        {"prompt_token_ids": []},
+        {"prompt_token_ids": [-1]},
+        {"choices": [{"finish_reason": "length"}]},
+        {"choices": [{"finish_reason": None, "disaggregated_params": CONTEXT}]},
+        {"choices": [{"finish_reason": "length", "disaggregated_params": {"ctx_request_id": 9}}]},
+        {"choices": [{"finish_reason": "length", "disaggregated_params": CONTEXT | {"disagg_request_id": 8}}]},
+    ],
+    ids=str,
+)
+def test_a_context_answer_that_cannot_be_trusted_is_unusable(changes: dict[str, Any]) -> None:
+    assert isinstance(dialects.named("trtllm").decode(TERMS, context(**changes)), Unusable)
+
+
+def test_trtllm_whole_answers_become_streams_for_those_who_asked_for_one() -> None:
+    from kvtransfer.dialects.trtllm import as_stream
+
+    message = {"role": "assistant", "content": "yes"}
+    whole = {
+        "id": "x",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        "usage": USAGE,
+    }
+    events = as_stream(json.dumps(whole).encode(), usage=True).split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    said, ended, usage = (json.loads(event[6:]) for event in events[:-2])
+    assert said["object"] == "chat.completion.chunk"
+    assert said["choices"][0]["delta"] == message
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    assert usage["usage"] == USAGE
+    assert b"usage" not in as_stream(json.dumps(whole).encode(), usage=False)
+
+
+def test_every_dialect_is_found_by_its_name() -> None:
+    assert [dialects.named(name).name for name in dialects.DIALECTS] == list(dialects.DIALECTS)
