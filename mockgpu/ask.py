@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from mockgpu.handoff.legs import Give, Take
 from mockgpu.text import render_chat, token_bytes, token_count
 
 MAX_PROMPTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 
 # Fields and headers by which one leg of a split request is told of the other. A gateway must not let a client's
-# through; this mock is no disaggregated engine, so any of them here means that somebody upstream is at fault.
+# through; to a group that is no half of a pair, any of them means that somebody upstream is at fault.
 HANDOFF_FIELDS = (
     "kv_transfer_params",
     "ec_transfer_params",
@@ -58,10 +59,14 @@ class ApiError(Exception):
 
 
 class MalformedHandoffError(ApiError):
-    """A request that carries handoff fields this engine never asked for."""
+    """A request that carries handoff fields this engine never asked for, or some that it cannot bear.
 
-    def __init__(self, what: str) -> None:
+    `fatal`: the engine does not answer, it dies of them (engines.md B.0).
+    """
+
+    def __init__(self, what: str, fatal: bool = False) -> None:
         super().__init__(500, f"unexpected handoff in request: {what}", what)
+        self.fatal = fatal
 
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -114,6 +119,23 @@ class Body(msgspec.Struct, frozen=True):
     disagg_request_id: Any = None
     routed_dp_rank: Any = None
     disagg_prefill_dp_rank: Any = None
+    return_token_ids: bool | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """What a dialect makes of a request's handoff fields: the leg it is, if any.
+
+    `prompt`: the prompt as tokens, where the other leg has rendered it already. `one_token`: the engine stops this leg
+    after its first token, whatever the request says.
+    """
+
+    leg: Give | Take | None = None
+    prompt: bytes | None = None
+    one_token: bool = False
+
+
+NO_LEG = Reading()
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -129,6 +151,8 @@ class Ask(msgspec.Struct, frozen=True):
     body: Body
     stops: tuple[str, ...]
     tool: str | None
+    leg: Give | Take | None = None
+    one_token: bool = False
 
     @property
     def stream(self) -> bool:
@@ -181,18 +205,40 @@ def read_ask(raw: bytes, headers: Mapping[str, str], chat: bool, served: str, co
     """
     body = decode_body(raw)
     check_handoff(body, headers)
+    return ask_of(body, headers, chat, served, context, request_id)
+
+
+def ask_of(
+    body: Body,
+    headers: Mapping[str, str],
+    chat: bool,
+    served: str,
+    context: int,
+    request_id: str,
+    reading: Reading = NO_LEG,
+) -> Ask:
+    """A checked request of a body whose handoff fields have been read. Raises ApiError."""
     check_rank(headers)
     if body.model is not None and body.model != served:
         raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
     _check_combinations(body)
-    prompts = [render_chat(_chat_parts(body))] if chat else _prompts(body.prompt)
+    prompts = [reading.prompt] if reading.prompt is not None else _all_prompts(body, chat)
     asked = body.max_completion_tokens if chat and body.max_completion_tokens is not None else body.max_tokens
     limit = _limit(prompts, asked, chat, context)
     if body.min_tokens > limit:
         raise ApiError(400, f"min_tokens must be less than or equal to max_tokens={limit}, got {body.min_tokens}.")
     may_end = chat and asked is None and not body.ignore_eos
-    tool = _forced_tool(body) if chat else None
-    return Ask(request_id, chat, served, prompts, body.n or 1, limit, may_end, body, _stops(body), tool)
+    if isinstance(reading.leg, Give):
+        # The one token of a prefill leg may be the end, unless it was told to make one at least.
+        may_end = not body.ignore_eos and not body.min_tokens
+    n, stops, tool = body.n or 1, _stops(body), _forced_tool(body) if chat else None
+    if reading.one_token:
+        limit = 1
+    return Ask(request_id, chat, served, prompts, n, limit, may_end, body, stops, tool, reading.leg, reading.one_token)
+
+
+def _all_prompts(body: Body, chat: bool) -> list[bytes]:
+    return [render_chat(_chat_parts(body))] if chat else _prompts(body.prompt)
 
 
 def prompt_of(raw: bytes) -> bytes:

@@ -30,6 +30,16 @@ class BlockPool:
         self._by_key: dict[int, int] = {}
         # Free blocks, the least worth keeping first: never-keyed ones, then the longest unused.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
+        self._taken: list[int] | None = None
+
+    def log_taken(self) -> None:
+        """From now on remember which blocks get new owners, for `newly_taken()`."""
+        self._taken = []
+
+    def newly_taken(self) -> list[int]:
+        """Blocks that `take()` gave out since the last call."""
+        taken, self._taken = self._taken or [], []
+        return taken
 
     @property
     def free(self) -> int:
@@ -72,6 +82,8 @@ class BlockPool:
             del self._by_key[key]
             self._keys[block] = None
         self._references[block] = 1
+        if self._taken is not None:
+            self._taken.append(block)
         return block
 
     def seal(self, block: int, key: int) -> None:

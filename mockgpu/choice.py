@@ -1,6 +1,7 @@
 """One choice of an answer: what it says, cut at stop strings, and why it ends. Known whole before the first step runs.
 
-Bytes on the wire are dialect.py's.
+Unless the KV it is drawn from turns out wrong: then it says something else at the same length. Bytes on the wire are
+dialect.py's.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from collections.abc import Sequence
 import msgspec
 
 from mockgpu.ask import Ask
+from mockgpu.handoff.legs import Give, Take
 from mockgpu.job import Job
-from mockgpu.text import TOKEN_BYTES, block_keys, salted, speak, token_count, variation
+from mockgpu.kv import Words, token_states
+from mockgpu.text import TOKEN_BYTES, Speech, block_keys, salted, speak, token_count, variation
 
 
-class Choice(msgspec.Struct, frozen=True, eq=False):
-    """A choice and the job that computes it. `text` is what the client sees, cut at a stop string."""
+class Choice(msgspec.Struct, eq=False):
+    """A choice and the job that computes it (whose Content it can be). `text` is what the client sees, cut at a stop.
+
+    `keys` are the chained keys of prompt and answer without any cache salt.
+    """
 
     index: int
     prompt: bytes
@@ -24,11 +30,34 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
     finish_reason: str
     stop_reason: str | None
     job: Job
+    keys: list[int]
+    vary: int
+    salt: str
+    prompt_states: Words | None = None
 
     @property
     def output_tokens(self) -> int:
         """Tokens generated, those of a stop string included."""
         return token_count(self.tokens)
+
+    def states(self, start: int, end: int) -> Words:
+        """The states of the tokens [start, end) of prompt and answer, for the KV."""
+        if self.prompt_states is None:
+            self.prompt_states = token_states(self.prompt, self.keys)
+        prompt_tokens = len(self.prompt_states)
+        if end <= prompt_tokens:
+            return self.prompt_states[start:end]
+        return token_states(self.prompt + self.tokens, self.keys)[start:end]
+
+    def spoil(self, taint: int) -> None:
+        """Say something else, as a model does whose KV is not its own: as many tokens, but other ones."""
+        given = self.job.leg.first if isinstance(self.job.leg, Take) else b""
+        before = self.prompt + given
+        speech = speak(before, block_keys(before), self.output_tokens - token_count(given), False, self.vary ^ taint)
+        self.tokens = given + speech.tokens
+        self.text = self.tokens.decode("utf-8", "replace")[: len(self.text)]
+        self.keys = speech.keys
+        self.job.keys = salted(speech.keys, self.salt)
 
 
 def choices_of(ask: Ask) -> list[Choice]:
@@ -42,7 +71,7 @@ def choices_of(ask: Ask) -> list[Choice]:
 
 def _choice(ask: Ask, prompt: bytes, prompt_keys: Sequence[int], index: int, variant: int) -> Choice:
     vary = variation(ask.body.seed, variant)
-    speech = speak(prompt, prompt_keys, ask.limit, ask.may_end, vary, ask.body.min_tokens)
+    speech = _said(ask, prompt, prompt_keys, vary)
     tokens, text, stop = speech.tokens, speech.text, None
     found = _first_stop(text, ask.stops, ask.body.min_tokens)
     if found is not None:
@@ -53,9 +82,21 @@ def _choice(ask: Ask, prompt: bytes, prompt_keys: Sequence[int], index: int, var
     reason = "stop" if stop is not None or speech.ended else "length"
     if ask.tool is not None:
         reason = "tool_calls"
-    keys = salted(speech.keys, ask.body.cache_salt or "")
-    job = Job(token_count(prompt), token_count(tokens), keys)
-    return Choice(index, prompt, tokens, text, reason, stop, job)
+    salt = ask.body.cache_salt or ""
+    keep = isinstance(ask.leg, Give) and (ask.leg.if_ended or not (stop is not None or speech.ended))
+    job = Job(token_count(prompt), token_count(tokens), salted(speech.keys, salt), leg=ask.leg, keep=keep)
+    return Choice(index, prompt, tokens, text, reason, stop, job, speech.keys, vary, salt)
+
+
+def _said(ask: Ask, prompt: bytes, prompt_keys: Sequence[int], vary: int) -> Speech:
+    """What follows the prompt; behind the tokens that another group has made already, where there are any."""
+    given = ask.leg.first if isinstance(ask.leg, Take) else b""
+    if not given:
+        return speak(prompt, prompt_keys, ask.limit, ask.may_end, vary, ask.body.min_tokens)
+    before, made = prompt + given, token_count(given)
+    least = max(1, ask.body.min_tokens - made)
+    rest = speak(before, block_keys(before), ask.limit - made, ask.may_end, vary, least)
+    return Speech(given + rest.tokens, rest.keys, rest.ended)
 
 
 def _first_stop(text: str, stops: Sequence[str], min_tokens: int) -> tuple[int, str] | None:

@@ -7,18 +7,24 @@ the event loop; nothing here awaits.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
 import msgspec
 
+from kvtransfer.ends import End
 from mockgpu.ask import ApiError
 from mockgpu.blocks import BLOCK_TOKENS, BlockPool
 from mockgpu.grids import roofline_for
+from mockgpu.handoff.desk import Desk
+from mockgpu.handoff.legs import Answering, Give
+from mockgpu.handoff.spec import Transfer
 from mockgpu.hardware import Gpu
-from mockgpu.job import Job, Plan
+from mockgpu.job import Chunk, Job, Plan, State
 from mockgpu.llm import Llm, kv_capacity_tokens
+from mockgpu.memory import KvMemory
 from mockgpu.metrics import GroupMetrics
 from mockgpu.roofline import PROFILES, Profile
 from mockgpu.scheduler import Scheduler
@@ -31,7 +37,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     """What a TP group is made of. `kv_tokens` None: whatever memory leaves.
 
     `speed` 10: ten times as fast; inf: no waiting.
-    `role` is what the group is labelled as; splitting a request between groups is not modelled here.
+    `transfer`: how it hands KV over, as a prefill or decode group or both; None: it is no half of anything.
     """
 
     served_name: str
@@ -46,6 +52,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     kv_tokens: int | None = None
     max_queued: int | None = None
     cached_details: bool = True
+    transfer: Transfer | None = None
 
     @property
     def capacity_tokens(self) -> int:
@@ -91,7 +98,10 @@ class _Live:
 
 
 class TpGroup:
-    """Sole owner of its scheduler, its ranks' health and its step timer."""
+    """Sole owner of its scheduler, its ranks' health and its step timer.
+
+    `memory` and `desk` are there once attached, in groups that hand KV over.
+    """
 
     def __init__(self, spec: GroupSpec, loop: asyncio.AbstractEventLoop) -> None:
         self.spec = spec
@@ -108,6 +118,16 @@ class TpGroup:
         self._timer: asyncio.Handle | None = None
         self._step: tuple[Plan, float] | None = None
         self._due = 0.0
+        self.memory: KvMemory | None = None
+        self.desk: Desk | None = None
+        # Prefill legs that are computed and answer only when their KV has been taken.
+        self._leaving: dict[Job, _Live] = {}
+
+    def attach(self, memory: KvMemory) -> None:
+        """Hold real KV from now on."""
+        self.memory = memory
+        self.scheduler.on_filled = self._write_filled
+        self.scheduler.pool.log_taken()
 
     @property
     def dead(self) -> bool:
@@ -135,7 +155,7 @@ class TpGroup:
 
     def abort(self, job: Job) -> None:
         """Forget a job whose client is gone; its KV is free at once. No effect on one that has ended."""
-        live = self._live.pop(job, None)
+        live = self._live.pop(job, None) or self._leaving.pop(job, None)
         if live is None:
             return
         if live.entering is not None:
@@ -143,6 +163,10 @@ class TpGroup:
         else:
             self.scheduler.abort(job)
         self.metrics.finished["abort"] += 1
+        if self.desk is not None:
+            self.desk.gone(job)
+        # What it held may be what the next one waits for.
+        self.wake()
 
     def lose_rank(self, rank: int, hang: bool = False) -> None:
         """A GPU falls out: the whole group fails at once, or (`hang`) waits for it for ever and tells nobody."""
@@ -153,16 +177,18 @@ class TpGroup:
             return
         self._step = None
         self.scheduler.pool.forget()
-        for job, live in list(self._live.items()):
+        for job, live in [*self._live.items(), *self._leaving.items()]:
             self._drop(job, live)
             live.sink.failed(_engine_dead())
+        if self.desk is not None:
+            self.desk.drop_all()
 
     def restore(self) -> None:
         """All ranks back, as after a restart; what only hung goes on with the step it was in."""
         self._ranks_up = [True] * self.spec.tp
         self.hanging = False
         if self._step is None:
-            self._wake()
+            self.wake()
         elif self._timer is None:
             self._due = self._loop.time()
             self._timer = self._loop.call_soon(self._end_step)
@@ -170,15 +196,34 @@ class TpGroup:
     def close(self) -> None:
         """Stop the clock and forget all jobs."""
         self._stop()
-        for job, live in list(self._live.items()):
+        for job, live in [*self._live.items(), *self._leaving.items()]:
             self._drop(job, live)
+
+    def fail(self, job: Job, why: str) -> None:
+        """One job's KV is lost: it ends with an error, as vLLM ends it whose load failure policy is `fail`."""
+        live = self._live.get(job)
+        if live is not None:
+            self._drop(job, live)
+            live.sink.failed(ApiError(500, why))
+
+    def taken(self, job: Job, end: End) -> None:
+        """The KV of a prefill leg that waited for it has gone where it should, or it will not."""
+        live = self._leaving.pop(job, None)
+        if live is None:
+            return
+        self.metrics.finished[live.reason if end.landed else "error"] += 1
+        if end.landed:
+            live.sink.ended()
+        else:
+            live.sink.failed(ApiError(500, f"KV transfer failed: {end.reason}"))
 
     def _queued(self) -> int:
         """Jobs waiting for the scheduler, and those on their way to it."""
-        return len(self.scheduler.waiting) + sum(live.entering is not None for live in self._live.values())
+        return self.scheduler.queued + sum(live.entering is not None for live in self._live.values())
 
     def _drop(self, job: Job, live: _Live) -> None:
-        del self._live[job]
+        self._live.pop(job, None)
+        self._leaving.pop(job, None)
         if live.entering is not None:
             live.entering.cancel()
         else:
@@ -188,9 +233,9 @@ class TpGroup:
     def _enter(self, job: Job) -> None:
         self._live[job].entering = None
         self.scheduler.add(job)
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Begin stepping if idle; in the next turn of the loop, so that requests that came together start together."""
         if self._timer is None and not self.dead:
             self._due = self._loop.time()
@@ -204,6 +249,8 @@ class TpGroup:
     def _begin_step(self) -> None:
         """Plan a step and come back when it is over. Times are absolute: a late timer does not delay the next one."""
         plan = self.scheduler.step()
+        if self.memory is not None:
+            self._prepare(self.memory, plan)
         if plan is None:
             self._timer = None
             return
@@ -224,6 +271,8 @@ class TpGroup:
         assert self._step is not None
         (plan, step_s), self._step = self._step, None
         decoding = list(self.scheduler.decoding)
+        if self.memory is not None:
+            self._read_back(self.memory, plan.chunks)
         outcome = self.scheduler.finish(plan)
         now, live = self._loop.time(), self._live
         self.metrics.steps += 1
@@ -237,9 +286,49 @@ class TpGroup:
         for job in outcome.ended:
             ended = live.pop(job)
             self.metrics.e2e_s.observe(now - ended.arrived)
+            if job.keep and self._hand_over(job, ended):
+                continue
             self.metrics.finished[ended.reason] += 1
             ended.sink.ended()
         self._begin_step()
+
+    def _hand_over(self, job: Job, live: _Live) -> bool:
+        """Offer what the job leaves; whether its answer waits until that is taken."""
+        assert self.desk is not None
+        assert isinstance(job.leg, Give)
+        job.offered = self.desk.offer(job)
+        if job.leg.answering is Answering.WHEN_TAKEN:
+            self._leaving[job] = live
+            return True
+        return False
+
+    def _prepare(self, memory: KvMemory, plan: Plan | None) -> None:
+        """Before a step: new owners for the blocks it took, the bytes it computes, and transfers it made room for."""
+        memory.renew(self.scheduler.pool.newly_taken())
+        for chunk in plan.chunks if plan is not None else ():
+            job = chunk.job
+            if job.content is not None:
+                memory.write(job.blocks, chunk.start, job.content.states(chunk.start, chunk.start + chunk.tokens))
+        for job in self.scheduler.to_fetch():
+            if self.desk is not None:
+                self.desk.fetch(job)
+
+    def _read_back(self, memory: KvMemory, chunks: Iterable[Chunk]) -> None:
+        """What a sequence says first is drawn from the KV that is really there for its prompt."""
+        for chunk in chunks:
+            job = chunk.job
+            if chunk.last and job.state is State.PREFILL and not job.made and job.content is not None:
+                taint = memory.taint(job.blocks, job.content.states(0, job.prompt_tokens))
+                if taint:
+                    self.metrics.tainted += 1
+                    job.content.spoil(taint)
+
+    def _write_filled(self, job: Job, index: int) -> None:
+        """A block that decoding has filled gets the bytes of the answer's tokens in it; the prompt's are there."""
+        if self.memory is not None and job.content is not None:
+            size = self.scheduler.pool.block_tokens
+            start, end = max(job.prompt_tokens, index * size), (index + 1) * size
+            self.memory.write(job.blocks, start, job.content.states(start, end))
 
 
 def _engine_dead() -> ApiError:

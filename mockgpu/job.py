@@ -5,17 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Protocol
 
+from mockgpu.handoff.legs import Give, Offered, Take
+from mockgpu.kv import Words
 from mockgpu.roofline import Work
 
 
 class State(Enum):
-    """Where a sequence stands. WAITING -> PREFILL -> DECODE -> DONE; preemption leads back to WAITING."""
+    """Where a sequence stands. WAITING -> PREFILL -> DECODE -> DONE; preemption leads back to WAITING.
+
+    One whose KV comes from another group: WAITING -> FETCHING -> FETCHED -> PREFILL (of what is still missing).
+    """
 
     WAITING = auto()
+    FETCHING = auto()
+    FETCHED = auto()
     PREFILL = auto()
     DECODE = auto()
     DONE = auto()
+
+
+class Content(Protocol):
+    """What a job's KV must hold, and what becomes of its words when it does not."""
+
+    def states(self, start: int, end: int) -> Words:
+        """The states of the tokens [start, end) of prompt and answer (kv.py)."""
+        ...
+
+    def spoil(self, taint: int) -> None:
+        """The KV of the prompt is not what it should be, and this is the digest of how: other words follow."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +46,10 @@ class Job:
     computed  prompt (after preemption: prompt and output) tokens whose KV is there or planned
     cached    prompt tokens found in the prefix cache at first admission
     made      output tokens made, up to date while not decoding; ask `Scheduler.made()`
+    leg       Give: its KV is for another group when it ends; Take: its KV comes from another; None: all is done here
+    content   None in a group that holds no real KV
+    keep      its blocks stay its own when it ends, until `Scheduler.let_go()`: another group will read them
+    offered   what the other group may be told of them, once it has ended
     """
 
     prompt_tokens: int
@@ -38,6 +62,10 @@ class Job:
     made: int = 0
     origin: int = 0
     preemptions: int = 0
+    leg: Give | Take | None = None
+    content: Content | None = None
+    keep: bool = False
+    offered: Offered | None = None
 
     @property
     def known_tokens(self) -> int:

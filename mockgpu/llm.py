@@ -73,6 +73,11 @@ class Llm(msgspec.Struct, frozen=True):
         """Bytes of KV cache per token, over all layers and all KV heads."""
         return int(self.layers * self.kv_scalars * self.kv_bytes)
 
+    @property
+    def mla(self) -> bool:
+        """Whether the cache is one latent per token, in place of keys and values per head."""
+        return self.shardable_kv == 1 and self.kv_scalars != 2 * self.head_dim
+
     def kv_rank_bytes(self, tp: int) -> float:
         """Bytes of KV per token on one rank. Past `shardable_kv` ranks heads are replicated, not split (GQA cap)."""
         return self.kv_token_bytes / min(tp, self.shardable_kv)

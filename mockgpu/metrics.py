@@ -76,6 +76,7 @@ class GroupMetrics:
         self.labels = f'model_name="{model_name}",engine="0"'
         self.finished: Counter[str] = Counter()
         self.malformed_handoffs = 0
+        self.tainted = 0
         self.rejections = 0
         self.steps = 0
         self.ttft_s = Histogram(TTFT_BUCKETS)
@@ -110,6 +111,7 @@ class GroupMetrics:
             "vllm:prompt_tokens_cached": totals.prefix_hits,
             "vllm:generation_tokens": totals.output_tokens,
             "mock:malformed_handoff": self.malformed_handoffs,
+            "mock:tainted_answers": self.tainted,
             "mock:engine_steps": self.steps,
         }
         for name, value in counters.items():

@@ -3,13 +3,19 @@
 Pure and clock-free: `step()` says what is computed next, roofline.py how long that takes, `finish()` what came of it.
 The live server and a replay on virtual time run this same code. A step costs O(what changes): decoding sequences all
 advance by one token a step, so one counter (`tick`) advances them; only those that end or need a block are touched.
+
+Of a request split between two groups it does this group's half: a job whose KV comes from elsewhere gets all its
+prompt's blocks before the first byte moves and then waits for `landed()`; one whose KV goes elsewhere leaves its blocks
+in `kept` until `let_go()`. Who moves bytes is handoff/desk.py's.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 
 from mockgpu.blocks import BlockPool, blocks_for
+from mockgpu.handoff.legs import Take
 from mockgpu.job import Chunk, Job, Outcome, Plan, State, Totals
 
 
@@ -27,6 +33,12 @@ class Scheduler:
         self.waiting: deque[Job] = deque()
         self.prefilling: dict[Job, None] = {}
         self.decoding: dict[Job, None] = {}
+        self.fetching: dict[Job, None] = {}
+        self.fetched: deque[Job] = deque()
+        self.kept: dict[Job, list[int]] = {}
+        # Told of every block that decoding has filled, before others may share it.
+        self.on_filled: Callable[[Job, int], None] | None = None
+        self._to_fetch: list[Job] = []
         self.totals = Totals()
         self.tick = 0
         self._context = 0
@@ -38,6 +50,16 @@ class Scheduler:
     def running(self) -> int:
         """Jobs admitted and not done."""
         return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def queued(self) -> int:
+        """Jobs that compute nothing yet: waiting for room, for their KV, or for a place in the batch."""
+        return len(self.waiting) + len(self.fetching) + len(self.fetched)
+
+    @property
+    def kept_blocks(self) -> int:
+        """Blocks held for nobody who runs here."""
+        return sum(map(len, self.kept.values()))
 
     def fits(self, job: Job) -> bool:
         """Whether the job could run alone; one that could not must never be added."""
@@ -54,12 +76,49 @@ class Scheduler:
         self.waiting.append(job)
 
     def abort(self, job: Job) -> None:
-        """Take a job out wherever it stands, at once, also between step() and finish(); its blocks are free again."""
+        """Take a job out wherever it stands, at once, also between step() and finish(); its blocks are free again.
+
+        Except those that its KV is being written to: they are kept, for `let_go()` to free when nobody writes any more.
+        """
         if job.state is State.WAITING:
             self.waiting.remove(job)
+        elif job.state is State.FETCHING:
+            del self.fetching[job]
+            self.kept[job], job.blocks = job.blocks, []
+        elif job.state is State.FETCHED:
+            self.fetched.remove(job)
+            self.pool.release(job.blocks)
+            job.blocks = []
         elif job.state is not State.DONE:
             self._leave(job)
         job.state = State.DONE
+
+    def to_fetch(self) -> list[Job]:
+        """Jobs admitted since the last call whose KV is to be fetched now.
+
+        Those in FETCHING wait for `landed()` or `recompute()`; the others found all of it here.
+        """
+        jobs, self._to_fetch = self._to_fetch, []
+        return jobs
+
+    def landed(self, job: Job, cached: int) -> None:
+        """The KV of a FETCHING job is there: only its last token is left to compute. `cached`: what usage will tell."""
+        start, job.computed, job.cached = job.computed, job.prompt_tokens - 1, cached
+        self._seal(job, start, job.prompt_tokens)
+        self._fetched(job)
+
+    def recompute(self, job: Job) -> None:
+        """The KV of a FETCHING job will not come: it is computed here, in the blocks the job has."""
+        self._fetched(job)
+
+    def let_go(self, job: Job) -> None:
+        """Free what was kept of a job that is over. No effect where nothing is."""
+        self.pool.release(self.kept.pop(job, ()))
+
+    def _fetched(self, job: Job) -> None:
+        del self.fetching[job]
+        job.state = State.FETCHED
+        self.fetched.append(job)
 
     def step(self) -> Plan | None:
         """Plan the next step; None when there is nothing to compute. Decodes first, prompts with the budget left."""
@@ -70,8 +129,12 @@ class Scheduler:
         chunks: list[Chunk] = []
         for job in self.prefilling:
             budget -= self._chunk(job, budget, chunks)
+        while budget > 0 and self.fetched and self.running < self.max_num_seqs:
+            budget -= self._chunk(self._prefill(self.fetched.popleft()), budget, chunks)
         while budget > 0 and self.waiting and self.running < self.max_num_seqs and self._admit(self.waiting[0]):
-            budget -= self._chunk(self.waiting.popleft(), budget, chunks)
+            job = self.waiting.popleft()
+            if job.state is State.PREFILL:
+                budget -= self._chunk(job, budget, chunks)
         if not chunks and not self.decoding:
             return None
         return Plan(chunks, len(self.decoding), self._context)
@@ -88,7 +151,7 @@ class Scheduler:
             if job.made == job.output_tokens:
                 ended.append(job)
         for job in ended:
-            self._leave(job)
+            self._leave(job, job.keep)
             job.state = State.DONE
         self.totals.prompt_tokens += sum(job.prompt_tokens for job in began if job.made == 1)
         self.totals.output_tokens += decoded + len(began)
@@ -107,13 +170,26 @@ class Scheduler:
             return False
         job.blocks = self.pool.share(job.keys, hits)
         job.computed = hits * size
-        if job.cached < 0:
+        first = job.cached < 0
+        if first:
             job.cached = job.computed
             self.totals.prefix_queries += job.prompt_tokens
             self.totals.prefix_hits += job.computed
+        if first and isinstance(job.leg, Take):
+            self._to_fetch.append(job)
+            if job.leg.parked or job.computed < job.prompt_tokens - 1:
+                # All of the prompt's room is taken before the first byte is on its way.
+                job.blocks += [self.pool.take() for _ in range(blocks_for(job.prompt_tokens, size) - hits)]
+                job.state = State.FETCHING
+                self.fetching[job] = None
+                return True
+        self._prefill(job)
+        return True
+
+    def _prefill(self, job: Job) -> Job:
         job.state = State.PREFILL
         self.prefilling[job] = None
-        return True
+        return job
 
     def _promised(self) -> int:
         """Blocks that prompts under way still need."""
@@ -130,10 +206,15 @@ class Scheduler:
         start, job.computed = job.computed, job.computed + tokens
         while len(job.blocks) * size < job.computed:
             job.blocks.append(self.pool.take())
-        for i in range(start // size, min(job.computed // size, len(job.keys))):
-            self.pool.seal(job.blocks[i], job.keys[i])
+        self._seal(job, start, job.computed)
         chunks.append(Chunk(job, start, tokens, job.computed == job.known_tokens))
         return tokens
+
+    def _seal(self, job: Job, start: int, end: int) -> None:
+        """Name the blocks that the tokens [start, end) have filled."""
+        size = self.pool.block_tokens
+        for i in range(start // size, min(end // size, len(job.keys))):
+            self.pool.seal(job.blocks[i], job.keys[i])
 
     def _begin(self, job: Job) -> None:
         """The prompt is computed, and with it one more token made: from here the tick advances the job."""
@@ -170,6 +251,8 @@ class Scheduler:
         """Name a decoding job's last block, if the KV of all its tokens is there."""
         filled = len(job.blocks)
         if filled <= len(job.keys) and job.prompt_tokens + self.made(job) > filled * self.pool.block_tokens:
+            if self.on_filled is not None:
+                self.on_filled(job, filled - 1)
             self.pool.seal(job.blocks[-1], job.keys[filled - 1])
 
     def _preempt(self, job: Job) -> None:
@@ -181,8 +264,8 @@ class Scheduler:
         self.totals.preemptions += 1
         self.waiting.appendleft(job)
 
-    def _leave(self, job: Job) -> None:
-        """Out of the running batch, blocks given back, whatever the reason."""
+    def _leave(self, job: Job, keep: bool = False) -> None:
+        """Out of the running batch, blocks given back (or kept for others to read), whatever the reason."""
         if job.state is State.DECODE:
             self._seal_filled(job)
             job.made = self.tick - job.origin
@@ -192,5 +275,8 @@ class Scheduler:
             self._forget_end(job)
         else:
             del self.prefilling[job]
-        self.pool.release(job.blocks)
+        if keep:
+            self.kept[job] = job.blocks
+        else:
+            self.pool.release(job.blocks)
         job.blocks = []

@@ -1,0 +1,199 @@
+"""The desk: where a group's jobs hand their KV over and receive it, through an agent of kvtransfer.
+
+Sole owner of the group's offers and landings. What a request asked for is said by its leg (legs.py), what becomes of
+its blocks by the scheduler; here the two meet the agent. On the event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from kvtransfer.ends import End, Reason, end
+from mockgpu.blocks import blocks_for
+from mockgpu.handoff.contract import AgentPort, LandingPort, OfferPort
+from mockgpu.handoff.legs import Answering, Give, Offered, Take
+from mockgpu.handoff.pace import Link
+from mockgpu.handoff.tally import Tally
+from mockgpu.job import Job, State
+from mockgpu.scheduler import Scheduler
+
+
+class Owner(Protocol):
+    """The group whose desk this is."""
+
+    scheduler: Scheduler
+
+    def wake(self) -> None:
+        """There may be something to compute again."""
+        ...
+
+    def fail(self, job: Job, why: str) -> None:
+        """The job's KV is lost, and it is not to be computed here."""
+        ...
+
+    def taken(self, job: Job, end: End) -> None:
+        """A prefill leg whose answer waited for this: its KV has been taken, or will not be."""
+        ...
+
+
+class Desk:
+    """Offers what `Give` jobs leave behind, fetches what `Take` jobs need, and tells the scheduler how it ended."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        agent: AgentPort,
+        resolve: Callable[[Take], Awaitable[str]],
+        link: Link,
+        recompute: bool = False,
+    ) -> None:
+        """`recompute`: what to do when KV does not come; else the job fails. `link` paces what arrives."""
+        self.agent = agent
+        self.tally = Tally()
+        self._owner = owner
+        self._resolve = resolve
+        self._link = link
+        self._recompute = recompute
+        self._offers: dict[Job, OfferPort] = {}
+        self._landings: dict[Job, LandingPort] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is offered and nothing under way."""
+        return not self._tasks
+
+    def offer(self, job: Job) -> Offered:
+        """Offer the prompt's KV of a job that has ended and kept its blocks."""
+        give = job.leg
+        assert isinstance(give, Give)
+        blocks = self._owner.scheduler.kept[job][: blocks_for(job.prompt_tokens)]
+        offer = self._offers[job] = self.agent.offer(give.name, blocks, job.prompt_tokens, ttl_s=give.hold_s)
+        self._spawn(self._give(job, give, offer))
+        return Offered(give.name, offer.ticket, blocks, job.prompt_tokens, max(0, job.cached))
+
+    def fetch(self, job: Job) -> None:
+        """Begin to fetch the KV of a job just admitted; of one that found everything here only let the giver go."""
+        take = job.leg
+        assert isinstance(take, Take)
+        if take.parked:
+            return
+        if job.state is State.FETCHING:
+            self._spawn(self._take(job, take))
+        else:
+            job.cached = job.cached if take.cached is None else take.cached
+            self.decline(take)
+
+    def gone(self, job: Job) -> None:
+        """The job is over before its time: stop what is under way, and let the other side go."""
+        if job in self._landings:
+            self._landings[job].cancel()
+        elif isinstance(job.leg, Take) and job.cached < 0:
+            # Never admitted, so it never asked for its KV.
+            self.decline(job.leg)
+        if job in self._offers and isinstance(job.leg, Give) and job.leg.answering is Answering.WHEN_TAKEN:
+            self._offers[job].revoke()
+        if isinstance(job.leg, Take) and job.leg.parked:
+            self._free(job)
+
+    def decline(self, take: Take) -> None:
+        """Tell the giver that nobody will fetch this here, so that it need not wait."""
+        if not take.parked:
+            self._spawn(self._decline(take))
+
+    def drop_all(self) -> None:
+        """The engine died: nothing it offered or awaited is good any more."""
+        for offer in list(self._offers.values()):
+            offer.revoke()
+        for landing in list(self._landings.values()):
+            landing.cancel()
+
+    async def close(self) -> None:
+        """End everything, and wait until every block is the engine's own again."""
+        self.drop_all()
+        await self.agent.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _give(self, job: Job, give: Give, offer: OfferPort) -> None:
+        """An offer's life, until its blocks are free."""
+        how = await offer.ended()
+        self.tally.given(how)
+        if how.landed:
+            await self._link.pass_by(job.prompt_tokens)
+        del self._offers[job]
+        self._free(job)
+        if give.answering is Answering.WHEN_TAKEN:
+            self._owner.taken(job, how)
+
+    async def _take(self, job: Job, take: Take) -> None:
+        """A landing's life, until the job can go on or its blocks are free."""
+        began_s = asyncio.get_running_loop().time()
+        how = await self._landed(job, take)
+        if how.landed:
+            await self._link.pass_by(job.prompt_tokens - job.cached)
+        self.tally.took(how, asyncio.get_running_loop().time() - began_s)
+        if job.state is not State.FETCHING:
+            self._free(job)
+        elif how.landed:
+            self._owner.scheduler.landed(job, job.prompt_tokens - 1 if take.cached is None else take.cached)
+            self._owner.wake()
+        elif self._recompute:
+            self._owner.scheduler.recompute(job)
+            self._owner.wake()
+        else:
+            self._owner.fail(job, f"KV load failed: {how.reason}")
+            self._free(job)
+
+    async def _landed(self, job: Job, take: Take) -> End:
+        """Fetch, and wait for the end; afterwards nobody writes the job's blocks any more."""
+        try:
+            address = await self._resolve(take)
+        except UnknownPeerError as error:
+            return unreachable(str(error))
+        if job.state is not State.FETCHING:
+            self.decline(take)
+            return unreachable("aborted before it began")
+        landing = self._landings[job] = self.agent.fetch(
+            address,
+            take.name,
+            job.blocks,
+            job.prompt_tokens,
+            ticket=take.ticket,
+            skip_tokens=job.cached,
+            timeout_s=take.wait_s,
+        )
+        try:
+            return await landing.ended()
+        finally:
+            del self._landings[job]
+
+    async def _decline(self, take: Take) -> None:
+        try:
+            address = await self._resolve(take)
+        except UnknownPeerError:
+            return
+        landing = self.agent.fetch(address, take.name, (), 0, ticket=take.ticket, timeout_s=take.wait_s)
+        landing.cancel()
+        await landing.ended()
+
+    def _free(self, job: Job) -> None:
+        self._owner.scheduler.let_go(job)
+        self._owner.wake()
+
+    def _spawn(self, life: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(life)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class UnknownPeerError(Exception):
+    """No address could be found for the group that has the KV."""
+
+
+def unreachable(detail: str) -> End:
+    """The end of what never began."""
+    return end(Reason.UNREACHABLE, detail=detail)

@@ -1,0 +1,39 @@
+"""Transfer: the options of a group that hands KV over. Values only; fleet.py builds from them."""
+
+from __future__ import annotations
+
+from math import inf
+
+import msgspec
+
+from mockgpu.kv import DEFAULT_SCALE
+
+DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
+TRANSPORTS = ("auto", "tcp", "shm", "inproc")
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """How one group hands KV over.
+
+    port           of its agent; 0: any free one
+    key            what all agents of a fleet prove to one another that they are of it
+    scale          real bytes held per byte of the model's KV
+    gbps           speed of its links, gigabits per second, for the unscaled KV; inf: as fast as the bytes really move
+    lease_s        how long KV of a pull dialect is kept for a decode group that does not report
+    wait_s         how long both sides of a push dialect wait for each other; None: as the engine does
+    recompute      what a decode group does when KV does not come; else the request fails
+    version        of the engine: what its objects look like and with whom it is compatible
+    bootstrap_port of Mooncake's and SGLang's bootstrap server on prefill groups; 0: any free one
+    """
+
+    dialect: str = "vllm_nixl"
+    transport: str = "auto"
+    port: int = 0
+    key: str = "penstock-mock"
+    scale: float = DEFAULT_SCALE
+    gbps: float = inf
+    lease_s: float = 30.0
+    wait_s: float | None = None
+    recompute: bool = False
+    version: tuple[int, int] = (0, 33)
+    bootstrap_port: int = 0

@@ -1,0 +1,57 @@
+"""What a group counts of its transfers, under vLLM's NIXL names. Mocks without transfers show none of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from kvtransfer.ends import End, How
+from mockgpu.metrics import Histogram
+
+XFER_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+BYTES_BUCKETS = tuple(float(1 << exponent) for exponent in range(10, 34, 2))
+
+
+class Tally:
+    """Counts of one group, as giver and as taker."""
+
+    def __init__(self) -> None:
+        self.xfer_s = Histogram(XFER_BUCKETS)
+        self.xfer_bytes = Histogram(BYTES_BUCKETS)
+        self.failed = 0
+        self.expired = 0
+        self.gave: Counter[str] = Counter()
+        self.took_: Counter[str] = Counter()
+
+    def given(self, end: End) -> None:
+        """An offer has ended."""
+        self.gave[end.reason] += 1
+        self.expired += end.how is How.EXPIRED
+
+    def took(self, end: End, seconds: float) -> None:
+        """A landing has ended, that many seconds after it was asked for."""
+        self.took_[end.reason] += 1
+        if end.landed:
+            self.xfer_s.observe(seconds)
+            self.xfer_bytes.observe(end.n_bytes)
+        elif end.how is not How.CANCELLED:
+            self.failed += 1
+
+    def lines(self, labels: str) -> Iterator[str]:
+        """The exposition."""
+        for name, histogram in (
+            ("vllm:nixl_xfer_time_seconds", self.xfer_s),
+            ("vllm:nixl_bytes_transferred", self.xfer_bytes),
+        ):
+            yield f"# TYPE {name} histogram"
+            yield from histogram.lines(name, labels)
+        for name, value in (
+            ("vllm:nixl_num_failed_transfers", self.failed),
+            ("vllm:nixl_num_kv_expired_reqs", self.expired),
+        ):
+            yield f"# TYPE {name} counter"
+            yield f"{name}_total{{{labels}}} {value}"
+        for name, ends in (("mock:kv_given", self.gave), ("mock:kv_taken", self.took_)):
+            yield f"# TYPE {name} counter"
+            for reason, count in sorted(ends.items()):
+                yield f'{name}_total{{{labels},end="{reason}"}} {count}'
