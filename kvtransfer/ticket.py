@@ -34,7 +34,6 @@ class Refusal(StrEnum):
     FORGED = "forged"
     WRONG_EPOCH = "wrong_epoch"
     WRONG_SINK = "wrong_sink"
-    WRONG_OFFER = "wrong_offer"
     EXPIRED = "expired"
     SPENT = "spent"
     TOO_MANY = "too_many"
@@ -48,13 +47,6 @@ class Refused(Exception):
         self.reason = reason
 
 
-class Direction(StrEnum):
-    """Who was to begin: PULL, the sink with this ticket; PUSH, the source into what a sink has reserved."""
-
-    PULL = "pull"
-    PUSH = "push"
-
-
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a ticket says.
 
@@ -65,6 +57,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     not_after   seconds on the source's own monotonic clock, which minted it and will check it
     nonce       16 random bytes: what "once" is counted by
     sink        the only agent that may present it; None for any of the fleet
+
+    No direction: it is always the source that writes, into blocks that the sink has named.
     """
 
     offer: _Name
@@ -75,7 +69,6 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     not_after: float
     nonce: _Nonce
     sink: _Name | None = None
-    direction: Direction = Direction.PULL
 
 
 def digest_of(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bytes:
@@ -99,7 +92,7 @@ def mint(key: bytes, ticket: Ticket) -> str:
 def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None = None) -> Ticket:
     """What `text` says, if this agent (of this `epoch`) wrote it, it has time left, and `sink` may present it.
 
-    Raises Refused. Nothing in the text is read as fields before its HMAC is found right.
+    Raises Refused. Nothing in the text is read as fields before its HMAC is found right. About 3 us.
     """
     data = _bytes(text)
     body, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.ticket import Direction, Refused, Ticket, Used, check, mint
+from kvtransfer.ticket import Refused, Ticket, Used, check, mint
 
 KEY, EPOCH = b"k" * 32, b"e" * 16
 nonces = st.binary(min_size=16, max_size=16)
@@ -23,7 +23,6 @@ tickets = st.builds(
     not_after=st.floats(1, 1e9),
     nonce=nonces,
     sink=st.none() | short_names,
-    direction=st.sampled_from(Direction),
 )
 
 

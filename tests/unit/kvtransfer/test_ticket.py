@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvtransfer.ticket import MOST_CHARS, Direction, Refusal, Refused, Ticket, Used, check, digest_of, mint
+from kvtransfer.ticket import MOST_CHARS, Refusal, Refused, Ticket, Used, check, digest_of, mint
 
 KEY, EPOCH = b"k" * 32, b"e" * 16
 BLOCKS, GENERATIONS = np.array([5, 3, 8]), np.array([1, 1, 4], np.uint32)
@@ -39,7 +39,7 @@ def test_a_ticket_says_what_was_minted_in_plain_ascii() -> None:
 
 
 def test_a_ticket_for_one_sink_is_refused_to_others() -> None:
-    text = mint(KEY, replace(TICKET, sink="decode-1", direction=Direction.PUSH))
+    text = mint(KEY, replace(TICKET, sink="decode-1"))
     assert check(KEY, text, 100.0, epoch=EPOCH, sink="decode-1").sink == "decode-1"
     assert refusal(text, sink="decode-2") is Refusal.WRONG_SINK
 
