@@ -1,107 +1,130 @@
-"""Frames: a small msgpack header and a raw payload, length-limited and checked. Sans-IO: bytes in, frames out.
+"""Frames: what a connection between two agents carries, as bytes. Length-limited, checked, sans-IO.
 
-    magic "KVF1" | header bytes u32 | payload bytes u64 | xxh3-64 of header and payload | header | payload
+    magic "KVF2" | kind u8 | proof u8 | 0 u16 | header bytes u32 | payload bytes u64 | xxh3-64 of this and the header
+    header
+    payload, and behind it (windows alone) a trailer: verdict u8 | 0 | 16 bytes of proof
 
-All numbers little-endian. Not here: sockets, what the headers mean, secrecy (the transport's business: a checksum
-finds broken bytes, not forged ones).
+A message is a header without payload. A window's header says which runs of the plan follow. What the source found out
+only while it read its memory follows the bytes, in the trailer. All numbers are little-endian.
+Not here: sockets, where payloads go (transports/inbound.py), who sent this (a checksum finds broken bytes, not forged).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from typing import Any
+from enum import IntEnum
+from typing import NamedTuple
 
 import msgspec
 import xxhash
 
-_PREAMBLE = struct.Struct("<4sIQQ")
-_MAGIC = b"KVF1"
+from kvtransfer.transports.base import Verdict, WindowHead
+
+_MAGIC = b"KVF2"
+_FIELDS = struct.Struct("<4sBBHIQ")
+_CHECKSUM = struct.Struct("<Q")
+_HEAD = struct.Struct("<QIIIIQ")
+_TRAILER = struct.Struct("<B7x16s")
+_VERDICTS = (Verdict.OK, Verdict.STALE, Verdict.CORRUPT)
+
+PREAMBLE_BYTES = _FIELDS.size + _CHECKSUM.size
+WINDOW_HEADER_BYTES = _HEAD.size
+TRAILER_BYTES = _TRAILER.size
+PROOF_BYTES = 16
 
 
 class FrameError(Exception):
     """The bytes are no frame of ours. The connection they came from cannot be trusted any further."""
 
 
-class FrameLimits(msgspec.Struct, frozen=True):
-    """The largest frame that is read or written. A peer cannot make us hold more than one of these."""
+class Kind(IntEnum):
+    """WINDOW: the bytes follow. SHARED, REGIONS, TAKEN: shm's (the sink fetches the bytes itself)."""
 
-    header_bytes: int = 64 << 10
+    MESSAGE = 1
+    WINDOW = 2
+    SHARED = 3
+    REGIONS = 4
+    TAKEN = 5
+
+
+class Proof(IntEnum):
+    """What the trailer proves about the payload."""
+
+    NONE = 0
+    XXH3 = 1  # that nothing was broken on the way
+    GCM = 2  # that it, its header and its verdict were written by who has the key, in this order
+
+
+class FrameLimits(msgspec.Struct, frozen=True):
+    """The largest frame that is read or written. A peer cannot make us hold more than one header."""
+
+    header_bytes: int = 16 << 10
     payload_bytes: int = 64 << 20
 
 
-class Frame(msgspec.Struct, frozen=True):
-    """One message: named fields, and bytes that nobody looks into."""
+class Opening(NamedTuple):
+    """A frame's first bytes, believed as far as their checksum and the limits go."""
 
-    header: Mapping[str, Any]
-    payload: bytes = b""
-
-
-def encode(frame: Frame, limits: FrameLimits) -> tuple[bytes, bytes]:
-    """The frame as (preamble and header, payload): two buffers for one gathering write. FrameError if too large."""
-    header = msgspec.msgpack.encode(frame.header)
-    _check_sizes(len(header), len(frame.payload), limits)
-    preamble = _PREAMBLE.pack(_MAGIC, len(header), len(frame.payload), _checksum(header, frame.payload))
-    return preamble + header, frame.payload
+    kind: Kind
+    proof: Proof
+    header_bytes: int
+    payload_bytes: int
+    checksum: int
 
 
-class FrameDecoder:
-    """Turns a stream of bytes, however cut, into frames. One per connection; useless after a FrameError."""
-
-    def __init__(self, limits: FrameLimits) -> None:
-        self._limits = limits
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[Frame]:
-        """The frames completed by `data`, in order. Raises FrameError as soon as the bytes cannot become a frame."""
-        self._buffer += data
-        frames, at = [], 0
-        while (frame := self._next(at)) is not None:
-            frames.append(frame[0])
-            at = frame[1]
-        del self._buffer[:at]
-        return frames
-
-    def end(self) -> None:
-        """The stream has ended. Raises FrameError in the middle of a frame."""
-        if self._buffer:
-            raise FrameError(f"the stream ended {len(self._buffer)} bytes into a frame")
-
-    def _next(self, at: int) -> tuple[Frame, int] | None:
-        """The frame that begins at `at` and where it ends; None while it is incomplete."""
-        if len(self._buffer) - at < _PREAMBLE.size:
-            if not _MAGIC.startswith(self._buffer[at : at + len(_MAGIC)]):
-                raise FrameError("this is no frame: wrong magic")
-            return None
-        magic, header_bytes, payload_bytes, checksum = _PREAMBLE.unpack_from(self._buffer, at)
-        if magic != _MAGIC:
-            raise FrameError("this is no frame: wrong magic")
-        _check_sizes(header_bytes, payload_bytes, self._limits)
-        middle = at + _PREAMBLE.size + header_bytes
-        end = middle + payload_bytes
-        if len(self._buffer) < end:
-            return None
-        header, payload = bytes(self._buffer[middle - header_bytes : middle]), bytes(self._buffer[middle:end])
-        if _checksum(header, payload) != checksum:
-            raise FrameError("the frame is damaged: checksum differs")
-        return Frame(_fields(header), payload), end
+def frame(kind: Kind, header: bytes, payload_bytes: int = 0, proof: Proof = Proof.NONE) -> bytes:
+    """Preamble and header. The payload is to follow."""
+    fields = _FIELDS.pack(_MAGIC, kind, proof, 0, len(header), payload_bytes)
+    return fields + _CHECKSUM.pack(_checksum(fields, header)) + header
 
 
-def _fields(header: bytes) -> dict[str, Any]:
-    try:
-        return msgspec.msgpack.decode(header, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as wrong:
-        raise FrameError(f"the header is no map from names to values: {wrong}") from wrong
-
-
-def _check_sizes(header_bytes: int, payload_bytes: int, limits: FrameLimits) -> None:
+def opening(data: memoryview, limits: FrameLimits) -> Opening:
+    """What the first PREAMBLE_BYTES of `data` announce. FrameError if that is nothing, or too much."""
+    magic, kind, proof, zero, header_bytes, payload_bytes = _FIELDS.unpack_from(data)
+    if magic != _MAGIC or zero:
+        raise FrameError("this is no frame: wrong magic")
     if header_bytes > limits.header_bytes:
         raise FrameError(f"a header of {header_bytes} bytes is over the limit of {limits.header_bytes}")
     if payload_bytes > limits.payload_bytes:
         raise FrameError(f"a payload of {payload_bytes} bytes is over the limit of {limits.payload_bytes}")
+    if not (0 < kind < 6 and proof < 3):
+        raise FrameError(f"a frame of kind {kind} with proof {proof} is none of ours")
+    (checksum,) = _CHECKSUM.unpack_from(data, _FIELDS.size)
+    return Opening(Kind(kind), Proof(proof), header_bytes, payload_bytes, checksum)
 
 
-def _checksum(header: bytes, payload: bytes) -> int:
-    digest = xxhash.xxh3_64(header)
-    digest.update(payload)
-    return digest.intdigest()
+def verify_header(preamble: memoryview, header: bytes | bytearray | memoryview, announced: Opening) -> None:
+    """FrameError unless header and preamble are what was sent."""
+    if _checksum(preamble[: _FIELDS.size], header) != announced.checksum:
+        raise FrameError("the frame is damaged: checksum differs")
+
+
+def pack_head(head: WindowHead) -> bytes:
+    try:
+        return _HEAD.pack(head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes)
+    except struct.error as wrong:
+        raise FrameError(f"{head} does not fit into a header: {wrong}") from wrong
+
+
+def unpack_head(header: bytes | memoryview) -> WindowHead:
+    if len(header) < _HEAD.size:
+        raise FrameError(f"{len(header)} bytes are no window's header")
+    return WindowHead(*_HEAD.unpack_from(header))
+
+
+def trailer(verdict: Verdict, proof: bytes | int = 0) -> bytes:
+    """`proof`: an xxh3-64 digest or a GCM tag."""
+    data = proof.to_bytes(PROOF_BYTES, "little") if isinstance(proof, int) else proof
+    return _TRAILER.pack(_VERDICTS.index(verdict), data)
+
+
+def read_trailer(data: memoryview) -> tuple[Verdict, bytes]:
+    """The source's verdict and its proof, from the first TRAILER_BYTES."""
+    verdict, proof = _TRAILER.unpack_from(data)
+    if verdict >= len(_VERDICTS):
+        raise FrameError(f"a verdict {verdict} is none of ours")
+    return _VERDICTS[verdict], proof
+
+
+def _checksum(fields: bytes | memoryview, header: bytes | bytearray | memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(header, seed=xxhash.xxh3_64_intdigest(fields))

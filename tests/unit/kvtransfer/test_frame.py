@@ -1,104 +1,90 @@
-"""Frames: every cutting gives the same frames; damage, lies and excess are refused."""
+"""Frames: what was packed is what is read, and nothing else is taken for a frame."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.frame import Frame, FrameDecoder, FrameError, FrameLimits, encode
-
-LIMITS = FrameLimits(header_bytes=2048, payload_bytes=4096)
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(max_size=8) | st.binary(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=8,
+from kvtransfer.frame import (
+    PREAMBLE_BYTES,
+    TRAILER_BYTES,
+    WINDOW_HEADER_BYTES,
+    FrameError,
+    FrameLimits,
+    Kind,
+    Proof,
+    frame,
+    opening,
+    pack_head,
+    read_trailer,
+    trailer,
+    unpack_head,
+    verify_header,
 )
-frames = st.builds(Frame, st.dictionaries(st.text(max_size=8), values, max_size=4), st.binary(max_size=300))
+from kvtransfer.transports.base import Verdict, WindowHead
+
+LIMITS = FrameLimits(header_bytes=1000, payload_bytes=1 << 20)
+HEAD = WindowHead(1 << 61, 3, 2, 1000, 64, 1 << 22)
+u32 = st.integers(0, (1 << 32) - 1)
 
 
-def wire(*some: Frame) -> bytes:
-    return b"".join(b"".join(encode(frame, LIMITS)) for frame in some)
+def read(data: bytes, limits: FrameLimits = LIMITS) -> tuple[Kind, bytes, int]:
+    view = memoryview(data)
+    announced = opening(view, limits)
+    header = data[PREAMBLE_BYTES : PREAMBLE_BYTES + announced.header_bytes]
+    verify_header(view[:PREAMBLE_BYTES], header, announced)
+    return announced.kind, header, announced.payload_bytes
 
 
-@given(st.lists(frames, max_size=4), st.lists(st.integers(0, 3000), max_size=6))
-def test_frames_survive_the_wire_in_every_cutting(sent: list[Frame], cuts: list[int]) -> None:
-    data, decoder, received = wire(*sent), FrameDecoder(LIMITS), []
-    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    for start, end in pairwise(edges):
-        received += decoder.feed(data[start:end])
-    decoder.end()
-    assert received == sent
+@given(st.sampled_from(Kind), st.binary(max_size=1000), st.integers(0, 1 << 20))
+def test_what_was_framed_is_read_back(kind: Kind, header: bytes, payload_bytes: int) -> None:
+    assert read(frame(kind, header, payload_bytes)) == (kind, header, payload_bytes)
 
 
-@given(frames)
-def test_frames_survive_byte_by_byte(frame: Frame) -> None:
-    decoder = FrameDecoder(LIMITS)
-    assert [one for byte in wire(frame) for one in decoder.feed(bytes([byte]))] == [frame]
+@given(st.binary(max_size=100), st.data())
+def test_a_single_altered_byte_is_found(header: bytes, data: st.DataObject) -> None:
+    whole = bytearray(frame(Kind.WINDOW, header, 77, Proof.XXH3))
+    whole[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(FrameError):
+        read(bytes(whole))
 
 
-@given(st.binary(max_size=200))
-def test_noise_is_refused_or_waited_for_but_nothing_else_is_raised(noise: bytes) -> None:
-    decoder = FrameDecoder(LIMITS)
-    try:
-        assert decoder.feed(noise) == []
-    except FrameError:
-        assert not b"KVF1".startswith(noise[:4]) or len(noise) >= 24
+@given(st.binary(min_size=PREAMBLE_BYTES, max_size=200))
+def test_noise_is_no_frame(noise: bytes) -> None:
+    with pytest.raises(FrameError):
+        read(noise)
 
 
-@given(frames, st.data())
-def test_one_turned_bit_never_yields_a_frame(frame: Frame, data: st.DataObject) -> None:
-    bits = bytearray(wire(frame))
-    place = data.draw(st.integers(0, len(bits) * 8 - 1))
-    bits[place // 8] ^= 1 << place % 8
-    decoder = FrameDecoder(LIMITS)
-    try:
-        received = decoder.feed(bytes(bits))
-        assert received == []
-        with pytest.raises(FrameError):
-            decoder.end()
-    except FrameError:
-        pass
+def test_a_header_or_payload_over_the_limit_is_refused_by_its_preamble_alone() -> None:
+    for data in (frame(Kind.MESSAGE, bytes(1001)), frame(Kind.WINDOW, b"", (1 << 20) + 1)):
+        with pytest.raises(FrameError, match="over the limit"):
+            opening(memoryview(data[:PREAMBLE_BYTES]), LIMITS)
 
 
-@pytest.mark.parametrize("frame", [Frame({"a": "x" * 3000}), Frame({}, bytes(5000))])
-def test_a_frame_over_the_limit_is_refused_on_both_sides_before_it_is_held(frame: Frame) -> None:
-    with pytest.raises(FrameError, match="over the limit"):
-        encode(frame, LIMITS)
-    large = encode(frame, FrameLimits())[0][:24]
-    with pytest.raises(FrameError, match="over the limit"):
-        FrameDecoder(LIMITS).feed(large)
+@given(st.integers(0, (1 << 62) - 1), u32, u32, u32, u32, st.integers(0, 1 << 48))
+def test_a_windows_head_survives_the_way(
+    transfer: int, group: int, pair: int, first: int, count: int, size: int
+) -> None:
+    head = WindowHead(transfer, group, pair, first, count, size)
+    assert len(pack_head(head)) == WINDOW_HEADER_BYTES
+    assert unpack_head(pack_head(head)) == head
 
 
-def test_a_stream_that_ends_within_a_frame_is_an_error() -> None:
-    decoder = FrameDecoder(LIMITS)
-    decoder.feed(wire(Frame({"op": "offer"}))[:-1])
-    with pytest.raises(FrameError, match="bytes into a frame"):
-        decoder.end()
+def test_a_head_that_does_not_fit_or_is_too_short_is_an_error() -> None:
+    with pytest.raises(FrameError, match="does not fit"):
+        pack_head(WindowHead(-1, 0, 0, 0, 0, 0))
+    with pytest.raises(FrameError, match="no window's header"):
+        unpack_head(pack_head(HEAD)[:-1])
 
 
-def test_wrong_magic_is_refused_at_the_first_wrong_byte() -> None:
-    with pytest.raises(FrameError, match="wrong magic"):
-        FrameDecoder(LIMITS).feed(b"KVX")
+@pytest.mark.parametrize("verdict", Verdict)
+def test_a_trailer_carries_verdict_and_proof(verdict: Verdict) -> None:
+    assert len(trailer(verdict, 99)) == TRAILER_BYTES
+    assert read_trailer(memoryview(trailer(verdict, 99))) == (verdict, (99).to_bytes(16, "little"))
+    assert read_trailer(memoryview(trailer(verdict, b"t" * 16))) == (verdict, b"t" * 16)
 
 
-@pytest.mark.parametrize("header", [[1, 2], {1: 2}, "text", {b"raw": 1}])
-def test_a_header_that_is_no_map_of_names_is_refused(header: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = msgspec.msgpack.encode(header)
-    monkeypatch.setattr("kvtransfer.frame.msgspec.msgpack.encode", lambda *_, **__: packed)
-    data = wire(Frame({}))
-    with pytest.raises(FrameError, match="no map"):
-        FrameDecoder(LIMITS).feed(data)
-
-
-def test_a_header_nested_beyond_reason_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "kvtransfer.frame.msgspec.msgpack.encode", lambda *_, **__: b"\x81\xa1a" + b"\x91" * 1900 + b"\x01"
-    )
-    data = wire(Frame({}))
-    with pytest.raises(FrameError, match="no map"):
-        FrameDecoder(LIMITS).feed(data)
+def test_an_unknown_verdict_is_an_error() -> None:
+    with pytest.raises(FrameError, match="verdict"):
+        read_trailer(memoryview(b"\x07" + bytes(TRAILER_BYTES - 1)))

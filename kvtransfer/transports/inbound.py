@@ -1,0 +1,233 @@
+"""Inbound: what one end of a stream receives: frames, and windows straight into the sink's memory.
+
+Strict: a length is checked before anything is read for it, and bytes go nowhere but where this side's own plan says.
+Not here: when to pump, the socket's life (stream.py), what messages mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from kvtransfer.frame import (
+    PREAMBLE_BYTES,
+    TRAILER_BYTES,
+    WINDOW_HEADER_BYTES,
+    FrameError,
+    FrameLimits,
+    Kind,
+    Opening,
+    Proof,
+    opening,
+    read_trailer,
+    unpack_head,
+    verify_header,
+)
+from kvtransfer.transports.base import Slice, Verdict, WindowHead
+from kvtransfer.transports.scatter import NOTHING, Pieces, Stretch, address_of, readv
+
+_STAGE_BYTES = 4096
+_SCRATCH_BYTES = 64 << 10
+# What may be read along with the end of a window: exactly up to where the next one's bytes begin.
+_BEHIND_WINDOW = TRAILER_BYTES + PREAMBLE_BYTES + WINDOW_HEADER_BYTES
+_HASH_BYTES = 256 << 10
+
+
+class Hearer(Protocol):
+    """Who hears what came in, and counts it."""
+
+    received_bytes: int
+
+    def framed(self, kind: Kind, header: bytes) -> None:
+        """A frame without payload."""
+        ...
+
+    def incoming(self, head: WindowHead) -> Slice | None: ...
+
+    def landed(self, head: WindowHead, verdict: Verdict) -> None: ...
+
+
+class _Arrival:
+    """A payload on its way in. `window` None: thrown away; `head` None: a large message."""
+
+    __slots__ = ("digest", "head", "message", "pieces", "window")
+
+    def __init__(self, pieces: Pieces, head: WindowHead | None = None, window: Slice | None = None) -> None:
+        self.pieces = pieces
+        self.head = head
+        self.window = window
+        self.message: tuple[Opening, bytes, bytearray] | None = None
+        self.digest: xxhash.xxh3_64 | None = None
+
+
+class Inbound:
+    """Bytes of `fd` in, frames and landed windows out. `receive` reads into a buffer as socket.recv_into does."""
+
+    def __init__(self, fd: int, receive: Callable[[memoryview], int], hearer: Hearer, limits: FrameLimits) -> None:
+        self.limits = limits
+        self._fd = fd
+        self._receive = receive
+        self._hearer = hearer
+        self._arrival: _Arrival | None = None
+        stage = np.empty(_STAGE_BYTES, np.uint8)
+        self._stage, self._address = stage.data, address_of(stage)
+        self._begin = self._end = 0
+        self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+
+    @property
+    def large(self) -> bool:
+        """In the middle of so many bytes that waiting for more is worth a sleep."""
+        arrival = self._arrival
+        return arrival is not None and arrival.pieces.size > _HASH_BYTES
+
+    def divert(self, transfer: int) -> None:
+        """From now on nothing is written into this transfer's blocks."""
+        arrival = self._arrival
+        if arrival is not None and arrival.head is not None and arrival.head.transfer == transfer:
+            arrival.pieces = Pieces.over(self._scratch, arrival.pieces.left)
+            arrival.window = arrival.digest = None
+
+    def pump(self) -> bool:
+        """Read once and act on what came. False: nothing came. EOFError, FrameError, OSError: the end."""
+        count = self._read()
+        if count is None:
+            return False
+        if count == 0:
+            raise EOFError("the peer closed the link")
+        self._hearer.received_bytes += count
+        while self._take():
+            pass
+        self._tidy()
+        return True
+
+    def _read(self) -> int | None:
+        arrival = self._arrival
+        if arrival is None or not arrival.pieces.left:
+            return self._read_frames()
+        pieces = arrival.pieces
+        behind: Stretch = (self._address, _BEHIND_WINDOW) if arrival.head is not None else NOTHING
+        count = pieces.call(readv, self._fd, NOTHING, behind, pieces.count)
+        if count:
+            within = min(count, pieces.left)
+            self._end = count - within
+            self._arrived(arrival, within)
+        return count
+
+    def _read_frames(self) -> int | None:
+        try:
+            count = self._receive(self._stage[self._end :])
+        except BlockingIOError:
+            return None
+        self._end += count
+        return count
+
+    def _arrived(self, arrival: _Arrival, count: int) -> None:
+        pieces = arrival.pieces
+        pieces.advance(count)
+        if arrival.digest is not None:
+            pieces.feed_when(arrival.digest.update, _HASH_BYTES)
+
+    def _take(self) -> bool:
+        """Act on the next thing that is complete. False: more bytes are needed."""
+        arrival, have = self._arrival, self._end - self._begin
+        if arrival is None:
+            return have >= PREAMBLE_BYTES and self._open(have)
+        if arrival.pieces.left:
+            return False
+        if arrival.message is not None:
+            return self._close_message(arrival.message)
+        if have < TRAILER_BYTES:
+            return False
+        self._close_window(arrival)
+        return True
+
+    def _open(self, have: int) -> bool:
+        """A frame begins."""
+        preamble = self._stage[self._begin : self._begin + PREAMBLE_BYTES]
+        announced = opening(preamble, self.limits)
+        size = PREAMBLE_BYTES + announced.header_bytes
+        if size > _STAGE_BYTES:
+            self._open_message(announced, bytes(preamble))
+            return True
+        if have < size:
+            return False
+        header = bytes(self._stage[self._begin + PREAMBLE_BYTES : self._begin + size])
+        verify_header(preamble, header, announced)
+        self._begin += size
+        if announced.kind is Kind.WINDOW:
+            self._open_window(announced, header)
+        else:
+            self._framed(announced, header)
+        return True
+
+    def _framed(self, announced: Opening, header: bytes) -> None:
+        if announced.payload_bytes:
+            raise FrameError(f"a frame of kind {announced.kind.name} has no payload")
+        self._hearer.framed(announced.kind, header)
+
+    def _open_message(self, announced: Opening, preamble: bytes) -> None:
+        """A header too large for the stage gets memory of its own, within the limits that were just checked."""
+        message = bytearray(announced.header_bytes)
+        self._arrival = _Arrival(Pieces.of_buffer(message))
+        self._arrival.message = (announced, preamble, message)
+        self._begin += PREAMBLE_BYTES
+        self._fill(self._arrival)
+
+    def _close_message(self, message: tuple[Opening, bytes, bytearray]) -> bool:
+        announced, preamble, data = message
+        verify_header(memoryview(preamble), data, announced)
+        self._arrival = None
+        self._framed(announced, bytes(data))
+        return True
+
+    def _open_window(self, announced: Opening, header: bytes) -> None:
+        """Where it goes is our own plan's answer; its size must be that plan's before a byte is read into memory."""
+        head = unpack_head(header)
+        if announced.payload_bytes not in (0, head.n_bytes):
+            raise FrameError(f"a window of {head.n_bytes} bytes comes with {announced.payload_bytes}")
+        window = self._hearer.incoming(head)
+        if window is None or not announced.payload_bytes:
+            arrival = _Arrival(Pieces.over(self._scratch, announced.payload_bytes), head, window)
+        else:
+            arrival = _Arrival(Pieces.of_window(window.region, window.runs.dst, window.runs.length), head, window)
+            if arrival.pieces.size != head.n_bytes:
+                raise FrameError(f"a window of {head.n_bytes} bytes where the plan has {arrival.pieces.size}")
+            if announced.proof is Proof.XXH3:
+                arrival.digest = xxhash.xxh3_64()
+        self._arrival = arrival
+        self._fill(arrival)
+
+    def _fill(self, arrival: _Arrival) -> None:
+        """Bytes that came along with the header."""
+        count = min(self._end - self._begin, arrival.pieces.left)
+        if count:
+            arrival.pieces.put(self._stage[self._begin : self._begin + count])
+            self._begin += count
+            self._arrived(arrival, count)
+
+    def _close_window(self, arrival: _Arrival) -> None:
+        verdict, proof = read_trailer(self._stage[self._begin :])
+        self._begin += TRAILER_BYTES
+        self._arrival = None
+        window, head = arrival.window, arrival.head
+        if window is None or head is None:
+            return
+        if not arrival.pieces.size and head.n_bytes:
+            verdict = Verdict.STALE
+        elif verdict is Verdict.OK and not _proven(arrival, proof):
+            verdict = Verdict.CORRUPT
+        self._hearer.landed(head, verdict)
+
+    def _tidy(self) -> None:
+        """What is left moves to the stage's front."""
+        left = self._end - self._begin
+        if left and self._begin:
+            self._stage[:left] = self._stage[self._begin : self._end]
+        self._begin, self._end = 0, left
+
+
+def _proven(arrival: _Arrival, proof: bytes) -> bool:
+    return arrival.digest is None or int.from_bytes(proof, "little") == arrival.digest.intdigest()

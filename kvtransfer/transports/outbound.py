@@ -1,0 +1,159 @@
+"""Outbound: what one end of a stream sends, in order: messages, and windows straight from the source's memory.
+
+Fed from any thread, pumped by one. Not here: when to pump, the socket's life (stream.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import xxhash
+
+from kvtransfer.frame import Kind, Proof, frame, pack_head, trailer
+from kvtransfer.transports.base import Slice, Verdict, WindowHead
+from kvtransfer.transports.scatter import NOTHING, Pieces, address_of, writev
+from kvtransfer.transports.seal import Seal
+
+_SMALL_BYTES = 64 << 10
+_AHEAD_BYTES = 1 << 20  # hashed before it is written: what a core's cache holds
+_ZEROS_BYTES = 64 << 10
+
+
+class _Body:
+    """Bytes on their way out: a window's, or a large message's (no head). What its trailer will say."""
+
+    __slots__ = ("current", "digest", "head", "pieces", "tag", "verdict")
+
+    def __init__(
+        self, pieces: Pieces, head: WindowHead | None = None, current: Callable[[], bool] | None = None
+    ) -> None:
+        self.pieces = pieces
+        self.head = head
+        self.current = current
+        self.verdict = Verdict.OK
+        self.digest: xxhash.xxh3_64 | None = None
+        self.tag = b""
+
+    def trailer(self) -> bytes:
+        """Made when the last byte has been read from memory: what was read until now was read in time, or was not."""
+        if self.current is not None and not self.current():
+            self.verdict = Verdict.STALE
+        return trailer(self.verdict, self.tag or (self.digest.intdigest() if self.digest else 0))
+
+
+class Outbound:
+    """Frames in, bytes out of `fd`. `sent` hears of each window that has been read; `checked`: windows carry xxh3."""
+
+    def __init__(self, fd: int, sent: Callable[[WindowHead], None], *, checked: bool) -> None:
+        self.blocked = False
+        self.seal: Seal | None = None
+        self._fd = fd
+        self._sent = sent
+        self._checked = checked
+        self._queue: deque[bytes | tuple[WindowHead, Slice]] = deque()
+        self._body: _Body | None = None
+        small = np.empty(_SMALL_BYTES, np.uint8)
+        self._small, self._address = small.data, address_of(small)
+        self._begin = self._end = 0
+        self._zeros = np.zeros(_ZEROS_BYTES, np.uint8)
+
+    def queue(self, item: bytes | tuple[WindowHead, Slice]) -> None:
+        """A whole frame, or a window. From any thread."""
+        self._queue.append(item)
+
+    @property
+    def idle(self) -> bool:
+        return not self._queue and self._body is None and self._begin == self._end
+
+    def drop(self, transfer: int) -> None:
+        """Forget its windows. Of one that has begun, zeros follow and the verdict is STALE: its memory is not ours."""
+        kept = [item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer]
+        self._queue = deque(kept)
+        body = self._body
+        if body is not None and body.head is not None and body.head.transfer == transfer:
+            body.pieces = Pieces.over(self._zeros, body.pieces.left)
+            body.digest = None
+            body.verdict = Verdict.STALE
+
+    def pump(self) -> bool:
+        """Write until nothing is left or the socket takes no more (`blocked`). Whether anything was written."""
+        moved = self.blocked = False
+        while self._next():
+            if not self._write():
+                self.blocked = True
+                break
+            moved = True
+        return moved
+
+    def _next(self) -> bool:
+        """Lay out what follows, until there are bytes of a body or the small frames fill their buffer."""
+        while self._body is None and self._queue and self._end < _SMALL_BYTES // 2:
+            item = self._queue.popleft()
+            if isinstance(item, tuple):
+                self._begin_window(*item)
+            elif len(item) > _SMALL_BYTES // 2:
+                self._body = _Body(Pieces.of_buffer(item))
+            else:
+                self._lay(item)
+        return self._body is not None or self._begin < self._end
+
+    def _lay(self, data: bytes) -> None:
+        end = self._end + len(data)
+        self._small[self._end : end] = data
+        self._end = end
+
+    def _begin_window(self, head: WindowHead, window: Slice) -> None:
+        """A window whose source has lost its blocks already is only named, and nothing of it is read."""
+        pieces = Pieces.of_window(window.region, window.runs.src, window.runs.length)
+        proof = Proof.GCM if self.seal else Proof.XXH3 if self._checked else Proof.NONE
+        if window.current is not None and not window.current():
+            self._lay(frame(Kind.WINDOW, pack_head(head), 0, proof))
+            pieces = Pieces.over(self._zeros, 0)
+        else:
+            self._lay(frame(Kind.WINDOW, pack_head(head), pieces.size, proof))
+        body = _Body(pieces, head, window.current)
+        if proof is Proof.XXH3:
+            body.digest = xxhash.xxh3_64()
+        self._body = body
+        if not pieces.size:
+            self._finish(body)
+
+    def _write(self) -> bool:
+        body = self._body
+        if body is None:
+            return self._write_small()
+        pieces, small = body.pieces, self._end - self._begin
+        last = pieces.count
+        if body.digest is not None:
+            pieces.feed_ahead(body.digest.update, _AHEAD_BYTES)
+            last = pieces.fed
+        count = pieces.call(writev, self._fd, (self._address + self._begin, small), NOTHING, last)
+        if count is None:
+            return False
+        ahead = min(count, small)
+        self._wrote(ahead)
+        pieces.advance(count - ahead)
+        if not pieces.left:
+            self._finish(body)
+        return True
+
+    def _write_small(self) -> bool:
+        try:
+            self._wrote(os.write(self._fd, self._small[self._begin : self._end]))
+        except BlockingIOError:
+            return False
+        return True
+
+    def _wrote(self, count: int) -> None:
+        self._begin += count
+        if self._begin == self._end:
+            self._begin = self._end = 0
+
+    def _finish(self, body: _Body) -> None:
+        self._body = None
+        if body.head is not None:
+            self._lay(body.trailer())
+            self._sent(body.head)

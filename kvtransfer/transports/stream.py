@@ -1,0 +1,298 @@
+"""StreamLink: a link over a stream socket, moved by one thread of its own. What tcp and shm have in common.
+
+The thread spins for a moment after the last byte, then sleeps until the socket or another thread wakes it. Whoever
+waits anyway may do the moving itself (`drive`). Not here: listening and dialling (tcp.py, shm.py), the bytes' form.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvtransfer.frame import FrameError, FrameLimits, Kind, frame
+from kvtransfer.regions import Region
+from kvtransfer.reshard import Blocks
+from kvtransfer.transports.base import LinkOwner, Slice, TransportError, Verdict, WindowHead
+from kvtransfer.transports.inbound import Inbound
+from kvtransfer.transports.outbound import Outbound
+from kvtransfer.transports.seal import SealBroken
+
+_MOST_MESSAGE_BYTES = (4 << 20) + (128 << 10)
+_STRANGER = FrameLimits(header_bytes=24 << 10, payload_bytes=0)
+_NEVER = float("inf")
+_JOIN_S = 2.0
+_log = logging.getLogger(__name__)
+
+
+class Manner(msgspec.Struct, frozen=True):
+    """How a link behaves.
+
+    checked        windows carry an xxh3-64 of their bytes, taken from the source's memory and again from the sink's
+    sealed         windows are encrypted and authenticated (AES-128-GCM); both ends must want it
+    spin_s         how long to look for more before sleeping; 0 on machines with no core to spare
+    window_bytes   what a window should measure here: larger ones cost less, smaller ones are fairer
+    """
+
+    checked: bool = True
+    sealed: bool = False
+    spin_s: float = 50e-6
+    window_bytes: int = 4 << 20
+
+
+class StreamLink:
+    """One end. The thread, or a driver in its place, alone touches the socket and the memory (`_lead` is held)."""
+
+    transport = "stream"
+    _HOLD_MS = 5  # after a driver has left, the thread gives the next one so long before it takes over
+
+    def __init__(
+        self, sock: socket.socket, owner: LinkOwner, peer: str, manner: Manner, ended: Callable[[Any], None]
+    ) -> None:
+        self.peer = peer
+        self.received_bytes = 0
+        self.window_bytes = manner.window_bytes
+        self._sock, self._owner, self._manner, self._ended_hook = sock, owner, manner, ended
+        sock.setblocking(False)
+        self._out = Outbound(sock.fileno(), self._sent, checked=manner.checked)
+        self._in = Inbound(sock.fileno(), self._receive, self, _STRANGER)
+        self._orders: deque[Callable[[], None]] = deque()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lead, self._gate, self._telling = threading.Lock(), threading.Lock(), threading.Lock()
+        self._asleep = self._closing = self._ended = False
+        self._drivers, self._driven_s = 0, -_NEVER
+        self._broken: str | None = None
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._poll.register(self._bell, select.POLLIN)
+        self._polled_out = False
+        self._bell_alone = select.poll()
+        self._bell_alone.register(self._bell, select.POLLIN)
+        self._thread = threading.Thread(target=self._live, name=f"kv-{self.transport}-{peer}", daemon=True)
+
+    # ---- from any thread ----
+
+    def open(self, *, dialled: bool) -> None:
+        """Begin. The owner of a link that was dialled to us hears `linked` first."""
+        if not dialled:
+            self._orders.append(lambda: self._owner.linked(self))
+        self._thread.start()
+
+    def send(self, message: bytes) -> None:
+        if len(message) > _MOST_MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(message)} bytes is over the limit of {_MOST_MESSAGE_BYTES}")
+        self._queue(frame(Kind.MESSAGE, message))
+
+    def put(self, head: WindowHead, window: Slice) -> None:
+        self._queue((head, window))
+
+    def drop(self, transfer: int) -> None:
+        self._order(lambda: self._out.drop(transfer))
+
+    def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
+        return b""
+
+    def accept(self, transfer: int, grant: bytes) -> None:
+        pass
+
+    def secure(self, window_key: bytes) -> None:
+        self._order(lambda: self._trust(window_key))
+
+    def fence(self, transfer: int) -> None:
+        if not self._order(lambda: self._fence(transfer)):
+            threading.Thread(target=self._fenced_late, args=(transfer,), daemon=True).start()
+
+    def close(self) -> None:
+        self._closing = True
+        self._wake(always=True)
+
+    def join(self) -> None:
+        """Wait until the thread has ended, unless that is the caller's own."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+    def drive(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Move this link's bytes on the calling thread until `done()`: what waits anyway needs no wake-up.
+
+        Whether it was done in time. The owner is then called on this thread. Raises TransportError on a lost link.
+        """
+        deadline_s = time.perf_counter() + timeout_s
+        self._count_drivers(1)
+        try:
+            self._wake()
+            with self._lead:
+                while not done():
+                    if self._broken is not None or self._closing or self._ended:
+                        raise TransportError(self._broken or "the link is closed")
+                    if time.perf_counter() > deadline_s:
+                        return False
+                    self._step(deadline_s, done)
+        finally:
+            self._driven_s = time.perf_counter()
+            self._count_drivers(-1)
+        return True
+
+    def _count_drivers(self, more: int) -> None:
+        with self._gate:
+            self._drivers += more
+
+    def _queue(self, item: bytes | tuple[WindowHead, Slice]) -> None:
+        if not self._ended:
+            self._out.queue(item)
+            self._wake()
+
+    def _order(self, order: Callable[[], None]) -> bool:
+        """Have the thread do something. False when it does nothing any more."""
+        with self._gate:
+            if self._ended:
+                return False
+            self._orders.append(order)
+        self._wake(always=True)
+        return True
+
+    def _wake(self, *, always: bool = False) -> None:
+        if self._asleep or always:
+            with self._gate:
+                if not self._ended:
+                    os.eventfd_write(self._bell, 1)
+
+    def _fenced_late(self, transfer: int) -> None:
+        """Nobody writes any more on a link that has ended; the answer is owed all the same."""
+        with self._telling:
+            self._owner.fenced(self, transfer)
+
+    # ---- on the link's thread ----
+
+    def _live(self) -> None:
+        while self._broken is None and not self._closing:
+            if self._driven() and not (self._orders and not self._drivers):
+                self._bell_alone.poll(self._HOLD_MS)
+                continue
+            with self._lead:
+                if not self._drivers and self._broken is None:
+                    self._step(_NEVER)
+        self._end()
+
+    def _driven(self) -> bool:
+        """Somebody drives, or has just driven and will probably do so again: better not be in the way."""
+        return self._drivers > 0 or time.perf_counter() - self._driven_s < self._HOLD_MS / 1e3
+
+    def _step(self, deadline_s: float, done: Callable[[], bool] | None = None) -> None:
+        """Move what can be moved, and rest when nothing can."""
+        try:
+            if not self._turn():
+                self._rest(deadline_s, done)
+        except (EOFError, FrameError, SealBroken, TransportError) as wrong:
+            self._broken = str(wrong)
+        except OSError as wrong:
+            self._broken = wrong.strerror or str(wrong)
+        except Exception:
+            _log.exception("the owner of the link to %s failed", self.peer)
+            self._broken = "the owner of the link failed"
+
+    def _turn(self) -> bool:
+        if self._orders:
+            self._obey()
+        moved = self._out.pump() if not self._out.idle else False
+        return self._in.pump() or moved
+
+    def _obey(self) -> None:
+        self._silence()
+        while self._orders:
+            self._orders.popleft()()
+
+    def _silence(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
+    def _rest(self, deadline_s: float, done: Callable[[], bool] | None) -> None:
+        if not self._out.blocked and not self._in.large and self._spin(done):
+            return
+        self._asleep = True
+        try:
+            if self._orders or not (self._out.idle or self._out.blocked) or self._closing:
+                return
+            if done is None and self._drivers:
+                return
+            self._want_out(self._out.blocked)
+            left_ms = None if deadline_s == _NEVER else max(0.0, (deadline_s - time.perf_counter()) * 1e3)
+            if any(fd == self._bell for fd, _ in self._poll.poll(left_ms)):
+                self._silence()
+        finally:
+            self._asleep = False
+
+    def _spin(self, done: Callable[[], bool] | None) -> bool:
+        """Look for more for a while. True when there is something to do."""
+        until_s = time.perf_counter() + self._manner.spin_s
+        while time.perf_counter() < until_s:
+            if self._in.pump() or self._orders or not self._out.idle or self._closing:
+                return True
+            if done is None and self._drivers:
+                return True
+        return False
+
+    def _want_out(self, want: bool) -> None:
+        if want != self._polled_out:
+            self._polled_out = want
+            self._poll.modify(self._sock, select.POLLIN | select.POLLOUT if want else select.POLLIN)
+
+    def _end(self) -> None:
+        """Out of all memory for good. Then the owner hears it, and whoever still waits for a fence."""
+        with self._lead:
+            if self._broken is None:
+                self._farewell()
+            self._sock.close()
+        self._ended_hook(self)
+        if not self._closing:
+            self._owner.lost(self, self._broken or "closed")
+        while not self._all_obeyed():
+            while self._orders:
+                self._orders.popleft()()
+        os.close(self._bell)
+
+    def _farewell(self) -> None:
+        """A last message is worth a try, but no wait."""
+        try:
+            self._out.pump()
+        except OSError:
+            return
+
+    def _all_obeyed(self) -> bool:
+        with self._gate:
+            self._ended = not self._orders
+            return self._ended
+
+    def _receive(self, buffer: memoryview) -> int:
+        return self._sock.recv_into(buffer)
+
+    def _trust(self, window_key: bytes) -> None:
+        self._in.limits = FrameLimits(header_bytes=_MOST_MESSAGE_BYTES)
+
+    def _fence(self, transfer: int) -> None:
+        self._in.divert(transfer)
+        self._owner.fenced(self, transfer)
+
+    # ---- what came and went ----
+
+    def framed(self, kind: Kind, header: bytes) -> None:
+        if kind is not Kind.MESSAGE:
+            raise FrameError(f"a frame of kind {kind.name} has no place on {self.transport}")
+        self._owner.message(self, header)
+
+    def incoming(self, head: WindowHead) -> Slice | None:
+        return self._owner.incoming(self, head)
+
+    def landed(self, head: WindowHead, verdict: Verdict) -> None:
+        self._owner.landed(self, head, verdict)
+
+    def _sent(self, head: WindowHead) -> None:
+        self._owner.sent(self, head)
