@@ -37,8 +37,10 @@ class Reason(StrEnum):
     BAD_TICKET = "bad_ticket"
     TICKET_EXPIRED = "ticket_expired"
     TICKET_SPENT = "ticket_spent"
+    GONE = "offer_gone"
     NAME_TAKEN = "name_taken"
     NEVER_OFFERED = "never_offered"
+    TOKENS = "tokens_mismatch"  # the sink wants more than was offered
     DECLINED = "declined"  # the source's engine said that no such offer will come
     TOO_MANY_WAITING = "too_many_waiting"
     STALE = "stale"
@@ -56,6 +58,7 @@ RETRIABLE = frozenset(Reason) - {
     Reason.BAD_TICKET,
     Reason.TICKET_SPENT,
     Reason.NAME_TAKEN,
+    Reason.TOKENS,
     Reason.PROTOCOL,
 }
 
@@ -70,7 +73,7 @@ _HOW = {
 
 
 class End(msgspec.Struct, frozen=True):
-    """`n_bytes` that moved, `seconds` since the beginning of the offer or landing, `transport`: "" if none was chosen."""
+    """`n_bytes` that moved, `seconds` since the offer or the landing began, `transport`: "" if none was chosen."""
 
     how: How
     reason: Reason

@@ -85,7 +85,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown
     skip_tokens: Tokens
     wait_s: Seconds
     slack_s: Seconds
-    bulk: bool
+    klass: Annotated[int, msgspec.Meta(ge=0, le=2)]
     window_bytes: Bytes
     ticket: TicketText | None = None
     grant: GrantBytes = b""

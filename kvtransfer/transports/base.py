@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Runs
+from kvtransfer.reshard import Blocks, Runs
 
 
 class TransportError(Exception):
@@ -46,7 +46,7 @@ class Slice(msgspec.Struct, frozen=True):
     """A window as one end's plan has it: which runs, and this end's region (the source's to send, the sink's to land).
 
     `current` says whether the source's blocks are still of the generation that was promised. A transport asks it right
-    before and right after it has read the source's memory, on whichever side that happens; None where it cannot be known.
+    before and right after it has read the source's memory, on whichever side that happens; None on a sink.
     """
 
     runs: Runs
@@ -65,6 +65,8 @@ class Link(Protocol):
 
     transport: str
     peer: str
+    received_bytes: int
+    """So many have come in from the peer, of whatever kind: as long as it grows, the peer is alive."""
 
     def send(self, message: bytes) -> None:
         """Queue a control message; it keeps its order among this side's messages and windows."""
@@ -78,7 +80,7 @@ class Link(Protocol):
         """Source: forget the transfer's queued windows. One whose bytes have begun ends with verdict STALE."""
         ...
 
-    def grant(self, transfer: int, regions: Sequence[Region], blocks: Sequence[int]) -> bytes:
+    def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
         """Sink: let the peer write these blocks; the result travels in the invitation (rdma: keys; others: empty)."""
         ...
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.clock import Call, Clock, Timer
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Runs
+from kvtransfer.reshard import Blocks, Runs
 from kvtransfer.transports.base import Link, LinkOwner, Slice, TransportError, Verdict, WindowHead
 
 
@@ -184,6 +184,7 @@ class InprocLink:
 
     def __init__(self, end: Inproc, peer: str) -> None:
         self.peer = peer
+        self.received_bytes = 0
         self.far: InprocLink
         self._end, self._wire = end, end.wire
         self._queue: deque[bytes | tuple[WindowHead, Slice]] = deque()
@@ -202,7 +203,7 @@ class InprocLink:
     def drop(self, transfer: int) -> None:
         self._soon(lambda: self._drop(transfer))
 
-    def grant(self, transfer: int, regions: Sequence[Region], blocks: Sequence[int]) -> bytes:
+    def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
         return b""
 
     def accept(self, transfer: int, grant: bytes) -> None:
@@ -234,6 +235,7 @@ class InprocLink:
     def hear(self, tell: Callable[[LinkOwner], None]) -> None:
         """Tell the owner, if the link is still there."""
         if not self._closed and self._end.owner is not None:
+            self.received_bytes += 1
             tell(self._end.owner)
 
     def _leave(self) -> None:
@@ -282,7 +284,7 @@ class InprocLink:
         half, at = rest
         _gather(window, arrival.data, at, half, len(window.runs.length))
         _check(window, arrival)
-        arrival.digest = xxhash.xxh3_64_intdigest(arrival.data)
+        arrival.digest = _digest(arrival.data)
         self._sending = None
         self.hear(lambda owner: owner.sent(self, arrival.head))
         self._spoil(arrival)
@@ -324,7 +326,7 @@ class InprocLink:
         if whole:
             _scatter(runs, arrival.data, arrival.window.region, 0, len(runs.length))
         self._arrivals.remove(arrival)
-        if not whole or xxhash.xxh3_64_intdigest(arrival.data) != arrival.digest:
+        if not whole or _digest(arrival.data) != arrival.digest:
             arrival.verdict = Verdict.CORRUPT
         self.hear(lambda owner: owner.landed(self, arrival.head, arrival.verdict))
 
@@ -335,6 +337,10 @@ class InprocLink:
             self._arrivals.remove(arrival)
         if self._end.owner is not None:
             self._end.owner.fenced(self, transfer)
+
+
+def _digest(data: NDArray[np.uint8]) -> int:
+    return xxhash.xxh3_64_intdigest(data.data)
 
 
 def _deliver(message: bytes, link: InprocLink) -> None:

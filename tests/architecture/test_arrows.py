@@ -25,6 +25,8 @@ KVTRANSFER_IO = {"asyncio", "ctypes", "fcntl", "mmap", "os", "select", "socket",
 MAY_DO_IO = {
     "agent.py": KVTRANSFER_IO,
     "handles.py": {"asyncio", "os"},
+    "lines.py": {"threading"},
+    "switchboard.py": {"threading"},
     "clock.py": {"threading", "time"},
     "regions.py": {"fcntl", "mmap", "os"},
 }

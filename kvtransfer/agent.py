@@ -1,0 +1,319 @@
+"""Agent: what an engine embeds to offer its KV blocks to peers and to fetch theirs. The one place where the books, the
+links, the clock and the event loop meet: one lock, events in from any thread, commands out in order.
+
+Not here: any decision about a transfer (source.py, sink.py), or about a link's trust (session.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvtransfer.clock import Clock, ThreadClock, Timer
+from kvtransfer.commands import Admit, Bump, Command, Dial, Drop, Fence, Progress, Put, Resolve, Send, SendInvite
+from kvtransfer.credits import Klass
+from kvtransfer.ends import Reason
+from kvtransfer.handles import Doorbell, Handle, Landing, Offer
+from kvtransfer.layout import KvLayout
+from kvtransfer.messages import Card
+from kvtransfer.options import Options
+from kvtransfer.outlet import Ware
+from kvtransfer.regions import Region
+from kvtransfer.reshard import Blocks
+from kvtransfer.sink import SinkBook, Wish
+from kvtransfer.source import SourceBook
+from kvtransfer.switchboard import Switchboard
+from kvtransfer.tally import Tally
+from kvtransfer.transports.base import Link, Slice, Transport, TransportError, Verdict, WindowHead
+
+
+class Agent:
+    """One TP group's end of all its transfers.
+
+    layout, regions   the group's, one region per rank; their memory outlives the agent
+    key               the fleet's secret, at least 16 bytes: who does not have it can do nothing here
+    transports        by the first we are reached (`address`) and reach peers; a better one that both have is then taken
+    clock             None: a thread of its own
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: KvLayout,
+        regions: Sequence[Region],
+        *,
+        key: bytes,
+        transports: Sequence[Transport],
+        clock: Clock | None = None,
+        options: Options | None = None,
+    ) -> None:
+        if len(regions) != layout.ranks or not transports:
+            raise ValueError(f"{len(regions)} regions for {layout.ranks} ranks, {len(transports)} transports")
+        self.options = options or Options()
+        self.address = ""
+        self._name, self._layout, self._regions = name, layout, list(regions)
+        self._transports = {transport.name: transport for transport in transports}
+        self._own_clock = ThreadClock(f"kv-{name}") if clock is None else None
+        self._clock: Clock = clock or self._own_clock or ThreadClock()
+        self._lock = threading.RLock()
+        self._tally = Tally()
+        self._card = Card(name, secrets.token_bytes(16), layout, self.options.family, self.options.host)
+        self._sink = SinkBook(layout, self._regions, self.options, self._tally)
+        self._source = SourceBook(self._card, self._regions, key, self.options, self._tally)
+        books = (self._sink, self._source, self._tally)
+        self._board = Switchboard(key, self._transports, self._clock, self.options, books, self._lock, self._do)
+        self._commands: deque[Command] = deque()
+        self._carrying_out = False
+        self._handles: dict[int, Handle] = {}
+        self._numbers = itertools.count(1)
+        self._doorbell: Doorbell | None = None
+        self._alarm: Timer | None = None
+        self._closed = False
+
+    # ---- the engine's side
+
+    async def start(self) -> None:
+        """Listen; handles can be awaited on this loop. Raises TransportError."""
+        self._doorbell = Doorbell(asyncio.get_running_loop())
+        self.open()
+
+    def open(self) -> None:
+        """Listen, without an event loop: handles can be looked at, not awaited."""
+        addresses = {name: transport.start(self, self._regions) for name, transport in self._transports.items()}
+        self.address = next(iter(addresses.values()))
+        self._board.open(msgspec.structs.replace(self._card, addresses=addresses))
+
+    async def close(self) -> None:
+        """End everything, behind the fence; blocks are the engine's again when this returns."""
+        self.shut()
+        for handle in list(self._handles.values()):
+            await handle.ended()
+        await asyncio.to_thread(self.leave)
+        if self._doorbell is not None:
+            self._doorbell.close()
+
+    def shut(self) -> None:
+        """Take nothing more, and begin to end what there is."""
+        with self._lock:
+            self._closed = True
+            self._board.refuse()
+            now = self._clock.now()
+            self._do(self._sink.close(now) + self._source.close(now))
+
+    def leave(self) -> None:
+        """Hang up everywhere and stop listening. After `shut`, when every handle has ended."""
+        with self._lock:
+            if self._alarm is not None:
+                self._alarm.cancel()
+        self._board.close()
+        for transport in self._transports.values():
+            transport.close()
+        if self._own_clock is not None:
+            self._own_clock.close()
+
+    def offer(
+        self,
+        name: str,
+        blocks: Blocks,
+        tokens: int,
+        *,
+        ttl_s: float = 30.0,
+        ready_layers: int | None = None,
+        sink: str | None = None,
+    ) -> Offer:
+        """Let one sink fetch the KV of `tokens` tokens in `blocks`, for `ttl_s` (which a sink that is at it renews).
+
+        ready_layers   computed so far; None: all. A name is one offer's at a time, and best never used again
+        sink           the only agent that may fetch it; None: any of the fleet
+        Raises ValueError. Until it has `ended` the blocks must stay as they are.
+        """
+        layers = self._layout.layers if ready_layers is None else ready_layers
+        ware = Ware(name, np.array(blocks, np.int64), tokens, ttl_s, layers, secrets.token_bytes(16), sink)
+        with self._lock:
+            offer = Offer(self, self._number(), name)
+            offer.ticket, commands = self._source.offer(offer.number, ware, self._clock.now())
+            self._handles[offer.number] = offer
+            self._do(commands)
+        return offer
+
+    def fetch(
+        self,
+        address: str,
+        name: str,
+        blocks: Blocks,
+        tokens: int,
+        *,
+        ticket: str | None = None,
+        skip_tokens: int = 0,
+        timeout_s: float = 30.0,
+        klass: str = "interactive",
+    ) -> Landing:
+        """Have tokens [skip_tokens, tokens) of offer `name` of the agent at `address` written into `blocks`.
+
+        ticket     the offer's; None: the offer may come later, and is taken by its name
+        klass      interactive, bulk or migration
+        Returns at once; raises ValueError. Until it has `ended` the blocks are nobody's but the transfer's.
+        """
+        wish = Wish(
+            address, name, np.array(blocks, np.int64), tokens, skip_tokens, timeout_s, Klass[klass.upper()], ticket
+        )
+        with self._lock:
+            landing = Landing(self, self._number(), name)
+            commands = self._sink.fetch(landing.number, wish, self._clock.now())
+            self._handles[landing.number] = landing
+            self._do(commands)
+        return landing
+
+    def decline(self, name: str, detail: str = "") -> None:
+        """Say that no offer of this name will come, to whoever waits for it."""
+        with self._lock:
+            self._do(self._source.decline(name, detail))
+
+    def figures(self) -> dict[str, Any]:
+        """Counters since the start, and what is held now."""
+        with self._lock:
+            return {
+                **self._tally.figures(),
+                "leases": self._source.held,
+                "reservations": self._sink.held,
+                "under_way_bytes": self._source.credits_taken(),
+                "links": len(self._board),
+                "bytes_per_s": self._sink.bandwidth.all(),
+            }
+
+    # ---- what handles ask for
+
+    def ready(self, number: int, layers: int) -> None:
+        with self._lock:
+            self._do(self._source.ready(number, layers, self._clock.now()))
+
+    def renew(self, number: int, ttl_s: float) -> str | None:
+        with self._lock:
+            return self._source.renew(number, ttl_s, self._clock.now())
+
+    def revoke(self, number: int, detail: str) -> None:
+        with self._lock:
+            self._do(self._source.revoke(number, Reason.REVOKED, detail, self._clock.now()))
+
+    def cancel(self, number: int, detail: str) -> None:
+        with self._lock:
+            self._do(self._sink.cancel(number, Reason.CANCELLED, detail, self._clock.now()))
+
+    # ---- what links tell (LinkOwner)
+
+    def linked(self, link: Link) -> None:
+        self._board.linked(link)
+
+    def message(self, link: Link, data: bytes) -> None:
+        self._board.message(link, data)
+
+    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+        with self._lock:
+            return self._sink.incoming(link, head, self._clock.now())
+
+    def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
+        with self._lock:
+            self._do(self._sink.landed(link, head, verdict, self._clock.now()))
+
+    def sent(self, link: Link, head: WindowHead) -> None:
+        """Credit is the sink's to give back: nothing is due."""
+
+    def fenced(self, link: Link, transfer: int) -> None:
+        with self._lock:
+            self._do(self._sink.fenced(link, transfer, self._clock.now()))
+
+    def lost(self, link: Link, reason: str) -> None:
+        self._board.lose(link, Reason.LINK_LOST, reason)
+
+    # ---- time
+
+    def _tick(self) -> None:
+        with self._lock:
+            self._alarm = None
+            now = self._clock.now()
+            self._do(self._sink.tick(now) + self._source.tick(now))
+
+    def _set_alarm(self) -> None:
+        dues = [due for due in (self._sink.due(), self._source.due()) if due is not None]
+        if dues and (self._alarm is None or min(dues) < self._alarm.when):
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm = self._clock.call_at(min(dues), self._tick)
+
+    # ---- commands
+
+    def _number(self) -> int:
+        if self._closed or not self.address:
+            raise RuntimeError(f"agent {self._name} is not open")
+        return next(self._numbers)
+
+    def _do(self, commands: list[Command]) -> None:
+        """Carry out commands in the order of their decision, also those that come up meanwhile."""
+        self._commands.extend(commands)
+        if self._carrying_out:
+            return
+        self._carrying_out = True
+        try:
+            while self._commands:
+                self._carry_out(self._commands.popleft())
+        finally:
+            self._carrying_out = False
+        self._set_alarm()
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Put(link, head, window):
+                link.put(head, window)
+            case Send(link, message):
+                self._board.say(link, message)
+            case SendInvite():
+                self._invite(command)
+            case Admit():
+                self._admit(command)
+            case Drop(link, transfer):
+                link.drop(transfer)
+            case Fence(link, transfer):
+                link.fence(transfer)
+            case Dial(address):
+                self._board.dial(address)
+            case Bump() | Progress() | Resolve():
+                self._tell(command)
+
+    def _invite(self, command: SendInvite) -> None:
+        """The grant first: nobody is invited to write where it may not."""
+        link, invite = command.link, command.invite
+        try:
+            grant = link.grant(invite.transfer, self._regions, command.blocks)
+        except TransportError as wrong:
+            self._do(self._sink.cancel(invite.transfer, Reason.UNREACHABLE, str(wrong), self._clock.now()))
+            return
+        self._board.say(link, msgspec.structs.replace(invite, grant=grant))
+
+    def _admit(self, command: Admit) -> None:
+        try:
+            command.link.accept(command.transfer, command.grant)
+        except TransportError as wrong:
+            self._do(self._source.unadmitted(command.link, command.transfer, str(wrong), self._clock.now()))
+
+    def _tell(self, command: Bump | Progress | Resolve) -> None:
+        """What concerns the engine."""
+        if isinstance(command, Bump):
+            for region in self._regions:
+                region.bump(command.blocks)
+            return
+        handle = self._handles[command.number]
+        if isinstance(command, Resolve):
+            del self._handles[command.number]
+            handle.end = command.end
+        elif isinstance(handle, Landing):
+            handle.layers = command.layers
+        if self._doorbell is not None:
+            self._doorbell.ring(handle)

@@ -1,0 +1,67 @@
+"""Line: one link as the agent keeps it: who is at the other end, since when it is silent, and messages sealed in order.
+
+Not here: what messages mean, or links themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from kvtransfer.ends import Reason
+from kvtransfer.messages import VERSION, Card, Message
+from kvtransfer.options import Options
+from kvtransfer.session import Session
+from kvtransfer.transports.base import Link
+
+
+class Line:
+    """`address`: what we dialled; None: we were dialled. `up`: both ends have proven themselves. `linked`: the sink's
+    book uses it. `fallback`: the line to use in its place if it does not come up."""
+
+    __slots__ = ("_heard_at", "_received", "_sending", "address", "fallback", "link", "linked", "session", "up")
+
+    def __init__(
+        self, link: Link, session: Session, address: str | None, now: float, fallback: Line | None = None
+    ) -> None:
+        self.link, self.session, self.address, self.fallback = link, session, address, fallback
+        self.up = self.linked = False
+        self._sending = threading.Lock()
+        self._received = -1
+        self._heard_at = now
+
+    @property
+    def peer(self) -> str:
+        return self.address or self.link.peer if self.session.peer is None else self.session.peer.agent
+
+    def say(self, message: Message) -> None:
+        """Any thread: seals count, so sealing and sending are one step."""
+        with self._sending:
+            self.link.send(self.session.seal(message))
+
+    def silent(self, now: float, late_s: float, options: Options) -> bool:
+        """Whether the peer has said nothing for too long. Asked with every beat; `late_s`: by how much we are late
+        ourselves, which is no fault of the peer's."""
+        received = self.link.received_bytes
+        if received != self._received:
+            self._received, self._heard_at = received, now
+        self._heard_at += late_s
+        return now - self._heard_at >= (options.silence_s if self.up else options.handshake_s)
+
+
+def unfit(mine: Card, theirs: Card, version: int) -> tuple[Reason, str] | None:
+    """Why these two cannot exchange KV; None if they can."""
+    if version != VERSION:
+        return Reason.VERSION, f"version {VERSION} here, {version} there"
+    if mine.family != theirs.family:
+        return Reason.LAYOUT, f"family differs: {mine.family} here, {theirs.family} there"
+    mismatch = mine.layout.mismatch(theirs.layout)
+    return None if mismatch is None else (Reason.LAYOUT, mismatch)
+
+
+def better(mine: Card, theirs: Card, names: Iterable[str], than: str) -> str | None:
+    """A transport that both have and that beats `than`: shared memory on one host, then RDMA."""
+    both = set(names) & theirs.addresses.keys() - {than}
+    if "shm" in both and mine.host and mine.host == theirs.host:
+        return "shm"
+    return "rdma" if "rdma" in both and than != "shm" else None

@@ -1,0 +1,146 @@
+"""Outlet: one link over which a peer fetches from us. Which window of which offer goes next, and where it lies.
+
+Not here: whether an offer may be fetched at all (source.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.commands import Put
+from kvtransfer.credits import Credits, Klass, Turns
+from kvtransfer.lease import Lease
+from kvtransfer.messages import Card
+from kvtransfer.regions import Region
+from kvtransfer.reshard import Plan, Runs
+from kvtransfer.transports.base import Link, Slice, WindowHead
+
+
+class Ware(msgspec.Struct, frozen=True):
+    """What an engine offers: the KV of `tokens` tokens in `blocks`, of which `ready_layers` are computed.
+
+    `sink`: the only agent that may have it; None: any of the fleet. `nonce`: 16 random bytes for the ticket.
+    """
+
+    name: str
+    blocks: NDArray[np.int64]
+    tokens: int
+    ttl_s: float
+    ready_layers: int
+    nonce: bytes
+    sink: str | None = None
+
+
+class Offer:
+    """One offer and the lease that protects it. `generations`: of its blocks, by rank, as they were promised."""
+
+    __slots__ = (
+        "began", "generations", "head", "klass", "lease", "link", "number", "plan", "put_bytes", "ready_layers",
+        "ticket", "transfer", "urgent_at", "ware", "window_bytes", "windows",
+    )  # fmt: skip
+
+    def __init__(self, number: int, ware: Ware, generations: list[NDArray[np.uint32]], now: float) -> None:
+        self.number, self.ware, self.generations, self.began = number, ware, generations, now
+        self.lease = Lease(ware.name, now + ware.ttl_s)
+        self.ticket = ""
+        self.ready_layers = ware.ready_layers
+        self.link: Link | None = None
+        self.transfer = 0
+        self.klass, self.urgent_at = Klass.INTERACTIVE, now
+        self.plan: Plan | None = None
+        self.window_bytes = 0
+        self.windows: Iterator[WindowHead | None] = iter(())
+        self.head: WindowHead | None = None
+        self.put_bytes = 0
+
+    @property
+    def live(self) -> bool:
+        return self.lease.left is None
+
+    def peek(self) -> WindowHead | None:
+        """The next window; None while nothing more is computed, or when all has been sent."""
+        if self.head is None:
+            self.head = next(self.windows, None)
+        return self.head
+
+
+class Outlet:
+    """`claimed`: by transfer; `waiting`: names of invitations that came before their offers, by transfer."""
+
+    def __init__(self, link: Link, card: Card, budget_bytes: int, regions: list[Region]) -> None:
+        self.card = card
+        self.claimed: dict[int, Offer] = {}
+        self.waiting: dict[int, str] = {}
+        self.credits = Credits(max(1, budget_bytes))
+        self._link, self._regions = link, regions
+        self._turns = Turns()
+
+    def claim(self, offer: Offer, plan: Plan, transfer: int, window_bytes: int) -> None:
+        """The offer is this peer's from now on."""
+        self.claimed[transfer] = offer
+        offer.link, offer.plan, offer.transfer, offer.window_bytes = self._link, plan, transfer, window_bytes
+        offer.windows = _windows(offer, plan)
+
+    def release(self, offer: Offer) -> None:
+        """The offer is over: its place in line and its credit are free."""
+        del self.claimed[offer.transfer]
+        self._turns.remove(offer.transfer)
+        self.credits.forget(offer.transfer)
+
+    def line_up(self, offer: Offer, now: float) -> None:
+        """The offer may have windows to send."""
+        if offer.peek() is not None:
+            self._turns.add(offer.transfer, offer.klass, offer.urgent_at, now)
+
+    def pump(self, now: float) -> list[Put]:
+        """The windows that may go now: the most urgent first, as many as the peer takes."""
+        puts: list[Put] = []
+        while (transfer := self._turns.next(now)) is not None:
+            offer = self.claimed[transfer]
+            head = offer.peek()
+            if head is None:
+                self._turns.remove(transfer)
+            elif self.credits.take(transfer, head.n_bytes):
+                puts.append(self._put(offer, head))
+            else:
+                break
+        return puts
+
+    def _put(self, offer: Offer, head: WindowHead) -> Put:
+        assert offer.plan is not None
+        offer.head = None
+        offer.put_bytes += head.n_bytes
+        src_rank, dst_rank = offer.plan.pairs(head.group)[head.pair]
+        runs = offer.plan.runs(head.group, head.pair).cut(head.first, head.count)
+        region = self._regions[src_rank]
+        current = _still(offer, region, src_rank, blocks_of(runs, region.block_bytes))
+        return Put(self._link, head, Slice(runs, region, src_rank, dst_rank, current))
+
+
+def blocks_of(runs: Runs, block_bytes: int) -> NDArray[np.int64]:
+    """The source's blocks that these runs read, each once."""
+    first, last = runs.src // block_bytes, (runs.src + runs.length - 1) // block_bytes
+    longest = int((last - first).max()) + 1
+    every = (first[:, None] + np.arange(longest))[np.arange(longest) <= (last - first)[:, None]]
+    return np.unique(every)
+
+
+def _windows(offer: Offer, plan: Plan) -> Iterator[WindowHead | None]:
+    """Every window in order; None as long as the next group is not computed."""
+    for group in range(plan.groups):
+        while plan.groups_ready(offer.ready_layers) <= group:
+            yield None
+        for window in plan.windows(group, offer.window_bytes):
+            yield WindowHead(offer.transfer, group, *window)
+
+
+def _still(offer: Offer, region: Region, rank: int, blocks: NDArray[np.int64]) -> Callable[[], bool]:
+    """Whether these blocks are still the offer's: its lease runs, and nobody has raised a generation."""
+    mine = offer.ware.blocks
+    order = np.argsort(mine, kind="stable")
+    promised = offer.generations[rank][order[np.searchsorted(mine, blocks, sorter=order)]]
+    return lambda: offer.live and region.current(blocks, promised)

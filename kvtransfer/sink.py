@@ -1,0 +1,331 @@
+"""The sink's book: reservations of one agent, from `fetch` to the fence behind the last writer. Sans-IO: events and the
+time in, commands out. All races of the receiving side are decided here.
+
+    WAITING -> INVITED -> MOVING -> FENCING -> gone
+
+Not here: the bytes (transports), the clock, the lock, the engine's handles (agent.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.commands import Command, Dial, Fence, Progress, Resolve, Send, SendInvite
+from kvtransfer.credits import Bandwidth, Klass
+from kvtransfer.ends import Reason, end
+from kvtransfer.landing import Arrivals, WindowError
+from kvtransfer.layout import KvLayout
+from kvtransfer.messages import (
+    MOST_BLOCKS,
+    Accept,
+    Credit,
+    Invite,
+    Landed,
+    ProtocolError,
+    Stop,
+    pack_blocks,
+    unpack_blocks,
+)
+from kvtransfer.options import Options
+from kvtransfer.regions import Region
+from kvtransfer.reshard import LayoutMismatch, Plan, plan
+from kvtransfer.tally import Tally
+from kvtransfer.transports.base import Link, Slice, Verdict, WindowHead
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What an engine asks for: tokens [skip_tokens, tokens) of `name` at `address`, into `blocks`."""
+
+    address: str
+    name: str
+    blocks: NDArray[np.int64]
+    tokens: int
+    skip_tokens: int
+    timeout_s: float
+    klass: Klass = Klass.INTERACTIVE
+    ticket: str | None = None
+
+
+class SinkState(StrEnum):
+    """WAITING for a link; INVITED: the peer may write; MOVING: it does; FENCING: over, but for writers still there."""
+
+    WAITING = "waiting"
+    INVITED = "invited"
+    MOVING = "moving"
+    FENCING = "fencing"
+
+
+class Busy:
+    """For how long at least one window was on its way in. What waits for layers to be computed does not count."""
+
+    __slots__ = ("_since", "_under_way", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = self._since = 0.0
+        self._under_way = 0
+
+    def begin(self, now: float) -> None:
+        if not self._under_way:
+            self._since = now
+        self._under_way += 1
+
+    def end(self, now: float) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            self.seconds += now - self._since
+
+
+class Reservation:
+    """One landing. Owned by the SinkBook."""
+
+    __slots__ = (
+        "arrivals", "began", "busy", "deadline", "end", "layers", "link", "number", "peer", "plan", "state",
+        "wish",
+    )  # fmt: skip
+
+    def __init__(self, number: int, wish: Wish, now: float) -> None:
+        self.number, self.wish = number, wish
+        self.began, self.deadline = now, now + wish.timeout_s
+        self.state = SinkState.WAITING
+        self.link: Link | None = None
+        self.peer = ""
+        self.plan: Plan | None = None
+        self.arrivals: Arrivals | None = None
+        self.busy = Busy()
+        self.layers = 0
+        self.end: tuple[Reason, str] | None = None
+
+
+class SinkBook:
+    """`regions`: this agent's, one per rank. Numbers of reservations are the caller's, and transfers on the wire."""
+
+    def __init__(self, layout: KvLayout, regions: Sequence[Region], options: Options, tally: Tally) -> None:
+        self._layout, self._regions, self._options, self._tally = layout, regions, options, tally
+        self._held: dict[int, Reservation] = {}
+        self._links: dict[str, tuple[Link, KvLayout, str]] = {}
+        self._waiting: dict[str, list[Reservation]] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self.bandwidth = Bandwidth()
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Reservations by state."""
+        states = [reservation.state for reservation in self._held.values()]
+        return {state.value: states.count(state) for state in SinkState}
+
+    def due(self) -> float | None:
+        """When `tick` is wanted next."""
+        while self._deadlines and self._deadlines[0][1] not in self._held:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def fetch(self, number: int, wish: Wish, now: float) -> list[Command]:
+        """Begin a landing. Raises ValueError for a wish that cannot be: blocks that are not, tokens that do not fit."""
+        self._check(wish)
+        reservation = Reservation(number, wish, now)
+        self._held[number] = reservation
+        heapq.heappush(self._deadlines, (reservation.deadline, number))
+        if wish.address in self._links:
+            return [self._invite(reservation, now)]
+        waiting = self._waiting.get(wish.address)
+        self._waiting.setdefault(wish.address, []).append(reservation)
+        return [Dial(wish.address)] if waiting is None else []
+
+    def linked(self, address: str, link: Link, layout: KvLayout, agent: str, now: float) -> list[Command]:
+        """The link that was dialled is up, and the peer has proven itself."""
+        self._links[address] = (link, layout, agent)
+        waiting = self._waiting.pop(address, [])
+        return [self._invite(reservation, now) for reservation in waiting if reservation.number in self._held]
+
+    def unlinked(self, address: str, reason: Reason, detail: str, now: float) -> list[Command]:
+        """There will be no link: what waits for it ends."""
+        waiting = self._waiting.pop(address, [])
+        return [command for each in waiting for command in self._over(each, reason, detail, now, tell=False)]
+
+    def lost(self, link: Link, reason: Reason, detail: str, now: float) -> list[Command]:
+        """A link is gone. Its writers may not be: everything on it goes through the fence."""
+        self._links = {address: there for address, there in self._links.items() if there[0] is not link}
+        hit = [reservation for reservation in self._held.values() if reservation.link is link]
+        return [command for each in hit for command in self._over(each, reason, detail, now, tell=False)]
+
+    def cancel(self, number: int, reason: Reason, detail: str, now: float) -> list[Command]:
+        """The engine gives up. Too late when it has ended otherwise."""
+        reservation = self._held.get(number)
+        return [] if reservation is None else self._over(reservation, reason, detail, now)
+
+    def close(self, now: float) -> list[Command]:
+        return [command for number in list(self._held) for command in self.cancel(number, Reason.CLOSED, "", now)]
+
+    def tick(self, now: float) -> list[Command]:
+        """Whatever has not landed by its deadline does not land."""
+        commands: list[Command] = []
+        while (due := self.due()) is not None and due <= now:
+            _, number = heapq.heappop(self._deadlines)
+            commands += self.cancel(number, Reason.TIMEOUT, "", now)
+        return commands
+
+    def accepted(self, link: Link, message: Accept, now: float) -> list[Command]:
+        """The source sends. Raises ProtocolError when nobody asked."""
+        reservation = self._on(link, message.transfer)
+        if reservation is None or reservation.state is SinkState.FENCING:
+            return []
+        if reservation.state is not SinkState.INVITED:
+            raise ProtocolError(f"transfer {message.transfer} is {reservation.state}: it cannot be accepted")
+        try:
+            reservation.plan = self._plan(reservation.wish, message)
+        except (LayoutMismatch, ValueError) as wrong:
+            return self._over(reservation, Reason.LAYOUT, str(wrong), now)
+        reservation.arrivals = Arrivals(reservation.plan)
+        reservation.state = SinkState.MOVING
+        return []
+
+    def stopped(self, link: Link, message: Stop, now: float) -> list[Command]:
+        """The source gave up, or refused."""
+        if message.reason is Reason.LANDED:
+            raise ProtocolError("a source cannot say that bytes have landed")
+        reservation = self._on(link, message.transfer)
+        if reservation is None:
+            return []
+        return self._over(reservation, message.reason, message.detail, now, tell=False)
+
+    def incoming(self, link: Link, head: WindowHead, now: float) -> Slice | None:
+        """Where a window goes: once, as planned, and only while its transfer is moving."""
+        reservation = self._moving(link, head.transfer)
+        if reservation is None or reservation.arrivals is None or reservation.plan is None:
+            self._tally.discarded["late"] += 1
+            return None
+        try:
+            runs = reservation.arrivals.begin(head.group, head.pair, head.first, head.count, head.n_bytes)
+        except WindowError:
+            self._tally.discarded["unplanned"] += 1
+            return None
+        reservation.busy.begin(now)
+        src_rank, dst_rank = reservation.plan.pairs(head.group)[head.pair]
+        return Slice(runs, self._regions[dst_rank], src_rank, dst_rank)
+
+    def landed(self, link: Link, head: WindowHead, verdict: Verdict, now: float) -> list[Command]:
+        """A window is in place, or what is there must not be used."""
+        reservation = self._moving(link, head.transfer)
+        if reservation is None or reservation.arrivals is None:
+            return []
+        reservation.busy.end(now)
+        if verdict is not Verdict.OK:
+            return self._over(reservation, Reason(verdict.value), f"layer group {head.group}", now)
+        try:
+            reservation.arrivals.land(head.group, head.pair, head.first, head.count)
+        except WindowError:
+            self._tally.discarded["unplanned"] += 1
+            return []
+        commands = self._progress(reservation)
+        if not reservation.arrivals.complete:
+            return [*commands, Send(link, Credit(head.transfer, head.n_bytes))]
+        self._measure(reservation, link)
+        reservation.state, reservation.end = SinkState.FENCING, (Reason.LANDED, "")
+        done = Landed(head.transfer, reservation.arrivals.n_bytes)
+        return [*commands, Send(link, done), Fence(link, head.transfer)]
+
+    def fenced(self, link: Link, transfer: int, now: float) -> list[Command]:
+        """No writer is left: the blocks are the engine's again."""
+        reservation = self._on(link, transfer)
+        if reservation is None or reservation.state is not SinkState.FENCING:
+            return []
+        return self._resolve(reservation, now)
+
+    def _check(self, wish: Wish) -> None:
+        if not 0 <= wish.skip_tokens < wish.tokens:
+            raise ValueError(f"tokens {wish.skip_tokens} to {wish.tokens} are none")
+        if wish.blocks.size * self._layout.block_tokens < wish.tokens:
+            raise ValueError(f"{wish.tokens} tokens do not fit into {wish.blocks.size} blocks")
+        most = min(region.blocks for region in self._regions)
+        if wish.blocks.size > MOST_BLOCKS or wish.blocks.min() < 0 or wish.blocks.max() >= most:
+            raise ValueError(f"blocks lie between 0 and {most}")
+        if np.unique(wish.blocks).size != wish.blocks.size:
+            raise ValueError("a block is named twice")
+
+    def _invite(self, reservation: Reservation, now: float) -> Command:
+        wish = reservation.wish
+        link, _, reservation.peer = self._links[wish.address]
+        reservation.state, reservation.link = SinkState.INVITED, link
+        left_s = max(0.0, reservation.deadline - now)
+        invite = Invite(
+            transfer=reservation.number,
+            name=wish.name,
+            blocks=pack_blocks(wish.blocks),
+            tokens=wish.tokens,
+            skip_tokens=wish.skip_tokens,
+            wait_s=min(left_s, 86_400.0),
+            slack_s=min(left_s, 86_400.0),
+            klass=int(wish.klass),
+            window_bytes=self._options.window_bytes,
+            ticket=wish.ticket,
+        )
+        return SendInvite(link, invite, wish.blocks)
+
+    def _plan(self, wish: Wish, message: Accept) -> Plan:
+        _, layout, _ = self._links[wish.address]
+        if message.window_bytes > self._options.window_bytes:
+            raise ValueError(f"windows of {message.window_bytes} bytes are too large")
+        blocks = unpack_blocks(message.blocks)
+        return plan(
+            layout, self._layout, blocks, wish.blocks, wish.tokens,
+            skip_tokens=wish.skip_tokens, group_layers=message.group_layers,
+        )  # fmt: skip
+
+    def _on(self, link: Link, transfer: int) -> Reservation | None:
+        """The reservation, if it is this link's: no peer reaches another's."""
+        reservation = self._held.get(transfer)
+        return reservation if reservation is not None and reservation.link is link else None
+
+    def _moving(self, link: Link, transfer: int) -> Reservation | None:
+        reservation = self._on(link, transfer)
+        return reservation if reservation is not None and reservation.state is SinkState.MOVING else None
+
+    def _progress(self, reservation: Reservation) -> list[Command]:
+        layers = 0 if reservation.arrivals is None else reservation.arrivals.layers
+        if layers == reservation.layers:
+            return []
+        reservation.layers = layers
+        return [Progress(reservation.number, layers)]
+
+    def _measure(self, reservation: Reservation, link: Link) -> None:
+        n_bytes, seconds = _moved(reservation), reservation.busy.seconds
+        pair = (reservation.peer, link.transport)
+        self._tally.moved_bytes[pair] += n_bytes
+        self._tally.moved_s[pair] += seconds
+        self.bandwidth.seen(*pair, n_bytes, seconds)
+
+    def _over(
+        self, reservation: Reservation, reason: Reason, detail: str, now: float, *, tell: bool = True
+    ) -> list[Command]:
+        """The landing fails. Its blocks come back behind the fence only; with nobody invited there is none."""
+        if reservation.state is SinkState.FENCING:
+            return []
+        reservation.end = (reason, detail)
+        if reservation.link is None:
+            return self._resolve(reservation, now)
+        reservation.state = SinkState.FENCING
+        commands: list[Command] = [Fence(reservation.link, reservation.number)]
+        if tell:
+            commands.insert(0, Send(reservation.link, Stop(reservation.number, reason, detail[:256])))
+        return commands
+
+    def _resolve(self, reservation: Reservation, now: float) -> list[Command]:
+        assert reservation.end is not None
+        del self._held[reservation.number]
+        reason, detail = reservation.end
+        transport = "" if reservation.link is None else reservation.link.transport
+        ended = end(
+            reason, n_bytes=_moved(reservation), seconds=now - reservation.began, transport=transport, detail=detail
+        )
+        self._tally.landing_ended(ended)
+        return [Resolve(reservation.number, ended)]
+
+
+def _moved(reservation: Reservation) -> int:
+    return 0 if reservation.arrivals is None else reservation.arrivals.n_bytes

@@ -1,0 +1,350 @@
+"""The source's book: offers of one agent and the leases that protect them, until the blocks are free again. Sans-IO:
+events and the time in, commands out. All races of the giving side are decided here; states are lease.py's.
+
+Not here: the bytes (transports), the clock, the lock, the engine's handles (agent.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvtransfer.commands import Admit, Bump, Command, Drop, Resolve, Send
+from kvtransfer.credits import Klass
+from kvtransfer.ends import Reason, end
+from kvtransfer.lease import Lease, LeaseError, LeaseEvent, LeaseState, advance
+from kvtransfer.messages import Accept, Card, Credit, Invite, Landed, ProtocolError, Stop, pack_blocks, unpack_blocks
+from kvtransfer.options import Options
+from kvtransfer.outlet import Offer, Outlet, Ware
+from kvtransfer.regions import Region
+from kvtransfer.reshard import LayoutMismatch, Plan, plan
+from kvtransfer.tally import Tally
+from kvtransfer.ticket import Refusal, Refused, Ticket, Used, check, digest_of, mint
+from kvtransfer.transports.base import Link
+
+_REASON = {
+    Refusal.EXPIRED: Reason.TICKET_EXPIRED,
+    Refusal.WRONG_EPOCH: Reason.TICKET_EXPIRED,
+    Refusal.SPENT: Reason.TICKET_SPENT,
+}
+
+
+class _Guest(msgspec.Struct, frozen=True):
+    """An invitation that came before its offer."""
+
+    link: Link
+    invite: Invite
+    until: float
+
+
+class SourceBook:
+    """`key` is the fleet's, `epoch` this agent's life; numbers of offers are the caller's."""
+
+    def __init__(self, card: Card, regions: Sequence[Region], key: bytes, options: Options, tally: Tally) -> None:
+        self._card, self._regions, self._key, self._options, self._tally = card, regions, key, options, tally
+        self._offers: dict[int, Offer] = {}
+        self._names: dict[str, Offer] = {}
+        self._outlets: dict[Link, Outlet] = {}
+        self._guests: dict[str, _Guest] = {}
+        self._used = Used()
+        self._deadlines: list[tuple[float, int, str]] = []
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Leases by state, and invitations that wait."""
+        states = [offer.lease.state for offer in self._offers.values()]
+        counts = {state.value: states.count(state) for state in LeaseState}
+        return {**counts, "waiting_invitations": len(self._guests)}
+
+    def credits_taken(self) -> int:
+        """Bytes under way to all peers, as far as they have said."""
+        return sum(outlet.credits.taken_bytes for outlet in self._outlets.values())
+
+    def due(self) -> float | None:
+        """When `tick` is wanted next, or earlier."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def offer(self, number: int, ware: Ware, now: float) -> tuple[str, list[Command]]:
+        """Protect blocks until fetched: (the ticket, what is due). Raises ValueError for what cannot be offered."""
+        self._check(ware)
+        generations = [region.generations_of(ware.blocks) for region in self._regions]
+        offer = Offer(number, ware, generations, now)
+        offer.ticket = self._ticket(offer)
+        self._offers[number] = self._names[ware.name] = offer
+        self._watch(offer)
+        guest = self._guests.pop(ware.name, None)
+        if guest is None:
+            return offer.ticket, []
+        self._outlets[guest.link].waiting.pop(guest.invite.transfer)
+        return offer.ticket, self._claim(offer, guest.link, guest.invite, now)
+
+    def ready(self, number: int, layers: int, now: float) -> list[Command]:
+        """The first `layers` layers are computed: whatever groups that completes may leave."""
+        offer = self._offers.get(number)
+        if offer is None or layers <= offer.ready_layers:
+            return []
+        offer.ready_layers = layers
+        if offer.link is None:
+            return []
+        self._outlets[offer.link].line_up(offer, now)
+        return self._pumped(self._outlets[offer.link], now)
+
+    def renew(self, number: int, ttl_s: float, now: float) -> str | None:
+        """A later deadline, and a ticket that lives as long; None if the offer is gone or it is too late."""
+        offer = self._offers.get(number)
+        if offer is None or not self._renew(offer, now + ttl_s, now):
+            return None
+        offer.ticket = self._ticket(offer)
+        return offer.ticket
+
+    def revoke(self, number: int, reason: Reason, detail: str, now: float) -> list[Command]:
+        """The engine takes its blocks back, whoever reads them: readers find them stale."""
+        offer = self._offers.get(number)
+        return [] if offer is None else self._over(offer, reason, detail, now)
+
+    def decline(self, name: str, detail: str) -> list[Command]:
+        """No such offer will come: who waits for it need not."""
+        return self._dismiss(name, Reason.DECLINED, detail)
+
+    def close(self, now: float) -> list[Command]:
+        commands = [command for name in list(self._guests) for command in self._dismiss(name, Reason.CLOSED, "")]
+        return commands + [c for number in list(self._offers) for c in self.revoke(number, Reason.CLOSED, "", now)]
+
+    def linked(self, link: Link, card: Card, budget_bytes: int) -> None:
+        """A peer that dialled us has proven itself."""
+        self._outlets[link] = Outlet(link, card, budget_bytes, list(self._regions))
+
+    def lost(self, link: Link, reason: Reason, detail: str, now: float) -> list[Command]:
+        """A peer is gone: what it had claimed is nobody's, and free at once."""
+        outlet = self._outlets.pop(link, None)
+        if outlet is None:
+            return []
+        for name in outlet.waiting.values():
+            del self._guests[name]
+        hit = list(outlet.claimed.values())
+        return [command for each in hit for command in self._over(each, reason, detail, now, tell=False)]
+
+    def tick(self, now: float) -> list[Command]:
+        """Leases whose time is up end; invitations that have waited too long are refused."""
+        commands: list[Command] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number, name = heapq.heappop(self._deadlines)
+            offer, guest = self._offers.get(number), self._guests.get(name)
+            if offer is not None and offer.lease.deadline <= now:
+                commands += self._over(offer, Reason.LEASE_EXPIRED, "", now)
+            elif offer is not None:
+                self._watch(offer)
+            elif not number and guest is not None and guest.until <= now:
+                commands += self._dismiss(name, Reason.NEVER_OFFERED, "")
+        return commands
+
+    def invited(self, link: Link, invite: Invite, now: float) -> list[Command]:
+        """A sink asks. Whatever is not in order is refused with a reason, and nothing has moved."""
+        outlet = self._outlets[link]
+        if invite.transfer in outlet.claimed or invite.transfer in outlet.waiting:
+            raise ProtocolError(f"transfer {invite.transfer} is there already")
+        offer = self._names.get(invite.name)
+        if invite.ticket is not None:
+            reason = self._present(invite.ticket, offer, invite.name, outlet.card.agent, now)
+            if reason is not None:
+                return self._refuse(link, invite.transfer, reason)
+        if offer is None:
+            return self._seat(link, invite, now)
+        if offer.link is not None:
+            return self._refuse(link, invite.transfer, Reason.NAME_TAKEN)
+        if offer.ware.sink not in (None, outlet.card.agent):
+            return self._refuse(link, invite.transfer, Reason.BAD_TICKET)
+        return self._claim(offer, link, invite, now)
+
+    def stopped(self, link: Link, message: Stop, now: float) -> list[Command]:
+        """The sink gave up."""
+        if message.reason is Reason.LANDED:
+            raise ProtocolError("Landed has a message of its own")
+        outlet = self._outlets[link]
+        name = outlet.waiting.pop(message.transfer, None)
+        if name is not None:
+            del self._guests[name]
+            return []
+        offer = outlet.claimed.get(message.transfer)
+        return [] if offer is None else self._over(offer, message.reason, message.detail, now, tell=False)
+
+    def landed(self, link: Link, message: Landed, now: float) -> list[Command]:
+        """The sink has everything. ProtocolError if it cannot have."""
+        offer = self._outlets[link].claimed.get(message.transfer)
+        if offer is None:
+            return []
+        if offer.plan is None or not message.n_bytes == offer.put_bytes == offer.plan.n_bytes:
+            raise ProtocolError(f"{message.n_bytes} bytes cannot have landed")
+        return self._over(offer, Reason.LANDED, "", now, tell=False)
+
+    def credited(self, link: Link, message: Credit, now: float) -> list[Command]:
+        """The sink takes more. ProtocolError if it had not been sent so much."""
+        outlet = self._outlets[link]
+        if message.transfer not in outlet.claimed:
+            return []
+        try:
+            outlet.credits.give(message.transfer, message.n_bytes)
+        except ValueError as wrong:
+            raise ProtocolError(str(wrong)) from wrong
+        return self._pumped(outlet, now)
+
+    def unadmitted(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
+        """The transport cannot work with the sink's grant."""
+        offer = self._outlets[link].claimed.get(transfer)
+        return [] if offer is None else self._over(offer, Reason.PROTOCOL, detail, now)
+
+    def beaten(self, link: Link, now: float) -> None:
+        """The sink is alive, and so are the leases that it has claimed."""
+        for offer in self._outlets[link].claimed.values():
+            self._renew(offer, now + offer.ware.ttl_s, now)
+
+    def _check(self, ware: Ware) -> None:
+        size = self._card.layout.block_tokens
+        if ware.name in self._names:
+            raise ValueError(f"{ware.name} is on offer already")
+        if not 0 < ware.tokens <= ware.blocks.size * size:
+            raise ValueError(f"{ware.tokens} tokens do not fit into {ware.blocks.size} blocks")
+        most = min(region.blocks for region in self._regions)
+        if ware.blocks.min() < 0 or ware.blocks.max() >= most:
+            raise ValueError(f"blocks lie between 0 and {most}")
+
+    def _ticket(self, offer: Offer) -> str:
+        ware, rank_bytes = offer.ware, sum(region.block_bytes for region in self._regions)
+        digest = digest_of(ware.blocks, np.concatenate(offer.generations))
+        ticket = Ticket(
+            offer=ware.name,
+            agent=self._card.agent,
+            epoch=self._card.epoch,
+            digest=digest,
+            most_bytes=ware.blocks.size * rank_bytes,
+            not_after=offer.lease.deadline,
+            nonce=ware.nonce,
+            sink=ware.sink,
+        )
+        return mint(self._key, ticket)
+
+    def _present(self, text: str, offer: Offer | None, name: str, sink: str, now: float) -> Reason | None:
+        """Why a ticket is not honoured; None if it is. What has a ticket and no offer has had its time."""
+        try:
+            ticket = check(self._key, text, now, epoch=self._card.epoch, sink=sink)
+            if ticket.offer != name:
+                return Reason.BAD_TICKET
+            self._used.spend(ticket, now)
+            if offer is None or offer.ware.nonce != ticket.nonce:
+                return Reason.GONE
+        except Refused as refused:
+            return _REASON.get(refused.reason, Reason.BAD_TICKET)
+        return None
+
+    def _seat(self, link: Link, invite: Invite, now: float) -> list[Command]:
+        """Let an invitation wait for its offer, if there is room, one to a name."""
+        if invite.name in self._guests:
+            return self._refuse(link, invite.transfer, Reason.NAME_TAKEN)
+        if len(self._guests) >= self._options.most_waiting:
+            return self._refuse(link, invite.transfer, Reason.TOO_MANY_WAITING)
+        until = now + min(invite.wait_s, self._options.patience_s)
+        self._guests[invite.name] = _Guest(link, invite, until)
+        self._outlets[link].waiting[invite.transfer] = invite.name
+        heapq.heappush(self._deadlines, (until, 0, invite.name))
+        return []
+
+    def _dismiss(self, name: str, reason: Reason, detail: str) -> list[Command]:
+        guest = self._guests.pop(name, None)
+        if guest is None:
+            return []
+        del self._outlets[guest.link].waiting[guest.invite.transfer]
+        return self._refuse(guest.link, guest.invite.transfer, reason, detail)
+
+    def _refuse(self, link: Link, transfer: int, reason: Reason, detail: str = "") -> list[Command]:
+        self._tally.refused[reason] += 1
+        return [Send(link, Stop(transfer, reason, detail[:256]))]
+
+    def _claim(self, offer: Offer, link: Link, invite: Invite, now: float) -> list[Command]:
+        """One offer becomes one sink's. What does not fit is refused before a byte moves, and stays on offer."""
+        outlet = self._outlets[link]
+        if invite.tokens > offer.ware.tokens:
+            return self._refuse(link, invite.transfer, Reason.TOKENS, f"{offer.ware.tokens} are on offer")
+        try:
+            made = self._plan(offer, outlet.card, invite)
+        except (LayoutMismatch, ValueError) as wrong:
+            return self._refuse(link, invite.transfer, Reason.LAYOUT, str(wrong))
+        try:
+            offer.lease = advance(offer.lease, LeaseEvent.CLAIM, now)
+        except LeaseError:
+            return self._refuse(link, invite.transfer, Reason.LEASE_EXPIRED) + self.tick(now)
+        self._tally.unclaimed_s += now - offer.began
+        window_bytes = max(1, min(invite.window_bytes, self._options.window_bytes))
+        outlet.claim(offer, made, invite.transfer, window_bytes)
+        offer.klass, offer.urgent_at = Klass(invite.klass), now + invite.slack_s
+        outlet.line_up(offer, now)
+        accept = Accept(invite.transfer, pack_blocks(offer.ware.blocks), made.group_layers, window_bytes)
+        commands: list[Command] = [Admit(link, invite.transfer, invite.grant), Send(link, accept)]
+        return commands + self._pumped(outlet, now)
+
+    def _plan(self, offer: Offer, card: Card, invite: Invite) -> Plan:
+        """All computed: one group, whose runs join across layers. Else groups that leave as they are computed."""
+        layout = self._card.layout
+        return plan(
+            layout,
+            card.layout,
+            offer.ware.blocks,
+            unpack_blocks(invite.blocks),
+            invite.tokens,
+            skip_tokens=invite.skip_tokens,
+            group_layers=layout.layers if offer.ready_layers >= layout.layers else None,
+        )
+
+    def _pumped(self, outlet: Outlet, now: float) -> list[Command]:
+        """Windows to send. A lease that has run out sends none: nobody may claim later that it was in time."""
+        puts = outlet.pump(now)
+        for offer in {put.head.transfer: outlet.claimed[put.head.transfer] for put in puts}.values():
+            if offer.lease.state is LeaseState.CLAIMED and now < offer.lease.deadline:
+                offer.lease = advance(offer.lease, LeaseEvent.START, now)
+        return list(puts)
+
+    def _renew(self, offer: Offer, deadline: float, now: float) -> bool:
+        try:
+            offer.lease = advance(offer.lease, LeaseEvent.RENEW, now, max(deadline, offer.lease.deadline))
+        except LeaseError:
+            return False
+        return True
+
+    def _watch(self, offer: Offer) -> None:
+        heapq.heappush(self._deadlines, (offer.lease.deadline, offer.number, ""))
+
+    def _over(self, offer: Offer, reason: Reason, detail: str, now: float, *, tell: bool = True) -> list[Command]:
+        """The one way out. The blocks change hands at once: a source never waits, its readers find out."""
+        offer.lease = _ended(offer.lease, reason, now)
+        if reason is Reason.LANDED and offer.lease.state is LeaseState.EXPIRED:
+            reason = Reason.LEASE_EXPIRED
+        del self._offers[offer.number], self._names[offer.ware.name]
+        commands: list[Command] = []
+        transport = ""
+        if offer.link is None:
+            self._tally.unclaimed_s += now - offer.began
+        else:
+            transport = offer.link.transport
+            if offer.link in self._outlets:
+                self._outlets[offer.link].release(offer)
+            if reason is not Reason.LANDED:
+                commands.append(Drop(offer.link, offer.transfer))
+            if tell:
+                commands.append(Send(offer.link, Stop(offer.transfer, reason, detail[:256])))
+        ended = end(reason, n_bytes=offer.put_bytes, seconds=now - offer.began, transport=transport, detail=detail)
+        self._tally.offer_ended(ended)
+        return [*commands, Bump(offer.ware.blocks), Resolve(offer.number, ended)]
+
+
+def _ended(lease: Lease, reason: Reason, now: float) -> Lease:
+    """The lease in its last state, by lease.py's table."""
+    if reason is Reason.LANDED:
+        try:
+            if lease.state is LeaseState.CLAIMED:
+                lease = advance(lease, LeaseEvent.START, now)
+            return advance(advance(lease, LeaseEvent.LAND, now), LeaseEvent.RELEASE, now)
+        except LeaseError:
+            return advance(lease, LeaseEvent.EXPIRE, now)
+    return advance(lease, LeaseEvent.EXPIRE if reason is Reason.LEASE_EXPIRED else LeaseEvent.REVOKE, now)

@@ -1,0 +1,222 @@
+"""Switchboard: the links of one agent. Dialled and answered, proven, exchanged for better ones, kept alive, lost.
+
+Not here: transfers (the books hear what matters to them), or any waiting: what may wait is done aside (clock.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+
+from kvtransfer.clock import Clock, Timer
+from kvtransfer.commands import Command
+from kvtransfer.ends import Reason
+from kvtransfer.lines import Line, better, unfit
+from kvtransfer.messages import Accept, Beat, Card, Credit, Invite, Landed, Message, ProtocolError, Stop
+from kvtransfer.options import Options
+from kvtransfer.session import Session, Unproven
+from kvtransfer.sink import SinkBook
+from kvtransfer.source import SourceBook
+from kvtransfer.tally import Tally
+from kvtransfer.transports.base import Link, Transport, TransportError
+
+log = logging.getLogger("penstock")
+
+
+class Switchboard:
+    """`do` carries out what the books decide, `lock` is the agent's. The first of `transports` is how peers are dialled."""
+
+    def __init__(
+        self,
+        key: bytes,
+        transports: Mapping[str, Transport],
+        clock: Clock,
+        options: Options,
+        books: tuple[SinkBook, SourceBook, Tally],
+        lock: threading.RLock,
+        do: Callable[[list[Command]], None],
+    ) -> None:
+        self.card: Card
+        self.options = options
+        self._key, self._transports, self._clock = key, transports, clock
+        self._sink, self._source, self._tally = books
+        self._lock, self._do = lock, do
+        self._lines: dict[Link, Line] = {}
+        self._pulse: Timer | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def open(self, card: Card) -> None:
+        self.card = card
+        self._set_pulse(self._clock.now() + self.options.beat_s)
+
+    def refuse(self) -> None:
+        """No more links."""
+        self._closed = True
+
+    def close(self) -> None:
+        """Hang up everywhere. Nothing is told of it: whoever calls has ended all transfers."""
+        with self._lock:
+            self._closed = True
+            if self._pulse is not None:
+                self._pulse.cancel()
+            links = list(self._lines)
+            self._lines.clear()
+        for link in links:
+            link.close()
+
+    def say(self, link: Link, message: Message) -> None:
+        """Nothing happens on a link that is gone."""
+        if (line := self._lines.get(link)) is not None:
+            line.say(message)
+
+    def dial(self, address: str) -> None:
+        """Aside: a link to the agent there. The sink's book hears `linked` or `unlinked`."""
+        first = next(iter(self._transports.values()))
+        self._clock.aside(lambda: self._dial(first, address, address))
+
+    def linked(self, link: Link) -> None:
+        with self._lock:
+            strangers = sum(not line.up for line in self._lines.values())
+            if self._closed or strangers >= self.options.most_strangers:
+                self._tally.faults["strangers"] += 1
+                return link.close()
+            self._lines[link] = Line(link, self._session(dialled=False), None, self._clock.now())
+            return None
+
+    def message(self, link: Link, data: bytes) -> None:
+        line = self._lines.get(link)
+        if line is None:
+            return
+        try:
+            message, reply = line.session.answer(data)
+            if reply is not None:
+                link.send(reply)
+            with self._lock:
+                if line.session.peer is not None and not line.up:
+                    self._prove(line)
+                if message is not None and self._lines.get(link) is line:
+                    self._do(self._hear(line, message, self._clock.now()))
+        except (ProtocolError, Unproven) as wrong:
+            forged = isinstance(wrong, Unproven)
+            self._tally.faults["unproven" if forged else "protocol"] += 1
+            reason = Reason.WRONG_KEY if forged and not line.up else Reason.PROTOCOL
+            self.lose(link, reason, str(wrong))
+
+    def lose(self, link: Link, reason: Reason, detail: str) -> None:
+        """The link is of no more use: whatever was on it ends, each behind its own fence."""
+        with self._lock:
+            line = self._lines.pop(link, None)
+            if line is None:
+                return
+            now = self._clock.now()
+            log.info("kv %s: link to %s (%s) ends: %s %s", self.card.agent, line.peer, link.transport, reason, detail)
+            if line.address is None:
+                self._do(self._source.lost(link, reason, detail, now))
+            elif line.linked:
+                self._do(self._sink.lost(link, reason, detail, now))
+            else:
+                self._do(self._settle(line.address, line.fallback, reason, detail))
+            link.close()
+
+    def _session(self, *, dialled: bool) -> Session:
+        return Session(
+            self._key, secrets.token_bytes(16), self.card, dialled=dialled, budget_bytes=self.options.budget_bytes
+        )
+
+    def _dial(self, transport: Transport, where: str, address: str, fallback: Line | None = None) -> None:
+        """On a thread that may wait: a link to the peer that engines know as `address`."""
+        try:
+            link = transport.dial(where)
+        except TransportError as wrong:
+            with self._lock:
+                self._do(self._settle(address, fallback, Reason.UNREACHABLE, str(wrong)))
+            return
+        line = Line(link, self._session(dialled=True), address, self._clock.now(), fallback)
+        with self._lock:
+            if self._closed:
+                link.close()
+                return
+            self._lines[link] = line
+        link.send(line.session.hello())
+
+    def _prove(self, line: Line) -> None:
+        """The other end is who it says. Is it one that we can work with?"""
+        line.up, peer = True, line.session.peer
+        assert peer is not None
+        reason = unfit(self.card, peer, line.session.version)
+        if reason is not None:
+            self._tally.refused[reason[0]] += 1
+            self.lose(line.link, *reason)
+            return
+        line.link.secure(line.session.window_key)
+        if line.address is None:
+            self._source.linked(line.link, peer, line.session.budget_bytes)
+            return
+        name = better(self.card, peer, self._transports, line.link.transport)
+        if name is None:
+            self._do(self._use(line))
+        else:
+            address, where = line.address, peer.addresses[name]
+            self._clock.aside(lambda: self._dial(self._transports[name], where, address, line))
+
+    def _use(self, line: Line) -> list[Command]:
+        """Sink: this line it is. The one that led to it is not needed any more."""
+        peer = line.session.peer
+        assert line.address is not None
+        assert peer is not None
+        line.linked = True
+        if line.fallback is not None and self._lines.pop(line.fallback.link, None) is not None:
+            line.fallback.link.close()
+        log.info("kv %s: %s by %s", self.card.agent, peer.agent, line.link.transport)
+        return self._sink.linked(line.address, line.link, peer.layout, peer.agent, self._clock.now())
+
+    def _settle(self, address: str, fallback: Line | None, reason: Reason, detail: str) -> list[Command]:
+        """Sink: a line did not come up. Take the next best, if there is one."""
+        if fallback is None or fallback.link not in self._lines:
+            return self._sink.unlinked(address, reason, detail, self._clock.now())
+        log.warning("kv %s: %s not by the better way: %s", self.card.agent, address, detail)
+        self._tally.faults["fallback"] += 1
+        return self._use(fallback)
+
+    def _hear(self, line: Line, message: Message, now: float) -> list[Command]:
+        """Each end has its lines; who says the other's is out."""
+        link = line.link
+        match message, line.address is not None:
+            case Beat(), True:
+                return []
+            case Beat(), False:
+                self._source.beaten(link, now)
+                return []
+            case Accept(), True:
+                return self._sink.accepted(link, message, now)
+            case Stop(), True:
+                return self._sink.stopped(link, message, now)
+            case Invite(), False:
+                return self._source.invited(link, message, now)
+            case Stop(), False:
+                return self._source.stopped(link, message, now)
+            case Landed(), False:
+                return self._source.landed(link, message, now)
+            case Credit(), False:
+                return self._source.credited(link, message, now)
+        raise ProtocolError(f"{type(message).__name__} is not this end's to say")
+
+    def _beat(self, due: float) -> None:
+        """On the clock's thread, and without the agent's lock: say that we live, and notice who does not."""
+        now = self._clock.now()
+        late_s = now - due if now - due > self.options.beat_s else 0.0
+        for line in list(self._lines.values()):
+            if line.silent(now, late_s, self.options):
+                self.lose(line.link, Reason.SILENT, f"nothing heard for {self.options.silence_s} s")
+            elif line.up:
+                line.say(Beat())
+        self._set_pulse(now + self.options.beat_s)
+
+    def _set_pulse(self, when: float) -> None:
+        if not self._closed or self._lines:
+            self._pulse = self._clock.call_at(when, lambda: self._beat(when))
