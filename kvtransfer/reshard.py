@@ -89,7 +89,7 @@ class Plan:
     """All runs of one transfer, by layer group and rank pair. Made by `plan`; runs are computed when asked for.
 
     groups     layer groups; group g holds the layers [g * group_layers, (g + 1) * group_layers)
-    tokens     [first_token, end_token): what is moved
+    tokens     those that are moved, with the rest of the last block
     May be read by several threads.
     """
 
