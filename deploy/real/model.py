@@ -1,0 +1,54 @@
+"""Makes the model that the real engines serve: a tokenizer of this project's pages and a random Llama of two layers.
+
+Run by the engines' own interpreter (it has torch and transformers): model.py FOLDER. Nothing is downloaded. vLLM's own
+dummy weights would not do: they are so small that every token is as likely as any other whatever the KV cache holds,
+and an answer would prove nothing. These are large enough for every key and value to matter.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+VOCABULARY = 2048
+SPREAD = 0.15  # of the weights: a query meets its keys with scores of about 3, far from uniform and far from one-hot
+SEED = 7
+CHAT = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def main(folder: Path) -> None:
+    """Writes tokenizer, config and weights (2.5 MB)."""
+    tokenizer = ByteLevelBPETokenizer()
+    pages = sorted(str(page) for page in (ROOT / "docs").rglob("*.md"))
+    special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer.train(pages, vocab_size=VOCABULARY, special_tokens=special)
+    ends = dict.fromkeys(("eos_token", "pad_token"), "<|end|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, **ends)
+    fast.chat_template = CHAT
+    fast.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=8192,
+        initializer_range=SPREAD,
+        eos_token_id=fast.eos_token_id,
+    )
+    torch.manual_seed(SEED)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

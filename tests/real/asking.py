@@ -1,0 +1,88 @@
+"""What clients ask the gateway and the engines: prompts that all differ, answers as tokens with logprobs."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from tests.real.engines import MODEL, ROOT
+
+Token = tuple[str, float]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: tokens with their logprobs, which engines served it, and how many prompt tokens were cached."""
+
+    status: int
+    tokens: tuple[Token, ...]
+    finish_reason: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    headers: dict[str, str]
+    error: str = ""
+
+
+def prompt(words: int, seed: int) -> str:
+    """Words of the project's own pages in random order; no two seeds share a beginning."""
+    rng = random.Random(seed)
+    text = (ROOT / "docs" / "architecture.md").read_text().split()
+    return f"{seed} " + " ".join(rng.choice(text) for _ in range(words))
+
+
+def body(text: str, *, max_tokens: int = 16, stream: bool = False, **members: Any) -> dict[str, Any]:
+    """A greedy chat request with logprobs that does not stop before max_tokens."""
+    asked = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "stream": stream,
+    }
+    return asked | ({"stream_options": {"include_usage": True}} if stream else {}) | members
+
+
+async def ask(url: str, asked: dict[str, Any], timeout_s: float = 120.0) -> Answer:
+    """The whole answer of a gateway or an engine. Status 0 when the connection broke or the stream held an error."""
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as http,
+            http.post(f"{url}/v1/chat/completions", json=asked) as answer,
+        ):
+            headers = {name.lower(): value for name, value in answer.headers.items()}
+            if answer.status != 200:
+                return Answer(answer.status, (), None, 0, 0, headers, (await answer.text())[:500])
+            events = [event async for event in _events(answer)] if asked["stream"] else [await answer.json()]
+    except aiohttp.ClientError as error:
+        return Answer(0, (), None, 0, 0, {}, f"{type(error).__name__}: {error}")
+    return _read(events, headers)
+
+
+async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    async for line in answer.content:
+        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+            yield json.loads(line[6:])
+
+
+def _read(events: list[dict[str, Any]], headers: dict[str, str]) -> Answer:
+    tokens: list[Token] = []
+    finish, usage = None, {}
+    for event in events:
+        if "error" in event:
+            return Answer(0, tuple(tokens), None, 0, 0, headers, json.dumps(event["error"]))
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            finish = choice["finish_reason"] or finish
+            logprobs = (choice.get("logprobs") or {}).get("content") or []
+            tokens += [(each["token"], each["logprob"]) for each in logprobs]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Answer(200, tuple(tokens), finish, usage.get("prompt_tokens", 0), cached, headers)

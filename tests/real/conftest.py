@@ -1,0 +1,42 @@
+"""Two engines for the whole run: they take a minute to come up. A test that kills one starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from tests.real.engines import REAL, Engine, free_ports
+from tests.real.tap import Tap, tap
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[tuple[Engine, Engine]]:
+    """P and D, up and idle."""
+    if not (REAL / "installed").exists():
+        pytest.fail("the real engines are not installed; `make real` does it")
+    ports = free_ports(4)
+    pair = Engine("P", ports[0], ports[1]), Engine("D", ports[2], ports[3])
+    try:
+        for engine in pair:
+            engine.start()
+        asyncio.run(_all_ready(pair))
+        yield pair
+    finally:
+        for engine in pair:
+            engine.kill()
+
+
+async def _all_ready(pair: tuple[Engine, Engine]) -> None:
+    for engine in pair:
+        await engine.ready()
+
+
+@pytest.fixture
+async def taps(engines: tuple[Engine, Engine]) -> AsyncIterator[tuple[Tap, Tap]]:
+    """A tap before each engine; the engines are idle before the test and, unless it killed one, after it."""
+    for engine in engines:
+        await engine.idle_within(60.0)
+    async with tap(engines[0].port) as before_p, tap(engines[1].port) as before_d:
+        yield before_p, before_d

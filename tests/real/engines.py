@@ -1,0 +1,154 @@
+"""Two real vLLM processes on free ports of 127.0.0.1, as `make real` installs them, and what their own metrics say.
+
+Lives here: starting, waiting, counting, killing by process group. Not here: what is asked of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import aiohttp
+
+ROOT = Path(__file__).parents[2]
+REAL = ROOT / "build" / "real"
+MODEL = "tiny"
+BLOCKS, BLOCK_TOKENS = 256, 128  # a small cache, so that one block held shows in kv_cache_usage_perc
+LEASE_S = 30.0  # vLLM's kv_lease_duration
+READY_WITHIN_S = 300.0
+
+CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "UCX_NET_DEVICES": "lo",
+    "UCX_TLS": "tcp,cma,self",
+}
+
+
+class Engine:
+    """One vLLM server with the NixlConnector. Killed and started again it has the same ports and a new engine id."""
+
+    def __init__(self, name: str, port: int, side_port: int) -> None:
+        self.name, self.port, self.side_port = name, port, side_port
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = REAL / f"{name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output: IO[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns at once; `ready` waits."""
+        self._output = self.log.open("wb")
+        self._process = subprocess.Popen(
+            self._command(),
+            env={**os.environ, **ENV, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port)},
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def _command(self) -> list[str]:
+        return [
+            *(str(REAL / "venv" / "bin" / "vllm"), "serve", str(REAL / "model"), "--served-model-name", MODEL),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--seed", "7", "--dtype", "bfloat16"),
+            *("--max-model-len", "4096", "--num-gpu-blocks-override", str(BLOCKS)),
+            *("--enforce-eager", "--enable-prompt-tokens-details"),
+            *("--kv-transfer-config", json.dumps(CONNECTOR)),
+        ]
+
+    async def ready(self) -> None:
+        """Until it answers /health. Raises AssertionError with the end of its log when it does not come up."""
+        deadline = time.monotonic() + READY_WITHIN_S
+        async with aiohttp.ClientSession() as http:
+            while not await _answers(http, f"{self.url}/health"):
+                assert self._process is not None
+                assert self._process.poll() is None, f"{self.name} ended: {self._said()}"
+                assert time.monotonic() < deadline, f"{self.name} does not come up: {self._said()}"
+                await asyncio.sleep(0.5)
+
+    def _said(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
+
+    def kill(self) -> None:
+        """SIGKILL to the server, its core and its worker: a process group of its own."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+        if self._output is not None:
+            self._output.close()
+            self._output = None
+
+    async def numbers(self) -> dict[str, float]:
+        """Its metrics, summed over labels, without histogram buckets and without the prefix `vllm:`."""
+        async with aiohttp.ClientSession() as http, http.get(f"{self.url}/metrics") as answer:
+            text = await answer.text()
+        found: dict[str, float] = {}
+        for name, value in re.findall(r"^vllm:(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE):
+            found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    async def blocks_held(self) -> int:
+        """Blocks that some request or lease holds now."""
+        return round((await self.numbers())["kv_cache_usage_perc"] * BLOCKS)
+
+    async def idle_within(self, seconds: float) -> float:
+        """Seconds until it holds no block and no request. Raises AssertionError with what it holds after `seconds`."""
+        started = time.monotonic()
+        while True:
+            now = await self.numbers()
+            held = {name: now[name] for name in HELD if now[name]}
+            waited = time.monotonic() - started
+            if not held:
+                return waited
+            assert waited < seconds, f"{self.name} still holds {held} after {waited:.1f} s"
+            await asyncio.sleep(0.05)
+
+
+HELD = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+TROUBLES = ("nixl_num_kv_expired_reqs_total", "nixl_num_failed_transfers_total", "nixl_num_failed_notifications_total")
+
+
+async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with http.get(url) as answer:
+            return answer.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+async def transfers(engines: Sequence[Engine]) -> float:
+    """KV pulls that ended well, by the engines' own count."""
+    return sum([(await engine.numbers()).get("nixl_xfer_time_seconds_count", 0.0) for engine in engines])
+
+
+async def troubles(engines: Sequence[Engine]) -> dict[str, float]:
+    """Leases expired, transfers failed and notifications failed, by the engines' own count."""
+    pages = [await engine.numbers() for engine in engines]
+    return {name: sum(page.get(name, 0.0) for page in pages) for name in TROUBLES}
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports

@@ -1,0 +1,107 @@
+"""A TCP relay in front of an engine that tells when a request passes and can hold requests back until told to go on.
+
+What a cancelled client leaves behind depends on the moment; this is how a test picks the moment. A connection closed
+while its request is held back goes on as the network would have it: first the request, then the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+MARK = b"POST /v1/"
+PIECE = 1 << 16
+
+
+class Tap:
+    """One listening port before one engine."""
+
+    def __init__(self, engine_port: int) -> None:
+        self.engine_port = engine_port
+        self.port = 0
+        self.asked = asyncio.Event()  # a completion request has come here since `watch`
+        self.answered = asyncio.Event()  # and the first bytes of an answer to one have passed
+        self._go = asyncio.Event()
+        self._go.set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def watch(self, *, hold: bool = False) -> None:
+        """From now on, note requests and answers anew; `hold` keeps completion requests from the engine."""
+        self.asked.clear()
+        self.answered.clear()
+        if hold:
+            self._go.clear()
+
+    def go_on(self) -> None:
+        self._go.set()
+
+    async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection of the gateway's; an engine that is not there looks like one."""
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.engine_port)
+        except OSError:
+            writer.transport.abort()
+            return
+        posted = asyncio.Event()
+        requests = self._requests(reader, far_writer, posted)
+        answers = self._answers(far_reader, writer, posted)
+        await asyncio.gather(requests, answers)
+
+    async def _requests(
+        self, reader: asyncio.StreamReader, engine: asyncio.StreamWriter, posted: asyncio.Event
+    ) -> None:
+        with suppress(ConnectionError):
+            while data := await _read(reader):
+                if MARK in data:
+                    posted.set()
+                    self.asked.set()
+                    data += await self._held_back(reader)
+                engine.write(data)
+                await engine.drain()
+        engine.close()
+
+    async def _held_back(self, reader: asyncio.StreamReader) -> bytes:
+        """What else comes until the test says go, or until the gateway hangs up."""
+        more = b""
+        while not self._go.is_set():
+            with suppress(TimeoutError):
+                data = await asyncio.wait_for(_read(reader), 0.02)
+                if not data:
+                    break
+                more += data
+        return more
+
+    async def _answers(
+        self, reader: asyncio.StreamReader, gateway: asyncio.StreamWriter, posted: asyncio.Event
+    ) -> None:
+        with suppress(ConnectionError):
+            while data := await _read(reader):
+                if posted.is_set():
+                    self.answered.set()
+                gateway.write(data)
+                await gateway.drain()
+        gateway.close()
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    """The next bytes; none at the end, whichever way it came."""
+    try:
+        return await reader.read(PIECE)
+    except ConnectionError:
+        return b""
+
+
+@asynccontextmanager
+async def tap(engine_port: int) -> AsyncIterator[Tap]:
+    """A tap that listens until the block is left."""
+    made = Tap(engine_port)
+    server = await asyncio.start_server(made.relay, "127.0.0.1", 0)
+    made.port = server.sockets[0].getsockname()[1]
+    try:
+        yield made
+    finally:
+        server.close()

@@ -1,0 +1,125 @@
+"""A client that leaves, at every stage of a split request: no engine keeps a block and no lease expires for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.processes import Gateway
+from tests.real.asking import Answer, ask, body, prompt
+from tests.real.engines import Engine, troubles
+from tests.real.fronts import config, gateway
+from tests.real.tap import Tap
+
+FREE_WITHIN_S = 5.0  # an engine's step and its page of metrics, on a busy machine; a sixth of a lease
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def front(taps: tuple[Tap, Tap], tmp_path: Path) -> Iterator[Gateway]:
+    """A gateway that reaches the engines through the taps, one request at a time each."""
+    p, d = taps
+    with gateway(tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")}, most=1)) as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+async def nothing_is_left_behind(engines: tuple[Engine, Engine], taps: tuple[Tap, Tap]) -> AsyncIterator[None]:
+    before = await troubles(engines)
+    yield
+    freed_s = [await engine.idle_within(FREE_WITHIN_S) for engine in engines]
+    print(f"blocks free after {freed_s[0]:.2f} s at P, {freed_s[1]:.2f} s at D")
+    assert await troubles(engines) == before
+
+
+def _asks(front: Gateway, seed: int, **members: object) -> asyncio.Task[Answer]:
+    asked = body(prompt(1200, seed), stream=True, **members)  # type: ignore[arg-type]
+    return asyncio.create_task(ask(front.url, asked))
+
+
+async def _leave(client: asyncio.Task[Answer]) -> None:
+    """Hangs up. The task has not ended by itself, or the stage is over already."""
+    assert not client.done(), client.result()
+    client.cancel()
+    await asyncio.wait([client])
+
+
+async def _passes(event: asyncio.Event) -> None:
+    await asyncio.wait_for(event.wait(), WAIT_S)
+
+
+async def test_a_client_that_leaves_the_queue(front: Gateway, taps: tuple[Tap, Tap]) -> None:
+    _, before_d = taps
+    before_d.watch()
+    busy = _asks(front, 3001, max_tokens=400)
+    await _passes(before_d.answered)
+    waiting = _asks(front, 3002)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(waiting), 0.3)
+    await _leave(waiting)
+    await _leave(busy)
+
+
+async def test_a_client_that_leaves_during_prefill(
+    front: Gateway, taps: tuple[Tap, Tap], engines: tuple[Engine, Engine]
+) -> None:
+    before_p, before_d = taps
+    before_p.watch()
+    before_d.watch()
+    client = _asks(front, 3003)
+    await _passes(before_p.asked)
+    await asyncio.sleep(0.02)  # the request is at the engine; its prefill takes longer
+    await _leave(client)
+    assert not before_p.answered.is_set(), "the prefill was over before the client left"
+    assert not before_d.answered.is_set()
+
+
+async def test_a_client_that_leaves_between_the_legs(
+    front: Gateway, taps: tuple[Tap, Tap], engines: tuple[Engine, Engine]
+) -> None:
+    _, before_d = taps
+    before_d.watch(hold=True)
+    client = _asks(front, 3004)
+    await _passes(before_d.asked)
+    assert await engines[0].blocks_held() > 0
+    assert await engines[1].blocks_held() == 0
+    await _leave(client)
+    await asyncio.sleep(0.1)
+    before_d.go_on()
+
+
+async def test_a_client_that_leaves_while_the_kv_cache_is_pulled(front: Gateway, taps: tuple[Tap, Tap]) -> None:
+    _, before_d = taps
+    before_d.watch()
+    client = _asks(front, 3005)
+    await _passes(before_d.asked)
+    await _leave(client)
+
+
+async def test_a_client_that_leaves_during_decode(
+    front: Gateway, taps: tuple[Tap, Tap], engines: tuple[Engine, Engine]
+) -> None:
+    _, before_d = taps
+    before_d.watch()
+    client = _asks(front, 3006, max_tokens=1000)
+    await _passes(before_d.answered)
+    await asyncio.sleep(0.2)
+    assert await engines[1].blocks_held() > 0
+    await _leave(client)
+
+
+async def test_a_prefill_whose_answer_nobody_waits_for_any_more(
+    front: Gateway, taps: tuple[Tap, Tap], engines: tuple[Engine, Engine]
+) -> None:
+    """Twenty clients that leave at twenty moments around the end of the prefill."""
+    before_p, _ = taps
+    for turn in range(20):
+        before_p.watch()
+        client = _asks(front, 3100 + turn)
+        await _passes(before_p.asked)
+        await asyncio.wait([client], timeout=0.02 * turn)
+        client.cancel()
+        await asyncio.wait([client])

@@ -1,0 +1,85 @@
+"""An engine is killed between the legs: a clean retry with the right answer, or a clean error, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.real.asking import Answer, ask, body, prompt
+from tests.real.engines import Engine, transfers
+from tests.real.fronts import config, gateway
+from tests.real.tap import Tap
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+async def again(engines: tuple[Engine, Engine]) -> AsyncIterator[None]:
+    """Whoever was killed comes back, for the tests after this one."""
+    yield
+    for engine in engines:
+        if not engine.running:
+            engine.start()
+            await engine.ready()
+
+
+async def _killed_between_the_legs(front_url: str, victim: Engine, before_d: Tap, asked: dict[str, object]) -> Answer:
+    """The decode request is held back, the victim dies, the request goes on."""
+    before_d.watch(hold=True)
+    client = asyncio.create_task(ask(front_url, asked))
+    await asyncio.wait_for(before_d.asked.wait(), WAIT_S)
+    victim.kill()
+    before_d.go_on()
+    return await asyncio.wait_for(client, WAIT_S)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prefill_dies_between_the_legs_and_decode_computes_the_prompt_itself(
+    engines: tuple[Engine, Engine], taps: tuple[Tap, Tap], again: None, tmp_path: Path, stream: bool
+) -> None:
+    p, d = engines
+    asked = body(prompt(400, seed=4001 + stream), stream=stream)
+    whole = await ask(d.url, asked | {"cache_salt": "aggregated"})
+    with gateway(tmp_path, config({"P": (taps[0].url, "prefill"), "D": (taps[1].url, "decode")})) as front:
+        warm = await ask(front.url, body(prompt(400, seed=4101 + stream)))
+        assert warm.status == 200, warm.error
+        answer = await _killed_between_the_legs(front.url, p, taps[1], asked)
+    assert (answer.status, answer.error) == (200, "")
+    assert answer.tokens == whole.tokens
+    await d.idle_within(10.0)
+
+
+async def test_decode_dies_between_the_legs_and_whoever_can_serves_the_request(
+    engines: tuple[Engine, Engine], taps: tuple[Tap, Tap], again: None, tmp_path: Path
+) -> None:
+    p, d = engines
+    asked = body(prompt(400, seed=4003))
+    whole = await ask(p.url, asked | {"cache_salt": "aggregated"})
+    with gateway(tmp_path, config({"P": (taps[0].url, "both"), "D": (taps[1].url, "decode")})) as front:
+        answer = await _killed_between_the_legs(front.url, d, taps[1], asked)
+    assert (answer.status, answer.error) == (200, "")
+    assert answer.tokens == whole.tokens
+
+
+async def test_decode_dies_between_the_legs_and_nobody_else_can_serve(
+    engines: tuple[Engine, Engine], taps: tuple[Tap, Tap], again: None, tmp_path: Path
+) -> None:
+    _, d = engines
+    with gateway(tmp_path, config({"P": (taps[0].url, "prefill"), "D": (taps[1].url, "decode")})) as front:
+        asked = body(prompt(400, seed=4004))
+        answer = await _killed_between_the_legs(front.url, d, taps[1], asked)
+    assert answer.status in (502, 503)
+    assert "error" in answer.error
+
+
+async def test_an_engine_that_came_back_is_split_with_again(
+    engines: tuple[Engine, Engine], taps: tuple[Tap, Tap], tmp_path: Path
+) -> None:
+    moved = await transfers(engines)
+    with gateway(tmp_path, config({"P": (taps[0].url, "prefill"), "D": (taps[1].url, "decode")})) as front:
+        answer = await ask(front.url, body(prompt(400, seed=4005)))
+    assert (answer.status, answer.error) == (200, "")
+    assert await transfers(engines) == moved + 1

@@ -1,0 +1,44 @@
+"""Prefix-aware routing over real engines: their own caches say whether the gateway's belief was true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.real.asking import ask, body, prompt
+from tests.real.engines import BLOCK_TOKENS, Engine, transfers
+from tests.real.fronts import config, gateway
+
+TRUNKS, TURNS = 4, 4
+
+
+async def test_conversations_return_to_the_engine_that_holds_them(
+    engines: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    """Four conversations in turn over two engines that serve whole requests."""
+    p, d = engines
+    served: dict[int, set[str]] = {}
+    with gateway(tmp_path, config({"P": (p.url, "both"), "D": (d.url, "both")}, split=False)) as front:
+        for turn in range(TURNS):
+            for trunk in range(TRUNKS):
+                text = prompt(350, seed=5000 + trunk) + f" turn {turn}"
+                answer = await ask(front.url, body(text))
+                assert answer.status == 200, answer.error
+                served.setdefault(trunk, set()).add(answer.headers["x-penstock-endpoint"])
+                if turn:
+                    assert answer.cached_tokens > answer.prompt_tokens - 2 * BLOCK_TOKENS
+    assert all(len(engines_of_trunk) == 1 for engines_of_trunk in served.values())
+    assert len(set().union(*served.values())) == 2
+
+
+async def test_what_the_decoder_holds_already_is_not_split_again(
+    engines: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    p, d = engines
+    with gateway(tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")})) as front:
+        moved = await transfers(engines)
+        first = await ask(front.url, body(prompt(400, seed=5100)))
+        assert await transfers(engines) == moved + 1
+        second = await ask(front.url, body(prompt(400, seed=5100)))
+        assert await transfers(engines) == moved + 1
+    assert second.tokens == first.tokens
+    assert second.cached_tokens > 0
