@@ -61,7 +61,12 @@ def everyone() -> list[Contestant]:
     ]
 
 
-OURS: dict[str, dict[str, Any]] = {}
+OURS: dict[str, dict[str, Any]] = {
+    "ours tcp": {"transport": "tcp"},
+    "ours tcp xxh3": {"transport": "tcp", "checked": True},
+    "ours tcp aes": {"transport": "tcp", "sealed": True},
+    "ours shm": {"transport": "shm"},
+}
 
 
 def _ours(name: str, **settings: Any) -> Contestant:
