@@ -27,7 +27,7 @@ from kvtransfer.frame import (
     verify_header,
 )
 from kvtransfer.transports.base import Slice, Verdict, WindowHead
-from kvtransfer.transports.scatter import NOTHING, Pieces, Stretch, address_of, readv
+from kvtransfer.transports.scatter import NOTHING, Iovecs, Pieces, Stretch, address_of, readv
 
 _STAGE_BYTES = 4096
 _SCRATCH_BYTES = 64 << 10
@@ -75,6 +75,7 @@ class Inbound:
         stage = np.empty(_STAGE_BYTES, np.uint8)
         self._stage, self._address = stage.data, address_of(stage)
         self._begin = self._end = 0
+        self._iovecs = Iovecs()
         self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
 
     @property
@@ -87,7 +88,7 @@ class Inbound:
         """From now on nothing is written into this transfer's blocks."""
         arrival = self._arrival
         if arrival is not None and arrival.head is not None and arrival.head.transfer == transfer:
-            arrival.pieces = Pieces.over(self._scratch, arrival.pieces.left)
+            arrival.pieces = Pieces.over(self._scratch, arrival.pieces.left, self._iovecs)
             arrival.window = arrival.digest = None
 
     def pump(self) -> bool:
@@ -171,7 +172,7 @@ class Inbound:
     def _open_message(self, announced: Opening, preamble: bytes) -> None:
         """A header too large for the stage gets memory of its own, within the limits that were just checked."""
         message = bytearray(announced.header_bytes)
-        self._arrival = _Arrival(Pieces.of_buffer(message))
+        self._arrival = _Arrival(Pieces.of_buffer(message, self._iovecs))
         self._arrival.message = (announced, preamble, message)
         self._begin += PREAMBLE_BYTES
         self._fill(self._arrival)
@@ -190,9 +191,10 @@ class Inbound:
             raise FrameError(f"a window of {head.n_bytes} bytes comes with {announced.payload_bytes}")
         window = self._hearer.incoming(head)
         if window is None or not announced.payload_bytes:
-            arrival = _Arrival(Pieces.over(self._scratch, announced.payload_bytes), head, window)
+            arrival = _Arrival(Pieces.over(self._scratch, announced.payload_bytes, self._iovecs), head, window)
         else:
-            arrival = _Arrival(Pieces.of_window(window.region, window.runs.dst, window.runs.length), head, window)
+            pieces = Pieces.of_window(window.region, window.runs.dst, window.runs.length, self._iovecs)
+            arrival = _Arrival(pieces, head, window)
             if arrival.pieces.size != head.n_bytes:
                 raise FrameError(f"a window of {head.n_bytes} bytes where the plan has {arrival.pieces.size}")
             if announced.proof is Proof.XXH3:

@@ -14,10 +14,11 @@ import xxhash
 
 from kvtransfer.frame import Kind, Proof, frame, pack_head, trailer
 from kvtransfer.transports.base import Slice, Verdict, WindowHead
-from kvtransfer.transports.scatter import NOTHING, Pieces, address_of, writev
+from kvtransfer.transports.scatter import NOTHING, Iovecs, Pieces, address_of, writev
 from kvtransfer.transports.seal import Seal
 
-_SMALL_BYTES = 64 << 10
+_SMALL_BYTES = 160 << 10
+_STAGED_BYTES = 64 << 10  # a window this small is copied, to leave in one call with its header and trailer
 _AHEAD_BYTES = 1 << 20  # hashed before it is written: what a core's cache holds
 _ZEROS_BYTES = 64 << 10
 
@@ -58,6 +59,7 @@ class Outbound:
         small = np.empty(_SMALL_BYTES, np.uint8)
         self._small, self._address = small.data, address_of(small)
         self._begin = self._end = 0
+        self._iovecs = Iovecs()
         self._zeros = np.zeros(_ZEROS_BYTES, np.uint8)
 
     def queue(self, item: bytes | tuple[WindowHead, Slice]) -> None:
@@ -74,7 +76,7 @@ class Outbound:
         self._queue = deque(kept)
         body = self._body
         if body is not None and body.head is not None and body.head.transfer == transfer:
-            body.pieces = Pieces.over(self._zeros, body.pieces.left)
+            body.pieces = Pieces.over(self._zeros, body.pieces.left, self._iovecs)
             body.digest = None
             body.verdict = Verdict.STALE
 
@@ -90,12 +92,12 @@ class Outbound:
 
     def _next(self) -> bool:
         """Lay out what follows, until there are bytes of a body or the small frames fill their buffer."""
-        while self._body is None and self._queue and self._end < _SMALL_BYTES // 2:
+        while self._body is None and self._queue and self._end < _STAGED_BYTES:
             item = self._queue.popleft()
             if isinstance(item, tuple):
                 self._begin_window(*item)
-            elif len(item) > _SMALL_BYTES // 2:
-                self._body = _Body(Pieces.of_buffer(item))
+            elif len(item) > _STAGED_BYTES // 2:
+                self._body = _Body(Pieces.of_buffer(item, self._iovecs))
             else:
                 self._lay(item)
         return self._body is not None or self._begin < self._end
@@ -107,19 +109,29 @@ class Outbound:
 
     def _begin_window(self, head: WindowHead, window: Slice) -> None:
         """A window whose source has lost its blocks already is only named, and nothing of it is read."""
-        pieces = Pieces.of_window(window.region, window.runs.src, window.runs.length)
+        pieces = Pieces.of_window(window.region, window.runs.src, window.runs.length, self._iovecs)
         proof = Proof.GCM if self.seal else Proof.XXH3 if self._checked else Proof.NONE
         if window.current is not None and not window.current():
             self._lay(frame(Kind.WINDOW, pack_head(head), 0, proof))
-            pieces = Pieces.over(self._zeros, 0)
+            pieces = Pieces.over(self._zeros, 0, self._iovecs)
         else:
             self._lay(frame(Kind.WINDOW, pack_head(head), pieces.size, proof))
         body = _Body(pieces, head, window.current)
         if proof is Proof.XXH3:
             body.digest = xxhash.xxh3_64()
-        self._body = body
-        if not pieces.size:
-            self._finish(body)
+        if pieces.size <= _STAGED_BYTES:
+            self._stage(body)
+        else:
+            self._body = body
+
+    def _stage(self, body: _Body) -> None:
+        end = self._end + body.pieces.size
+        staged = self._small[self._end : end]
+        body.pieces.gather(staged)
+        self._end = end
+        if body.digest is not None:
+            body.digest.update(staged)
+        self._finish(body)
 
     def _write(self) -> bool:
         body = self._body

@@ -11,6 +11,8 @@ import errno
 import os
 from bisect import bisect_right
 from collections.abc import Callable
+from itertools import accumulate
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -49,53 +51,76 @@ def transferred(count: int) -> int | None:
     raise OSError(number, os.strerror(number))
 
 
+class Iovecs:
+    """Rows of (address, length) for one call after another, in memory that is used again for every window."""
+
+    __slots__ = ("_rows", "address", "words")
+
+    def __init__(self) -> None:
+        self._take(MOST_IOVECS)
+
+    def _take(self, count: int) -> None:
+        self._rows = np.empty((count + 2, 2), np.int64)
+        self.words = self._rows.data.cast("B").cast("q")
+        self.address = int(self._rows.__array_interface__["data"][0])
+
+    def lay(self, address: int, offsets: Offsets, lengths: Offsets) -> None:
+        """Rows 1 to n: these pieces. Row 0 and row n + 1 are for what goes along with them."""
+        count = len(lengths)
+        if count + 2 > len(self._rows):
+            self._take(count)
+        rows = self._rows[1 : count + 1]
+        rows[:, 0] = offsets
+        rows[:, 0] += address
+        rows[:, 1] = lengths
+
+
 class Pieces:
     """`size` bytes of memory in pieces, of which the first `done` have been written or read.
 
-    Row 0 of the iovecs is the caller's, for what goes ahead of the pieces in the same call, and so is the last one, for
-    what follows. `fed` counts the pieces that were given to a digest.
+    `fed` counts the pieces that were given to a digest. Takes over `iovecs`, which serve one body at a time.
     """
 
-    __slots__ = ("_ends", "_lengths", "_memory", "_offsets", "_row", "_rows", "_words", "done", "fed", "size")
+    __slots__ = ("_ends", "_iovecs", "_lengths", "_memory", "_offsets", "_row", "done", "fed", "size")
 
-    def __init__(self, memory: Bytes, address: int, offsets: Offsets, lengths: Offsets) -> None:
+    def __init__(self, memory: Bytes, address: int, offsets: Offsets, lengths: Offsets, iovecs: Iovecs) -> None:
         self._memory = memory
         self._offsets: list[int] = offsets.tolist()
         self._lengths: list[int] = lengths.tolist()
-        self._ends: list[int] = lengths.cumsum().tolist()
+        self._ends = list(accumulate(self._lengths))
         self.size = self._ends[-1] if self._ends else 0
         self.done = 0
         self.fed = 0
-        rows = np.empty((len(lengths) + 2, 2), np.int64)
-        rows[1:-1, 0] = offsets
-        rows[1:-1, 0] += address
-        rows[1:-1, 1] = lengths
-        self._rows: int = rows.__array_interface__["data"][0]
-        self._words = rows.data.cast("B").cast("q")
+        self._iovecs = iovecs
         self._row = 1
+        if len(self._lengths) == 1:
+            iovecs.words[2], iovecs.words[3] = address + self._offsets[0], self.size
+        else:
+            iovecs.lay(address, offsets, lengths)
 
     @classmethod
-    def of_window(cls, region: Region, offsets: Offsets, lengths: Offsets) -> Pieces:
+    def of_window(cls, region: Region, offsets: Offsets, lengths: Offsets, iovecs: Iovecs) -> Pieces:
         """A window's pieces of a region. TransportError if one of them lies outside."""
-        if not len(lengths) or int(offsets.min()) < 0 or int(lengths.min()) < 1:
+        pieces = cls(region.bytes, region.address, offsets, lengths, iovecs)
+        if not pieces._lengths or min(pieces._offsets) < 0 or min(pieces._lengths) < 1:
             raise TransportError("a window of nothing, or before the region's begin")
-        if int((offsets + lengths).max()) > region.bytes.size:
+        if max(map(add, pieces._offsets, pieces._lengths)) > region.bytes.size:
             raise TransportError(f"a window reaches beyond the {region.bytes.size} bytes of {region.name}")
-        return cls(region.bytes, region.address, offsets, lengths)
+        return pieces
 
     @classmethod
-    def of_buffer(cls, buffer: bytes | bytearray | Bytes) -> Pieces:
+    def of_buffer(cls, buffer: bytes | bytearray | Bytes, iovecs: Iovecs) -> Pieces:
         """One piece: all of `buffer`."""
-        return cls.over(np.frombuffer(buffer, np.uint8), len(buffer))
+        return cls.over(np.frombuffer(buffer, np.uint8), len(buffer), iovecs)
 
     @classmethod
-    def over(cls, scratch: Bytes, size: int) -> Pieces:
+    def over(cls, scratch: Bytes, size: int, iovecs: Iovecs) -> Pieces:
         """`size` bytes that all lie in `scratch`, one piece upon the other: for bytes that do not matter."""
         count = -(-size // scratch.size)
         lengths = np.full(count, scratch.size, np.int64)
         if count:
             lengths[-1] = size - (count - 1) * scratch.size
-        return cls(scratch, address_of(scratch), np.zeros(count, np.int64), lengths)
+        return cls(scratch, address_of(scratch), np.zeros(count, np.int64), lengths, iovecs)
 
     @property
     def left(self) -> int:
@@ -108,14 +133,15 @@ class Pieces:
     def call(self, function: Any, fd: int, ahead: Stretch, behind: Stretch, pieces: int) -> int | None:
         """readv or writev: `ahead` (before the first piece alone), pieces up to number `pieces`, `behind` once all are
         in. Bytes moved, None where it would wait. Raises OSError."""
+        words = self._iovecs.words
         first, last = self._row, min(pieces + 1, self._row + MOST_IOVECS)
         if ahead[1]:
             first -= 1
-            self._words[2 * first], self._words[2 * first + 1] = ahead
+            words[2 * first], words[2 * first + 1] = ahead
         if behind[1] and last == len(self._ends) + 1:
-            self._words[2 * last], self._words[2 * last + 1] = behind
+            words[2 * last], words[2 * last + 1] = behind
             last += 1
-        return transferred(function(fd, self._rows + 16 * first, last - first))
+        return transferred(function(fd, self._iovecs.address + 16 * first, last - first))
 
     def advance(self, count: int) -> None:
         """So many more bytes are done."""
@@ -123,9 +149,9 @@ class Pieces:
         row = bisect_right(self._ends, done)
         if row < len(self._ends):
             left = self._ends[row] - done
-            at = 2 * row + 2
-            self._words[at] += self._words[at + 1] - left
-            self._words[at + 1] = left
+            words, at = self._iovecs.words, 2 * row + 2
+            words[at] += words[at + 1] - left
+            words[at + 1] = left
         self._row = row + 1
 
     def feed(self, update: Callable[[memoryview], object], upto: int) -> None:
@@ -146,6 +172,13 @@ class Pieces:
         """Feed what is done, once that is `most` bytes or everything."""
         if not self.left or self.done - (self._ends[self.fed - 1] if self.fed else 0) >= most:
             self.feed(update, self.done)
+
+    def gather(self, into: memoryview) -> None:
+        """Copy all pieces to the front of a buffer, behind each other."""
+        memory, at = self._memory.data, 0
+        for start, length in zip(self._offsets, self._lengths, strict=True):
+            into[at : at + length] = memory[start : start + length]
+            at += length
 
     def put(self, data: memoryview) -> None:
         """Copy into the pieces, from byte `done` on, without counting them as done."""

@@ -238,6 +238,8 @@ class StreamLink:
                 return True
             if done is None and self._drivers:
                 return True
+            # Whoever we wait for may have been woken on this very core.
+            os.sched_yield()
         return False
 
     def _want_out(self, want: bool) -> None:
