@@ -26,7 +26,7 @@ log = logging.getLogger("penstock")
 
 
 class Switchboard:
-    """`do` carries out what the books decide, `lock` is the agent's. The first of `transports` is how peers are dialled."""
+    """`do` carries out what the books decide, `lock` is the agent's. Peers are dialled by the first of `transports`."""
 
     def __init__(
         self,

@@ -1,0 +1,191 @@
+"""Two ends of one link over any transport, and owners that write down what they hear.
+
+PENSTOCK_KV_TRANSPORTS says which transports are tested (inproc,shm,tcp unless set; rdma where there are verbs).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.clock import ThreadClock
+from kvtransfer.regions import Region
+from kvtransfer.reshard import Runs
+from kvtransfer.transports.base import Link, Slice, Transport, Verdict, WindowHead
+from kvtransfer.transports.inproc import Inproc, Wire
+
+TRANSPORTS = os.environ.get("PENSTOCK_KV_TRANSPORTS", "inproc,shm,tcp").split(",")
+BLOCKS, BLOCK_BYTES = 64, 32 << 10
+PATIENCE_S = 20.0
+
+
+@contextmanager
+def transports(name: str, count: int = 2) -> Iterator[list[Transport]]:
+    """So many ends of one kind, not started. They are closed afterwards."""
+    clock = ThreadClock()
+    wire = Wire(clock)
+    made = [make(name, wire) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for transport in made:
+            transport.close()
+        clock.close()
+
+
+def make(name: str, wire: Wire) -> Transport:
+    """One end. Imports on demand: not every machine has verbs."""
+    if name == "inproc":
+        return Inproc(wire)
+    if name == "tcp":
+        from kvtransfer.transports.tcp import Tcp
+
+        return Tcp()
+    if name == "shm":
+        from kvtransfer.transports.shm import Shm
+
+        return Shm()
+    if name == "rdma":
+        from kvtransfer.transports.rdma import Rdma
+
+        return Rdma()
+    raise ValueError(f"no transport is called {name}")
+
+
+@dataclass
+class Heard:
+    """What an owner was told, in order: (kind, link, what)."""
+
+    kind: str
+    link: Link
+    what: object
+
+
+@dataclass
+class Owner:
+    """A LinkOwner that writes down, and says where windows go: `place(head)`, None until told."""
+
+    place: Callable[[WindowHead], Slice | None] = lambda head: None
+    heard: list[Heard] = field(default_factory=list)
+    bell: threading.Condition = field(default_factory=threading.Condition)
+
+    def note(self, kind: str, link: Link, what: object = None) -> None:
+        with self.bell:
+            self.heard.append(Heard(kind, link, what))
+            self.bell.notify_all()
+
+    def linked(self, link: Link) -> None:
+        self.note("linked", link)
+
+    def message(self, link: Link, data: bytes) -> None:
+        self.note("message", link, bytes(data))
+
+    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+        self.note("incoming", link, head)
+        return self.place(head)
+
+    def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
+        self.note("landed", link, (head, verdict))
+
+    def sent(self, link: Link, head: WindowHead) -> None:
+        self.note("sent", link, head)
+
+    def fenced(self, link: Link, transfer: int) -> None:
+        self.note("fenced", link, transfer)
+
+    def lost(self, link: Link, reason: str) -> None:
+        self.note("lost", link, reason)
+
+    def all(self, kind: str) -> list[object]:
+        with self.bell:
+            return [heard.what for heard in self.heard if heard.kind == kind]
+
+    def wait(self, kind: str, count: int = 1) -> list[object]:
+        """The first `count` things of a kind. Fails when they do not come."""
+        deadline = time.monotonic() + PATIENCE_S
+        with self.bell:
+            while sum(heard.kind == kind for heard in self.heard) < count:
+                left = deadline - time.monotonic()
+                assert left > 0, f"{kind} was not heard {count} times but {[each.kind for each in self.heard]}"
+                self.bell.wait(left)
+        return self.all(kind)[:count]
+
+
+@dataclass
+class Pair:
+    """A link: `sink` has dialled, `source` was dialled. Regions: one of each side, of BLOCKS blocks."""
+
+    name: str
+    sink: Link
+    source: Link
+    hears: Owner
+    gives: Owner
+    into: Region
+    out_of: Region
+    sink_transport: Transport
+    source_transport: Transport
+
+    def admit(self, transfer: int) -> None:
+        """Let the source write into all of the sink's blocks."""
+        grant = self.sink.grant(transfer, [self.into], np.arange(BLOCKS))
+        self.source.accept(transfer, grant)
+
+    def expect(self, windows: dict[WindowHead, Runs]) -> None:
+        """Windows go where these say, once each; all others nowhere."""
+        left = dict(windows)
+
+        def place(head: WindowHead) -> Slice | None:
+            runs = left.pop(head, None)
+            return None if runs is None else Slice(runs, self.into, 0, 0)
+
+        self.hears.place = place
+
+    def put(self, head: WindowHead, runs: Runs, current: Callable[[], bool] | None = None) -> None:
+        self.source.put(head, Slice(runs, self.out_of, 0, 0, current or (lambda: True)))
+
+
+@contextmanager
+def linked_pair(name: str) -> Iterator[Pair]:
+    """Two started transports and a link between them; the source's memory is random."""
+    into = Region.create(BLOCKS, BLOCK_BYTES, name="into")
+    out_of = Region.create(BLOCKS, BLOCK_BYTES, name="out-of")
+    out_of.bytes[:] = np.random.default_rng(1).integers(0, 256, out_of.bytes.size, dtype=np.uint8)
+    hears, gives = Owner(), Owner()
+    with transports(name) as (sink_end, source_end):
+        sink_end.start(hears, [into])
+        address = source_end.start(gives, [out_of])
+        link = sink_end.dial(address)
+        gives.wait("linked")
+        far = gives.heard[0].link
+        for end in (link, far):
+            end.secure(bytes(32))
+        yield Pair(name, link, far, hears, gives, into, out_of, sink_end, source_end)
+
+
+def window(transfer: int, runs: Runs, group: int = 0, first: int = 0) -> WindowHead:
+    return WindowHead(transfer, group, 0, first, runs.count, runs.n_bytes)
+
+
+def scattered(seed: int, count: int, longest: int) -> Runs:
+    """Runs at random places of both regions, disjoint at the sink, of 1 to `longest` bytes."""
+    rng = np.random.default_rng(seed)
+    size = BLOCKS * BLOCK_BYTES
+    length = rng.integers(1, longest + 1, count)
+    slots = np.sort(rng.choice(size // longest, count, replace=False)) * longest
+    return Runs(rng.integers(0, size - longest, count), rng.permutation(slots), length)
+
+
+def expected(pair: Pair, *moves: Runs) -> NDArray[np.uint8]:
+    """What the sink's memory, zero before, must hold once these runs have landed."""
+    memory = np.zeros(BLOCKS * BLOCK_BYTES, np.uint8)
+    for runs in moves:
+        for src, dst, length in zip(runs.src, runs.dst, runs.length, strict=True):
+            memory[dst : dst + length] = pair.out_of.bytes[src : src + length]
+    return memory
