@@ -51,10 +51,14 @@ class ApiError(Exception):
         self.message = message
         self.param = param
 
+    @property
+    def kind(self) -> str:
+        """The error's type in words."""
+        return _TYPES.get(self.status, "InternalServerError")
+
     def body(self) -> bytes:
         """The JSON body."""
-        kind = _TYPES.get(self.status, "InternalServerError")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}
         return msgspec.json.encode({"error": error})
 
 
@@ -64,8 +68,8 @@ class MalformedHandoffError(ApiError):
     `fatal`: the engine does not answer, it dies of them (engines.md B.0).
     """
 
-    def __init__(self, what: str, fatal: bool = False) -> None:
-        super().__init__(500, f"unexpected handoff in request: {what}", what)
+    def __init__(self, what: str, fatal: bool = False, status: int = 500) -> None:
+        super().__init__(status, f"unexpected handoff in request: {what}", what)
         self.fatal = fatal
 
 

@@ -14,7 +14,9 @@ import uvloop
 from mockgpu.faults import FaultError
 from mockgpu.fleet import KEEP_ALIVE_S, Member, running_fleet
 from mockgpu.group import GroupSpec
+from mockgpu.handoff.spec import KEY, Transfer
 from mockgpu.hardware import gpu_named
+from mockgpu.kv import DEFAULT_SCALE
 from mockgpu.llm import kv_capacity_tokens, model_named
 from mockgpu.roofline import profile_named
 
@@ -41,6 +43,24 @@ def mock(
     max_queued: Annotated[int | None, typer.Option(min=1, help="Answer 503 above so many waiting requests.")] = None,
     keep_alive: Annotated[float, typer.Option(help="Seconds before an idle connection is closed.")] = KEEP_ALIVE_S,
     cached_details: Annotated[bool, typer.Option(help="Tell cached_tokens in usage.")] = True,
+    dialect: Annotated[
+        str | None,
+        typer.Option(help="Be half of split requests, as vllm_nixl, vllm_push, mooncake, sglang or trtllm."),
+    ] = None,
+    kv_transport: Annotated[str, typer.Option(help="auto, tcp, shm or inproc (groups of this process only).")] = "auto",
+    kv_port: Annotated[int, typer.Option(help="Port of the first group's agent; the others follow. 0: any free.")] = 0,
+    kv_key: Annotated[str, typer.Option(help="What all groups of a fleet share and nobody else knows.")] = KEY,
+    kv_scale: Annotated[float, typer.Option(help="Bytes held per byte of the model's KV, up to 1.")] = DEFAULT_SCALE,
+    kv_gbps: Annotated[float, typer.Option(help="Link speed for the unscaled KV, gigabits/s. 0: no pacing.")] = 0.0,
+    kv_lease: Annotated[float, typer.Option(help="Seconds that KV is kept for a decode group to fetch.")] = 30.0,
+    handoff_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that legs wait for each other, instead of the engine's own.")
+    ] = None,
+    kv_load_failure_policy: Annotated[str, typer.Option(help="fail or recompute.")] = "fail",
+    engine_version: Annotated[str, typer.Option(help="Whose objects: 0.20 to 0.33.")] = "0.33",
+    bootstrap_port: Annotated[
+        int, typer.Option(help="Mooncake's and SGLang's bootstrap server of the first prefill group. 0: any free.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per group.")] = False,
 ) -> None:
     """Serve believable TP groups without a GPU, in vLLM's dialect."""
@@ -55,7 +75,21 @@ def mock(
             cached_details=cached_details,
         )
         _ = spec.capacity_tokens
-        uvloop.run(_serve([spec] * groups, host, port, fault, seed, keep_alive, as_json))
+        transfer = Transfer(
+            dialect or "",
+            kv_transport,
+            kv_port,
+            kv_key,
+            kv_scale,
+            kv_gbps or inf,
+            kv_lease,
+            handoff_timeout,
+            _recompute(kv_load_failure_policy),
+            _version(engine_version),
+            bootstrap_port,
+        )
+        specs = [spec] * groups if dialect is None else _halves(spec, transfer.checked(), groups)
+        uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, as_json))
     except (ValueError, FaultError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
@@ -77,6 +111,34 @@ def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: 
     return GroupSpec(model, shape, card, tp, role, profile_named(profile), factor)
 
 
+def _recompute(policy: str) -> bool:
+    if policy not in ("fail", "recompute"):
+        raise ValueError(f"unknown load failure policy {policy!r}: known are fail, recompute")
+    return policy == "recompute"
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, dot, minor = text.partition(".")
+    if not (dot and major.isdecimal() and minor.isdecimal()):
+        raise ValueError(f"engine version {text!r} is not like 0.33")
+    return int(major), int(minor)
+
+
+def _halves(spec: GroupSpec, transfer: Transfer, groups: int) -> list[GroupSpec]:
+    """The groups of a fleet whose agents' and bootstrap servers' ports follow one another."""
+    return [
+        msgspec.structs.replace(
+            spec,
+            transfer=msgspec.structs.replace(
+                transfer,
+                port=transfer.port + i if transfer.port else 0,
+                bootstrap_port=transfer.bootstrap_port + i if transfer.bootstrap_port else 0,
+            ),
+        )
+        for i in range(groups)
+    ]
+
+
 async def _serve(
     specs: list[GroupSpec], host: str, port: int, fault: str, seed: int, keep_alive_s: float, as_json: bool
 ) -> None:
@@ -94,7 +156,8 @@ def _ready(member: Member, as_json: bool) -> str:
     spec = member.group.spec
     if as_json:
         facts = {"model": spec.served_name, "gpu": spec.gpu.name, "tp": spec.tp, "role": spec.role}
-        return msgspec.json.encode({"ready": member.url} | facts | {"kv_tokens": spec.capacity_tokens}).decode()
+        half = member.half.told() if member.half is not None else {}
+        return msgspec.json.encode({"ready": member.url} | facts | {"kv_tokens": spec.capacity_tokens} | half).decode()
     shape = f"{spec.model.name} on {spec.tp} x {spec.gpu.name}"
     return f"ready {member.url} model={spec.served_name} ({shape}, {spec.capacity_tokens:,} tokens of KV)"
 

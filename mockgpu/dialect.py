@@ -77,7 +77,17 @@ def _arguments(choice: Choice) -> str:
     return '{"words":"' + choice.text + '"}'
 
 
-def whole(ask: Ask, choices: list[Choice], created: int, cached: int | None) -> bytes:
+class Extras(msgspec.Struct, frozen=True):
+    """What a prefill leg's answer says besides: beside the choices, and in its choice."""
+
+    beside: dict[str, Any] = {}
+    inside: dict[str, Any] = {}
+
+
+NO_EXTRAS = Extras()
+
+
+def whole(ask: Ask, choices: list[Choice], created: int, cached: int | None, extras: Extras = NO_EXTRAS) -> bytes:
     """The body of a non-streaming answer."""
     made = sum(choice.output_tokens for choice in choices)
     build = _whole_chat_choice if ask.chat else _whole_completion_choice
@@ -87,13 +97,20 @@ def whole(ask: Ask, choices: list[Choice], created: int, cached: int | None) -> 
             "object": "chat.completion" if ask.chat else "text_completion",
             "created": created,
             "model": ask.model,
-            "choices": [build(ask, choice) for choice in choices],
+            "choices": [build(ask, choice) | extras.inside for choice in choices],
             "service_tier": None,
             "system_fingerprint": None,
             "usage": usage(ask, made, cached),
             "kv_transfer_params": None,
         }
+        | _prompt_ids(ask)
+        | extras.beside
     )
+
+
+def _prompt_ids(ask: Ask) -> dict[str, Any]:
+    """The prompt's ids, where a chat asked for them (vLLM 0.10 and later)."""
+    return {"prompt_token_ids": token_ids(ask.prompts[0])} if ask.chat and ask.body.return_token_ids else {}
 
 
 def _whole_chat_choice(ask: Ask, choice: Choice) -> dict[str, Any]:
@@ -108,7 +125,7 @@ def _whole_chat_choice(ask: Ask, choice: Choice) -> dict[str, Any]:
         "logprobs": _chat_logprobs(ask, choice.tokens),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
-        "token_ids": None,
+        "token_ids": token_ids(choice.tokens) if ask.body.return_token_ids else None,
     }
 
 
@@ -120,7 +137,8 @@ def _whole_completion_choice(ask: Ask, choice: Choice) -> dict[str, Any]:
         "logprobs": _completion_logprobs(ask, choice.tokens, len(echoed)),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
-        "token_ids": None,
+        "token_ids": token_ids(choice.tokens) if ask.body.return_token_ids else None,
+        "prompt_token_ids": token_ids(choice.prompt) if ask.body.return_token_ids else None,
         "prompt_logprobs": None,
     }
 

@@ -9,8 +9,11 @@ from random import Random
 
 from aiohttp import web
 
+from kvtransfer.clock import ThreadClock
+from kvtransfer.transports.inproc import Wire
 from mockgpu.faultbox import FaultBox
 from mockgpu.group import GroupSpec, TpGroup
+from mockgpu.handoff.half import Half
 from mockgpu.server import MockServer
 
 KEEP_ALIVE_S = 5.0
@@ -49,20 +52,25 @@ class Listener:
 
 
 class Member:
-    """One TP group of a fleet with its server, its faults and its port."""
+    """One TP group of a fleet with its server, its faults and its port; `half`: its half of split requests, if any."""
 
-    def __init__(self, spec: GroupSpec, host: str, port: int, rng: Random) -> None:
+    def __init__(self, spec: GroupSpec, host: str, port: int, rng: Random, wire: Wire | None = None) -> None:
         loop = asyncio.get_running_loop()
         self.host = host
         self.listener = Listener(host, port)
         self.group = TpGroup(spec, loop)
         self.faults = FaultBox(self.group, self.listener, loop, rng)
-        self.server = MockServer(self.group, self.faults)
+        self.half = None if spec.transfer is None else Half(self.group, spec.transfer, host, wire)
+        self.server = MockServer(self.group, self.faults, self.half)
 
     @property
     def url(self) -> str:
         """Where the group is served."""
         return f"http://{self.host}:{self.listener.port}"
+
+
+def _inproc(spec: GroupSpec) -> bool:
+    return spec.transfer is not None and spec.transfer.transport == "inproc"
 
 
 def _rng(seed: int) -> Random:
@@ -82,10 +90,15 @@ async def running_fleet(
 
     OSError when a port is taken, FaultError when the spec does not parse.
     """
-    members = [Member(spec, host, port + i if port else 0, _rng(seed + i)) for i, spec in enumerate(specs)]
+    # Agents that move bytes within this process need something to move them on.
+    clock = ThreadClock("kv-wire")
+    wire = Wire(clock) if any(_inproc(spec) for spec in specs) else None
+    members = [Member(spec, host, port + i if port else 0, _rng(seed + i), wire) for i, spec in enumerate(specs)]
     runners: list[web.AppRunner] = []
     try:
         for member in members:
+            if member.half is not None:
+                await member.half.start()
             runner = web.AppRunner(
                 member.server.app(), handler_cancellation=True, keepalive_timeout=keep_alive_s, access_log=None
             )
@@ -103,3 +116,7 @@ async def running_fleet(
             member.group.close()
         for runner in runners:
             await runner.cleanup()
+        for member in members:
+            if member.half is not None:
+                await member.half.close()
+        clock.close()

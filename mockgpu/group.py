@@ -7,7 +7,7 @@ the event loop; nothing here awaits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
@@ -19,7 +19,7 @@ from mockgpu.ask import ApiError
 from mockgpu.blocks import BLOCK_TOKENS, BlockPool
 from mockgpu.grids import roofline_for
 from mockgpu.handoff.desk import Desk
-from mockgpu.handoff.legs import Answering, Give
+from mockgpu.handoff.legs import Answering, Give, Take
 from mockgpu.handoff.spec import Transfer
 from mockgpu.hardware import Gpu
 from mockgpu.job import Chunk, Job, Plan, State
@@ -120,6 +120,8 @@ class TpGroup:
         self._due = 0.0
         self.memory: KvMemory | None = None
         self.desk: Desk | None = None
+        # Told when the ranks are lost (False) and when they are back (True).
+        self.on_change: Callable[[bool], None] | None = None
         # Prefill legs that are computed and answer only when their KV has been taken.
         self._leaving: dict[Job, _Live] = {}
 
@@ -145,6 +147,8 @@ class TpGroup:
             raise _engine_dead()
         if self.spec.max_queued is not None and self._queued() >= self.spec.max_queued:
             self.metrics.rejections += 1
+            if isinstance(job.leg, Take) and self.desk is not None:
+                self.desk.decline(job.leg)
             raise ApiError(503, f"The server's queue is full ({self.spec.max_queued} requests waiting).")
         live = self._live[job] = _Live(sink, self._loop.time(), reason)
         delay_s = self.spec.profile.request_s / self.spec.speed
@@ -180,12 +184,14 @@ class TpGroup:
         for job, live in [*self._live.items(), *self._leaving.items()]:
             self._drop(job, live)
             live.sink.failed(_engine_dead())
-        if self.desk is not None:
-            self.desk.drop_all()
+        if self.on_change is not None:
+            self.on_change(False)
 
     def restore(self) -> None:
         """All ranks back, as after a restart; what only hung goes on with the step it was in."""
         self._ranks_up = [True] * self.spec.tp
+        if self.on_change is not None and not self.hanging:
+            self.on_change(True)
         self.hanging = False
         if self._step is None:
             self.wake()

@@ -5,11 +5,14 @@ Counting is a few integer additions per step; words are only made when somebody 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 
+from mockgpu.handoff.legs import Take
+from mockgpu.handoff.tally import Tally
+from mockgpu.histogram import Histogram
 from mockgpu.scheduler import Scheduler
+from mockgpu.shapes import Engine
 
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -44,31 +47,6 @@ REQUEST_BUCKETS = (
 FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
-class Histogram:
-    """Counts per bucket and a sum; made cumulative only when shown."""
-
-    __slots__ = ("_counts", "bounds", "sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count the value, `times` over."""
-        self._counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-    def lines(self, name: str, labels: str) -> Iterator[str]:
-        """The series of a histogram in exposition order."""
-        total = 0
-        for bound, count in zip((*self.bounds, "+Inf"), self._counts, strict=True):
-            total += count
-            yield f'{name}_bucket{{{labels},le="{bound}"}} {total}'
-        yield f"{name}_sum{{{labels}}} {self.sum}"
-        yield f"{name}_count{{{labels}}} {total}"
-
-
 class GroupMetrics:
     """Numbers of one TP group that its scheduler does not keep: latencies and how requests ended."""
 
@@ -84,23 +62,31 @@ class GroupMetrics:
         self.e2e_s = Histogram(REQUEST_BUCKETS)
         self.queue_s = Histogram(REQUEST_BUCKETS)
 
-    def render(self, scheduler: Scheduler) -> str:
-        """The whole exposition."""
-        return "\n".join(self._lines(scheduler)) + "\n"
+    def render(self, scheduler: Scheduler, tally: Tally | None = None, engine: Engine = Engine.VLLM) -> str:
+        """The whole exposition: vLLM's names, those of transfers where there are any, another engine's besides."""
+        lines = [*self._lines(scheduler)]
+        if tally is not None:
+            lines += [*_fetching(scheduler, self.labels), *tally.lines(self.labels)]
+        if engine is not Engine.VLLM:
+            lines += _foreign(scheduler, engine)
+        return "\n".join(lines) + "\n"
 
     def _lines(self, scheduler: Scheduler) -> Iterator[str]:
         labels, pool, totals = self.labels, scheduler.pool, scheduler.totals
         gauges = {
             "vllm:num_requests_running": scheduler.running,
-            "vllm:num_requests_waiting": len(scheduler.waiting),
+            "vllm:num_requests_waiting": scheduler.queued,
             "vllm:kv_cache_usage_perc": pool.usage,
+            "mock:kv_blocks_in_use": pool.total - pool.free,
+            "mock:kv_blocks_kept": scheduler.kept_blocks,
         }
         for name, value in gauges.items():
             yield f"# TYPE {name} gauge"
             yield f"{name}{{{labels}}} {value}"
         yield "# TYPE vllm:num_requests_waiting_by_reason gauge"
         yield f'vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} {len(scheduler.waiting)}'
-        yield f'vllm:num_requests_waiting_by_reason{{{labels},reason="deferred"}} 0'
+        deferred = scheduler.queued - len(scheduler.waiting)
+        yield f'vllm:num_requests_waiting_by_reason{{{labels},reason="deferred"}} {deferred}'
         yield "# TYPE vllm:cache_config_info gauge"
         yield f'vllm:cache_config_info{{{labels},block_size="{pool.block_tokens}",num_gpu_blocks="{pool.total}"}} 1'
         counters = {
@@ -131,3 +117,36 @@ class GroupMetrics:
         for name, histogram in histograms.items():
             yield f"# TYPE {name} histogram"
             yield from histogram.lines(name, labels)
+
+
+def _fetching(scheduler: Scheduler, labels: str) -> Iterator[str]:
+    """Where decode legs stand before they run."""
+    wants = sum(isinstance(job.leg, Take) and job.cached < 0 for job in scheduler.waiting)
+    stages = {
+        "waiting_to_start": wants,
+        "in_progress": len(scheduler.fetching),
+        "completed_waiting": len(scheduler.fetched),
+    }
+    yield "# TYPE vllm:num_requests_kv_fetch_by_stage gauge"
+    for stage, count in stages.items():
+        yield f'vllm:num_requests_kv_fetch_by_stage{{{labels},stage="{stage}"}} {count}'
+
+
+def _foreign(scheduler: Scheduler, engine: Engine) -> Iterator[str]:
+    """What a gateway reads of SGLang and of TensorRT-LLM, by their names."""
+    pool, totals = scheduler.pool, scheduler.totals
+    if engine is Engine.SGLANG:
+        yield f"sglang:num_running_reqs {scheduler.running}"
+        yield f"sglang:num_queue_reqs {scheduler.queued}"
+        yield f"sglang:token_usage {pool.usage}"
+        yield f"sglang:generation_tokens_total {totals.output_tokens}"
+        yield f'sglang:cache_config_info{{page_size="{pool.block_tokens}",num_pages="{pool.total}"}} 1'
+        yield f"sglang:num_decode_transfer_queue_reqs {len(scheduler.fetching)}"
+        yield f"sglang:num_prefill_inflight_queue_reqs {len(scheduler.kept)}"
+    else:
+        yield f"trtllm_num_requests_running {scheduler.running}"
+        yield f"trtllm_num_requests_waiting {scheduler.queued}"
+        yield f"trtllm_kv_cache_utilization {pool.usage}"
+        yield f"trtllm_kv_cache_tokens_per_block {pool.block_tokens}"
+        yield f"trtllm_kv_cache_max_blocks {pool.total}"
+        yield f"trtllm_kv_cache_used_blocks {pool.total - pool.free}"

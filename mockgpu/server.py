@@ -11,18 +11,32 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 from aiohttp import web
 
 from mockgpu import dialect
 from mockgpu.answer import Answer, FaultySink, StreamSink, WholeSink, break_off, reset
-from mockgpu.ask import ApiError, Ask, MalformedHandoffError, prompt_of, read_ask
+from mockgpu.ask import (
+    NO_LEG,
+    ApiError,
+    Ask,
+    Body,
+    MalformedHandoffError,
+    Reading,
+    ask_of,
+    check_handoff,
+    decode_body,
+    prompt_of,
+)
 from mockgpu.choice import Choice, choices_of
 from mockgpu.faultbox import FaultBox
 from mockgpu.faults import BREAKING_FAULTS, STREAM_FAULTS, Fault, FaultError, FaultKind, parse_faults
 from mockgpu.group import Sink, TpGroup
+from mockgpu.handoff.half import Half
+from mockgpu.handoff.legs import Give, Take
+from mockgpu.shapes import engine_of, error_body
 
 VERSION = "0.33.0"
 MAX_BODY_BYTES = 32 << 20
@@ -39,16 +53,20 @@ class FaultOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MockServer:
-    """Routes of one TP group. Sole owner of the faults set on it."""
+    """Routes of one TP group. Sole owner of the faults set on it. `half`: its half of split requests, if any."""
 
-    def __init__(self, group: TpGroup, faults: FaultBox) -> None:
+    def __init__(self, group: TpGroup, faults: FaultBox, half: Half | None = None) -> None:
         self.group = group
         self.faults = faults
+        self.half = half
+        transfer = group.spec.transfer
+        self._engine = engine_of(transfer.dialect if transfer is not None else None)
+        self._version = VERSION if transfer is None else f"{transfer.version[0]}.{transfer.version[1]}.0"
         self._created = int(time.time())
 
     def app(self) -> web.Application:
         """The aiohttp application; serve it with `handler_cancellation=True`."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_dialect_errors])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors])
         app.add_routes(
             [
                 web.post("/v1/chat/completions", self.chat),
@@ -61,12 +79,25 @@ class MockServer:
                 web.get("/load", self.load),
                 web.get("/version", self.version),
                 web.get("/metrics", self.metrics),
+                web.get("/prometheus/metrics", self.metrics),
+                web.get("/mock/state", self.state),
                 web.get("/mock/fault", self.show_faults),
                 web.post("/mock/fault", self.set_faults),
                 web.delete("/mock/fault", self.clear_faults),
             ]
         )
         return app
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every error in the engine's shape, aiohttp's own included."""
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            wrong = ApiError(error.status, error.reason)
+        except ApiError as error:
+            wrong = error
+        return web.Response(status=wrong.status, body=error_body(wrong, self._engine), content_type=JSON)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -84,6 +115,9 @@ class MockServer:
         if fault is not None and fault.kind is FaultKind.ERROR:
             raise ApiError(fault.status, "Injected fault")
         choices = choices_of(ask)
+        if ask.leg is not None and len(choices) > 1:
+            self.group.metrics.malformed_handoffs += 1
+            raise MalformedHandoffError(f"of {len(choices)} sequences at once")
         answer = Answer(len(choices), asyncio.get_running_loop())
         if ask.stream:
             return await self._stream(request, ask, choices, answer, fault)
@@ -97,7 +131,7 @@ class MockServer:
             error = await answer.done
         if error is not None:
             raise error
-        body = dialect.whole(ask, choices, int(time.time()), self._cached(ask, choices))
+        body = dialect.whole(ask, choices, int(time.time()), self._cached(ask, choices), self._extras(ask, choices[0]))
         if fault is not None and fault.kind in BREAKING_FAULTS:
             await _break_whole(request, body, fault.kind)
         return web.Response(body=body, content_type=JSON)
@@ -107,6 +141,8 @@ class MockServer:
         """The choices' jobs, in the group for as long as somebody waits for them."""
         try:
             for choice, sink in zip(choices, sinks, strict=True):
+                if self.half is not None:
+                    choice.job.content = choice
                 self.group.submit(choice.job, sink, choice.finish_reason)
             yield
         finally:
@@ -114,18 +150,40 @@ class MockServer:
                 self.group.abort(choice.job)
 
     async def _read(self, request: web.Request, chat: bool) -> Ask:
-        """Body and headers as an Ask; what malforms a handoff is counted."""
+        """Body and headers as an Ask. A decode leg that is refused here lets its prefill group go."""
         if request.content_type != JSON:
             raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
         raw = await request.read()
         name = request.headers.get("X-Request-Id") or uuid.uuid4().hex
         request_id = f"chatcmpl-{name}" if chat else f"cmpl-{name}"
+        body = decode_body(raw)
+        reading = self._reading(raw, body, request, request_id)
         spec = self.group.spec
         try:
-            return read_ask(raw, request.headers, chat, spec.served_name, spec.context, request_id)
+            return ask_of(body, request.headers, chat, spec.served_name, spec.context, request_id, reading)
+        except ApiError:
+            if isinstance(reading.leg, Take) and self.group.desk is not None:
+                self.group.desk.decline(reading.leg)
+            raise
+
+    def _reading(self, raw: bytes, body: Body, request: web.Request, request_id: str) -> Reading:
+        """The leg that a request is; to a group that is no half of anything none may come."""
+        if self.half is not None:
+            return self.half.read(raw, body, request.headers, request_id)
+        try:
+            check_handoff(body, request.headers)
         except MalformedHandoffError:
             self.group.metrics.malformed_handoffs += 1
             raise
+        return NO_LEG
+
+    def _extras(self, ask: Ask, choice: Choice) -> dialect.Extras:
+        """What a prefill leg's answer tells the other leg."""
+        if self.half is None or not isinstance(ask.leg, Give):
+            return dialect.NO_EXTRAS
+        offered, speaks, here = choice.job.offered, self.half.dialect, self.half.here
+        inside = speaks.told_in_choice(ask, offered, choice.tokens, here)
+        return dialect.Extras(speaks.told(ask, ask.leg, offered, here), inside)
 
     async def _stream(
         self, request: web.Request, ask: Ask, choices: list[Choice], answer: Answer, fault: Fault | None
@@ -146,7 +204,7 @@ class MockServer:
         if error is None:
             transport.write(dialect.closing(ask, choices, created, self._cached(ask, choices)))
         else:
-            transport.write(dialect.failing(error.body()))
+            transport.write(dialect.failing(error_body(error, self._engine, streaming=True)))
         await response.write_eof()
         return response
 
@@ -199,12 +257,27 @@ class MockServer:
 
     async def version(self, _: web.Request) -> web.Response:
         """GET /version: whose dialect this is."""
-        return _json({"version": VERSION})
+        return _json({"version": self._version})
 
     async def metrics(self, _: web.Request) -> web.Response:
         """GET /metrics."""
-        text = self.group.metrics.render(self.group.scheduler)
+        desk = self.group.desk
+        text = self.group.metrics.render(self.group.scheduler, desk.tally if desk is not None else None, self._engine)
         return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def state(self, _: web.Request) -> web.Response:
+        """GET /mock/state: what a test wants to know of the group's memory and of its half of split requests."""
+        scheduler, metrics = self.group.scheduler, self.group.metrics
+        told: dict[str, Any] = {
+            "role": self.group.spec.role,
+            "jobs": self.group.in_flight,
+            "blocks_total": scheduler.pool.total,
+            "blocks_in_use": scheduler.pool.total - scheduler.pool.free,
+            "blocks_kept": scheduler.kept_blocks,
+            "malformed_handoffs": metrics.malformed_handoffs,
+            "tainted_answers": metrics.tainted,
+        }
+        return _json(told | (self.half.state() if self.half is not None else {}))
 
     async def show_faults(self, _: web.Request) -> web.Response:
         """GET /mock/fault: the spec in force."""
@@ -257,15 +330,3 @@ def _transport(request: web.Request) -> asyncio.Transport:
     if request.transport is None:
         raise asyncio.CancelledError
     return request.transport
-
-
-@web.middleware
-async def _dialect_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error in vLLM's shape, aiohttp's own included."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        return web.Response(status=error.status, body=error.body(), content_type=JSON)
-    except web.HTTPException as error:
-        body = ApiError(error.status, error.reason).body()
-        return web.Response(status=error.status, body=body, content_type=JSON)

@@ -26,13 +26,17 @@ class Here(msgspec.Struct, frozen=True):
     version: tuple[int, int]
     lease_s: float
     wait_s: float
-    bootstrap: str = ""
     generation: int = 0
 
     @property
     def address(self) -> str:
         """Where the agent is dialled."""
-        return f"{self.host}:{self.port}"
+        return joined(self.host, self.port)
+
+
+def joined(host: str, port: int) -> str:
+    """An agent's address of what engines tell of it; agents of one process have no host (kvtransfer's inproc)."""
+    return f"inproc-{port}" if host == "inproc" else f"{host}:{port}"
 
 
 class Dialect(Protocol):
@@ -48,7 +52,7 @@ class Dialect(Protocol):
         """What a prefill leg's answer says besides. `offered` None: nothing is kept (it ended by itself)."""
         ...
 
-    def told_in_choice(self, ask: Ask, offered: Offered | None, first: bytes) -> dict[str, Any]:
+    def told_in_choice(self, ask: Ask, offered: Offered | None, first: bytes, here: Here) -> dict[str, Any]:
         """The same for what stands in the choice; `first` are the tokens made."""
         ...
 
@@ -56,10 +60,9 @@ class Dialect(Protocol):
 class OfferPort(Protocol):
     """kvtransfer.agent's offer, as far as an engine uses it."""
 
-    @property
-    def ticket(self) -> str: ...
+    ticket: str
 
-    def revoke(self, reason: str = ...) -> None: ...
+    def revoke(self, detail: str = ...) -> None: ...
 
     async def ended(self) -> End: ...
 
@@ -67,7 +70,7 @@ class OfferPort(Protocol):
 class LandingPort(Protocol):
     """kvtransfer.agent's landing, as far as an engine uses it."""
 
-    def cancel(self, reason: str = ...) -> None: ...
+    def cancel(self, detail: str = ...) -> None: ...
 
     async def ended(self) -> End: ...
 
@@ -75,17 +78,17 @@ class LandingPort(Protocol):
 class AgentPort(Protocol):
     """kvtransfer.agent.Agent, as far as an engine uses it."""
 
-    @property
-    def address(self) -> str: ...
+    address: str
 
-    def offer(self, name: str, blocks: Sequence[int], tokens: int, ttl_s: float = ...) -> OfferPort: ...
+    def offer(self, name: str, blocks: Sequence[int], tokens: int, *, ttl_s: float = ...) -> OfferPort: ...
 
     def fetch(
         self,
-        peer: str,
+        address: str,
         name: str,
         blocks: Sequence[int],
         tokens: int,
+        *,
         ticket: str | None = ...,
         skip_tokens: int = ...,
         timeout_s: float = ...,

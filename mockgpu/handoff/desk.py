@@ -7,8 +7,8 @@ its blocks by the scheduler; here the two meet the agent. On the event loop only
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Coroutine
+from typing import Any, Protocol
 
 from kvtransfer.ends import End, Reason, end
 from mockgpu.blocks import blocks_for
@@ -18,6 +18,9 @@ from mockgpu.handoff.pace import Link
 from mockgpu.handoff.tally import Tally
 from mockgpu.job import Job, State
 from mockgpu.scheduler import Scheduler
+
+# How long a decline waits for an offer that may never come, where offers are known by name alone.
+DECLINING_S = 1.0
 
 
 class Owner(Protocol):
@@ -38,6 +41,22 @@ class Owner(Protocol):
         ...
 
 
+class Directory(Protocol):
+    """Who knows where the giving groups are."""
+
+    async def address(self, take: Take) -> str:
+        """The agent's address. UnknownPeerError when nobody knows."""
+        ...
+
+    def forget(self, take: Take) -> None:
+        """That address did not serve."""
+        ...
+
+
+class UnknownPeerError(Exception):
+    """No address could be found for the group that has the KV."""
+
+
 class Desk:
     """Offers what `Give` jobs leave behind, fetches what `Take` jobs need, and tells the scheduler how it ended."""
 
@@ -45,7 +64,7 @@ class Desk:
         self,
         owner: Owner,
         agent: AgentPort,
-        resolve: Callable[[Take], Awaitable[str]],
+        directory: Directory,
         link: Link,
         recompute: bool = False,
     ) -> None:
@@ -53,7 +72,7 @@ class Desk:
         self.agent = agent
         self.tally = Tally()
         self._owner = owner
-        self._resolve = resolve
+        self._directory = directory
         self._link = link
         self._recompute = recompute
         self._offers: dict[Job, OfferPort] = {}
@@ -61,9 +80,9 @@ class Desk:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing is offered and nothing under way."""
-        return not self._tasks
+    def under_way(self) -> int:
+        """Offers, landings and declines that have not ended."""
+        return len(self._tasks)
 
     def offer(self, job: Job) -> Offered:
         """Offer the prompt's KV of a job that has ended and kept its blocks."""
@@ -135,6 +154,8 @@ class Desk:
         how = await self._landed(job, take)
         if how.landed:
             await self._link.pass_by(job.prompt_tokens - job.cached)
+        if not how.landed:
+            self._directory.forget(take)
         self.tally.took(how, asyncio.get_running_loop().time() - began_s)
         if job.state is not State.FETCHING:
             self._free(job)
@@ -151,7 +172,7 @@ class Desk:
     async def _landed(self, job: Job, take: Take) -> End:
         """Fetch, and wait for the end; afterwards nobody writes the job's blocks any more."""
         try:
-            address = await self._resolve(take)
+            address = await self._directory.address(take)
         except UnknownPeerError as error:
             return unreachable(str(error))
         if job.state is not State.FETCHING:
@@ -173,25 +194,22 @@ class Desk:
 
     async def _decline(self, take: Take) -> None:
         try:
-            address = await self._resolve(take)
+            address = await self._directory.address(take)
         except UnknownPeerError:
             return
-        landing = self.agent.fetch(address, take.name, (), 0, ticket=take.ticket, timeout_s=take.wait_s)
-        landing.cancel()
-        await landing.ended()
+        # The memory has one block more than the scheduler knows: a single token fetched into it lets the giver go.
+        spare = [self._owner.scheduler.pool.total]
+        wait_s = take.wait_s if take.ticket else min(take.wait_s, DECLINING_S)
+        await self.agent.fetch(address, take.name, spare, 1, ticket=take.ticket, timeout_s=wait_s).ended()
 
     def _free(self, job: Job) -> None:
         self._owner.scheduler.let_go(job)
         self._owner.wake()
 
-    def _spawn(self, life: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(life)
+    def _spawn(self, life: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(life)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-class UnknownPeerError(Exception):
-    """No address could be found for the group that has the KV."""
 
 
 def unreachable(detail: str) -> End:

@@ -9,6 +9,7 @@ import msgspec
 from mockgpu.kv import DEFAULT_SCALE
 
 DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
+KEY = "penstock-mock"
 TRANSPORTS = ("auto", "tcp", "shm", "inproc")
 
 
@@ -29,7 +30,7 @@ class Transfer(msgspec.Struct, frozen=True):
     dialect: str = "vllm_nixl"
     transport: str = "auto"
     port: int = 0
-    key: str = "penstock-mock"
+    key: str = KEY
     scale: float = DEFAULT_SCALE
     gbps: float = inf
     lease_s: float = 30.0
@@ -37,3 +38,13 @@ class Transfer(msgspec.Struct, frozen=True):
     recompute: bool = False
     version: tuple[int, int] = (0, 33)
     bootstrap_port: int = 0
+
+    def checked(self) -> Transfer:
+        """Itself. ValueError says which option is wrong."""
+        if self.dialect not in DIALECTS:
+            raise ValueError(f"unknown dialect {self.dialect!r}: known are {', '.join(DIALECTS)}")
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"unknown transport {self.transport!r}: known are {', '.join(TRANSPORTS)}")
+        if not 0 < self.scale <= 1 or not self.gbps > 0 or not self.lease_s > 0:
+            raise ValueError("kv scale lies in (0, 1]; link speed and lease are positive")
+        return self

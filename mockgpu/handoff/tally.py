@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kvtransfer.ends import End, How
-from mockgpu.metrics import Histogram
+from mockgpu.histogram import Histogram
 
 XFER_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 BYTES_BUCKETS = tuple(float(1 << exponent) for exponent in range(10, 34, 2))
@@ -20,17 +20,17 @@ class Tally:
         self.xfer_bytes = Histogram(BYTES_BUCKETS)
         self.failed = 0
         self.expired = 0
-        self.gave: Counter[str] = Counter()
-        self.took_: Counter[str] = Counter()
+        self.given_ends: Counter[str] = Counter()
+        self.took_ends: Counter[str] = Counter()
 
     def given(self, end: End) -> None:
         """An offer has ended."""
-        self.gave[end.reason] += 1
+        self.given_ends[end.reason] += 1
         self.expired += end.how is How.EXPIRED
 
     def took(self, end: End, seconds: float) -> None:
         """A landing has ended, that many seconds after it was asked for."""
-        self.took_[end.reason] += 1
+        self.took_ends[end.reason] += 1
         if end.landed:
             self.xfer_s.observe(seconds)
             self.xfer_bytes.observe(end.n_bytes)
@@ -51,7 +51,7 @@ class Tally:
         ):
             yield f"# TYPE {name} counter"
             yield f"{name}_total{{{labels}}} {value}"
-        for name, ends in (("mock:kv_given", self.gave), ("mock:kv_taken", self.took_)):
+        for name, ends in (("mock:kv_given", self.given_ends), ("mock:kv_taken", self.took_ends)):
             yield f"# TYPE {name} counter"
             for reason, count in sorted(ends.items()):
                 yield f'{name}_total{{{labels},end="{reason}"}} {count}'

@@ -1,0 +1,53 @@
+"""vLLM's MooncakeConnector, the engine's side: push through a bootstrap server, legs matched by their transfer id.
+
+Prefill answers without an object and keeps its KV only when it was cut at its one token. Source: engines.md B.0, B.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mockgpu.ask import NO_LEG, Ask, Body, MalformedHandoffError, Reading
+from mockgpu.handoff.contract import Here
+from mockgpu.handoff.legs import Asked, Give, Offered, Take
+from mockgpu.handoff.vllm_nixl import FIELD, checked_object, given_prompt
+
+ABORT_S = 480.0
+# Without these a decode leg is parked for KV that never comes.
+NEEDED = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
+
+
+class Mooncake:
+    """contract.Dialect of the Mooncake connector."""
+
+    name = "mooncake"
+
+    def read(self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here) -> Reading:
+        """The leg of a request; the wrong leg for this engine's role is the end of it."""
+        params = checked_object(body)
+        if params is None:
+            return NO_LEG
+        if params.get("do_remote_decode"):
+            if here.role == "decode":
+                raise MalformedHandoffError(f"{FIELD}.do_remote_decode", fatal=True)
+            name = params.get("transfer_id")
+            if name is None:
+                raise MalformedHandoffError(f"{FIELD}.transfer_id", fatal=True)
+            return Reading(Give(str(name), here.wait_s, public=True, if_ended=False))
+        if not params.get("do_remote_prefill"):
+            return NO_LEG
+        if here.role == "prefill":
+            raise MalformedHandoffError(f"{FIELD}.do_remote_prefill", fatal=True)
+        parked = any(params.get(field) is None for field in NEEDED)
+        peer = Asked(str(params.get("remote_bootstrap_addr")), str(params.get("remote_engine_id")))
+        take = Take(str(params.get("transfer_id")), peer, here.wait_s, parked=parked)
+        return Reading(take, given_prompt(params, body))
+
+    def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
+        """Nothing: the decode leg knows all it needs."""
+        return {}
+
+    def told_in_choice(self, ask: Ask, offered: Offered | None, first: bytes, here: Here) -> dict[str, Any]:
+        """Nothing."""
+        return {}

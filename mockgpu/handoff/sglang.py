@@ -1,0 +1,69 @@
+"""SGLang's disaggregation, the engine's side: one body to both servers at once, met in a room of prefill's bootstrap.
+
+A prefill server stops after one token by itself and answers when its KV has been taken. Errors are in SGLang's shapes
+(answers.py). Source: engines.md D.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from mockgpu.ask import NO_LEG, Ask, Body, MalformedHandoffError, Reading
+from mockgpu.handoff.contract import Here
+from mockgpu.handoff.legs import Answering, Asked, Give, Offered, Take
+
+BOOTSTRAP_S = 300.0
+# Rooms remembered so that none is used twice.
+MOST_ROOMS = 1 << 16
+
+
+class Sglang:
+    """contract.Dialect of SGLang. Remembers the rooms it has seen."""
+
+    name = "sglang"
+
+    def __init__(self) -> None:
+        self._rooms: OrderedDict[int, None] = OrderedDict()
+
+    def read(self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here) -> Reading:
+        """The leg of a request: which one is the server's role, not the request's choice."""
+        for field in ("kv_transfer_params", "disaggregated_params"):
+            if getattr(body, field) is not None:
+                raise MalformedHandoffError(field)
+        if here.role == "both":
+            if body.bootstrap_room is not None:
+                raise MalformedHandoffError("bootstrap_room")
+            return NO_LEG
+        room = self._room(body)
+        if here.role == "prefill":
+            leg = Give(str(room), here.wait_s, public=True, answering=Answering.WHEN_TAKEN)
+            return Reading(leg, one_token=True)
+        if not isinstance(body.bootstrap_host, str) or not body.bootstrap_host:
+            raise MalformedHandoffError("bootstrap_host", status=400)
+        host, port = body.bootstrap_host, body.bootstrap_port
+        host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        peer = Asked(f"http://{host}:{8998 if port is None else port}")
+        return Reading(Take(str(room), peer, here.wait_s))
+
+    def _room(self, body: Body) -> int:
+        room = body.bootstrap_room
+        if room is None:
+            raise MalformedHandoffError("no bootstrap_room", status=400)
+        if type(room) is not int or not 0 <= room < 1 << 63:
+            raise MalformedHandoffError("bootstrap_room", status=400)
+        if room in self._rooms:
+            raise MalformedHandoffError(f"bootstrap_room {room} was used before", status=400)
+        self._rooms[room] = None
+        if len(self._rooms) > MOST_ROOMS:
+            self._rooms.popitem(last=False)
+        return room
+
+    def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
+        """Nothing: both legs know the room."""
+        return {}
+
+    def told_in_choice(self, ask: Ask, offered: Offered | None, first: bytes, here: Here) -> dict[str, Any]:
+        """Nothing."""
+        return {}

@@ -1,0 +1,170 @@
+"""TensorRT-LLM's disaggregated serving, context first, the engine's side.
+
+The context server makes the first token and tells it in its choice, with an opaque state; the generation server emits
+that token itself and goes on. Request models forbid what they do not know. Generation first is not modelled.
+Source: engines.md E.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from mockgpu.ask import NO_LEG, ApiError, Ask, Body, MalformedHandoffError, Reading
+from mockgpu.handoff.contract import Here
+from mockgpu.handoff.legs import At, Give, Offered, Take
+from mockgpu.text import token_bytes, token_ids
+
+FIELD = "disaggregated_params"
+HOLD_S = 180.0
+# Snowflakes of the orchestrator are never smaller: smaller ones are the server's own.
+LEAST_ID = 1 << 40
+MOST_IDS = 1 << 16
+
+_SHARED = (
+    *("model", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "max_tokens", "n"),
+    *("seed", "stop", "stream", "stream_options", "temperature", "top_p", "user", "best_of"),
+    *("use_beam_search", "top_k", "top_p_min", "min_p", "repetition_penalty", "length_penalty"),
+    *("early_stopping", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "lora_request"),
+    *("add_special_tokens", "response_format", "echo", "disaggregated_params", "conversation_params"),
+)
+CHAT_FIELDS = frozenset(
+    (
+        *_SHARED,
+        *("messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "reasoning_effort"),
+        *("add_generation_prompt", "documents", "chat_template", "chat_template_kwargs", "prompt_token_ids"),
+        *("cache_salt", "mm_processor_kwargs"),
+    )
+)
+COMPLETION_FIELDS = frozenset(
+    (
+        *_SHARED,
+        *("prompt", "suffix", "detokenize", "return_context_logits", "return_generation_logits"),
+        *("prompt_ignore_length"),
+    )
+)
+
+
+class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`disaggregated_params` of a request."""
+
+    request_type: str
+    disagg_request_id: int | None = None
+    ctx_request_id: int | None = None
+    first_gen_tokens: list[int] | None = None
+    first_gen_log_probs: Any = None
+    first_gen_logits: Any = None
+    encoded_opaque_state: str | None = None
+    draft_tokens: list[int] | None = None
+    ctx_dp_rank: int | None = None
+    ctx_info_endpoint: Any = None
+    schedule_style: int | None = None
+    ctx_usage: dict[str, Any] | None = None
+    return_prompt_token_ids_b64: Any = None
+    resolved_thinking: Any = None
+    multimodal_embedding_handles: Any = None
+    multimodal_hashes: Any = None
+
+
+class State(msgspec.Struct, frozen=True, array_like=True):
+    """What the opaque state holds: where the KV is, and the right to fetch it."""
+
+    address: str
+    name: str
+    ticket: str
+    tokens: int
+
+
+class Trtllm:
+    """contract.Dialect of TensorRT-LLM. Remembers the request ids it has seen."""
+
+    name = "trtllm"
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    def read(self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here) -> Reading:
+        """The leg of a request. ApiError 400 for a field that the model does not have."""
+        known = CHAT_FIELDS if body.messages is not None else COMPLETION_FIELDS
+        for field in msgspec.json.decode(raw):
+            if field not in known:
+                raise ApiError(400, f"1 validation error: {field}: Extra inputs are not permitted", field)
+        if body.disaggregated_params is None:
+            return NO_LEG
+        params = self._params(body.disaggregated_params)
+        if params.request_type == "context_and_generation":
+            return NO_LEG
+        if params.request_type == "context_only":
+            return Reading(Give(str(self._new_id(params)), here.wait_s, if_ended=False), one_token=True)
+        return Reading(self._take(params, here), token_bytes(body.prompt_token_ids) if body.prompt_token_ids else None)
+
+    def _params(self, given: Any) -> Params:
+        try:
+            params = msgspec.convert(given, Params)
+        except msgspec.ValidationError as error:
+            raise MalformedHandoffError(f"{FIELD}: {error}", status=400) from None
+        if params.request_type not in ("context_only", "generation_only", "context_and_generation"):
+            raise MalformedHandoffError(f"{FIELD}.request_type", status=400)
+        if params.schedule_style:
+            raise MalformedHandoffError(f"{FIELD}.schedule_style", status=400)
+        return params
+
+    def _new_id(self, params: Params) -> int:
+        """The orchestrator's id of this attempt: each is used for one context and one generation request."""
+        number = params.disagg_request_id
+        if number is None or not LEAST_ID <= number < 1 << 63 or (params.request_type, number) in self._seen:
+            raise MalformedHandoffError(f"{FIELD}.disagg_request_id", status=400)
+        self._seen[params.request_type, number] = None
+        if len(self._seen) > MOST_IDS:
+            self._seen.popitem(last=False)
+        return number
+
+    def _take(self, params: Params, here: Here) -> Take:
+        self._new_id(params)
+        if params.ctx_request_id is None or not params.first_gen_tokens:
+            raise MalformedHandoffError(f"{FIELD}.ctx_request_id or first_gen_tokens", status=400)
+        try:
+            state = msgspec.json.decode(base64.b64decode(params.encoded_opaque_state or "", validate=True), type=State)
+        except (ValueError, msgspec.DecodeError):
+            raise MalformedHandoffError(f"{FIELD}.encoded_opaque_state", status=400) from None
+        if state.address == here.address:
+            raise MalformedHandoffError("context and generation on one server", status=400)
+        details = (params.ctx_usage or {}).get("prompt_tokens_details") or {}
+        return Take(
+            name=state.name,
+            peer=At(state.address),
+            wait_s=here.wait_s,
+            ticket=state.ticket,
+            tokens=state.tokens,
+            first=token_bytes(params.first_gen_tokens),
+            cached=details.get("cached_tokens"),
+        )
+
+    def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
+        """The prompt as the context server rendered it."""
+        return {"prompt_token_ids": token_ids(ask.prompts[0])}
+
+    def told_in_choice(self, ask: Ask, offered: Offered | None, first: bytes, here: Here) -> dict[str, Any]:
+        """The params for the generation server; none where the answer ended with its first token."""
+        if offered is None:
+            return {FIELD: None}
+        state = State(here.address, offered.name, offered.ticket, offered.tokens)
+        cut = ask.body.max_tokens == 1 or ask.body.max_completion_tokens == 1
+        return {
+            "finish_reason": "length" if cut else "not_finished",
+            FIELD: {
+                "request_type": "context_only",
+                "disagg_request_id": int(offered.name),
+                "ctx_request_id": int(offered.name),
+                "first_gen_tokens": token_ids(first),
+                "encoded_opaque_state": base64.b64encode(msgspec.json.encode(state)).decode(),
+                "ctx_dp_rank": 0,
+                "ctx_info_endpoint": None,
+                "draft_tokens": None,
+            },
+        }

@@ -1,0 +1,122 @@
+"""vLLM's NixlConnector, pull mode (connector version 15 of 0.33, and what 0.20 said instead), the engine's side.
+
+Prefill: `do_remote_decode` in, an object out that names this engine, its blocks and, as one opaque field more, our
+ticket. Decode: that object in, the KV is pulled. A malformed object does to the mock what it does to the engine.
+Source: engines.md B.0, B.1, section 1.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from mockgpu.ask import NO_LEG, ApiError, Ask, Body, MalformedHandoffError, Reading
+from mockgpu.handoff.contract import Here, joined
+from mockgpu.handoff.legs import At, Give, Offered, Take
+from mockgpu.text import token_bytes
+
+FIELD = "kv_transfer_params"
+TICKET = "penstock_ticket"
+# Until 0.20 blocks were held for a fixed time and an answer that ended by itself freed them at once.
+LEASES_SINCE, OLD_HOLD_S = (0, 22), 480.0
+# Without these the request is parked for KV that nobody will ever be asked for.
+NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+
+
+class VllmNixl:
+    """contract.Dialect of the pull connector."""
+
+    name = "vllm_nixl"
+
+    def read(self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here) -> Reading:
+        """The leg of a request; none without an object, or with one that asks for nothing."""
+        params = checked_object(body)
+        if params is None:
+            return NO_LEG
+        if params.get("do_remote_decode"):
+            return Reading(give(request_id, here))
+        if not params.get("do_remote_prefill"):
+            return NO_LEG
+        return Reading(_take(params, here), given_prompt(params, body))
+
+    def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
+        """The object, or null where nothing is kept."""
+        return {FIELD: None if offered is None else told_object(offered, here, "pull")}
+
+    def told_in_choice(self, ask: Ask, offered: Offered | None, first: bytes, here: Here) -> dict[str, Any]:
+        """Nothing: vLLM's object stands beside the choices."""
+        return {}
+
+
+def checked_object(body: Body) -> dict[str, Any] | None:
+    """The request's `kv_transfer_params`, which must be alone of its kind. None: there is none."""
+    for field in ("bootstrap_host", "bootstrap_port", "bootstrap_room", "disaggregated_params"):
+        if getattr(body, field) is not None:
+            # vLLM ignores what it does not know; to us it says that the gateway speaks the wrong dialect.
+            raise MalformedHandoffError(field)
+    params = body.kv_transfer_params
+    if params is None:
+        return None
+    if not isinstance(params, dict):
+        raise ApiError(400, "1 validation error: kv_transfer_params: Input should be a valid dictionary", FIELD)
+    return params
+
+
+def give(request_id: str, here: Here) -> Give:
+    """A prefill leg by pull: kept under the engine's own id for a lease, or, of old, for a fixed time."""
+    leases = here.version >= LEASES_SINCE
+    return Give(f"{request_id}-{secrets.token_hex(4)}", here.lease_s if leases else OLD_HOLD_S, if_ended=leases)
+
+
+def _take(params: dict[str, Any], here: Here) -> Take:
+    blocks = params.get("remote_block_ids")
+    if not blocks or (isinstance(blocks[0], list) and not blocks[0]):
+        raise MalformedHandoffError(f"{FIELD}.remote_block_ids", fatal=True)
+    parked = any(params.get(field) is None for field in NEEDED)
+    return Take(
+        name=str(params.get("remote_request_id")),
+        peer=At(joined(str(params.get("remote_host")), params.get("remote_port") or 0)),
+        wait_s=here.wait_s,
+        ticket=str(params.get(TICKET, "")),
+        tokens=params.get("remote_num_tokens"),
+        cached=params.get("remote_prefill_cached_tokens") if here.version >= (0, 33) else None,
+        parked=parked,
+    )
+
+
+def given_prompt(params: dict[str, Any], body: Body) -> bytes | None:
+    """The prompt as the prefill leg rendered it (chat only). ApiError 400 unless ids; ignored behind `echo`."""
+    ids = params.get("prompt_token_ids")
+    if ids is None or body.messages is None or body.echo:
+        return None
+    if not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
+        raise ApiError(400, "kv_transfer_params.prompt_token_ids must be non-negative integers", FIELD)
+    return token_bytes(ids)
+
+
+def told_object(offered: Offered, here: Here, mode: str) -> dict[str, Any]:
+    """What a prefill engine tells of its KV, as its version words it."""
+    blocks: list[Any] = offered.blocks if here.version < (0, 18) else [offered.blocks]
+    told: dict[str, Any] = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": blocks,
+        "remote_engine_id": here.engine_id,
+        "remote_request_id": offered.name,
+        "remote_host": here.host,
+        "remote_port": here.port,
+        "tp_size": here.tp,
+    }
+    if here.version >= LEASES_SINCE:
+        told["remote_num_tokens"] = offered.tokens
+    if here.version >= (0, 28):
+        told |= {"remote_blocks_expiry_time": None, "transfer_mode": mode}
+    if here.version >= (0, 30):
+        told |= {"dcp_size": 1, "pp_size": 1}
+    if here.version >= (0, 33):
+        told["remote_registration_generation"] = here.generation
+        told["remote_prefill_cached_tokens"] = offered.cached
+    if offered.ticket:
+        told[TICKET] = offered.ticket
+    return told
