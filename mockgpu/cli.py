@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from math import inf
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -18,6 +18,19 @@ from mockgpu.handoff.spec import KEY, Transfer
 from mockgpu.hardware import gpu_named
 from mockgpu.kv import DEFAULT_SCALE
 from mockgpu.llm import kv_capacity_tokens, model_named
+from mockgpu.options import (
+    BootstrapPort,
+    DialectName,
+    EngineVersion,
+    HandoffTimeout,
+    KvGbps,
+    KvKey,
+    KvLease,
+    KvPort,
+    KvScale,
+    KvTransport,
+    LoadFailurePolicy,
+)
 from mockgpu.roofline import profile_named
 
 
@@ -43,24 +56,17 @@ def mock(
     max_queued: Annotated[int | None, typer.Option(min=1, help="Answer 503 above so many waiting requests.")] = None,
     keep_alive: Annotated[float, typer.Option(help="Seconds before an idle connection is closed.")] = KEEP_ALIVE_S,
     cached_details: Annotated[bool, typer.Option(help="Tell cached_tokens in usage.")] = True,
-    dialect: Annotated[
-        str | None,
-        typer.Option(help="Be half of split requests, as vllm_nixl, vllm_push, mooncake, sglang or trtllm."),
-    ] = None,
-    kv_transport: Annotated[str, typer.Option(help="auto, tcp, shm or inproc (groups of this process only).")] = "auto",
-    kv_port: Annotated[int, typer.Option(help="Port of the first group's agent; the others follow. 0: any free.")] = 0,
-    kv_key: Annotated[str, typer.Option(help="What all groups of a fleet share and nobody else knows.")] = KEY,
-    kv_scale: Annotated[float, typer.Option(help="Bytes held per byte of the model's KV, up to 1.")] = DEFAULT_SCALE,
-    kv_gbps: Annotated[float, typer.Option(help="Link speed for the unscaled KV, gigabits/s. 0: no pacing.")] = 0.0,
-    kv_lease: Annotated[float, typer.Option(help="Seconds that KV is kept for a decode group to fetch.")] = 30.0,
-    handoff_timeout: Annotated[
-        float | None, typer.Option(help="Seconds that legs wait for each other, instead of the engine's own.")
-    ] = None,
-    kv_load_failure_policy: Annotated[str, typer.Option(help="fail or recompute.")] = "fail",
-    engine_version: Annotated[str, typer.Option(help="Whose objects: 0.20 to 0.33.")] = "0.33",
-    bootstrap_port: Annotated[
-        int, typer.Option(help="Mooncake's and SGLang's bootstrap server of the first prefill group. 0: any free.")
-    ] = 0,
+    dialect: DialectName = None,
+    kv_transport: KvTransport = "auto",
+    kv_port: KvPort = 0,
+    kv_key: KvKey = KEY,
+    kv_scale: KvScale = DEFAULT_SCALE,
+    kv_gbps: KvGbps = 0.0,
+    kv_lease: KvLease = 30.0,
+    handoff_timeout: HandoffTimeout = None,
+    kv_load_failure_policy: LoadFailurePolicy = "fail",
+    engine_version: EngineVersion = "0.33",
+    bootstrap_port: BootstrapPort = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per group.")] = False,
 ) -> None:
     """Serve believable TP groups without a GPU, in vLLM's dialect."""
@@ -75,20 +81,11 @@ def mock(
             cached_details=cached_details,
         )
         _ = spec.capacity_tokens
-        transfer = Transfer(
-            dialect or "",
-            kv_transport,
-            kv_port,
-            kv_key,
-            kv_scale,
-            kv_gbps or inf,
-            kv_lease,
-            handoff_timeout,
-            _recompute(kv_load_failure_policy),
-            _version(engine_version),
-            bootstrap_port,
-        )
-        specs = [spec] * groups if dialect is None else _halves(spec, transfer.checked(), groups)
+        specs = [spec] * groups
+        if dialect is not None:
+            legs = Transfer(dialect, kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf, kv_lease, handoff_timeout)
+            recompute, version = _recompute(kv_load_failure_policy), _version(engine_version)
+            specs = _halves(spec, legs, groups, recompute=recompute, version=version, bootstrap_port=bootstrap_port)
         uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, as_json))
     except (ValueError, FaultError) as error:
         typer.echo(f"error: {error}", err=True)
@@ -124,8 +121,9 @@ def _version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _halves(spec: GroupSpec, transfer: Transfer, groups: int) -> list[GroupSpec]:
-    """The groups of a fleet whose agents' and bootstrap servers' ports follow one another."""
+def _halves(spec: GroupSpec, transfer: Transfer, groups: int, **more: Any) -> list[GroupSpec]:
+    """The groups of a fleet: ports of agents and bootstrap servers follow one another. ValueError for bad options."""
+    transfer = msgspec.structs.replace(transfer, **more).checked()
     return [
         msgspec.structs.replace(
             spec,

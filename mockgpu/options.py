@@ -1,0 +1,25 @@
+"""The options of `penstock mock` by which its groups become halves of split requests; cli.py has the others."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+DialectName = Annotated[
+    str | None, typer.Option(help="Be half of split requests, as vllm_nixl, vllm_push, mooncake, sglang or trtllm.")
+]
+KvTransport = Annotated[str, typer.Option(help="auto, tcp, shm or inproc (groups of this process only).")]
+KvPort = Annotated[int, typer.Option(help="Port of the first group's agent; the others follow. 0: any free ports.")]
+KvKey = Annotated[str, typer.Option(help="What all groups of a fleet share and nobody else knows.")]
+KvScale = Annotated[float, typer.Option(help="Bytes held per byte of the model's KV, up to 1.")]
+KvGbps = Annotated[float, typer.Option(help="Link speed for the unscaled KV, gigabits per second. 0: no pacing.")]
+KvLease = Annotated[float, typer.Option(help="Seconds that KV is kept for a decode group to fetch.")]
+HandoffTimeout = Annotated[
+    float | None, typer.Option(help="Seconds that legs wait for each other. Default: as the engine does.")
+]
+LoadFailurePolicy = Annotated[str, typer.Option(help="When KV does not come: fail the request, or recompute.")]
+EngineVersion = Annotated[str, typer.Option(help="Whose objects: 0.20 to 0.33.")]
+BootstrapPort = Annotated[
+    int, typer.Option(help="Mooncake's and SGLang's bootstrap server of the first group. 0: any free ports.")
+]
