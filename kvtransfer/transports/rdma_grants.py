@@ -1,0 +1,182 @@
+"""Grants: which memory a peer may write, as keys that cover a transfer's reserved blocks and not one byte more.
+
+In place: a key for each stretch of neighbouring blocks of each rank. Where that would be too many keys, one staging
+arena instead, from which the sink copies what has arrived; a device can only refuse what no key covers, so a key over
+the gaps between blocks is out of the question. Not here: when a grant begins and ends (rdma_link.py).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvtransfer.regions import Blocks, Region
+from kvtransfer.reshard import Runs
+from kvtransfer.transports.base import TransportError
+
+MOST_KEYS = 512
+
+_KEY = np.dtype([("rank", "<u2"), ("first", "<i8"), ("length", "<i8"), ("address", "<u8"), ("key", "<u4")])
+_IN_PLACE, _STAGED = b"\0", b"\1"
+
+
+class Registered(Protocol):
+    """Memory a peer may write until it is closed."""
+
+    remote_key: int
+
+    def close(self) -> None: ...
+
+
+class Registry(Protocol):
+    def register(self, address: int, length: int, *, writable_by_peer: bool) -> Registered: ...
+
+
+class Stretch(NamedTuple):
+    """Neighbouring bytes of a rank's region."""
+
+    rank: int
+    first: int
+    length: int
+
+
+class Write(NamedTuple):
+    """One work request: pieces (offset at the source, length) written behind each other to a remote address."""
+
+    address: int
+    key: int
+    pieces: list[tuple[int, int]]
+
+
+def stretches(regions: Sequence[Region], blocks: Blocks) -> list[Stretch]:
+    """The blocks of every rank, neighbours joined. Raises ValueError for a block that the regions do not have."""
+    numbers = np.unique(np.asarray(blocks, np.int64))
+    if numbers.size and (numbers[0] < 0 or numbers[-1] >= min(region.blocks for region in regions)):
+        raise ValueError(f"blocks {numbers[0]} to {numbers[-1]} are not all of this region")
+    begins = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
+    counts = np.diff(np.append(begins, numbers.size))
+    return [
+        Stretch(rank, first * region.block_bytes, count * region.block_bytes)
+        for rank, region in enumerate(regions)
+        for first, count in zip(numbers[begins].tolist(), counts.tolist(), strict=True)
+    ]
+
+
+class Opening:
+    """The sink's side of a grant: what has been registered. `close` ends all writing by the peer before it returns."""
+
+    def __init__(self, registry: Registry, regions: Sequence[Region], blocks: Blocks, most_keys: int) -> None:
+        """Raises TransportError when the device registers no more, with nothing left registered."""
+        wanted = stretches(regions, blocks)
+        self._open: list[Registered] = []
+        self.arena: NDArray[np.uint8] | None = None
+        table = np.zeros(1 if len(wanted) > most_keys else len(wanted), _KEY)
+        try:
+            if len(wanted) > most_keys:
+                n_bytes = sum(stretch.length for stretch in wanted)
+                self.arena = np.frombuffer(mmap.mmap(-1, n_bytes), np.uint8)
+                table[0] = self._add(registry, Stretch(0, 0, n_bytes), self.arena)
+            else:
+                for row, stretch in enumerate(wanted):
+                    table[row] = self._add(registry, stretch, regions[stretch.rank].bytes)
+        except TransportError:
+            self.close()
+            raise
+        self.grant = (_IN_PLACE if self.arena is None else _STAGED) + table.tobytes()
+
+    def _add(self, registry: Registry, stretch: Stretch, memory: NDArray[np.uint8]) -> tuple[int, ...]:
+        address: int = memory.__array_interface__["data"][0] + stretch.first
+        registered = registry.register(address, stretch.length, writable_by_peer=True)
+        self._open.append(registered)
+        return *stretch, address, registered.remote_key
+
+    def landed(self, runs: Runs, region: Region, at: int | None, digest: int | None) -> bool:
+        """Take in what has arrived, staged bytes into their place: whether it is what the source read."""
+        if (at is None) != (self.arena is None):
+            return False
+        if self.arena is not None and at is not None:
+            staged = self.arena[at : at + runs.n_bytes]
+            if staged.size != runs.n_bytes:
+                return False
+            _scatter(staged, runs, region)
+        return digest is None or digest == digest_of(region, runs.dst, runs.length)
+
+    def close(self) -> None:
+        while self._open:
+            self._open.pop().close()
+        self.arena = None
+
+
+class Grant:
+    """The source's side of a grant. Raises TransportError for bytes that are none."""
+
+    def __init__(self, data: bytes) -> None:
+        kind, body = data[:1], data[1:]
+        if kind not in (_IN_PLACE, _STAGED) or len(body) % _KEY.itemsize or (kind == _STAGED) > (len(body) > 0):
+            raise TransportError(f"{len(data)} bytes are no grant")
+        self._keys = np.sort(np.frombuffer(body, _KEY), order=("rank", "first"))
+        self.staged = kind == _STAGED
+        self._next = 0
+
+    def claim(self, n_bytes: int) -> int | None:
+        """Where the next window of so many bytes goes in the staging memory; None where windows go in place."""
+        if not self.staged:
+            return None
+        at = self._next
+        self._next += n_bytes
+        return at
+
+    def writes(self, runs: Runs, dst_rank: int, at: int | None, gather: int) -> list[Write]:
+        """The work requests for a window: runs that are neighbours at the sink are gathered, at most `gather` in one.
+
+        Raises TransportError for a byte that the grant does not cover.
+        """
+        if at is None:
+            keys, offsets = self._keys[self._keys["rank"] == dst_rank], runs.dst
+        else:
+            keys, offsets = self._keys, at + np.cumsum(runs.length) - runs.length
+        found = np.searchsorted(keys["first"], offsets, "right") - 1
+        if found.size and found.min() < 0:
+            raise TransportError("a window begins before what was granted")
+        chosen = keys[found]
+        inside = offsets - chosen["first"]
+        if (inside + runs.length > chosen["length"]).any():
+            raise TransportError("a window ends behind what was granted")
+        targets = chosen["address"] + inside.astype(np.uint64)
+        return list(_gathered(targets, chosen["key"], runs, gather))
+
+
+def _gathered(targets: NDArray[np.uint64], keys: NDArray[np.uint32], runs: Runs, gather: int) -> Iterator[Write]:
+    last: Write | None = None
+    end = 0
+    columns = (targets.tolist(), keys.tolist(), runs.src.tolist(), runs.length.tolist())
+    for target, key, src, length in zip(*columns, strict=True):
+        if last is not None and target == end and key == last.key and len(last.pieces) < gather:
+            last.pieces.append((src, length))
+        else:
+            if last is not None:
+                yield last
+            last = Write(target, key, [(src, length)])
+        end = target + length
+    if last is not None:
+        yield last
+
+
+def digest_of(region: Region, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
+    """xxh3-64 of these pieces behind each other."""
+    state, memory = xxhash.xxh3_64(), region.bytes.data
+    for start, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
+        state.update(memory[start : start + length])
+    return state.intdigest()
+
+
+def _scatter(staged: NDArray[np.uint8], runs: Runs, region: Region) -> None:
+    at, memory = 0, region.bytes
+    for start, length in zip(runs.dst.tolist(), runs.length.tolist(), strict=True):
+        memory[start : start + length] = staged[at : at + length]
+        at += length

@@ -1,0 +1,327 @@
+"""Verbs: the little of RDMA that we need, through rdma-core's pyverbs. Registered memory, reliable queue pairs, writes.
+
+pyverbs is imported when a device is opened, so that a host without it is only a host without RDMA; its errors leave
+here as TransportError. Not here: what is written where, or what an end of a link says to the other (rdma_link.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvtransfer.regions import Region
+from kvtransfer.transports.base import TransportError
+
+PORT = 1
+RECEIVED = 1 << 62  # marks the completions of arrivals; their numbers count from here
+_ACTIVE = 4
+_ETHERNET = 2
+_EVENTS = "anon_inode:[infinibandevent]"
+
+# Descriptors belong to the process: whoever looks for the new one must be the only one who makes any.
+_DESCRIPTORS = threading.Lock()
+
+
+class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a queue pair is reached: its number, first packet number, the port's GID and LID, path MTU (an enum)."""
+
+    qpn: int
+    psn: int
+    gid: str
+    lid: int
+    mtu: int
+
+
+class Completion(NamedTuple):
+    """What became of a work request. `immediate` is the number that came with an arrival."""
+
+    number: int
+    status: int
+    immediate: int = 0
+
+
+class Piece(NamedTuple):
+    """Local memory to be read."""
+
+    address: int
+    length: int
+    key: int
+
+
+def unavailable(device: str | None = None) -> str | None:
+    """Why verbs cannot be used here; None where they can."""
+    try:
+        Device(device).close()
+    except TransportError as wrong:
+        return str(wrong)
+    return None
+
+
+class Device:
+    """An RDMA device with an active port. Raises TransportError where there is none."""
+
+    def __init__(self, name: str | None = None, gid_index: int | None = None) -> None:
+        self._enums = _module("enums")
+        with _said("no RDMA device can be opened"), _DESCRIPTORS:
+            self.name = name or _first_active()
+            self.context = _module("device").Context(name=self.name)
+        with _said(f"{self.name} has no usable port"):
+            port = self.context.query_port(PORT)
+            self.gather = min(int(self.context.query_device().max_sge), 30)
+            self.mtu, self.lid, self.link_layer = int(port.active_mtu), int(port.lid), int(port.link_layer)
+            self.gid_index = self._best_gid(int(port.gid_tbl_len)) if gid_index is None else gid_index
+            self.gid = str(self.context.query_gid(PORT, self.gid_index).gid)
+
+    def _best_gid(self, size: int) -> int:
+        """On Ethernet the address that is routed as IPv4 if there is one; else the first that is no link-local one."""
+        if self.link_layer != _ETHERNET:
+            return 0
+        entries = [
+            entry for entry in self.context.query_gid_table(size) if entry.gid_type == self._enums.IBV_GID_TYPE_ROCE_V2
+        ]
+        gids = {int(entry.gid_index): str(self.context.query_gid(PORT, entry.gid_index).gid) for entry in entries}
+        for wanted in ("0000:0000:0000:0000:0000:ffff:", ""):
+            for index, gid in gids.items():
+                if gid.startswith(wanted) and not gid.startswith("fe80:"):
+                    return index
+        if not gids:
+            raise TransportError(f"{self.name} has no RoCE v2 address")
+        return next(iter(gids))
+
+    def close(self) -> None:
+        with _said(f"{self.name} cannot be closed"), _DESCRIPTORS:
+            self.context.close()
+
+
+class Memory:
+    """One registered stretch of memory. After `close` has returned no device reads or writes it under these keys."""
+
+    def __init__(self, region: Any) -> None:
+        self._region = region
+        self.key: int = region.lkey
+        self.remote_key: int = region.rkey
+
+    def close(self) -> None:
+        with _said("memory cannot be deregistered"):
+            self._region.close()
+
+
+class Domain:
+    """Protection: a queue pair reaches only memory registered in its own domain."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._enums = _module("enums")
+        self._regions: dict[int, Memory] = {}
+        self._lock = threading.Lock()
+        with _said("no protection domain"):
+            self.handle = _module("pd").PD(device.context)
+        # Arrivals carry a number and no bytes; pyverbs wants a place for the bytes all the same.
+        self._scratch = np.zeros(64, np.uint8)
+        self.nowhere = Piece(*self._whole(self._scratch))
+
+    def register(self, address: int, length: int, *, writable_by_peer: bool) -> Memory:
+        """Pin memory: for our own reading, or for the peer's writing too."""
+        access = self._enums.IBV_ACCESS_LOCAL_WRITE
+        if writable_by_peer:
+            access |= self._enums.IBV_ACCESS_REMOTE_WRITE
+        with _said(f"{length} bytes cannot be registered"):
+            return Memory(_module("mr").MR(self.handle, length, access, address=address))
+
+    def key_of(self, region: Region) -> int:
+        """The key under which our own writes may read a whole region; it is registered the first time."""
+        with self._lock:
+            if region.address not in self._regions:
+                memory = self.register(region.address, region.bytes.size, writable_by_peer=False)
+                self._regions[region.address] = memory
+            return self._regions[region.address].key
+
+    def close(self) -> None:
+        with self._lock, _said("the protection domain is still in use"):
+            for memory in self._regions.values():
+                memory.close()
+            self._regions.clear()
+            self.handle.close()
+
+    def _whole(self, array: np.ndarray[Any, Any]) -> tuple[int, int, int]:
+        address: int = array.__array_interface__["data"][0]
+        self._regions[address] = self.register(address, array.size, writable_by_peer=False)
+        return address, 0, self._regions[address].key
+
+
+class Completions:
+    """What has been done, of all queue pairs of one link, and a descriptor that becomes readable when there is more."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        cq = _module("cq")
+        self._channel, self.fd = _channel(cq, device.context)
+        with _said("no completion queue"):
+            self._queue = cq.CQ(device.context, size, None, self._channel, 0)
+
+    def poll(self, most: int = 64) -> list[Completion]:
+        with _said("completions cannot be read"):
+            _, found = self._queue.poll(most)
+        return [Completion(int(one.wr_id), int(one.status), int(one.imm_data)) for one in found]
+
+    def arm(self) -> None:
+        """Make `fd` readable at the next completion. One that came before is not told: poll once more after this."""
+        with _said("completions cannot be awaited"):
+            self._queue.req_notify(0)
+
+    def hush(self) -> None:
+        """Take the event that made `fd` readable."""
+        try:
+            self._channel.get_cq_event(self._queue)
+        except _errors() as wrong:
+            if getattr(wrong, "error_code", None) != errno.EAGAIN:
+                raise TransportError(f"completions cannot be awaited: {wrong}") from wrong
+        else:
+            self._queue.ack_events(1)
+
+    def close(self) -> None:
+        with _said("the completion queue is still in use"), _DESCRIPTORS:
+            self._queue.close()
+            self._channel.close()
+
+
+class QueuePair:
+    """One end of a reliable connection; at most `writes` work requests may be under way, `arrivals` expected."""
+
+    def __init__(self, domain: Domain, completions: Completions, writes: int, arrivals: int) -> None:
+        self._domain, self._device = domain, domain.device
+        self._enums, self._wr = _module("enums"), _module("wr")
+        qp = _module("qp")
+        room = qp.QPCap(writes, arrivals, self._device.gather, 1, 0)
+        queue = completions._queue
+        with _said("no queue pair"):
+            self._qp = qp.QP(
+                domain.handle,
+                qp.QPInitAttr(qp_type=self._enums.IBV_QPT_RC, scq=queue, rcq=queue, cap=room, sq_sig_all=0),
+            )
+            self._attr = qp.QPAttr(port_num=PORT)
+            self._attr.qp_access_flags = self._enums.IBV_ACCESS_LOCAL_WRITE | self._enums.IBV_ACCESS_REMOTE_WRITE
+            self._qp.to_init(self._attr)
+        self.card = Card(self._qp.qp_num, secrets.randbits(24), self._device.gid, self._device.lid, self._device.mtu)
+
+    def connect(self, peer: Card) -> None:
+        """Ready to receive and to send. TransportError where the card leads nowhere."""
+        addr, attr = _module("addr"), self._attr
+        with _said("the peer's card leads nowhere"):
+            route = addr.GlobalRoute(dgid=addr.GID(peer.gid), sgid_index=self._device.gid_index, hop_limit=64)
+            attr.ah_attr = addr.AHAttr(port_num=PORT, is_global=1, gr=route, dlid=peer.lid)
+            attr.path_mtu, attr.dest_qp_num = min(peer.mtu, self.card.mtu), peer.qpn
+            attr.rq_psn, attr.sq_psn = peer.psn, self.card.psn
+            attr.max_dest_rd_atomic = attr.max_rd_atomic = 1
+            # A lost packet is sent again after 67 ms, seven times; a peer that is not ready is asked again without end:
+            # whether it lives is found out over the side channel.
+            attr.min_rnr_timer, attr.timeout, attr.retry_cnt, attr.rnr_retry = 12, 14, 7, 7
+            self._qp.to_rtr(attr)
+            self._qp.to_rts(attr)
+
+    def expect(self, number: int) -> None:
+        """Be ready for one arrival."""
+        nowhere = self._wr.SGE(self._domain.nowhere.address, 0, self._domain.nowhere.key)
+        with _said("no arrival can be expected"):
+            self._qp.post_recv(self._wr.RecvWR(wr_id=RECEIVED + number, num_sge=1, sg=[nowhere]))
+
+    def write(
+        self, number: int, pieces: Sequence[Piece], target: tuple[int, int], *, tell: bool, immediate: int | None = None
+    ) -> None:
+        """Write pieces behind each other to (remote address, remote key). `tell`: a completion is wanted on success."""
+        enums = self._enums
+        gathered = [self._wr.SGE(piece.address, piece.length, piece.key) for piece in pieces or (self._domain.nowhere,)]
+        with _said("a write cannot be posted"):
+            request = self._wr.SendWR(
+                wr_id=number,
+                num_sge=len(gathered),
+                sg=gathered,
+                opcode=enums.IBV_WR_RDMA_WRITE if immediate is None else enums.IBV_WR_RDMA_WRITE_WITH_IMM,
+                send_flags=enums.IBV_SEND_SIGNALED if tell else 0,
+                imm_data=immediate or 0,
+            )
+            request.set_wr_rdma(target[1], target[0])
+            self._qp.post_send(request)
+
+    def close(self) -> None:
+        """Stop at once: after this the device reads and writes nothing for this connection."""
+        with _said("the queue pair cannot be ended"):
+            self._qp.close()
+
+
+def refused(status: int) -> bool:
+    """Whether a write was turned down because the peer has not, or no longer, registered that memory."""
+    return status == int(_module("enums").IBV_WC_REM_ACCESS_ERR)
+
+
+def ends_connection(status: int) -> bool:
+    """Whether a failure says only that this connection has ended, so that another may do what is left."""
+    enums = _module("enums")
+    return status in (enums.IBV_WC_WR_FLUSH_ERR, enums.IBV_WC_REM_ACCESS_ERR, enums.IBV_WC_LOC_ACCESS_ERR)
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f"pyverbs.{name}")
+    except ImportError as wrong:
+        raise TransportError(f"pyverbs cannot be imported: {wrong}") from wrong
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    return (_module("pyverbs_error").PyverbsError,)
+
+
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    """A foreign error leaves as TransportError, with what could not be done."""
+    try:
+        yield
+    except _errors() as wrong:
+        raise TransportError(f"{what}: {' '.join(str(wrong).split())}") from wrong
+
+
+def _first_active() -> str:
+    """The first device with an active port. Its name, as sysfs has it."""
+    device = _module("device")
+    names = sorted(one.name.decode() for one in device.get_device_list())
+    for name in names:
+        context = device.Context(name=name)
+        try:
+            if int(context.query_port(PORT).state) == _ACTIVE:
+                return str(name)
+        finally:
+            context.close()
+    raise TransportError(f"no RDMA device with an active port (devices: {', '.join(names) or 'none'})")
+
+
+def _channel(cq: Any, context: Any) -> tuple[Any, int]:
+    """A completion channel and its descriptor, which pyverbs keeps to itself: it is the one that is new."""
+    with _DESCRIPTORS, _said("no completion channel"):
+        before = _event_descriptors()
+        channel = cq.CompChannel(context)
+        new = _event_descriptors() - before
+        if len(new) != 1:
+            channel.close()
+            raise TransportError("no completion channel: its descriptor cannot be told from others")
+        fd = new.pop()
+        os.set_blocking(fd, False)
+        return channel, fd
+
+
+def _event_descriptors() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == _EVENTS:
+                found.add(int(name))
+        except OSError:  # closed meanwhile
+            continue
+    return found

@@ -1,0 +1,116 @@
+"""Two ends of an RDMA link for tests: an owner that writes down what it hears, and windows over scattered blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvtransfer.regions import Region
+from kvtransfer.reshard import Runs
+from kvtransfer.transports.base import Link, Slice, Verdict, WindowHead
+from kvtransfer.transports.rdma import Rdma
+from kvtransfer.transports.rdma_link import RdmaOptions
+
+BLOCK = 4096
+PATIENCE_S = 20.0
+
+
+class Scribe:
+    """An owner. `heard` is everything in order; `expecting` says where a transfer's windows go."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+        self.expecting: dict[int, Callable[[WindowHead], Slice | None]] = {}
+        self.links: list[Link] = []
+        self._news = threading.Condition()
+
+    def linked(self, link: Link) -> None:
+        self.links.append(link)
+        self._note("linked")
+
+    def message(self, link: Link, data: bytes) -> None:
+        self._note("message", data)
+
+    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+        wanted = self.expecting.get(head.transfer)
+        return wanted(head) if wanted is not None else None
+
+    def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
+        self._note("landed", head.transfer, head.first, verdict)
+
+    def sent(self, link: Link, head: WindowHead) -> None:
+        self._note("sent", head.transfer, head.first)
+
+    def fenced(self, link: Link, transfer: int) -> None:
+        self._note("fenced", transfer)
+
+    def lost(self, link: Link, reason: str) -> None:
+        self._note("lost", reason)
+
+    def _note(self, *what: Any) -> None:
+        with self._news:
+            self.heard.append(what)
+            self._news.notify_all()
+
+    def count(self, *what: Any) -> int:
+        return sum(one[: len(what)] == what for one in self.heard)
+
+    def wait(self, *what: Any, times: int = 1) -> None:
+        """Until something that begins like this has been heard so often."""
+        with self._news:
+            done = self._news.wait_for(lambda: self.count(*what) >= times, PATIENCE_S)
+        assert done, f"waited for {times} of {what}, heard {self.heard}"
+
+
+class Ends:
+    """A sink that has dialled a source. `near` is the sink's link, `far` the source's."""
+
+    def __init__(
+        self, blocks: int = 64, options: RdmaOptions | None = None, rng: np.random.Generator | None = None
+    ) -> None:
+        rng = rng or np.random.default_rng(1)
+        self.source, self.sink = Scribe(), Scribe()
+        self.memory = Region.create(blocks, BLOCK, name="source")
+        self.memory.bytes[:] = rng.integers(1, 256, self.memory.bytes.size, np.uint8)
+        self.place = Region.create(blocks, BLOCK, name="sink")
+        self.transports = Rdma(options=options), Rdma(options=options)
+        address = self.transports[0].start(self.source, [self.memory])
+        self.transports[1].start(self.sink, [self.place])
+        self.near = self.transports[1].dial(address)
+        self.source.wait("linked")
+        self.far = self.source.links[0]
+
+    def reserve(self, transfer: int, pieces: Runs, blocks: Sequence[int]) -> None:
+        """The sink opens blocks to a transfer, and the source has the keys."""
+        grant = self.near.grant(transfer, [self.place], blocks)
+        self.sink.expecting[transfer] = lambda head: Slice(pieces.cut(head.first, head.count), self.place, 0, 0)
+        self.far.accept(transfer, grant)
+
+    def put(
+        self, transfer: int, pieces: Runs, first: int, count: int, current: Callable[[], bool] | None = None
+    ) -> None:
+        cut = pieces.cut(first, count)
+        head = WindowHead(transfer, 0, 0, first, count, cut.n_bytes)
+        self.far.put(head, Slice(cut, self.memory, 0, 0, current))
+
+    def arrived(self, pieces: Runs) -> bool:
+        """Whether every byte is where it belongs, and no other byte has been touched."""
+        wanted = np.zeros_like(self.place.bytes)
+        for src, dst, length in zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True):
+            wanted[dst : dst + length] = self.memory.bytes[src : src + length]
+        return bool((wanted == self.place.bytes).all())
+
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.close()
+        for region in (self.memory, self.place):
+            region.close()
+
+
+def runs(src_blocks: Sequence[int], dst_blocks: Sequence[int], length: int = BLOCK) -> Runs:
+    """The beginnings of blocks."""
+    src, dst = (np.asarray(blocks, np.int64) * BLOCK for blocks in (src_blocks, dst_blocks))
+    return Runs(src, dst, np.full(src.size, length, np.int64))

@@ -1,0 +1,150 @@
+"""Links over real queue pairs: what lands, in which order, and what the sink's device refuses."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from kvtransfer.transports.base import TransportError, Verdict
+from kvtransfer.transports.rdma import Rdma
+from kvtransfer.transports.rdma_link import RdmaOptions
+from tests.rdma.ends import BLOCK, Ends, runs
+
+
+def test_scattered_blocks_arrive_in_their_places_and_nowhere_else(ends: Ends) -> None:
+    rng = np.random.default_rng(7)
+    pieces = runs(rng.permutation(64)[:40], rng.permutation(64)[:40], 3000)
+    ends.reserve(1, pieces, (pieces.dst // BLOCK).tolist())
+    for first in range(0, 40, 8):
+        ends.put(1, pieces, first, 8)
+    ends.sink.wait("landed", 1, times=5)
+    assert ends.sink.count("landed", 1, 0, Verdict.OK) == 1
+    assert {one[3] for one in ends.sink.heard if one[0] == "landed"} == {Verdict.OK}
+    assert ends.source.count("sent", 1) == 5
+    assert ends.arrived(pieces)
+
+
+def test_pieces_that_are_neighbours_at_the_sink_are_gathered(ends: Ends) -> None:
+    pieces = runs(range(62, 22, -1), range(40))
+    ends.reserve(1, pieces, range(40))
+    ends.put(1, pieces, 0, 40)
+    ends.sink.wait("landed", 1, 0, Verdict.OK)
+    assert ends.arrived(pieces)
+
+
+def test_more_stretches_than_keys_are_staged_and_put_into_place() -> None:
+    ends = Ends(options=RdmaOptions(most_keys=4))
+    pieces = runs(range(20), range(1, 41, 2))
+    ends.reserve(1, pieces, range(1, 41, 2))
+    for first in range(0, 20, 5):
+        ends.put(1, pieces, first, 5)
+    ends.sink.wait("landed", 1, times=4)
+    assert ends.arrived(pieces)
+    ends.close()
+
+
+def test_messages_keep_their_order_among_windows(ends: Ends) -> None:
+    pieces = runs(range(8), range(8))
+    ends.reserve(1, pieces, range(8))
+    for first in range(8):
+        ends.far.send(b"before %d" % first)
+        ends.put(1, pieces, first, 1)
+    ends.far.send(b"end")
+    ends.sink.wait("message", b"end")
+    order = [one[1] if one[0] == "message" else one[2] for one in ends.sink.heard]
+    assert order == [item for first in range(8) for item in (b"before %d" % first, first)] + [b"end"]
+    ends.near.send(b"back")
+    ends.source.wait("message", b"back")
+
+
+def test_a_window_of_blocks_that_changed_hands_while_it_was_read_is_stale(ends: Ends) -> None:
+    pieces = runs(range(4), range(4))
+    ends.reserve(1, pieces, range(4))
+    answers = iter([True, False])
+    ends.put(1, pieces, 0, 2, lambda: next(answers))
+    ends.put(1, pieces, 2, 2, lambda: False)
+    ends.sink.wait("landed", 1, 0, Verdict.STALE)
+    ends.sink.wait("landed", 1, 2, Verdict.STALE)
+    assert not ends.place.bytes[2 * BLOCK :].any()  # the second was not even written
+
+
+def test_bytes_that_are_not_what_the_source_read_are_corrupt(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.transports.rdma_out.digest_of", lambda *_: 1)
+    pieces = runs(range(4), range(4))
+    ends.reserve(1, pieces, range(4))
+    ends.put(1, pieces, 0, 4)
+    ends.sink.wait("landed", 1, 0, Verdict.CORRUPT)
+
+
+def test_a_write_after_the_fence_is_refused_by_the_device_and_other_transfers_go_on(ends: Ends) -> None:
+    """The source has its keys, has looked at its generations, and only then is the transfer fenced at the sink."""
+    late, other = runs(range(8), range(8)), runs(range(20, 28), range(20, 28))
+    ends.reserve(1, late, range(8))
+    ends.reserve(2, other, range(20, 28))
+    asked, fenced = threading.Event(), threading.Event()
+
+    def current() -> bool:
+        asked.set()
+        return fenced.wait(20.0)
+
+    ends.put(1, late, 0, 8, current)
+    ends.put(2, other, 0, 8)
+    assert asked.wait(20.0)
+    ends.near.fence(1)
+    ends.sink.wait("fenced", 1)
+    fenced.set()
+    ends.sink.wait("landed", 2, 0, Verdict.OK)
+    ends.source.wait("sent", 1, 0)
+    assert ends.far.refused == 1  # type: ignore[attr-defined]
+    assert ends.sink.count("landed", 1) == 0
+    assert ends.arrived(other)  # and not one byte of the other
+
+
+def test_a_window_outside_of_the_grant_is_not_written(ends: Ends) -> None:
+    pieces = runs(range(4), range(4))
+    ends.reserve(1, pieces, range(3))
+    ends.put(1, pieces, 0, 4)
+    ends.sink.wait("landed", 1, 0, Verdict.STALE)
+    assert not ends.place.bytes.any()
+
+
+def test_dropped_windows_are_not_sent_or_end_stale(ends: Ends) -> None:
+    pieces = runs(range(8), range(8))
+    ends.reserve(1, pieces, range(8))
+    asked, go = threading.Event(), threading.Event()
+
+    def current() -> bool:
+        asked.set()
+        return go.wait(20.0)
+
+    ends.put(1, pieces, 0, 1, current)
+    ends.put(1, pieces, 1, 7)
+    assert asked.wait(20.0)
+    ends.far.drop(1)
+    ends.far.send(b"dropped")
+    go.set()
+    ends.sink.wait("message", b"dropped")
+    assert {one[3] for one in ends.sink.heard if one[0] == "landed"} <= {Verdict.STALE}
+    assert ends.sink.heard[-1] == ("message", b"dropped")
+
+
+def test_a_peer_that_closes_is_lost_and_a_fence_is_answered_after_it(ends: Ends) -> None:
+    pieces = runs(range(4), range(4))
+    ends.reserve(1, pieces, range(4))
+    ends.far.close()
+    ends.sink.wait("lost")
+    ends.near.fence(1)
+    ends.sink.wait("fenced", 1)
+    assert ends.source.count("lost") == 0
+
+
+def test_an_address_where_nobody_listens_is_a_transport_error(ends: Ends) -> None:
+    with pytest.raises(TransportError, match="cannot reach"):
+        ends.transports[1].dial("127.0.0.1:1")
+
+
+def test_a_device_is_there() -> None:
+    assert Rdma.unavailable() is None
+    assert Rdma.unavailable("mlx5_77") is not None
