@@ -21,7 +21,7 @@ from kvtransfer.clock import Clock, ThreadClock, Timer
 from kvtransfer.commands import Admit, Bump, Command, Dial, Drop, Fence, Progress, Put, Resolve, Send, SendInvite
 from kvtransfer.credits import Klass
 from kvtransfer.ends import Reason
-from kvtransfer.handles import Doorbell, Handle, Landing, Offer
+from kvtransfer.handles import Bell, Doorbell, Handle, Landing, Offer
 from kvtransfer.layout import KvLayout
 from kvtransfer.messages import Card
 from kvtransfer.options import Options
@@ -74,6 +74,7 @@ class Agent:
         self._carrying_out = False
         self._handles: dict[int, Handle] = {}
         self._numbers = itertools.count(1)
+        self._bell: Bell | None = None
         self._doorbell: Doorbell | None = None
         self._alarm: Timer | None = None
         self._closed = False
@@ -83,22 +84,24 @@ class Agent:
     async def start(self) -> None:
         """Listen; handles can be awaited on this loop. Raises TransportError."""
         self._doorbell = Doorbell(asyncio.get_running_loop())
-        self.open()
+        self.open(self._doorbell)
 
-    def open(self) -> None:
-        """Listen, without an event loop: handles can be looked at, not awaited."""
+    def open(self, bell: Bell | None = None) -> None:
+        """Listen, without an event loop: handles can be looked at, not awaited, and `bell` hears of every change."""
+        self._bell = bell
         addresses = {name: transport.start(self, self._regions) for name, transport in self._transports.items()}
         self.address = next(iter(addresses.values()))
         self._board.open(msgspec.structs.replace(self._card, addresses=addresses))
 
     async def close(self) -> None:
-        """End everything, behind the fence; blocks are the engine's again when this returns."""
+        """End everything, behind the fence; blocks are the engine's again when this returns. May be called twice."""
         self.shut()
         for handle in list(self._handles.values()):
             await handle.ended()
         await asyncio.to_thread(self.leave)
-        if self._doorbell is not None:
-            self._doorbell.close()
+        doorbell, self._doorbell = self._doorbell, None
+        if doorbell is not None:
+            doorbell.close()
 
     def shut(self) -> None:
         """Take nothing more, and begin to end what there is."""
@@ -315,5 +318,5 @@ class Agent:
             handle.end = command.end
         elif isinstance(handle, Landing):
             handle.layers = command.layers
-        if self._doorbell is not None:
-            self._doorbell.ring(handle)
+        if self._bell is not None:
+            self._bell.ring(handle)

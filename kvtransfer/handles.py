@@ -13,6 +13,12 @@ from typing import Protocol
 from kvtransfer.ends import End
 
 
+class Bell(Protocol):
+    """Who hears that a handle has changed: on any thread, with the agent's lock held."""
+
+    def ring(self, handle: Handle) -> None: ...
+
+
 class Doorbell:
     """Wakes waiters of handles on one event loop, from any thread, through one eventfd."""
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtransfer.commands import Admit, Bump, Command, Drop, Resolve, Send
 from kvtransfer.credits import Klass
@@ -50,6 +51,7 @@ class SourceBook:
         self._outlets: dict[Link, Outlet] = {}
         self._guests: dict[str, _Guest] = {}
         self._used = Used()
+        self._holders = np.zeros(min(region.blocks for region in regions), np.int32)
         self._deadlines: list[tuple[float, int, str]] = []
 
     @property
@@ -74,6 +76,7 @@ class SourceBook:
         offer = Offer(number, ware, generations, now)
         offer.ticket = self._ticket(offer)
         self._offers[number] = self._names[ware.name] = offer
+        self._holders[np.unique(ware.blocks)] += 1
         self._watch(offer)
         guest = self._guests.pop(ware.name, None)
         if guest is None:
@@ -207,9 +210,8 @@ class SourceBook:
             raise ValueError(f"{ware.name} is on offer already")
         if not 0 < ware.tokens <= ware.blocks.size * size:
             raise ValueError(f"{ware.tokens} tokens do not fit into {ware.blocks.size} blocks")
-        most = min(region.blocks for region in self._regions)
-        if ware.blocks.min() < 0 or ware.blocks.max() >= most:
-            raise ValueError(f"blocks lie between 0 and {most}")
+        if ware.blocks.min() < 0 or ware.blocks.max() >= self._holders.size:
+            raise ValueError(f"blocks lie between 0 and {self._holders.size}")
 
     def _ticket(self, offer: Offer) -> str:
         ware, rank_bytes = offer.ware, sum(region.block_bytes for region in self._regions)
@@ -335,7 +337,13 @@ class SourceBook:
                 commands.append(Send(offer.link, Stop(offer.transfer, reason, detail[:256])))
         ended = end(reason, n_bytes=offer.put_bytes, seconds=now - offer.began, transport=transport, detail=detail)
         self._tally.offer_ended(ended)
-        return [*commands, Bump(offer.ware.blocks), Resolve(offer.number, ended)]
+        return [*commands, Bump(self._let_go(offer)), Resolve(offer.number, ended)]
+
+    def _let_go(self, offer: Offer) -> NDArray[np.int64]:
+        """The blocks that no other offer protects: requests share the blocks of a common prefix."""
+        blocks = np.unique(offer.ware.blocks)
+        self._holders[blocks] -= 1
+        return blocks[self._holders[blocks] == 0]
 
 
 def _ended(lease: Lease, reason: Reason, now: float) -> Lease:

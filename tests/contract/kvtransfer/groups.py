@@ -1,0 +1,132 @@
+"""TP groups for the agents' suite: their memory, filled from one logical cache and read back by plain arithmetic.
+
+`cell` is an oracle of its own: it says where one row of a cache lies, from the layout's description and not its code.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.agent import Agent
+from kvtransfer.clock import Clock, ThreadClock
+from kvtransfer.layout import KvDtype, KvLayout, KvOrder
+from kvtransfer.options import Options
+from kvtransfer.regions import Region
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.inproc import Wire
+from tests.contract.kvtransfer.links import make
+
+KEY = b"the fleet's own secret, 32 bytes"
+SMALL = KvLayout(layers=4, kv_heads=8, head_dim=16, dtype=KvDtype.BF16, block_tokens=16, tp=2)
+
+
+def cell(layout: KvLayout, rank: int, layer: int, part: int, head: int, block: int, token: int) -> int | None:
+    """Where the row of a head and token begins in a rank's region; None if that rank does not hold it."""
+    stage, tp_rank = divmod(rank, layout.tp)
+    first = stage * layout.layers // layout.pp
+    last = (stage + 1) * layout.layers // layout.pp
+    here = max(1, layout.kv_heads // layout.tp)
+    first_head = 0 if layout.mla else tp_rank * layout.kv_heads // layout.tp
+    if not (first <= layer < last and first_head <= head < first_head + here):
+        return None
+    parts, size, row = (1 if layout.mla else 2), layout.block_tokens, layout.head_dim * layout.dtype.n_bytes
+    inner = (head - first_head) * size + token if layout.order is KvOrder.HND else token * here + head - first_head
+    at = (((block * (last - first) + layer - first) * parts + part) * here * size + inner) * row
+    return at
+
+
+class Cache:
+    """The KV of one request, apart from any layout: rows by layer, part, head and token."""
+
+    def __init__(self, layout: KvLayout, tokens: int, seed: int) -> None:
+        parts = 1 if layout.mla else 2
+        row = layout.head_dim * layout.dtype.n_bytes
+        shape = (layout.layers, parts, layout.kv_heads, tokens, row)
+        self.rows = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+    def write(self, layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int]) -> None:
+        for rank, _, at, row in self._cells(layout, blocks):
+            regions[rank].bytes[at : at + row.size] = row
+
+    def differs(self, layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], skip: int = 0) -> int:
+        """How many rows from token `skip` on are not there as they should be."""
+        cells = self._cells(layout, blocks)
+        return sum(
+            not np.array_equal(regions[rank].bytes[at : at + row.size], row)
+            for rank, token, at, row in cells
+            if token >= skip
+        )
+
+    def _cells(self, layout: KvLayout, blocks: Sequence[int]):  # type: ignore[no-untyped-def]
+        """(rank, token, offset, row) of every row on every rank that holds it."""
+        for index in itertools.product(*(range(size) for size in self.rows.shape[:4])):
+            layer, part, head, token = index
+            block, inside = blocks[token // layout.block_tokens], token % layout.block_tokens
+            for rank in range(layout.pp * layout.tp):
+                at = cell(layout, rank, layer, part, head, block, inside)
+                if at is not None:
+                    yield rank, token, at, self.rows[index]
+
+
+@dataclass
+class Group:
+    """A TP group: its memory and its agent."""
+
+    layout: KvLayout
+    regions: list[Region]
+    agent: Agent
+
+    def snapshot(self) -> list[NDArray[np.uint8]]:
+        return [region.bytes.copy() for region in self.regions]
+
+    @property
+    def held(self) -> int:
+        """Leases, invitations, reservations and credit that are not free."""
+        figures = self.agent.figures()
+        return sum(figures["leases"].values()) + sum(figures["reservations"].values()) + figures["under_way_bytes"]
+
+
+def memory(layout: KvLayout, blocks: int, name: str) -> list[Region]:
+    return [Region.create(blocks, layout.rank_block_bytes(rank), name=f"{name}-{rank}") for rank in range(layout.ranks)]
+
+
+def group(
+    name: str,
+    layout: KvLayout,
+    transports: Sequence[Transport],
+    *,
+    blocks: int = 32,
+    key: bytes = KEY,
+    clock: Clock | None = None,
+    options: Options | None = None,
+) -> Group:
+    regions = memory(layout, blocks, name)
+    return Group(
+        layout, regions, Agent(name, layout, regions, key=key, transports=transports, clock=clock, options=options)
+    )
+
+
+@asynccontextmanager
+async def groups(
+    transport: str, *layouts: KvLayout, options: Sequence[Options | None] = (), keys: Sequence[bytes] = ()
+) -> AsyncIterator[list[Group]]:
+    """Started groups p0, p1, ... over one transport; at the end all are closed, and nothing may be held."""
+    clock = ThreadClock()
+    wire = Wire(clock)
+    made = []
+    async with AsyncExitStack() as stack:
+        stack.callback(clock.close)
+        for at, layout in enumerate(layouts):
+            chosen = options[at] if at < len(options) else None
+            key = keys[at] if at < len(keys) else KEY
+            made.append(group(f"p{at}", layout, [make(transport, wire)], options=chosen, key=key))
+            await made[-1].agent.start()
+            stack.push_async_callback(made[-1].agent.close)
+        yield made
+    assert [each.held for each in made] == [0] * len(made)

@@ -1,0 +1,429 @@
+"""What two agents promise, over every transport: the bytes, all of them, once, with leave, or a named end and no trace."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvtransfer.ends import How, Reason
+from kvtransfer.layout import KvDtype, KvLayout, KvOrder
+from kvtransfer.options import Options
+from tests.contract.kvtransfer.groups import SMALL, Cache, Group, groups
+from tests.contract.kvtransfer.links import TRANSPORTS
+
+pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
+
+PATIENCE_S = 20.0
+MLA = KvLayout(layers=4, kv_heads=1, head_dim=24, dtype=KvDtype.BF16, block_tokens=16, tp=4, mla=True)
+
+
+def shaped(layout: KvLayout = SMALL, **changes: object) -> KvLayout:
+    return msgspec.structs.replace(layout, **changes)
+
+
+async def soon(awaitable):  # type: ignore[no-untyped-def]
+    return await asyncio.wait_for(awaitable, PATIENCE_S)
+
+
+async def until(holds, what: str) -> None:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.005)
+
+
+def blocks_for(layout: KvLayout, tokens: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).permutation(32)[: -(-tokens // layout.block_tokens)].tolist()
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        (shaped(tp=4), shaped(tp=2)),
+        (shaped(tp=2), shaped(tp=4)),
+        (shaped(tp=8), shaped(tp=8)),
+        (shaped(tp=1), shaped(tp=8)),
+        (shaped(kv_heads=2, tp=4), shaped(kv_heads=2, tp=2)),
+        (shaped(tp=2, pp=2), shaped(tp=4, pp=1)),
+        (shaped(block_tokens=16), shaped(block_tokens=32)),
+        (shaped(block_tokens=64), shaped(block_tokens=16, tp=4)),
+        (shaped(order=KvOrder.NHD), shaped(order=KvOrder.HND, tp=4)),
+        (MLA, shaped(MLA, tp=2)),
+        (MLA, shaped(MLA, tp=8, block_tokens=32)),
+    ],
+    ids=lambda layout: f"tp{layout.tp}pp{layout.pp}b{layout.block_tokens}{layout.order}{'mla' if layout.mla else ''}",
+)
+async def test_every_byte_arrives_in_its_place(transport: str, src: KvLayout, dst: KvLayout) -> None:
+    tokens = 75
+    cache = Cache(src, tokens, seed=3)
+    async with groups(transport, src, dst) as (source, sink):
+        out_of, into = blocks_for(src, tokens, 1), blocks_for(dst, tokens, 2)
+        cache.write(src, source.regions, out_of)
+        offer = source.agent.offer("r", out_of, tokens)
+        landing = sink.agent.fetch(source.agent.address, "r", into, tokens, ticket=offer.ticket)
+        end = await soon(landing.ended())
+        assert (end.how, end.reason, end.transport) == (How.LANDED, Reason.LANDED, transport)
+        assert (await soon(offer.ended())).how is How.LANDED
+        assert cache.differs(dst, sink.regions, into) == 0
+        assert landing.layers == src.layers
+
+
+async def test_blocks_that_were_not_reserved_stay_as_they_are(transport: str) -> None:
+    async with groups(transport, SMALL, shaped(tp=4)) as (source, sink):
+        for region in (*source.regions, *sink.regions):
+            region.bytes[:] = 0xAA
+        into = [3, 7, 5]
+        offer = source.agent.offer("r", [1, 2, 3], 48)
+        for region in source.regions:
+            region.bytes[:] = 0x55
+        assert (await soon(sink.agent.fetch(source.agent.address, "r", into, 48, ticket=offer.ticket).ended())).landed
+        for region in sink.regions:
+            by_block = region.bytes.reshape(32, -1)
+            assert (by_block[into] == 0x55).all()
+            assert (np.delete(by_block, into, axis=0) == 0xAA).all()
+
+
+async def test_an_invitation_waits_for_its_offer(transport: str) -> None:
+    cache = Cache(SMALL, 40, seed=9)
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        landing = sink.agent.fetch(source.agent.address, "later", [4, 5, 6], 40)
+        await until(lambda: source.agent.figures()["leases"]["waiting_invitations"], "the invitation did not come")
+        cache.write(SMALL, source.regions, [1, 2, 3])
+        offer = source.agent.offer("later", [1, 2, 3], 40)
+        assert (await soon(landing.ended())).landed
+        assert (await soon(offer.ended())).landed
+        assert cache.differs(SMALL, sink.regions, [4, 5, 6]) == 0
+
+
+async def test_layers_leave_as_they_are_computed(transport: str) -> None:
+    layout = shaped(layers=4, head_dim=64, tp=1, kv_heads=32, block_tokens=128)
+    cache = Cache(layout, 32, seed=5)
+    tokens = 6 * 128
+    async with groups(transport, layout, layout) as (source, sink):
+        cache.write(layout, source.regions, [0])
+        offer = source.agent.offer("r", range(6), tokens, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "r", range(10, 16), tokens, ticket=offer.ticket)
+        seen = []
+        for layer in range(1, 5):
+            offer.ready(layer)
+            assert await soon(landing.reached(layer))
+            seen.append(landing.layers)
+        assert (await soon(landing.ended())).landed
+        assert seen == [1, 2, 3, 4]
+        assert cache.differs(layout, sink.regions, [10]) == 0
+
+
+async def test_tokens_that_are_there_already_are_not_touched(transport: str) -> None:
+    cache = Cache(SMALL, 64, seed=6)
+    async with groups(transport, SMALL, shaped(tp=4)) as (source, sink):
+        cache.write(SMALL, source.regions, [9, 8, 7, 6])
+        offer = source.agent.offer("r", [9, 8, 7, 6], 64)
+        landing = sink.agent.fetch(source.agent.address, "r", [0, 1, 2, 3], 64, ticket=offer.ticket, skip_tokens=32)
+        assert (await soon(landing.ended())).landed
+        assert cache.differs(shaped(tp=4), sink.regions, [0, 1, 2, 3], skip=32) == 0
+        assert not any(region.bytes.reshape(32, -1)[:2].any() for region in sink.regions)
+
+
+async def test_an_agent_fetches_from_itself(transport: str) -> None:
+    cache = Cache(SMALL, 32, seed=7)
+    async with groups(transport, SMALL) as (alone,):
+        cache.write(SMALL, alone.regions, [0, 1])
+        offer = alone.agent.offer("r", [0, 1], 32)
+        landing = alone.agent.fetch(alone.agent.address, "r", [20, 21], 32, ticket=offer.ticket)
+        assert (await soon(landing.ended())).landed
+        assert (await soon(offer.ended())).landed
+        assert cache.differs(SMALL, alone.regions, [20, 21]) == 0
+
+
+async def test_a_hundred_at_once_all_land_over_one_link(transport: str) -> None:
+    """Some of them share blocks, as requests with a common prefix do."""
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        for region in source.regions:
+            region.bytes.reshape(32, -1)[:] = np.arange(32, dtype=np.uint8)[:, None]
+        offers = [source.agent.offer(f"r{at}", [at % 16], 16) for at in range(100)]
+        landings = [
+            sink.agent.fetch(source.agent.address, f"r{at}", [16 + at % 16], 16, klass=("interactive", "bulk")[at % 2])
+            for at in range(100)
+        ]
+        ends = [await soon(each.ended()) for each in (*landings, *offers)]
+        assert {end.reason for end in ends} == {Reason.LANDED}
+        assert sink.agent.figures()["links"] == 1
+        for region in sink.regions:
+            by_block = region.bytes.reshape(32, -1)
+            assert (by_block[16:] == np.arange(16, dtype=np.uint8)[:, None]).all()
+
+
+# ---- refused, with a reason, before a byte moves
+
+
+async def refused(source: Group, sink: Group, name: str, ticket: str | None, tokens: int = 16) -> Reason:
+    before = sink.snapshot()
+    landing = sink.agent.fetch(source.agent.address, name, [1, 2], tokens, ticket=ticket, timeout_s=5)
+    end = await soon(landing.ended())
+    assert end.how in (How.FAILED, How.EXPIRED)
+    assert end.n_bytes == 0
+    assert all(np.array_equal(was, now) for was, now in zip(before, sink.snapshot(), strict=True))
+    return end.reason
+
+
+async def test_a_ticket_opens_its_own_offer_once(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        one, other = (source.agent.offer(name, [at], 16) for at, name in enumerate(("one", "other")))
+        forged = one.ticket[:-4] + ("AAAA" if one.ticket[-4:] != "AAAA" else "BBBB")
+        assert await refused(source, sink, "one", forged) is Reason.BAD_TICKET
+        assert await refused(source, sink, "one", "no ticket at all") is Reason.BAD_TICKET
+        assert await refused(source, sink, "other", one.ticket) is Reason.BAD_TICKET
+        assert (await soon(sink.agent.fetch(source.agent.address, "one", [5], 16, ticket=one.ticket).ended())).landed
+        assert (await soon(one.ended())).landed
+        assert await refused(source, sink, "one", one.ticket) is Reason.TICKET_SPENT
+        again = source.agent.offer("one", [3], 16)
+        assert await refused(source, sink, "one", one.ticket) is Reason.TICKET_SPENT
+        again.revoke()
+        assert await refused(source, sink, "one", again.ticket) is Reason.GONE
+        other.revoke()
+
+
+async def test_an_offer_is_claimed_once(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        offer = source.agent.offer("r", [0], 16, ready_layers=0)
+        first = sink.agent.fetch(source.agent.address, "r", [5], 16)
+        await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")
+        assert await refused(source, sink, "r", None) is Reason.NAME_TAKEN
+        offer.ready(4)
+        assert (await soon(first.ended())).landed
+        assert source.agent.figures()["refused"] == {Reason.NAME_TAKEN: 1}
+
+
+async def test_two_may_not_wait_for_one_name(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        first = sink.agent.fetch(source.agent.address, "r", [5], 16)
+        await until(lambda: source.agent.figures()["leases"]["waiting_invitations"], "not waiting")
+        assert await refused(source, sink, "r", None) is Reason.NAME_TAKEN
+        source.agent.decline("r", "prefill failed")
+        end = await soon(first.ended())
+        assert (end.reason, end.retriable, end.detail) == (Reason.DECLINED, True, "prefill failed")
+
+
+async def test_so_many_may_wait_and_so_long(transport: str) -> None:
+    strict = Options(most_waiting=2, patience_s=0.3)
+    async with groups(transport, SMALL, SMALL, options=[strict]) as (source, sink):
+        waiting = [sink.agent.fetch(source.agent.address, f"r{at}", [at], 16) for at in range(2)]
+        await until(lambda: source.agent.figures()["leases"]["waiting_invitations"] == 2, "not waiting")
+        assert await refused(source, sink, "one more", None) is Reason.TOO_MANY_WAITING
+        assert {(await soon(each.ended())).reason for each in waiting} == {Reason.NEVER_OFFERED}
+
+
+async def test_an_offer_for_one_agent_is_no_other_agents(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        offer = source.agent.offer("r", [0], 16, sink="somebody else")
+        assert await refused(source, sink, "r", offer.ticket) is Reason.BAD_TICKET
+        assert await refused(source, sink, "r", None) is Reason.BAD_TICKET
+        mine = source.agent.offer("m", [1], 16, sink="p1")
+        assert (await soon(sink.agent.fetch(source.agent.address, "m", [4], 16, ticket=mine.ticket).ended())).landed
+        offer.revoke()
+
+
+async def test_more_tokens_than_are_on_offer_are_refused(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        offer = source.agent.offer("r", [0], 16)
+        assert await refused(source, sink, "r", None, tokens=17) is Reason.TOKENS
+        offer.revoke()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"), [({"layers": 8}, "layers"), ({"head_dim": 32}, "head_dim"), ({"dtype": KvDtype.FP16}, "dtype")]
+)
+async def test_another_layout_is_refused_with_the_reason(transport: str, change: dict[str, object], field: str) -> None:
+    async with groups(transport, SMALL, shaped(**change)) as (source, sink):
+        landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
+        end = await soon(landing.ended())
+        assert (end.reason, end.retriable) == (Reason.LAYOUT, False)
+        assert field in end.detail
+
+
+async def test_another_family_is_refused(transport: str) -> None:
+    families = [Options(family="llama@1"), Options(family="llama@2")]
+    async with groups(transport, SMALL, SMALL, options=families) as (source, sink):
+        end = await soon(sink.agent.fetch(source.agent.address, "r", [1], 16).ended())
+        assert (end.reason, end.retriable) == (Reason.LAYOUT, False)
+
+
+async def test_without_the_fleets_key_nothing_is_answered(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL, keys=[b"k" * 32, b"q" * 32]) as (source, sink):
+        offer = source.agent.offer("r", [0], 16)
+        end = await soon(sink.agent.fetch(source.agent.address, "r", [1], 16, ticket=offer.ticket).ended())
+        assert (end.reason, end.retriable) == (Reason.WRONG_KEY, False)
+        offer.revoke()
+
+
+async def test_nobody_there_is_a_named_end(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        address = source.agent.address
+        await source.agent.close()
+        end = await soon(sink.agent.fetch(address, "r", [1], 16).ended())
+        assert end.reason in (Reason.UNREACHABLE, Reason.LINK_LOST)
+        assert end.retriable
+
+
+# ---- given up, by whoever it is
+
+
+async def test_the_sink_gives_up_at_any_time(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        before_link = sink.agent.fetch(source.agent.address, "never", [1], 16)
+        before_link.cancel("client left")
+        offer = source.agent.offer("r", [0], 16, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "r", [5], 16)
+        await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")
+        began = time.monotonic()
+        landing.cancel("client left")
+        end = await soon(landing.ended())
+        assert (end.how, end.reason, end.detail) == (How.CANCELLED, Reason.CANCELLED, "client left")
+        assert (await soon(offer.ended())).how is How.CANCELLED
+        assert time.monotonic() - began < 0.25
+        assert (await soon(before_link.ended())).how is How.CANCELLED
+        landing.cancel("again")
+        assert landing.end is end
+
+
+async def test_the_source_takes_back_what_is_claimed(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        offer = source.agent.offer("r", [0], 16, ready_layers=0)
+        before = [region.generations[0] for region in source.regions]
+        landing = sink.agent.fetch(source.agent.address, "r", [5], 16)
+        await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")
+        offer.revoke("preempted")
+        assert (await soon(offer.ended())).reason is Reason.REVOKED
+        end = await soon(landing.ended())
+        assert (end.how, end.reason, end.retriable) == (How.CANCELLED, Reason.REVOKED, True)
+        assert [region.generations[0] for region in source.regions] == [was + 1 for was in before]
+
+
+async def test_a_lease_runs_out_unless_renewed(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        short = source.agent.offer("short", [0], 16, ttl_s=0.2)
+        kept = source.agent.offer("kept", [1], 16, ttl_s=0.2)
+        assert kept.renew(30)
+        claimed = source.agent.offer("claimed", [2], 16, ttl_s=0.6, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "claimed", [4], 16)
+        end = await soon(short.ended())
+        assert (end.how, end.reason) == (How.EXPIRED, Reason.LEASE_EXPIRED)
+        assert await refused(source, sink, "short", short.ticket) is Reason.TICKET_EXPIRED
+        await asyncio.sleep(0.8)
+        assert claimed.end is None, "a sink that is there renews what it has claimed"
+        claimed.ready(4)
+        assert (await soon(landing.ended())).landed
+        assert not short.renew(1)
+        kept.revoke()
+
+
+async def test_a_landing_has_a_deadline(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        offer = source.agent.offer("r", [0], 16, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "r", [5], 16, timeout_s=0.2)
+        end = await soon(landing.ended())
+        assert (end.how, end.reason) == (How.EXPIRED, Reason.TIMEOUT)
+        assert (await soon(offer.ended())).reason is Reason.TIMEOUT
+
+
+async def test_closing_ends_everything_on_both_sides(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        offers = [source.agent.offer(f"r{at}", [at], 16, ready_layers=0) for at in range(3)]
+        landings = [sink.agent.fetch(source.agent.address, f"r{at}", [at], 16) for at in range(4)]
+        await until(lambda: source.agent.figures()["leases"]["claimed"] == 3, "not claimed")
+        await soon(source.agent.close())
+        assert {each.end.reason for each in offers if each.end} == {Reason.CLOSED}
+        ends = [await soon(each.ended()) for each in landings]
+        assert {end.reason for end in ends} <= {Reason.CLOSED, Reason.LINK_LOST}
+        with pytest.raises(RuntimeError):
+            source.agent.offer("more", [0], 16)
+
+
+async def test_blocks_that_changed_hands_behind_the_lease_are_never_landed(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        offer = source.agent.offer("r", [0, 1], 32, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "r", [5, 6], 32)
+        await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")
+        source.regions[1].bump([1])
+        offer.ready(4)
+        end = await soon(landing.ended())
+        assert (end.how, end.reason, end.retriable) == (How.FAILED, Reason.STALE, True)
+        assert (await soon(offer.ended())).reason is Reason.STALE
+
+
+async def test_after_an_end_nobody_writes_into_the_sinks_blocks(transport: str) -> None:
+    layout = shaped(head_dim=64, block_tokens=64)
+    async with groups(transport, layout, layout) as (source, sink):
+        for region in source.regions:
+            region.bytes[:] = 0x55
+        for at in range(12):
+            offer = source.agent.offer(f"r{at}", range(16), 16 * 64)
+            landing = sink.agent.fetch(source.agent.address, f"r{at}", range(16, 32), 16 * 64, ticket=offer.ticket)
+            if at % 3:
+                await until(lambda: source.agent.figures()["leases"]["offered"] == 0, "not claimed")
+            (landing.cancel if at % 2 else offer.revoke)()
+            await soon(landing.ended())
+            for region in sink.regions:
+                region.bytes[:] = 0xAA
+            await soon(offer.ended())
+            for region in source.regions:
+                region.bytes[:] = 0x55
+            await asyncio.sleep(0.02)
+            assert all((region.bytes == 0xAA).all() for region in sink.regions)
+
+
+async def test_a_dead_link_is_replaced(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        for name in ("one", "two"):
+            offer = source.agent.offer(name, [0], 16)
+            landing = sink.agent.fetch(source.agent.address, name, [5], 16, ticket=offer.ticket)
+            assert (await soon(landing.ended())).landed
+            await soon(offer.ended())
+            for link in list(source.agent._board._lines):
+                link.close()
+            await until(lambda: not len(sink.agent._board), "the sink did not notice")
+
+
+async def test_what_cannot_be_is_refused_at_once(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        for blocks, tokens in (([0], 17), ([32], 16), ([-1], 16), ([0], 0), ([], 1)):
+            with pytest.raises(ValueError, match=r"block|token"):
+                source.agent.offer("r", blocks, tokens)
+            with pytest.raises(ValueError, match=r"block|token"):
+                sink.agent.fetch(source.agent.address, "r", blocks, tokens)
+        with pytest.raises(ValueError, match="twice"):
+            sink.agent.fetch(source.agent.address, "r", [1, 1], 32)
+        source.agent.offer("r", [0], 16)
+        with pytest.raises(ValueError, match="already"):
+            source.agent.offer("r", [0], 16)
+
+
+async def test_figures_say_what_moved_between_whom(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        offer = source.agent.offer("r", [0], 16)
+        await soon(sink.agent.fetch(source.agent.address, "r", [5], 16, ticket=offer.ticket).ended())
+        await soon(offer.ended())
+        figures = sink.agent.figures()
+        assert figures["moved_bytes"] == {("p0", transport): SMALL.bytes_per_token * 16}
+        assert figures["landings"] == {("landed", "landed"): 1}
+        assert source.agent.figures()["offers"] == {("landed", "landed"): 1}
+
+
+async def test_closed_agents_leave_neither_threads_nor_descriptors(transport: str) -> None:
+    for _ in range(3):
+        threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+        async with groups(transport, SMALL, SMALL) as (source, sink):
+            offer = source.agent.offer("r", [0], 16)
+            await soon(sink.agent.fetch(source.agent.address, "r", [5], 16, ticket=offer.ticket).ended())
+            regions = [*source.regions, *sink.regions]
+        for region in regions:
+            region.close()
+        kept = {thread for thread in threading.enumerate() if thread.name.startswith("kv-")} - threads
+        await until(lambda: not [each for each in kept if each.is_alive()], f"left: {kept}")
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 1, "descriptors were left open")
