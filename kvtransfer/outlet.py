@@ -125,11 +125,13 @@ class Outlet:
 
 
 def blocks_of(runs: Runs, block_bytes: int) -> NDArray[np.int64]:
-    """The source's blocks that these runs read, each once."""
+    """The source's blocks that these runs read, in their order; a block that several runs in a row read once."""
     first, last = runs.src // block_bytes, (runs.src + runs.length - 1) // block_bytes
-    longest = int((last - first).max()) + 1
-    every = (first[:, None] + np.arange(longest))[np.arange(longest) <= (last - first)[:, None]]
-    return np.unique(every)
+    longest = int((last - first).max())
+    if longest:
+        steps = np.arange(longest + 1)
+        first = (first[:, None] + steps)[steps <= (last - first)[:, None]]
+    return first[np.flatnonzero(np.diff(first, prepend=-1))]
 
 
 def _windows(offer: Offer, plan: Plan) -> Iterator[WindowHead | None]:
