@@ -24,9 +24,10 @@ from pathlib import Path
 
 from contestants import HERE, ROOT, Contestant, NotMeasurable, Pair, everyone, install_peers
 from goals import SIZES, WAITS, Results, cpu, markdown, speed, verdicts, wait
-from measure import bandwidth, latency, others_share
+from measure import bandwidth, exposed_share, latency, others_share
 from pool import reference
 
+LAYERS = "layer-wise"
 Task = tuple[str, Callable[[Pair, random.Random], dict[str, float]]]
 
 
@@ -84,7 +85,8 @@ def _tasks(pool_bytes: int) -> list[Task]:
         return task
 
     tasks: list[Task] = [(f"{SIZES[size]} blocks", moved(size)) for size in SIZES]
-    return tasks + [(f"{SIZES[size]} latency", waited(size)) for size in WAITS]
+    tasks += [(f"{SIZES[size]} latency", waited(size)) for size in WAITS]
+    return [*tasks, (LAYERS, lambda pair, rng: {"exposed share": exposed_share(pair, pool_bytes, rng)})]
 
 
 def _measure(pairs: dict[str, Pair], options: argparse.Namespace, results: Results) -> None:
@@ -92,7 +94,8 @@ def _measure(pairs: dict[str, Pair], options: argparse.Namespace, results: Resul
     for turn in range(options.rounds):
         for name, task in _tasks(options.pool_mib << 20):
             _say(f"round {turn + 1}/{options.rounds}: {name}")
-            for who in rng.sample(sorted(pairs), len(pairs)):
+            able = [who for who in sorted(pairs) if pairs[who].who.by_layers == (name == LAYERS)]
+            for who in rng.sample(able, len(able)):
                 _one(turn, who, pairs, task, rng, results)
 
 

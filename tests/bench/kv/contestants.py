@@ -45,13 +45,21 @@ class Contestant:
     env: Mapping[str, str] = field(default_factory=dict)
     python: Path = Path(sys.executable)
 
+    @property
+    def by_layers(self) -> bool:
+        """It takes the layer-wise measurement and no other."""
+        return bool(self.settings.get("layers"))
+
 
 def everyone() -> list[Contestant]:
     """All contestants. NIXL without its progress thread: with it every size is slower and dearer here."""
     return [
         Contestant("memcpy", "side_memcpy", "sink"),
         Contestant("raw tcp", "side_raw"),
-        *(_ours(name, **settings) for name, settings in OURS.items()),
+        *(Contestant(name, "side_ours", settings=settings) for name, settings in OURS.items()),
+        Contestant("ours agents tcp", "side_agent", "sink", {"transport": "tcp"}),
+        Contestant("ours agents shm", "side_agent", "sink", {"transport": "shm"}),
+        Contestant("layer-wise", "side_agent", settings={"transport": "tcp", "layers": True}),
         _nixl("nixl tcp write", "WRITE", TCP_ONLY),
         _nixl("nixl tcp read", "READ", TCP_ONLY),
         _nixl("nixl cma write", "WRITE", SAME_HOST),
@@ -67,10 +75,6 @@ OURS: dict[str, dict[str, Any]] = {
     "ours tcp aes": {"transport": "tcp", "sealed": True},
     "ours shm": {"transport": "shm"},
 }
-
-
-def _ours(name: str, **settings: Any) -> Contestant:
-    return Contestant(name, "side_ours", settings=settings)
 
 
 def _nixl(name: str, op: str, env: Mapping[str, str]) -> Contestant:

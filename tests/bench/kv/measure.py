@@ -61,6 +61,27 @@ def latency(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random) -
     return Waited(cuts[49], cuts[98])
 
 
+LAYERED_BLOCK_BYTES = 256 << 10
+PREFILL_SHARE = 1.5  # a prefill takes so much longer than its transfer here: the transfer fits under it
+
+
+def exposed_share(pair: Pair, pool_bytes: int, rng: random.Random) -> float:
+    """What is left of a transfer after the prefill when layers leave as they are computed, of what it takes alone."""
+    alone_s = _request(pair, pool_bytes, rng, 0.0)
+    return _request(pair, pool_bytes, rng, PREFILL_SHARE * alone_s) / alone_s
+
+
+def _request(pair: Pair, pool_bytes: int, rng: random.Random, prefill_s: float) -> float:
+    """The sink waits for the offer, as a reserved decode group does. Seconds after the last layer."""
+    count = pool_bytes // LAYERED_BLOCK_BYTES
+    pair.both("prepare", block_bytes=LAYERED_BLOCK_BYTES, count=count, seed=rng.getrandbits(32), each=False)
+    pair.sink.tell("custom", what="fetch")
+    seconds: float = pair.source.ask("custom", what="offer", prefill_s=prefill_s)
+    pair.sink.answer()
+    _verify(pair)
+    return seconds
+
+
 def _verify(pair: Pair) -> None:
     """Raw TCP moves no blocks: it only says what the wire could carry."""
     if pair.who.name != "raw tcp" and (wrong := pair.sink.ask("verify")):

@@ -1,6 +1,6 @@
 """Our transports at the level of a link: windows of runs as an agent would put them, generations checked, bytes proven.
 
-The sink dials, as sinks do. The source puts a pass's windows and waits for the sink's word that all have landed; it moves
+The sink dials, as sinks do. The source puts a pass's windows and waits for the word that all have landed; it moves
 its link meanwhile on its own thread. Settings: transport (tcp or shm), checked (xxh3), sealed (AES-GCM).
 """
 
