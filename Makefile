@@ -6,11 +6,12 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 DEMO   ?=
 TESTS  ?=
+RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e bench bench-kv real compiled load policies docs lock clean
+.PHONY: help demo test check unit e2e rdma bench bench-kv real compiled load policies docs lock clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +33,9 @@ unit: $(VENV)/.dev ## unit and property tests alone
 
 e2e: $(VENV)/.dev ## whole processes against each other
 	$(PY) -m pytest tests/e2e
+
+rdma: $(VENV)/.dev build/rdma/initrd.gz ## KV transfer over real RDMA verbs, in a guest with soft-RoCE (Debian 12; no KVM, no hardware)
+	sh deploy/rdma/test.sh $(PY) $(RDMA_TESTS)
 
 bench: $(VENV)/.dev ## this gateway and its peers on the same load, in alternation (docs/performance.md)
 	$(PY) tests/bench/peers.py
@@ -76,3 +80,7 @@ $(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime
 	@echo "Installing what the tests need into $(VENV) (once)"
 	@$(PY) -m pip install -q --require-hashes -r requirements-dev.lock
 	@touch $@
+
+# What the guest boots from: Debian's kernel and a few modules.
+build/rdma/initrd.gz: deploy/rdma/build.sh deploy/rdma/init
+	@sh deploy/rdma/build.sh build/rdma

@@ -5,23 +5,18 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 out=$1
 PATH=$PATH:/usr/sbin:/sbin
-modules="virtio_pci crc32_pclmul crc32_generic crc32c_generic 9pnet_virtio 9p overlay dummy rdma_rxe ib_uverbs rdma_ucm virtio_rng"
+modules="virtio_pci crc32_pclmul crc32_generic crc32c_generic 9pnet_virtio 9p overlay dummy rdma_rxe ib_uverbs virtio_rng"
 
-fail() { echo "make rdma: $*" >&2; exit 1; }
+fail() {
+    echo "make rdma: $*" >&2
+    exit 1
+}
 
-# One apt package per line; as root the missing ones are installed, otherwise this says what to ask for.
-missing=""
-for package in $(cat "$here/packages.txt"); do
-    dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q ' installed$' || missing="$missing $package"
-done
-if [ -n "$missing" ]; then
-    [ "$(id -u)" = 0 ] || fail "please run: sudo apt-get install --no-install-recommends$missing"
-    echo "Installing$missing"
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null
-fi
+newest() {
+    apt-cache search --names-only '^linux-image-6\.1\.[0-9.]+-[0-9]+-amd64$' | cut -d' ' -f1 | sort -V | tail -n 1
+}
 
-newest() { apt-cache search --names-only '^linux-image-6\.1\.[0-9.]+-[0-9]+-amd64$' | cut -d' ' -f1 | sort -V | tail -n 1; }
+sh "$here/packages.sh"
 image=$(newest)
 if [ -z "$image" ] && [ "$(id -u)" = 0 ]; then
     apt-get update -qq
@@ -34,7 +29,7 @@ mkdir -p "$out"
 work=$(mktemp -d "$out/unpack.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 echo "Fetching $image (70 MB, unpacked and not installed)"
-# apt would hand the download to a user who may not enter here, and says so on stderr.
+# apt would hand the download to a user who may not enter here, and complain about it.
 (cd "$work" && apt-get download -qq -o APT::Sandbox::User=root "$image") || fail "cannot download $image"
 dpkg -x "$work"/linux-image-*.deb "$work/kernel"
 depmod -b "$work/kernel" "$version"
@@ -45,13 +40,14 @@ cp "$(command -v busybox)" "$root/bin/busybox"
 cp "$here/init" "$root/init"
 chmod 755 "$root/init"
 for module in $modules; do
-    modprobe -d "$work/kernel" -S "$version" --show-depends "$module" || fail "$image has no module $module"
-done | awk '$1 == "insmod" && !seen[$2]++ {print $2}' >"$work/order"
+    modprobe -d "$work/kernel" -S "$version" --show-depends "$module" >>"$work/found" || fail "$image has no $module"
+done
+awk '$1 == "insmod" && !seen[$2]++ {print $2}' "$work/found" >"$work/order"
 while read -r path; do
     cp "$path" "$root/modules/"
     basename "$path"
 done <"$work/order" >"$root/modules/order"
-(cd "$root" && find . | cpio --quiet -o -H newc | gzip -1) >"$work/initrd.gz"
+(cd "$root" && find . | cpio --quiet -o -H newc) | gzip -1 >"$work/initrd.gz"
 
 cp "$work/kernel/boot/vmlinuz-$version" "$out/vmlinuz"
 mv "$work/initrd.gz" "$out/initrd.gz"

@@ -1,0 +1,21 @@
+#!/bin/sh
+# Runs pytest in the guest: test.sh PYTHON ARGUMENT... with the Python of a virtual environment that has what the tests
+# need. pyverbs comes from Debian and fits Debian's own Python; if PYTHON is of another version, an environment is made
+# for the guest alone.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+out=build/rdma
+python=$1
+shift
+
+sh "$here/packages.sh"
+mkdir -p "$out/site"
+ln -sfn /usr/lib/python3/dist-packages/pyverbs "$out/site/pyverbs"
+export PYTHONPATH="$PWD/$out/site"
+if ! "$python" -c 'import pyverbs.qp' 2>/dev/null; then
+    make --no-print-directory VENV="$out/venv" PYTHON=/usr/bin/python3 "$out/venv/.dev"
+    python=$out/venv/bin/python
+fi
+# The limit is for a guest that hangs; on a quiet machine it is done in a third of it.
+exec sh "$here/guest.sh" "$out" 600 env PENSTOCK_RDMA=1 PENSTOCK_KV_TRANSPORTS=rdma \
+    "$python" -X faulthandler -m pytest -o faulthandler_timeout=120 "$@"
