@@ -57,6 +57,9 @@ class Agent:
     ) -> None:
         if len(regions) != layout.ranks or not transports:
             raise ValueError(f"{len(regions)} regions for {layout.ranks} ranks, {len(transports)} transports")
+        sizes = [layout.rank_block_bytes(rank) for rank in range(layout.ranks)]
+        if [region.block_bytes for region in regions] != sizes:
+            raise ValueError(f"by this layout the ranks' blocks have {sizes} bytes")
         self.options = options or Options()
         self.address = ""
         self._name, self._layout, self._regions = name, layout, list(regions)
