@@ -81,13 +81,19 @@ class Outbound:
             body.verdict = Verdict.STALE
 
     def pump(self) -> bool:
-        """Write until nothing is left or the socket takes no more (`blocked`). Whether anything was written."""
+        """Write what there is, one large window at most, or until the socket takes no more (`blocked`).
+
+        Whether anything was written.
+        """
         moved = self.blocked = False
         while self._next():
+            large = self._body
             if not self._write():
                 self.blocked = True
                 break
             moved = True
+            if large is not self._body:
+                break
         return moved
 
     def _next(self) -> bool:
@@ -154,10 +160,13 @@ class Outbound:
 
     def _write_small(self) -> bool:
         try:
-            self._wrote(os.write(self._fd, self._small[self._begin : self._end]))
+            self._wrote(self._send(self._small[self._begin : self._end]))
         except BlockingIOError:
             return False
         return True
+
+    def _send(self, data: memoryview) -> int:
+        return os.write(self._fd, data)
 
     def _wrote(self, count: int) -> None:
         self._begin += count

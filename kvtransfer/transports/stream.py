@@ -31,7 +31,7 @@ _MOST_MESSAGE_BYTES = (4 << 20) + (128 << 10)
 _STRANGER = FrameLimits(header_bytes=24 << 10, payload_bytes=0)
 _NEVER = float("inf")
 _JOIN_S = 2.0
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("penstock")
 
 
 class Manner(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class StreamLink:
         self.window_bytes = manner.window_bytes
         self._sock, self._owner, self._manner, self._ended_hook = sock, owner, manner, ended
         sock.setblocking(False)
-        self._out = Outbound(sock.fileno(), self._sent, checked=manner.checked)
+        self._out: Outbound = Outbound(sock.fileno(), self._sent, checked=manner.checked)
         self._in = Inbound(sock.fileno(), self._receive, self, _STRANGER)
         self._orders: deque[Callable[[], None]] = deque()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -105,7 +105,7 @@ class StreamLink:
         pass
 
     def secure(self, window_key: bytes) -> None:
-        self._order(lambda: self._trust(window_key))
+        self._in.limits = FrameLimits(header_bytes=_MOST_MESSAGE_BYTES)
 
     def fence(self, transfer: int) -> None:
         if not self._order(lambda: self._fence(transfer)):
@@ -253,6 +253,7 @@ class StreamLink:
             if self._broken is None:
                 self._farewell()
             self._sock.close()
+        self._release()
         self._ended_hook(self)
         if not self._closing:
             self._owner.lost(self, self._broken or "closed")
@@ -260,6 +261,9 @@ class StreamLink:
             while self._orders:
                 self._orders.popleft()()
         os.close(self._bell)
+
+    def _release(self) -> None:
+        """Give back what only this link used."""
 
     def _farewell(self) -> None:
         """A last message is worth a try, but no wait."""
@@ -275,9 +279,6 @@ class StreamLink:
 
     def _receive(self, buffer: memoryview) -> int:
         return self._sock.recv_into(buffer)
-
-    def _trust(self, window_key: bytes) -> None:
-        self._in.limits = FrameLimits(header_bytes=_MOST_MESSAGE_BYTES)
 
     def _fence(self, transfer: int) -> None:
         self._in.divert(transfer)

@@ -13,6 +13,7 @@ import pytest
 from kvtransfer.transports.base import Slice, TransportError, Verdict, WindowHead
 from tests.contract.kvtransfer.links import (
     BLOCK_BYTES,
+    BLOCKS,
     PATIENCE_S,
     TRANSPORTS,
     Pair,
@@ -123,7 +124,13 @@ def test_a_window_whose_blocks_changed_hands_is_stale(pair: Pair, answers: tuple
     pair.expect({head: moves})
     pair.admit(1)
     said = chain(answers, repeat(answers[-1]))
-    pair.put(head, moves, current=lambda: next(said))
+
+    def current() -> bool:
+        """As blocks that change hands right after the question: their generations grow, and the next answer is no."""
+        pair.out_of.bump(range(BLOCKS))
+        return next(said)
+
+    pair.put(head, moves, current=current)
     assert pair.hears.wait("landed") == [(head, Verdict.STALE)]
 
 

@@ -1,0 +1,99 @@
+"""Listening: a thread that takes in who dials, and the links that there are. For stream transports.
+
+Not here: how a socket becomes a link (tcp.py, shm.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from kvtransfer.transports.base import LinkOwner, TransportError
+from kvtransfer.transports.stream import StreamLink
+
+_MOST_LINKS = 1024  # a thread each; who floods us gets no more
+_PASSING = {errno.ECONNABORTED, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_PAUSE_S = 0.05
+_log = logging.getLogger("penstock")
+
+L = TypeVar("L", bound=StreamLink)
+
+
+class Listening(Generic[L]):
+    """`make` builds a link that is not yet open; it may refuse with TransportError or OSError."""
+
+    def __init__(self, make: Callable[[socket.socket, LinkOwner, str], L]) -> None:
+        self._make = make
+        self._owner: LinkOwner | None = None
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._links: set[L] = set()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def start(self, owner: LinkOwner, listener: socket.socket, name: str) -> None:
+        self._owner, self._listener = owner, listener
+        self._thread = threading.Thread(target=self._accept, args=(listener,), name=name, daemon=True)
+        self._thread.start()
+
+    def add(self, sock: socket.socket, peer: str, *, dialled: bool) -> L:
+        """A link over `sock`, at work. TransportError, and the socket closed, when there is to be none."""
+        assert self._owner is not None, "start() comes first"
+        try:
+            link = self._make(sock, self._owner, peer)
+        except (TransportError, OSError) as wrong:
+            sock.close()
+            raise TransportError(str(wrong)) from wrong
+        with self._lock:
+            self._links.add(link)
+        link.open(dialled=dialled)
+        if self._closed.is_set():
+            link.close()
+        return link
+
+    def forget(self, link: L) -> None:
+        with self._lock:
+            self._links.discard(link)
+
+    def close(self) -> None:
+        """No more links, and all there are end, with their threads."""
+        self._closed.set()
+        if self._listener is not None:
+            # Closing alone would leave the thread in accept().
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            link.close()
+        for link in links:
+            link.join()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, address = listener.accept()
+            except OSError as wrong:
+                if wrong.errno not in _PASSING:
+                    return
+                self._closed.wait(_PAUSE_S)
+                continue
+            peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else ""
+            try:
+                self._welcome(sock, peer)
+            except TransportError as wrong:
+                _log.warning("kv: a connection from %s was refused: %s", peer or "this host", wrong)
+
+    def _welcome(self, sock: socket.socket, peer: str) -> None:
+        if len(self._links) >= _MOST_LINKS:
+            sock.close()
+            raise TransportError(f"there are {_MOST_LINKS} links already")
+        self.add(sock, peer, dialled=False)

@@ -1,0 +1,61 @@
+"""Copying runs within one machine's memory, as few interpreter steps per run as their size allows.
+
+Not here: whose memory it is, or when (shm.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.regions import Region
+from kvtransfer.reshard import Offsets, Runs
+
+_LARGE = 16 << 10  # from here on a copy costs more than the step that asks for it
+_AT_ONCE = 256 << 10  # gathered and scattered again while it is still in the cache
+
+
+def within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
+    """Whether all of these runs lie in the region, and are runs."""
+    if not lengths.size or int(offsets.min()) < 0 or int(lengths.min()) < 1:
+        return False
+    return int((offsets + lengths).max()) <= region.bytes.size
+
+
+def in_steps(runs: Runs, step_bytes: int) -> Iterator[Runs]:
+    """The runs in order, about `step_bytes` at a time."""
+    ends = runs.length.cumsum()
+    first, count = 0, len(ends)
+    while first < count:
+        begin = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, begin + step_bytes, "right")))
+        yield runs if last - first == count else runs.cut(first, last - first)
+        first = last
+
+
+def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs) -> None:
+    """Copy every run. Both must hold all of them (`within`)."""
+    length = int(runs.length[0])
+    if length < _LARGE and runs.count > 2 and _regular(source, sink, runs, length):
+        _copy_regular(source, sink, runs, length)
+        return
+    for src, dst, size in zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True):
+        sink[dst : dst + size] = source[src : src + size]
+
+
+def _regular(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs, length: int) -> bool:
+    """All of one length, and at multiples of it: cells of a grid."""
+    if source.size % length or sink.size % length or (runs.length != length).any():
+        return False
+    return not ((runs.src % length).any() or (runs.dst % length).any())
+
+
+def _copy_regular(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs, length: int) -> None:
+    cell = np.dtype((np.void, length))
+    rows, into = source.view(cell), sink.view(cell)
+    src, dst = runs.src // length, runs.dst // length
+    step = max(1, _AT_ONCE // length)
+    for first in range(0, len(src), step):
+        into[dst[first : first + step]] = rows[src[first : first + step]]
