@@ -232,8 +232,8 @@ def ask_of(
     if body.min_tokens > limit:
         raise ApiError(400, f"min_tokens must be less than or equal to max_tokens={limit}, got {body.min_tokens}.")
     may_end = chat and asked is None and not body.ignore_eos
-    if isinstance(reading.leg, Give):
-        # The one token of a prefill leg may be the end, unless it was told to make one at least.
+    if isinstance(reading.leg, Give) and not reading.one_token:
+        # The one token that it was asked for may be the end, unless it was told to make one at least.
         may_end = not body.ignore_eos and not body.min_tokens
     n, stops, tool = body.n or 1, _stops(body), _forced_tool(body) if chat else None
     if reading.one_token:

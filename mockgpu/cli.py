@@ -30,6 +30,7 @@ from mockgpu.options import (
     KvScale,
     KvTransport,
     LoadFailurePolicy,
+    WireFaults,
 )
 from mockgpu.roofline import profile_named
 
@@ -67,6 +68,7 @@ def mock(
     kv_load_failure_policy: LoadFailurePolicy = "fail",
     engine_version: EngineVersion = "0.33",
     bootstrap_port: BootstrapPort = 0,
+    wire_faults: WireFaults = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per group.")] = False,
 ) -> None:
     """Serve believable TP groups without a GPU, in vLLM's dialect."""
@@ -84,8 +86,9 @@ def mock(
         specs = [spec] * groups
         if dialect is not None:
             legs = Transfer(dialect, kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf, kv_lease, handoff_timeout)
-            recompute, version = _recompute(kv_load_failure_policy), _version(engine_version)
-            specs = _halves(spec, legs, groups, recompute=recompute, version=version, bootstrap_port=bootstrap_port)
+            more: dict[str, Any] = {"bootstrap_port": bootstrap_port, "wire_faults": wire_faults}
+            more |= {"recompute": _recompute(kv_load_failure_policy), "version": _version(engine_version)}
+            specs = _halves(spec, legs, groups, **more)
         uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, as_json))
     except (ValueError, FaultError) as error:
         typer.echo(f"error: {error}", err=True)

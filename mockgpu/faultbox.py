@@ -10,7 +10,7 @@ from math import inf
 from random import Random
 from typing import Protocol
 
-from mockgpu.faults import GROUP_FAULTS, Fault, FaultKind, parse_faults
+from mockgpu.faults import GROUP_FAULTS, WIRE_FAULTS, Fault, FaultError, FaultKind, parse_faults
 from mockgpu.group import TpGroup
 
 
@@ -26,11 +26,27 @@ class Door(Protocol):
         ...
 
 
+class Wires(Protocol):
+    """What joins a group's agent to its peers and can be harmed."""
+
+    @property
+    def harmable(self) -> bool:
+        """Whether it can: only what passes through sockets of ours can."""
+        ...
+
+    def harm(self, fault: Fault | None) -> None:
+        """This is wrong with it from now on; None: all is well."""
+        ...
+
+
 class FaultBox:
     """Sole owner of a group's faults and of the timers that begin and end them."""
 
-    def __init__(self, group: TpGroup, door: Door, loop: asyncio.AbstractEventLoop, rng: Random) -> None:
+    def __init__(
+        self, group: TpGroup, door: Door, loop: asyncio.AbstractEventLoop, rng: Random, wires: Wires | None = None
+    ) -> None:
         self.spec = ""
+        self._wires = wires
         self._group = group
         self._door = door
         self._loop = loop
@@ -43,11 +59,17 @@ class FaultBox:
     def set(self, spec: str) -> None:
         """Replace all faults; the empty spec heals everything. FaultError leaves what was set before."""
         faults = parse_faults(spec)
+        self.check(faults)
         self.clear()
         self.spec, self._faults, self._set_at = spec, faults, self._loop.time()
         for fault in faults:
             if fault.kind in GROUP_FAULTS:
                 self._schedule(fault)
+
+    def check(self, faults: tuple[Fault, ...]) -> None:
+        """FaultError for what cannot happen to this group."""
+        if any(fault.kind in WIRE_FAULTS for fault in faults) and (self._wires is None or not self._wires.harmable):
+            raise FaultError("faults of the wire need a group that hands KV over by tcp")
 
     def clear(self) -> None:
         """End all faults now."""
@@ -83,6 +105,11 @@ class FaultBox:
                 self._group.lose_rank(fault.rank, fault.hang)
             case FaultKind.REFUSE:
                 self._door.shut()
+            case FaultKind.FREEZE:
+                self._group.lose_rank(0, hang=True)
+                self._harm(Fault(FaultKind.WIRE_STALL))
+            case kind if kind in WIRE_FAULTS:
+                self._harm(fault)
 
     def _end(self, fault: Fault) -> None:
         self._in_force.remove(fault)
@@ -93,3 +120,12 @@ class FaultBox:
                 self._group.restore()
             case FaultKind.REFUSE:
                 self._door.open()
+            case FaultKind.FREEZE:
+                self._group.restore()
+                self._harm(None)
+            case kind if kind in WIRE_FAULTS:
+                self._harm(None)
+
+    def _harm(self, fault: Fault | None) -> None:
+        if self._wires is not None:
+            self._wires.harm(fault)

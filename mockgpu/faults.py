@@ -5,7 +5,7 @@
     option  = key "=" value | "hang"
 
 Windows are wall seconds since the fault was set. Who carries a fault out: server.py (per request), group.py (lost rank,
-slow). Nothing here does I/O.
+slow), doom.py (one request's KV), handoff/wire.py (the bytes between agents). Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -31,6 +31,17 @@ class FaultKind(StrEnum):
     COMMENTS = "comments"
     SLOW = "slow"
     LOST_RANK = "lost-rank"
+    DIE_IN_PREFILL = "die-in-prefill"
+    DIE_IN_TRANSFER = "die-in-transfer"
+    DIE_IN_PULL = "die-in-pull"
+    DIE_MID_DECODE = "die-mid-decode"
+    KV_CORRUPT = "kv-corrupt"
+    KV_LOST = "kv-lost"
+    FREEZE = "freeze"
+    WIRE_CORRUPT = "wire-corrupt"
+    WIRE_CUT = "wire-cut"
+    WIRE_REPLAY = "wire-replay"
+    WIRE_STALL = "wire-stall"
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -56,7 +67,20 @@ BREAKING_FAULTS = frozenset((FaultKind.RESET_AFTER_HEADERS, FaultKind.RESET_MID_
 STREAM_FAULTS = frozenset(
     (FaultKind.RESET_MID_STREAM, FaultKind.CUT, FaultKind.STALL, FaultKind.SPLIT, FaultKind.COMMENTS)
 )
-GROUP_FAULTS = frozenset((FaultKind.REFUSE, FaultKind.SLOW, FaultKind.LOST_RANK))
+# What befalls one request's KV, or the group at a moment of one request's life (doom.py).
+KV_FAULTS = frozenset(
+    (
+        FaultKind.DIE_IN_PREFILL,
+        FaultKind.DIE_IN_TRANSFER,
+        FaultKind.DIE_IN_PULL,
+        FaultKind.DIE_MID_DECODE,
+        FaultKind.KV_CORRUPT,
+        FaultKind.KV_LOST,
+    )
+)
+# What happens to the bytes between this group's agent and those that dial it (handoff/wire.py).
+WIRE_FAULTS = frozenset((FaultKind.WIRE_CORRUPT, FaultKind.WIRE_CUT, FaultKind.WIRE_REPLAY, FaultKind.WIRE_STALL))
+GROUP_FAULTS = frozenset((FaultKind.REFUSE, FaultKind.SLOW, FaultKind.LOST_RANK, FaultKind.FREEZE)) | WIRE_FAULTS
 
 # Which options each fault takes, and the type of each option's value.
 _OPTIONS: dict[FaultKind, tuple[str, ...]] = {
@@ -66,6 +90,10 @@ _OPTIONS: dict[FaultKind, tuple[str, ...]] = {
     FaultKind.STALL: ("after",),
     FaultKind.SLOW: ("x",),
     FaultKind.LOST_RANK: ("hang", "rank"),
+    FaultKind.DIE_MID_DECODE: ("after",),
+    FaultKind.WIRE_CORRUPT: ("after",),
+    FaultKind.WIRE_CUT: ("after",),
+    FaultKind.WIRE_REPLAY: ("after",),
 }
 
 

@@ -59,8 +59,8 @@ class Member:
         self.host = host
         self.listener = Listener(host, port)
         self.group = TpGroup(spec, loop)
-        self.faults = FaultBox(self.group, self.listener, loop, rng)
         self.half = None if spec.transfer is None else Half(self.group, spec.transfer, host, wire)
+        self.faults = FaultBox(self.group, self.listener, loop, rng, self.half)
         self.server = MockServer(self.group, self.faults, self.half)
 
     @property

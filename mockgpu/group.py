@@ -17,6 +17,8 @@ import msgspec
 from kvtransfer.ends import End
 from mockgpu.ask import ApiError
 from mockgpu.blocks import BLOCK_TOKENS, BlockPool
+from mockgpu.doom import Doom
+from mockgpu.faults import Fault
 from mockgpu.grids import roofline_for
 from mockgpu.handoff.desk import Desk
 from mockgpu.handoff.legs import Answering, Give, Take
@@ -120,6 +122,7 @@ class TpGroup:
         self._due = 0.0
         self.memory: KvMemory | None = None
         self.desk: Desk | None = None
+        self._doom: Doom | None = None
         # Told when the ranks are lost (False) and when they are back (True).
         self.on_change: Callable[[bool], None] | None = None
         # Prefill legs that are computed and answer only when their KV has been taken.
@@ -157,9 +160,17 @@ class TpGroup:
         else:
             self._enter(job)
 
+    def mark(self, job: Job, fault: Fault) -> None:
+        """A fault of its KV, or of the group on its account, will befall this job."""
+        if self._doom is None:
+            self._doom = Doom(self, self._loop)
+        self._doom.mark(job, fault)
+
     def abort(self, job: Job) -> None:
         """Forget a job whose client is gone; its KV is free at once. No effect on one that has ended."""
         live = self._live.pop(job, None) or self._leaving.pop(job, None)
+        if self._doom is not None:
+            self._doom.forget(job)
         if live is None:
             return
         if live.entering is not None:
@@ -270,6 +281,8 @@ class TpGroup:
         step_s = 0.0 if speed == inf else self._roofline.step_s(plan.work) * self.slowness / speed
         self._due = max(self._due, now - MOST_LAG_S) + step_s
         self._step = plan, step_s
+        if self._doom is not None:
+            self._doom.planned(plan, step_s)
         self._timer = self._loop.call_at(self._due, self._end_step)
 
     def _end_step(self) -> None:
@@ -296,13 +309,28 @@ class TpGroup:
                 continue
             self.metrics.finished[ended.reason] += 1
             ended.sink.ended()
-        self._begin_step()
+        if self._doom is not None:
+            self._doom.stepped()
+        if not self.dead:
+            self._begin_step()
 
     def _hand_over(self, job: Job, live: _Live) -> bool:
         """Offer what the job leaves; whether its answer waits until that is taken."""
-        assert self.desk is not None
         assert isinstance(job.leg, Give)
-        job.offered = self.desk.offer(job)
+        try:
+            if self.desk is None:
+                raise ValueError("no agent")
+            job.offered = self.desk.offer(job)
+        except ValueError as error:
+            # Its name is on offer already, or the engine has only just come back.
+            self.scheduler.let_go(job)
+            self.metrics.finished["error"] += 1
+            live.sink.failed(ApiError(500, f"KV cannot be offered: {error}"))
+            return True
+        if self._doom is not None:
+            self._doom.moving(job, self.desk.giving)
+            if self._doom.loses_offer(job):
+                self.desk.lose(job)
         if job.leg.answering is Answering.WHEN_TAKEN:
             self._leaving[job] = live
             return True
@@ -316,8 +344,13 @@ class TpGroup:
             if job.content is not None:
                 memory.write(job.blocks, chunk.start, job.content.states(chunk.start, chunk.start + chunk.tokens))
         for job in self.scheduler.to_fetch():
-            if self.desk is not None:
-                self.desk.fetch(job)
+            if self.desk is None:
+                self.fail(job, "the agent is not there yet")
+                self.scheduler.let_go(job)
+                continue
+            self.desk.fetch(job)
+            if self._doom is not None:
+                self._doom.moving(job, self.desk.taking)
 
     def _read_back(self, memory: KvMemory, chunks: Iterable[Chunk]) -> None:
         """What a sequence says first is drawn from the KV that is really there for its prompt."""
@@ -328,6 +361,8 @@ class TpGroup:
                 if taint:
                     self.metrics.tainted += 1
                     job.content.spoil(taint)
+                if self._doom is not None:
+                    self._doom.computed(job)
 
     def _write_filled(self, job: Job, index: int) -> None:
         """A block that decoding has filled gets the bytes of the answer's tokens in it; the prompt's are there."""

@@ -20,6 +20,7 @@ HandoffTimeout = Annotated[
 ]
 LoadFailurePolicy = Annotated[str, typer.Option(help="When KV does not come: fail the request, or recompute.")]
 EngineVersion = Annotated[str, typer.Option(help="Whose objects: 0.20 to 0.33.")]
+WireFaults = Annotated[bool, typer.Option(help="Let faults of the wire be set: agents are reached through a relay.")]
 BootstrapPort = Annotated[
     int, typer.Option(help="Mooncake's and SGLang's bootstrap server of the first group. 0: any free ports.")
 ]

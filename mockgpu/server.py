@@ -32,7 +32,7 @@ from mockgpu.ask import (
 )
 from mockgpu.choice import Choice, choices_of
 from mockgpu.faultbox import FaultBox
-from mockgpu.faults import BREAKING_FAULTS, STREAM_FAULTS, Fault, FaultError, FaultKind, parse_faults
+from mockgpu.faults import BREAKING_FAULTS, KV_FAULTS, STREAM_FAULTS, Fault, FaultError, FaultKind, parse_faults
 from mockgpu.group import Sink, TpGroup
 from mockgpu.handoff.half import Half
 from mockgpu.handoff.legs import Give, Take
@@ -118,6 +118,8 @@ class MockServer:
         if ask.leg is not None and len(choices) > 1:
             self.group.metrics.malformed_handoffs += 1
             raise MalformedHandoffError(f"of {len(choices)} sequences at once")
+        if fault is not None and fault.kind in KV_FAULTS:
+            self.group.mark(choices[0].job, fault)
         answer = Answer(len(choices), asyncio.get_running_loop())
         if ask.stream:
             return await self._stream(request, ask, choices, answer, fault)
@@ -290,7 +292,7 @@ class MockServer:
         """
         try:
             spec = msgspec.json.decode(await request.read(), type=FaultOrder).spec
-            parse_faults(spec)
+            self.faults.check(parse_faults(spec))
         except (FaultError, msgspec.DecodeError) as error:
             raise ApiError(400, str(error), "spec") from None
         response = _json({"spec": spec})

@@ -84,6 +84,19 @@ class Desk:
         """Offers, landings and declines that have not ended."""
         return len(self._tasks)
 
+    def giving(self) -> bool:
+        """Whether KV of an offer is on its way out."""
+        leases = self.agent.figures()["leases"]
+        return bool(leases["claimed"] + leases["moving"])
+
+    def taking(self) -> bool:
+        """Whether KV is on its way in."""
+        return bool(self.agent.figures()["reservations"]["moving"])
+
+    def lose(self, job: Job) -> None:
+        """The KV just offered is gone, as when it had been evicted."""
+        self._offers[job].revoke()
+
     def offer(self, job: Job) -> Offered:
         """Offer the prompt's KV of a job that has ended and kept its blocks."""
         give = job.leg

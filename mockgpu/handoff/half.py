@@ -17,8 +17,10 @@ from kvtransfer.agent import Agent
 from kvtransfer.options import Options
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.inproc import Inproc, Wire
+from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
 from mockgpu.ask import Body, MalformedHandoffError, Reading
+from mockgpu.faults import Fault, FaultKind
 from mockgpu.group import TpGroup
 from mockgpu.handoff.bootstrap import Bootstrap, Resolver
 from mockgpu.handoff.contract import Dialect, Here
@@ -31,6 +33,7 @@ from mockgpu.handoff.spec import Transfer
 from mockgpu.handoff.trtllm import HOLD_S, Trtllm
 from mockgpu.handoff.vllm_nixl import VllmNixl
 from mockgpu.handoff.vllm_push import REGISTRATION_S, VllmPush
+from mockgpu.handoff.wire import BadWire
 from mockgpu.kv import scaled_layout
 from mockgpu.memory import KvMemory
 
@@ -58,6 +61,7 @@ class Half:
         self._starts = 0
         self._bootstrap = Bootstrap(host, transfer.bootstrap_port, transfer.dialect, spec.tp)
         self._resolver = Resolver()
+        self._bad_wire = BadWire(host)
         self._changing: asyncio.Task[None] | None = None
         group.attach(self.memory)
         group.on_change = self._changed
@@ -82,6 +86,9 @@ class Half:
         )
         await self.agent.start()
         host, port = _host_and_port(self.agent.address)
+        if self.harmable:
+            await self._bad_wire.start(host, port)
+            port = self._bad_wire.port
         self.here = Here(
             name, host, port, spec.tp, spec.role, transfer.version, transfer.lease_s, self._wait_s, self._starts
         )
@@ -94,6 +101,7 @@ class Half:
         """Cease to be reachable; every block is the group's own again."""
         desk, self.group.desk = self.group.desk, None
         await self._bootstrap.stop()
+        self._bad_wire.stop()
         if desk is not None:
             await desk.close()
         self.agent = None
@@ -121,6 +129,18 @@ class Half:
         if isinstance(reading.leg, Take) and reading.leg.parked:
             self.group.metrics.malformed_handoffs += 1
         return reading
+
+    @property
+    def harmable(self) -> bool:
+        """Whether peers reach the agent by a way on which their bytes can come to harm."""
+        return self.transfer.transport == "tcp" and self.transfer.wire_faults
+
+    def harm(self, fault: Fault | None) -> None:
+        """This is wrong with that way from now on; None: all is well."""
+        if self._wire is not None and self._starts and self.agent is not None:
+            stalls = fault is not None and fault.kind is FaultKind.WIRE_STALL
+            (self._wire.freeze if stalls else self._wire.thaw)(self.agent.address)
+        self._bad_wire.set(fault)
 
     def told(self) -> dict[str, Any]:
         """What the line says that tells of a group's start."""
@@ -159,12 +179,9 @@ class Half:
             if self._wire is None:
                 raise ValueError("agents of one process need a wire to be joined by")
             return [Inproc(self._wire)]
+        # An agent is always reached by TCP, which is what engines' objects can name; shared memory is agreed on then.
         tcp = Tcp(self._host, self.transfer.port)
-        if kind == "tcp":
-            return [tcp]
-        from kvtransfer.transports.shm import Shm
-
-        return [Shm()] if kind == "shm" else [tcp, Shm()]
+        return [tcp] if kind == "tcp" else [tcp, Shm()]
 
 
 def _dialect(transfer: Transfer) -> tuple[Dialect, float]:

@@ -24,6 +24,7 @@ class Transfer(msgspec.Struct, frozen=True):
     wait_s         how long both sides of a push dialect wait for each other; None: as the engine does
     recompute      what a decode group does when KV does not come; else the request fails
     version        of the engine: what its objects look like and with whom it is compatible
+    wire_faults    peers come through a relay at which bytes can be harmed (tcp only)
     bootstrap_port of Mooncake's and SGLang's bootstrap server on prefill groups; 0: any free one
     """
 
@@ -38,6 +39,7 @@ class Transfer(msgspec.Struct, frozen=True):
     recompute: bool = False
     version: tuple[int, int] = (0, 33)
     bootstrap_port: int = 0
+    wire_faults: bool = False
 
     def checked(self) -> Transfer:
         """Itself. ValueError says which option is wrong."""

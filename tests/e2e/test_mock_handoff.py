@@ -1,159 +1,80 @@
-"""Split requests between mock groups, by hand: a tiny client does what a gateway would, for each engine's contract.
-
-The words prove the transfer: they are drawn from the KV that the decode group really holds.
+"""Split requests between mock groups, in each engine's contract. The words prove the transfer: they are drawn from the
+KV that the decode group really holds, so they are the aggregated answer's only if every byte is in its place.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from math import inf
 from typing import Any
 
-import aiohttp
 import pytest
 
-from mockgpu.fleet import Member, running_fleet
-from mockgpu.group import GroupSpec
-from mockgpu.handoff.spec import Transfer
-from mockgpu.hardware import gpu_named
-from mockgpu.llm import model_named
 from mockgpu.text import expected_text
+from tests.e2e.mock_pair import DIALECTS, PROMPT, Pair, pair
 
-PROMPT = "The reservoir behind the dam is deep, and the gate stands open. " * 12
-NULLS = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
-DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
-rooms = itertools.count(1 << 41)
+BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24}
 
 
-class Pair:
-    """A prefill and a decode group, and a client that splits requests between them."""
-
-    def __init__(self, prefill: Member, decode: Member, http: aiohttp.ClientSession) -> None:
-        self.prefill, self.decode, self.http = prefill, decode, http
-        self.identity: dict[str, Any] | None = None
-
-    async def post(
-        self, member: Member, body: dict[str, Any], request_id: str = "", path: str = "/v1/completions"
-    ) -> tuple[int, dict[str, Any]]:
-        headers = {"X-Request-Id": request_id} if request_id else {}
-        async with self.http.post(member.url + path, json=body, headers=headers) as response:
-            return response.status, await response.json()
-
-    def legs(self, body: dict[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Both bodies of the dialects whose legs go out together."""
-        prefill, decode = self.prefill.half, self.decode.half
-        assert prefill is not None
-        assert decode is not None
-        one = body | {"max_tokens": 1, "min_tokens": 1, "stream": False}
-        give: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-        take: dict[str, Any] = {"do_remote_decode": False, "do_remote_prefill": True}
-        match prefill.dialect.name:
-            case "vllm_push":
-                here = prefill.here
-                take |= {"remote_engine_id": here.engine_id, "remote_host": here.host, "remote_port": here.port}
-                take |= {"tp_size": here.tp, "pp_size": 1, "remote_request_id": f"r{number}"}
-                return one | {"kv_transfer_params": give}, body | {"kv_transfer_params": take}
-            case "mooncake":
-                transfer = {"transfer_id": f"xfer-{number}"}
-                take |= {"remote_bootstrap_addr": prefill.bootstrap_url, "remote_engine_id": prefill.here.engine_id}
-                return one | {"kv_transfer_params": give | transfer}, body | {"kv_transfer_params": take | transfer}
-            case _:
-                host, _, port = prefill.bootstrap_url.removeprefix("http://").rpartition(":")
-                both = body | {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": number}
-                return both, both
-
-    async def split(self, body: dict[str, Any], path: str = "/v1/completions") -> tuple[int, dict[str, Any]]:
-        """The decode group's answer, after both legs."""
-        assert self.prefill.half is not None
-        number = next(rooms)
-        match self.prefill.half.dialect.name:
-            case "vllm_nixl":
-                return await self._pull(body, f"r{number}", path)
-            case "trtllm":
-                return await self._context_first(body, number, path)
-            case _:
-                give, take = self.legs(body, number)
-                (status, first), answer = await asyncio.gather(
-                    self.post(self.prefill, give, f"r{number}", path), self.post(self.decode, take, f"r{number}", path)
-                )
-                assert status == 200, first
-                return answer
-
-    async def _pull(self, body: dict[str, Any], request_id: str, path: str) -> tuple[int, dict[str, Any]]:
-        params = {"do_remote_decode": True, "do_remote_prefill": False} | NULLS
-        one = body | {"max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": params}
-        status, first = await self.post(self.prefill, one, request_id, path)
-        assert status == 200, first
-        take = body | {"kv_transfer_params": first["kv_transfer_params"]}
-        return await self.post(self.decode, take, request_id, path)
-
-    async def _context_first(self, body: dict[str, Any], number: int, path: str) -> tuple[int, dict[str, Any]]:
-        asked = {"request_type": "context_only", "disagg_request_id": number}
-        status, first = await self.post(self.prefill, body | {"disaggregated_params": asked}, "", path)
-        assert status == 200, first
-        params = first["choices"][0]["disaggregated_params"]
-        if first["choices"][0]["finish_reason"] not in ("length", "not_finished"):
-            return status, first
-        take = body | {"disaggregated_params": params | {"request_type": "generation_only"}}
-        ids = first["prompt_token_ids"]
-        return await self.post(self.decode, take | ({"prompt": ids} if "prompt" in body else {"prompt_token_ids": ids}))
-
-    async def state(self, member: Member) -> dict[str, Any]:
-        async with self.http.get(member.url + "/mock/state") as response:
-            told: dict[str, Any] = await response.json()
-            return told
-
-    async def metric(self, member: Member, series: str) -> float:
-        async with self.http.get(member.url + "/metrics") as response:
-            lines = (await response.text()).splitlines()
-        return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
-
-    async def at_rest(self, within_s: float = 5.0) -> None:
-        """Both groups hold nothing for anybody."""
-        async with asyncio.timeout(within_s):
-            for member in (self.prefill, self.decode):
-                while True:
-                    state = await self.state(member)
-                    if not (state["blocks_in_use"] or state["transfers"] or state["jobs"]):
-                        break
-                    await asyncio.sleep(0.002)
-                assert state["malformed_handoffs"] == 0
+def text_of(answer: dict[str, Any]) -> str:
+    choice = answer["choices"][0]
+    words: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return words
 
 
-def spec(role: str, transfer: Transfer, tp: int = 1, **options: Any) -> GroupSpec:
-    model = model_named(options.pop("model", "demo-8b"))
-    fields: dict[str, Any] = {"speed": inf, "kv_tokens": 16_384} | options
-    return GroupSpec("m", model, gpu_named("h100"), tp, role, transfer=transfer, **fields)
-
-
-@asynccontextmanager
-async def pair(
-    dialect: str = "vllm_nixl",
-    tps: tuple[int, int] = (1, 1),
-    *,
-    prefill: Any = None,
-    decode: Any = None,
-    **options: Any,
-) -> AsyncIterator[Pair]:
-    kv = {"dialect": dialect, "transport": "inproc"} | options.pop("kv", {})
-    specs = [
-        spec(role, Transfer(**(kv | (own or {}))), tp, **options)
-        for role, tp, own in (("prefill", tps[0], prefill), ("decode", tps[1], decode))
-    ]
-    async with running_fleet(specs) as members, aiohttp.ClientSession() as http:
-        yield Pair(members[0], members[1], http)
+async def splits_right(groups: Pair, body: dict[str, Any]) -> dict[str, Any]:
+    status, answer = await groups.split(body)
+    assert status == 200, answer
+    assert text_of(answer) == expected_text(body, body["max_tokens"])
+    return answer
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_split_answer_is_the_aggregated_one(dialect: str) -> None:
     async with pair(dialect) as groups:
         for n, words in ((1, 1), (7, 20), (40, 50)):
-            body = {"prompt": f"{n} " + PROMPT * n, "max_tokens": words}
-            status, answer = await groups.split(body)
-            assert status == 200, answer
-            assert answer["choices"][0]["text"] == expected_text(body, words)
+            await splits_right(groups, {"prompt": f"{n} " + PROMPT * n, "max_tokens": words})
         await groups.at_rest()
-        assert (await groups.state(groups.decode))["tainted_answers"] == 0
+        assert await groups.metric(groups.decode, "vllm:nixl_xfer_time_seconds_count") == 3
+        assert await groups.metric(groups.decode, "vllm:nixl_bytes_transferred_sum") > 100_000
+        assert await groups.metric(groups.decode, "mock:tainted_answers_total") == 0
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_many_at_once_that_share_their_beginning_stay_apart(dialect: str) -> None:
+    async with pair(dialect, (2, 4), kv={"transport": "tcp"}) as groups:
+        bodies = [{"prompt": PROMPT + f"Question {i}? " * (i % 7 + 1), "max_tokens": 5 + i % 9} for i in range(40)]
+        await asyncio.gather(*(splits_right(groups, body) for body in bodies))
+        await groups.at_rest()
+
+
+@pytest.mark.parametrize("transport", ["inproc", "tcp", "shm", "auto"])
+async def test_every_transport_brings_the_same_bytes(transport: str) -> None:
+    async with pair("vllm_push", (4, 2), kv={"transport": transport}) as groups:
+        await splits_right(groups, {"prompt": PROMPT * 30, "max_tokens": 24})
+        await groups.at_rest()
+
+
+@pytest.mark.parametrize("model", ["demo-8b", "deepseek-v3"])
+@pytest.mark.parametrize("tps", [(4, 2), (2, 4), (8, 8), (1, 16)])
+async def test_groups_of_other_shapes_re_cut_the_cache(tps: tuple[int, int], model: str) -> None:
+    async with pair("vllm_nixl", tps, model=model) as groups:
+        await splits_right(groups, BODY)
+        await splits_right(groups, BODY | {"prompt": PROMPT * 9 + "!"})
+        await groups.at_rest()
+
+
+async def test_a_chat_is_split_and_continued() -> None:
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40}
+    async with pair("vllm_nixl") as groups:
+        status, answer = await groups.split(chat, "/v1/chat/completions")
+        assert status == 200
+        assert text_of(answer) == expected_text(chat, 40)
+        said = {"role": "assistant", "content": text_of(answer)}
+        turn = chat | {"messages": [*chat["messages"], said, {"role": "user", "content": "And then?"}]}
+        before = await groups.metric(groups.decode, "vllm:nixl_bytes_transferred_sum")
+        status, answer = await groups.split(turn, "/v1/chat/completions")
+        assert text_of(answer) == expected_text(turn, 40)
+        # The decode group has the first turn, its own answer included: it fetches the second alone.
+        moved = await groups.metric(groups.decode, "vllm:nixl_bytes_transferred_sum") - before
+        assert 0 < moved < before / 4
+        await groups.at_rest()
