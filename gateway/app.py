@@ -7,9 +7,10 @@ import gc
 import logging
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from random import Random
 from time import monotonic
+from typing import Any
 
 import uvloop
 import xxhash
@@ -17,17 +18,20 @@ from aiohttp import web
 
 from gateway import admin, api
 from gateway.account import AccessLog, Accounts
+from gateway.client import Client
 from gateway.config import Config, Listener
 from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
 from gateway.front import Front
 from gateway.gate import Gate
+from gateway.lobby import Lobby
 from gateway.metrics import Metrics
 from gateway.openai import Api
 from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
 from gateway.serve import Gateway, serve
 from gateway.snapshot import build
+from gateway.talk import Talk
 from gateway.watch.watcher import Watcher
 
 log = logging.getLogger("penstock")
@@ -44,7 +48,7 @@ class App:
         self.url = self.admin_url = ""
         self.draining = False
         self.metrics = Metrics()
-        self.fronts: set[Front] = set()
+        self.fronts: set[Talk] = set()
         self._loop = asyncio.get_running_loop()
         self._ids = _Ids()
         self._prefixes = Prefixes(secrets.token_bytes(32), config.prefix.index, config.prefix.block_bytes)
@@ -80,32 +84,42 @@ class App:
         self.draining = True
         for server in self._servers:
             server.close()
+        ends = monotonic() + self.config.timeouts.shutdown
+        leaving = [front.finish() for front in self._in_front()]
         for runner in self._runners:
             if runner.server is not None:
                 runner.server.pre_shutdown()
                 await runner.server.shutdown(self.config.timeouts.shutdown)
             await runner.cleanup()
+        if leaving:
+            await asyncio.wait(leaving, timeout=max(0.0, ends - monotonic()))
+        for front in self._in_front():
+            front.cut()
         await self._watcher.stop()
         if self._sweeping is not None:
             self._sweeping.cancel()
         self._endpoints.close()
         await self._log.close()
 
-    async def _serve(self, front: Front, route: Api) -> None:
-        await serve(self.gateway, Exchange(self._ids.next(), route, front.address, monotonic()), front)
+    def _in_front(self) -> list[Front]:
+        """Client connections that aiohttp's server does not know of."""
+        return [each for each in self.fronts if isinstance(each, Front)]
 
-    async def _listen_api(self, where: Listener) -> str:
+    def _serve(self, client: Client, api: Api) -> Coroutine[Any, Any, None]:
+        return serve(self.gateway, Exchange(self._ids.next(), api, client.address, monotonic()), client)
+
+    async def _doors(self) -> Callable[[], Front]:
+        """What makes a protocol for every client connection."""
         runner = web.AppRunner(api.application(self), handler_cancellation=True, access_log=None)
         await runner.setup()
+        self._runners.append(runner)
         manager = runner.server
         assert manager is not None
-        server = await self._loop.create_server(
-            lambda: Front(self._serve, self.fronts, self.config.limits, manager, self._outbox),
-            where.host,
-            where.port,
-            backlog=BACKLOG,
-        )
-        self._runners.append(runner)
+        serve, fronts, limits, outbox = self._serve, self.fronts, self.config.limits, self._outbox
+        return lambda: Front(serve, fronts, limits, outbox, lambda: Lobby(serve, fronts, limits, outbox, manager))
+
+    async def _listen_api(self, where: Listener) -> str:
+        server = await self._loop.create_server(await self._doors(), where.host, where.port, backlog=BACKLOG)
         self._servers.append(server)
         return _url(where.host, server.sockets[0].getsockname()[1])
 

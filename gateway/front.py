@@ -1,388 +1,259 @@
-"""One client connection. aiohttp's own server protocol and parser, with a straight door for generation requests.
+"""One client connection, as long as it sends ordinary requests: POSTs to the line, framed by their Content-Length.
 
-A POST to a path of the line leaves aiohttp right after its parser and runs in the connection's task: no Request object,
-no router, no response object, no task per request. Every other request goes the ordinary aiohttp way. What aiohttp
-leaves open is closed here: header, body and reader deadlines, early 413, chunk count, Content-Encoding (faults.md 4).
-Why not a protocol of our own: the parser is the part an attacker talks to, and aiohttp's is attacked, fixed and pinned.
+Such a request is recognised by gateway/head.py, gathered here and served in the very callback that brought its last
+byte: no task, no request object. At the first byte that is anything else the connection moves to the lobby, which is
+aiohttp's, with all that is unread, and never comes back: no request is ever judged by two parsers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from enum import Enum, auto
-from time import monotonic
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import cast
 
-from aiohttp import web
-from aiohttp.http import HttpVersion10, HttpVersion11, RawRequestMessage, StreamWriter
-from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
-from aiohttp.streams import StreamReader
-from aiohttp.web_protocol import RequestHandler, RequestPayloadError
+from aiohttp.tcp_helpers import tcp_keepalive
 
-from gateway.answer import Failure, GatewayError, body_of, headers_of, new_id, phrase_of
+from gateway.answer import GatewayError
 from gateway.config import Limits
-from gateway.openai import LINE, Api
+from gateway.errand import Errand, Landing, landing
+from gateway.head import Head, begins_head, read_head
+from gateway.lobby import Lobby
 from gateway.outbox import Outbox
+from gateway.talk import Phase, Serve, Talk
 from gateway.upstream import Connection
 
-LINGER_S = 1.0  # how long a refused upload may go on arriving before the socket is cut
-ALLOWED = frozenset({"POST"})
-SPOKEN = (HttpVersion11, HttpVersion10)  # the parser lets 0.9 and 2.0 pass as well
-CONTINUE = "100-continue"
-MAX_URI = 8190  # bytes; unlike the next, so that the parser's complaint tells which of them was exceeded
-MAX_FIELD = 8192
+MAX_AHEAD = 64 * 1024  # bytes of further requests that may lie here while one is served; more stays in the socket
+MAX_READS = 16  # reads that a head may take; who drips it is for the lobby
 
 
-class Phase(Enum):
-    """What the connection waits for, and so which deadline holds."""
+class Front(Talk, asyncio.Protocol):
+    """A client connection: one request after the other, each to the last byte of its answer.
 
-    IDLE = auto()
-    HEAD = auto()
-    BODY = auto()
-    SERVING = auto()
-    CLOSING = auto()
-
-
-Serve = Callable[["Front", Api], Awaitable[None]]
-
-
-class Front(RequestHandler):
-    """A client connection: reads calls, hands them to `serve`, writes what comes back."""
+    _ahead   what came and belongs to no request yet
+    _head    the newest head: the next one mostly differs in its length alone
+    _pieces  the body of the request being served, as it came; `_missing` bytes of it are still to come
+    """
 
     __slots__ = (
-        "_body_read",
-        "_fronts",
-        "_limits",
-        "_message",
-        "_must_close",
-        "_outbox",
-        "_payload",
-        "_serve",
-        "_source",
-        "address",
-        "paused_at",
-        "phase",
-        "since",
+        *("_ahead", "_body_bytes", "_errand", "_fronts", "_gone", "_head", "_hold", "_landing", "_limits", "_lobby"),
+        *("_missing", "_must_close", "_outbox", "_pieces", "_pumping", "_reading_paused", "_reads", "_serve"),
+        *("_source", "address", "paused_at", "phase", "since", "transport"),
     )
 
-    def __init__(self, serve: Serve, fronts: set[Front], limits: Limits, manager: web.Server, outbox: Outbox) -> None:
-        super().__init__(
-            manager,
-            loop=outbox.loop,
-            keepalive_timeout=0,  # the sweep below watches idle connections too, without a timer each
-            access_log=None,  # type: ignore[arg-type]  # aiohttp takes None for off; its annotation does not say so
-            auto_decompress=False,
-            max_line_size=MAX_URI,
-            max_field_size=MAX_FIELD,
-        )
+    def __init__(
+        self, serve: Serve, fronts: set[Talk], limits: Limits, outbox: Outbox, lobby: Callable[[], Lobby]
+    ) -> None:
+        self._outbox = outbox
         self._serve = serve
         self._fronts = fronts
-        self._outbox = outbox
         self._limits = limits
-        self._message: RawRequestMessage | None = None
-        self._payload: StreamReader | None = None
+        self._lobby = lobby
+        self._head: Head | None = None
+        self._errand: Errand | None = None
+        self._landing: Landing | None = None
+        self._hold: Callable[[int], None] | None = None
         self._source: Connection | None = None
-        self._must_close = False
-        self._body_read = False
+        self._gone: asyncio.Future[None] | None = None
+        self._ahead = b""
+        self._pieces: list[bytes] = []
+        self._body_bytes = self._missing = self._reads = 0
+        self._must_close = self._pumping = self._reading_paused = False
+        self.transport: asyncio.Transport | None = None
         self.address = ""
         self.phase = Phase.IDLE
         self.since = 0.0
         self.paused_at: float | None = None
 
-    # What the line sees of a client
+    # What the line sees of a client, besides what Talk has
 
     @property
     def headers(self) -> Mapping[str, str]:
-        assert self._message is not None
-        return self._message.headers
-
-    @property
-    def http_1_0(self) -> bool:
-        assert self._message is not None
-        return self._message.version < HttpVersion11
+        assert self._head is not None
+        return self._head.headers
 
     async def body(self, hold: Callable[[int], None]) -> bytes:
-        """The request's body, whole. Raises GatewayError when it is refused: too large, too slow, encoded, cut.
+        """The request's body, whole. Raises GatewayError when it is refused: too slow, or `hold` has no room for it.
 
-        `hold` is told how many bytes have come so far, not how many were announced: announcing is free. It may refuse.
+        `hold` is told how many bytes have come so far, not how many were announced: announcing is free.
         """
-        message, payload = self._message, self._payload
-        assert message is not None
-        assert payload is not None
-        self._check_body_headers(message)
-        if payload.is_eof() and not message.chunked:  # it came together with its head
-            self._body_read = True
-            return payload.read_nowait()
-        self._enter(Phase.BODY)
-        try:
-            body = await (self._read_chunked if message.chunked else self._read_sized)(payload, hold)
-        except RequestPayloadError:
-            raise GatewayError(Failure.BAD_REQUEST, "The request body is not framed correctly.") from None
-        self._body_read = True
-        self.phase = Phase.SERVING
-        return body
-
-    def write(self, data: bytes) -> None:
-        """Bytes of an answer, as they come. Dropped when the client has gone; its task is being cancelled then."""
-        if self.transport is not None:
-            self._outbox.post(self.transport, data)
-
-    def refuse(self, error: GatewayError, request_id: str) -> None:
-        """Answer with an error of the table."""
-        self.answer(error.status, body_of(error), [("x-request-id", request_id), *headers_of(error)])
-
-    def answer(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
-        """A whole JSON answer."""
-        if not self._body_read or self.http_1_0:
-            self._must_close = True
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
-        if self._must_close or (self._message is not None and self._message.should_close):
-            lines += "connection: close\r\n"
-        self.write(_head(status, len(body), lines) + body)
-
-    def hang_up(self) -> None:
-        """Close after what was written: the answer cannot be finished and the client must see that."""
-        self._must_close = True
-
-    # Backpressure: the engine may not write faster than the client reads
-
-    @property
-    def writing_paused(self) -> bool:
-        return self._paused
-
-    def set_source(self, source: Connection | None) -> None:
-        self._source = source
-        if source is not None and self._paused:
-            source.pause()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self.paused_at = monotonic()
-        if self._source is not None:
-            self._source.pause()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self.paused_at = None
-        if self._source is not None:
-            self._source.resume()
+        if self._missing:
+            hold(self._body_bytes - self._missing)
+            self._hold, self._landing = hold, landing(self._outbox.loop)
+            self._enter(Phase.BODY)
+            if self._ahead:  # the rest came before anybody asked for it
+                self._gather(self._ahead)
+            await self._landing
+            self.phase = Phase.SERVING
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     # The connection's life
 
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        """aiohttp calls this after every read of a body; only a pause gives it something to do (6 us otherwise)."""
-        if self._reading_paused:
-            super().resume_reading(resume_parser)
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        peer = self.peername
+        self.transport = cast(asyncio.Transport, transport)  # uvloop sets TCP_NODELAY on every TCP transport
+        tcp_keepalive(self.transport)
+        peer = transport.get_extra_info("peername")
         self.address = peer[0] if isinstance(peer, tuple) else ""
         self._enter(Phase.IDLE)
         self._fronts.add(self)
         if len(self._fronts) > self._limits.connections:
             transport.close()
 
-    def connection_lost(self, exc: BaseException | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self._ahead = b""
         self._fronts.discard(self)
-        super().connection_lost(exc)
+        if self._errand is not None:
+            self._errand.cancel()
+        if self._gone is not None:
+            self._gone.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._pause_source()
+
+    def resume_writing(self) -> None:
+        self._resume_source()
+        if self._errand is None and self.phase is Phase.SERVING:  # the next request waited for its answer to be read
+            self._rest()
 
     def data_received(self, data: bytes) -> None:
         phase = self.phase
-        if phase is Phase.CLOSING:
-            return
-        super().data_received(data)
-        if phase is Phase.IDLE and not self._messages:
-            self._enter(Phase.HEAD)
+        if phase is Phase.BODY:
+            self._gather(data)
+        elif phase is not Phase.CLOSING:
+            self._ahead = self._ahead + data if self._ahead else data
+            if phase is not Phase.SERVING:
+                self._pump()
+            elif len(self._ahead) > MAX_AHEAD and self.transport is not None:
+                self._reading_paused = True
+                self.transport.pause_reading()
 
     def eof_received(self) -> None:
-        if self.phase is Phase.CLOSING:
-            self.force_close()
+        """A client that closes its sending side has left: the transport closes itself after this."""
 
-    async def start(self) -> None:
-        """The connection's task: one request after the other until somebody wants to close."""
-        keep = True
-        while keep and not self._force_close:
-            if not self._messages:
-                await self._next()
-            message, payload = self._messages.popleft()
-            if self._parser is not None:
-                self._parser.message_consumed()
-            if self._buffer_paused and len(self._messages) <= self._msg_queue_resume_size:
-                self._resume_reading_if_drained()
-            self.phase = Phase.SERVING
-            self._request_in_progress = True
-            try:
-                keep = await self._one(message, payload)
-            finally:
-                self._request_in_progress = False
-                if self._handler_waiter is not None and not self._handler_waiter.done():
-                    self._handler_waiter.set_result(None)
-            if keep and self._paused and self.transport is not None:
-                await self._drain_helper()  # answers that nobody reads must not pile up behind one another
-            if keep:
-                self._enter(Phase.HEAD if self._messages else Phase.IDLE)
-        self._close_gently()
+    # From request to request
 
-    async def _next(self) -> None:
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+    def _pump(self) -> None:
+        """Serve what has come, one request after the other, until one of them has to wait."""
+        data, self._ahead, at = self._ahead, b"", 0
+        self._pumping = True
+        while at < len(data) and (self.phase is Phase.IDLE or self.phase is Phase.HEAD):
+            head = self._head
+            extent = None if head is None else head.extent(data, at)
+            if head is None or extent is None:
+                head = self._head = read_head(data, at)
+                extent = None if head is None else head.extent(data, at)
+            if head is None or extent is None or extent[1] - extent[0] > self._limits.body:
+                break
+            start, at = extent
+            self._begin(head, data[start:at], at - start)
+            if at < len(data):
+                self._outbox.flush()  # so that answers nobody reads are noticed before there are more of them
+        self._pumping = False
+        if at < len(data):
+            self._keep(data[at:])
 
-    async def _one(self, message: Any, payload: StreamReader) -> bool:
-        """Serve one request; False when the connection must close after it."""
-        if not isinstance(message, RawRequestMessage):
-            self._refuse_unparsed(message.exc)
-            return False
-        if message.version not in SPOKEN:
-            self._refuse_unparsed(None)
-            return False
-        self._message, self._payload = message, payload
-        self._must_close = self._body_read = False
-        api = LINE.get(message.path) or LINE.get(message.url.raw_path)  # the latter: a query, or absolute form
-        if api is None or message.method not in ALLOWED or message.upgrade:
-            return await self._ordinary(message, payload)
-        await self._serve(self, api)
-        self._payload = None
-        return not (self._must_close or message.should_close or self.http_1_0)
+    def _keep(self, data: bytes) -> None:
+        """What is no request yet, or not one whose turn it is: it waits here, or goes to the lobby."""
+        if self.phase is Phase.SERVING:
+            self._ahead = data
+        elif self.phase is not Phase.CLOSING and self.transport is not None:
+            if self._reads < MAX_READS and begins_head(data):
+                self._ahead = data
+                self._reads += 1
+                if self.phase is Phase.IDLE:
+                    self._enter(Phase.HEAD)
+            else:
+                self._move(self.transport, data)
 
-    async def _ordinary(self, message: RawRequestMessage, payload: StreamReader) -> bool:
-        """aiohttp's own way, in this task."""
-        if message.headers.get("Expect", CONTINUE).lower() != CONTINUE:
-            self.refuse(_expectation_failed(), new_id())
-            return False
-        if message.upgrade:
-            self.refuse(GatewayError(Failure.BAD_REQUEST, "The protocol of a connection cannot change."), new_id())
-            return False
-        assert self._request_factory is not None
-        assert self._request_handler is not None
-        self._outbox.flush()  # aiohttp writes directly: what was posted comes first
-        task = self._task_handler or asyncio.current_task()
-        assert task is not None
-        request = self._request_factory(message, payload, self, StreamWriter(self, self._loop), task)
-        try:
-            response, reset = await self._handle_request(request, None, self._request_handler)
-        except ConnectionError:
-            return False
-        finally:
-            request._task = None  # type: ignore[assignment]  # breaks the cycle, as aiohttp's own loop does
-        return bool(response.keep_alive) and not reset and payload.is_eof()
+    def _begin(self, head: Head, body: bytes, length: int) -> None:
+        self._pieces = [body]
+        self._body_bytes = length
+        self._missing = length - len(body)
+        self._reads = 0
+        self.phase = Phase.SERVING
+        errand = self._errand = Errand(self._serve(self, head.api), self._served)
+        errand.step()
 
-    def _refuse_unparsed(self, problem: BaseException | None) -> None:
-        failure, message = Failure.BAD_REQUEST, "The request is not valid HTTP/1.1."
-        if isinstance(problem, LineTooLong):
-            failure = Failure.URI_TOO_LONG if problem.args[1] == MAX_URI else Failure.HEADERS_TOO_LARGE
-            message = "The request line or a header is too long."
-        elif isinstance(problem, HttpProcessingError) and "too many" in str(problem.message).lower():
-            failure, message = Failure.HEADERS_TOO_LARGE, "The request has too many headers."
-        body = body_of(GatewayError(failure, message))
-        lines = f"x-request-id: {new_id()}\r\nx-should-retry: false\r\nconnection: close\r\n"
-        self.write(_head(failure.value.status, len(body), lines) + body)
-
-    # Reading a body
-
-    def _check_body_headers(self, message: RawRequestMessage) -> None:
-        headers = message.headers
-        encoding = headers.get("Content-Encoding")
-        if encoding is not None and encoding.lower() != "identity":
-            raise GatewayError(Failure.UNSUPPORTED_MEDIA, "Content-Encoding is not accepted; send the body as it is.")
-        if int(headers.get("Content-Length", 0)) > self._limits.body:
-            raise self._too_large()
-        expect = headers.get("Expect")
-        if expect is None:
+    def _served(self) -> None:
+        """The request is over: the connection closes, or waits for the next one, which may be here already."""
+        self._errand = self._hold = self._landing = None
+        if self.transport is None:
             return
-        if expect.lower() != CONTINUE:
-            raise _expectation_failed()
-        if self.transport is not None and self._payload is not None and not self._payload.is_eof():
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self._must_close or self._missing:
+            self._close_gently()
+        elif self.paused_at is None:  # otherwise answers that nobody reads would pile up behind one another
+            self._rest()
 
-    async def _read_sized(self, payload: StreamReader, hold: Callable[[int], None]) -> bytes:
-        pieces = [payload.read_nowait()]
-        total = len(pieces[0])
-        hold(total)
-        while not payload.is_eof():
-            pieces.append(await payload.readany())
-            total += len(pieces[-1])
-            hold(total)
-        pieces.append(payload.read_nowait())
-        return b"".join(pieces)
+    def _rest(self) -> None:
+        self._enter(Phase.IDLE)
+        if self._reading_paused and self.transport is not None:
+            self._reading_paused = False
+            self.transport.resume_reading()
+        if self._ahead and not self._pumping:
+            self._pump()
 
-    async def _read_chunked(self, payload: StreamReader, hold: Callable[[int], None]) -> bytes:
-        pieces: list[bytes] = []
-        total = 0
-        while not payload.at_eof():
-            piece, _ = await payload.readchunk()
-            pieces.append(piece)
-            total += len(piece)
-            if total > self._limits.body:
-                raise self._too_large()
-            hold(total)
-            if len(pieces) > self._limits.body_chunks:
-                raise GatewayError(Failure.TOO_LARGE, f"The body came in more than {self._limits.body_chunks} chunks.")
-        return b"".join(pieces)
+    def _move(self, transport: asyncio.Transport, data: bytes) -> None:
+        """To the lobby, with everything that was not served."""
+        self.transport = None
+        self._fronts.discard(self)
+        self._ahead, self._head = b"", None
+        lobby = self._lobby()
+        transport.set_protocol(lobby)
+        lobby.connection_made(transport)
+        lobby.take_over(data, self.since if self.phase is Phase.HEAD else None)
 
-    def _too_large(self) -> GatewayError:
-        return GatewayError(Failure.TOO_LARGE, f"The request body is larger than {self._limits.body} bytes.")
+    # Bodies that come in pieces
 
-    # Deadlines, driven by one sweep over all connections instead of a timer each
+    def _gather(self, data: bytes) -> None:
+        if self._landing is None or self._hold is None:
+            return
+        piece = data[: self._missing]
+        self._ahead = data[len(piece) :]
+        self._pieces.append(piece)
+        self._missing -= len(piece)
+        try:
+            self._hold(self._arrived)
+        except GatewayError as error:
+            self._landing.land(error)
+            return
+        if not self._missing:
+            self._landing.land()
 
-    def _enter(self, phase: Phase) -> None:
-        self.phase = phase
-        self.since = monotonic()
+    @property
+    def _silent(self) -> bool:
+        return self._head is None
 
-    def sweep(self, now: float) -> None:
-        """End what has lasted too long: silence, dripped headers or bodies, a client that does not read."""
-        limits, age = self._limits, now - self.since
-        if self.paused_at is not None and now - self.paused_at > limits.slow_reader:
-            self._cut()
-        elif self.phase is Phase.IDLE:
-            if age > limits.idle_timeout or (self._request_count == 0 and age > limits.headers_timeout):
-                self.force_close()
-        elif self.phase is Phase.HEAD:
-            if age > limits.headers_timeout:
-                self._time_out("The request's headers did not arrive in time.")
-        elif self.phase is Phase.BODY and self._payload is not None:
-            too_slow = age > 1 and self._payload.total_bytes < (age - 1) * limits.body_min_rate
-            if age > limits.body_timeout or too_slow:
-                message = "The request's body did not arrive in time."
-                self._payload.set_exception(GatewayError(Failure.REQUEST_TIMEOUT, message))
-        elif self.phase is Phase.CLOSING and age > LINGER_S:
-            self._cut()
+    @property
+    def _arrived(self) -> int:
+        return self._body_bytes - self._missing
 
-    def _time_out(self, message: str) -> None:
-        error = GatewayError(Failure.REQUEST_TIMEOUT, message)
-        self._must_close = True
-        self.refuse(error, new_id())
-        self._outbox.flush()
-        self.force_close()
+    @property
+    def _body_left(self) -> bool:
+        return self._missing > 0
 
-    def _cut(self) -> None:
+    def _fail_body(self, error: GatewayError) -> None:
+        if self._landing is not None:
+            self._landing.land(error)
+
+    # Closing
+
+    def _end(self) -> None:
         if self.transport is not None:
-            self.transport.abort()
+            self._outbox.flush()
+            self.phase = Phase.CLOSING
+            self.transport.close()
 
     def _close_gently(self) -> None:
-        """Close so that the answer is read even while the client still sends: half-close, discard, then cut."""
-        self._outbox.flush()
-        transport = self.transport
-        if transport is None:
-            return
-        if (self._payload is None or self._payload.is_eof()) and not self._buffer_paused:
-            transport.close()
-            return
-        self._enter(Phase.CLOSING)
-        if transport.can_write_eof():
-            transport.write_eof()
-        transport.resume_reading()
+        if self._missing or self._reading_paused:
+            self._linger()
+        else:
+            self._end()
 
-
-def _expectation_failed() -> GatewayError:
-    return GatewayError(Failure.EXPECTATION_FAILED, "Only 'Expect: 100-continue' is understood.")
-
-
-def _head(status: int, length: int, lines: str) -> bytes:
-    first = f"HTTP/1.1 {status} {phrase_of(status)}\r\n"
-    always = f"content-type: application/json\r\ncontent-length: {length}\r\n"
-    return f"{first}{always}{lines}\r\n".encode("latin-1", "replace")
+    def finish(self) -> asyncio.Future[None]:
+        """The gateway stops: close now, or after the answer under way. The future is done when nobody is connected."""
+        self._gone = self._outbox.loop.create_future()
+        self._must_close = True
+        if self._errand is None:
+            self._end()
+        return self._gone

@@ -12,6 +12,7 @@ from time import monotonic
 
 from gateway.answer import Failure, GatewayError
 from gateway.config import Config, WaitingRoom
+from gateway.errand import within
 from policies import admission
 from policies.admission import Admit, DrainRate, Shed
 from policies.model import Candidate
@@ -84,7 +85,7 @@ class Room:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with within(timeout_s):
                 await turn
         except (TimeoutError, asyncio.CancelledError) as problem:
             if turn.done() and not turn.cancelled():  # the turn came in the same moment: hand it on
@@ -180,7 +181,7 @@ class Gate:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._retrying.append(turn)
         try:
-            async with asyncio.timeout(RETRY_PATIENCE_S):
+            async with within(RETRY_PATIENCE_S):
                 await turn
         except TimeoutError:
             return turn.done() and not turn.cancelled()  # it came in the same moment

@@ -48,7 +48,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         """The tenant a request belongs to. Looking up a digest takes the same time for any wrong key."""
         if not self.tenants:
             return ""
-        scheme, _, key = headers.get("Authorization", "").partition(" ")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         tenant = self.tenants.get(digest)
         if tenant is None or scheme.lower() != "bearer":

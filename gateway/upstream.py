@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from gateway.errand import Landing, landing, within
 from gateway.outbox import Outbox
 from gateway.relay import Relay, State, UpstreamBroke
 
@@ -55,7 +56,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._relay: Relay | None = None
         self._downstream: Downstream | None = None
-        self._done: asyncio.Future[None] | None = None
+        self._done: Landing | None = None
         self.heard_at = 0.0
         self.idle_since = 0.0
         self._paused = False
@@ -64,9 +65,9 @@ class Connection(asyncio.Protocol):
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def carry(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> asyncio.Future[None]:
+    def carry(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> Landing:
         """Send a request; its answer flows until the future is done. The future may raise UpstreamBroke."""
-        done = self._done = self._pool.outbox.loop.create_future()
+        done = self._done = landing(self._pool.outbox.loop)
         transport = self._transport
         if transport is None:
             self._finish(UpstreamBroke("reset", "the connection was closed before the request was sent"))
@@ -90,7 +91,7 @@ class Connection(asyncio.Protocol):
 
     def fail(self, kind: str, message: str) -> None:
         """End the answer under way with a reason, from outside: a deadline, an ejected endpoint."""
-        self._finish(UpstreamBroke(kind, message))
+        self._finish(UpstreamBroke(kind, message), later=True)
 
     def pause(self) -> None:
         """The client reads more slowly than the engine writes: stop reading, so that the socket fills, not memory."""
@@ -155,8 +156,11 @@ class Connection(asyncio.Protocol):
         self._pool.forget(self)
         self._finish(UpstreamBroke("reset", f"the connection to the engine was lost: {exc or 'closed'}"))
 
-    def _finish(self, error: UpstreamBroke | None) -> None:
-        """The answer is over: the connection goes back to the pool, or away if it cannot be trusted any more."""
+    def _finish(self, error: UpstreamBroke | None, *, later: bool = False) -> None:
+        """The answer is over: the connection goes back to the pool, or away if it cannot be trusted any more.
+
+        Who waits for it goes on at once, or `later`, when the caller is through with whatever made it end the answer.
+        """
         relay, done = self._relay, self._done
         if done is None or done.done():
             return
@@ -168,10 +172,10 @@ class Connection(asyncio.Protocol):
             self._pool.give_back(self)
         else:
             self.abort()
-        if error is None:
-            done.set_result(None)
+        if later:
+            self._pool.outbox.loop.call_soon(done.land, error)
         else:
-            done.set_exception(error)
+            done.land(error)
 
 
 class Upstream:
@@ -229,7 +233,7 @@ class Upstream:
 
     async def _connect(self) -> Connection:
         try:
-            async with asyncio.timeout(self.patience.connect_s):
+            async with within(self.patience.connect_s):
                 loop = self.outbox.loop
                 _, connection = await loop.create_connection(lambda: Connection(self), self._host, self._port)
         except TimeoutError:

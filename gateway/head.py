@@ -1,0 +1,83 @@
+"""The head of an ordinary request: a POST to a path of the line, framed by one Content-Length. Sans-IO.
+
+The grammar is narrower than HTTP's on purpose. It admits what SDKs and proxies send, byte for byte without doubt about
+where the request ends; everything else, however innocent, is for the full parser (gateway/lobby.py). So the two never
+judge the same bytes, and this one refuses nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from gateway.openai import LINE, Api
+
+MAX_HEAD = 8 * 1024  # bytes; longer ones are for the full parser, which knows what to say about them
+MAX_FIELDS = 64
+
+# Possessive throughout: no input makes it look at a byte twice. No blank before a value's end or its line's, nothing
+# outside printable ASCII, no continuation lines, no bare CR or LF, no blank before a colon.
+_LINE = rb"POST (/v1/chat/completions|/v1/completions) HTTP/1\.1\r\n"
+_NAME, _VALUE = rb"[A-Za-z][A-Za-z0-9-]*+", rb"[!-~]++(?: [!-~]++)*+"
+_HEAD = re.compile(rb"%b((?:%b: ?%b\r\n){1,%d}+)\r\n" % (_LINE, _NAME, _VALUE, MAX_FIELDS))
+_BEGUN = re.compile(rb"%b(?:%b: ?%b\r\n)*+(?:%b(?:: ?(?:%b ?)?\r?)?|\r)?" % (_LINE, _NAME, _VALUE, _NAME, _VALUE))
+_FIRST_LINES = tuple(f"POST {path} HTTP/1.1\r\n".encode() for path in LINE)
+_FIELD = re.compile(r"([^:]+): ?([^\r]+)\r\n")
+_LENGTH = re.compile(rb"\r\ncontent-length: ?(0|[1-9][0-9]{0,8})(\r\n)", re.IGNORECASE)
+_DIGITS = re.compile(rb"0|[1-9][0-9]{0,8}")
+_HOST = re.compile(r"[A-Za-z0-9._-]+(?::[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](?::[0-9]{1,5})?")
+
+# Whatever changes framing, the connection's protocol, or when the body may be sent.
+UNUSUAL = frozenset(
+    (
+        *("transfer-encoding", "content-encoding", "te", "trailer", "expect", "upgrade", "http2-settings"),
+        *("keep-alive", "proxy-connection"),
+    )
+)
+
+
+class Head:
+    """What one head says, and the bytes around the digits of its length to know the next of its kind by.
+
+    A client's requests on one connection mostly differ in their length alone, so most heads are compared, not parsed.
+    """
+
+    __slots__ = ("_after", "_before", "api", "headers")
+
+    def __init__(self, api: Api, headers: Mapping[str, str], before: bytes, after: bytes) -> None:
+        self.api = api
+        self.headers = headers
+        self._before = before
+        self._after = after
+
+    def extent(self, data: bytes, at: int) -> tuple[int, int] | None:
+        """Where the body begins and ends, as places in `data`; None when another head stands at `at`."""
+        if not data.startswith(self._before, at):
+            return None
+        digits = _DIGITS.match(data, at + len(self._before))
+        if digits is None or not data.startswith(self._after, digits.end()):
+            return None
+        start = digits.end() + len(self._after)
+        return start, start + int(digits[0])
+
+
+def begins_head(data: bytes) -> bool:
+    """Whether `data` may be the beginning of an ordinary head whose rest is still on its way."""
+    if len(data) > MAX_HEAD:
+        return False
+    return _BEGUN.fullmatch(data) is not None or any(line.startswith(data) for line in _FIRST_LINES)
+
+
+def read_head(data: bytes, at: int) -> Head | None:
+    """The head that begins at `at`, names in lower case; None when it is not ordinary or not whole yet."""
+    whole = _HEAD.match(data, at, at + MAX_HEAD)
+    if whole is None:
+        return None
+    fields = _FIELD.findall(whole[2].decode("ascii"))
+    headers = {name.lower(): value for name, value in fields}
+    if len(headers) != len(fields) or not UNUSUAL.isdisjoint(headers) or not _HOST.fullmatch(headers.get("host", "")):
+        return None
+    length = _LENGTH.search(data, at, whole.end())
+    if length is None or headers.get("connection", "keep-alive").lower() != "keep-alive":
+        return None
+    return Head(LINE[whole[1].decode("ascii")], headers, data[at : length.start(1)], data[length.end(1) : whole.end()])

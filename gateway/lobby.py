@@ -1,0 +1,307 @@
+"""Where client connections go whose requests are not ordinary: aiohttp's own server protocol and parser.
+
+A generation request leaves aiohttp right after its parser and runs in the connection's task: no Request object, no
+router, no response object, no task per request. Every other request goes the ordinary aiohttp way. What aiohttp leaves
+open is closed here: header, body and reader deadlines, early 413, chunk count, Content-Encoding (faults.md 4).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http import HttpVersion10, HttpVersion11, RawRequestMessage, StreamWriter
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.streams import StreamReader
+from aiohttp.web_protocol import RequestHandler, RequestPayloadError
+
+from gateway.answer import Failure, GatewayError, new_id
+from gateway.config import Limits
+from gateway.openai import LINE
+from gateway.outbox import Outbox
+from gateway.talk import Phase, Serve, Talk
+from gateway.upstream import Connection
+
+ALLOWED = frozenset({"POST"})
+SPOKEN = (HttpVersion11, HttpVersion10)  # the parser lets 0.9 and 2.0 pass as well
+CONTINUE = "100-continue"
+MAX_URI = 8190  # bytes; unlike the next, so that the parser's complaint tells which of them was exceeded
+MAX_FIELD = 8192
+
+
+class Lobby(Talk, RequestHandler):
+    """A client connection: reads calls, hands them to `serve` or to aiohttp's application."""
+
+    __slots__ = (
+        *("_body_read", "_fronts", "_limits", "_message", "_must_close", "_outbox", "_payload", "_serve", "_source"),
+        *("address", "paused_at", "phase", "since"),
+    )
+
+    def __init__(self, serve: Serve, fronts: set[Talk], limits: Limits, outbox: Outbox, manager: web.Server) -> None:
+        RequestHandler.__init__(
+            self,
+            manager,
+            loop=outbox.loop,
+            keepalive_timeout=0,  # the sweep watches idle connections too, without a timer each
+            access_log=None,  # type: ignore[arg-type]  # aiohttp takes None for off; its annotation does not say so
+            auto_decompress=False,
+            max_line_size=MAX_URI,
+            max_field_size=MAX_FIELD,
+        )
+        self._serve = serve
+        self._fronts = fronts
+        self._limits = limits
+        self._outbox = outbox
+        self._message: RawRequestMessage | None = None
+        self._payload: StreamReader | None = None
+        self._source: Connection | None = None
+        self._must_close = False
+        self._body_read = False
+        self.address = ""
+        self.phase = Phase.IDLE
+        self.since = 0.0
+        self.paused_at: float | None = None
+
+    # What the line sees of a client
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        assert self._message is not None
+        return self._message.headers
+
+    @property
+    def http_1_0(self) -> bool:
+        assert self._message is not None
+        return self._message.version < HttpVersion11
+
+    async def body(self, hold: Callable[[int], None]) -> bytes:
+        """The request's body, whole. Raises GatewayError when it is refused: too large, too slow, encoded, cut.
+
+        `hold` is told how many bytes have come so far, not how many were announced: announcing is free. It may refuse.
+        """
+        message, payload = self._message, self._payload
+        assert message is not None
+        assert payload is not None
+        self._check_body_headers(message)
+        if payload.is_eof() and not message.chunked:  # it came together with its head
+            self._body_read = True
+            return payload.read_nowait()
+        self._enter(Phase.BODY)
+        try:
+            body = await (self._read_chunked if message.chunked else self._read_sized)(payload, hold)
+        except RequestPayloadError:
+            raise GatewayError(Failure.BAD_REQUEST, "The request body is not framed correctly.") from None
+        self._body_read = True
+        self.phase = Phase.SERVING
+        return body
+
+    # The connection's life
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """aiohttp calls this after every read of a body; only a pause gives it something to do (6 us otherwise)."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
+    def take_over(self, data: bytes, since: float | None) -> None:
+        """Read on with what the front has not served; `since` is when an unfinished head began."""
+        self.data_received(data)
+        if since is not None and self.phase is Phase.HEAD:
+            self.since = since
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        peer = self.peername
+        self.address = peer[0] if isinstance(peer, tuple) else ""
+        self._enter(Phase.IDLE)
+        self._fronts.add(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._fronts.discard(self)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._pause_source()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._resume_source()
+
+    def data_received(self, data: bytes) -> None:
+        phase = self.phase
+        if phase is Phase.CLOSING:
+            return
+        super().data_received(data)
+        if phase is Phase.IDLE and not self._messages:
+            self._enter(Phase.HEAD)
+
+    def eof_received(self) -> None:
+        if self.phase is Phase.CLOSING:
+            self.force_close()
+
+    async def start(self) -> None:
+        """The connection's task: one request after the other until somebody wants to close."""
+        keep = True
+        while keep and not self._force_close:
+            if not self._messages:
+                await self._next()
+            message, payload = self._messages.popleft()
+            if self._parser is not None:
+                self._parser.message_consumed()
+            if self._buffer_paused and len(self._messages) <= self._msg_queue_resume_size:
+                self._resume_reading_if_drained()
+            self.phase = Phase.SERVING
+            self._request_in_progress = True
+            try:
+                keep = await self._one(message, payload)
+            finally:
+                self._request_in_progress = False
+                if self._handler_waiter is not None and not self._handler_waiter.done():
+                    self._handler_waiter.set_result(None)
+            if keep and self._paused and self.transport is not None:
+                await self._drain_helper()  # answers that nobody reads must not pile up behind one another
+            if keep:
+                self._enter(Phase.HEAD if self._messages else Phase.IDLE)
+        self._close_gently()
+
+    async def _next(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    async def _one(self, message: Any, payload: StreamReader) -> bool:
+        """Serve one request; False when the connection must close after it."""
+        if not isinstance(message, RawRequestMessage):
+            self._refuse_unparsed(message.exc)
+            return False
+        if message.version not in SPOKEN:
+            self._refuse_unparsed(None)
+            return False
+        self._message, self._payload = message, payload
+        self._must_close = self._body_read = False
+        api = LINE.get(message.path) or LINE.get(message.url.raw_path)  # the latter: a query, or absolute form
+        if api is None or message.method not in ALLOWED or message.upgrade:
+            return await self._ordinary(message, payload)
+        await self._serve(self, api)
+        self._payload = None
+        return not (self._must_close or message.should_close or self.http_1_0)
+
+    async def _ordinary(self, message: RawRequestMessage, payload: StreamReader) -> bool:
+        """aiohttp's own way, in this task."""
+        if message.headers.get("Expect", CONTINUE).lower() != CONTINUE:
+            self.refuse(_expectation_failed(), new_id())
+            return False
+        if message.upgrade:
+            self.refuse(GatewayError(Failure.BAD_REQUEST, "The protocol of a connection cannot change."), new_id())
+            return False
+        assert self._request_factory is not None
+        assert self._request_handler is not None
+        self._outbox.flush()  # aiohttp writes directly: what was posted comes first
+        task = self._task_handler or asyncio.current_task()
+        assert task is not None
+        request = self._request_factory(message, payload, self, StreamWriter(self, self._loop), task)
+        try:
+            response, reset = await self._handle_request(request, None, self._request_handler)
+        except ConnectionError:
+            return False
+        finally:
+            request._task = None  # type: ignore[assignment]  # breaks the cycle, as aiohttp's own loop does
+        return bool(response.keep_alive) and not reset and payload.is_eof()
+
+    def _refuse_unparsed(self, problem: BaseException | None) -> None:
+        failure, message = Failure.BAD_REQUEST, "The request is not valid HTTP/1.1."
+        if isinstance(problem, LineTooLong):
+            failure = Failure.URI_TOO_LONG if problem.args[1] == MAX_URI else Failure.HEADERS_TOO_LARGE
+            message = "The request line or a header is too long."
+        elif isinstance(problem, HttpProcessingError) and "too many" in str(problem.message).lower():
+            failure, message = Failure.HEADERS_TOO_LARGE, "The request has too many headers."
+        self._must_close = True
+        self.refuse(GatewayError(failure, message), new_id())
+
+    # Reading a body
+
+    def _check_body_headers(self, message: RawRequestMessage) -> None:
+        headers = message.headers
+        encoding = headers.get("Content-Encoding")
+        if encoding is not None and encoding.lower() != "identity":
+            raise GatewayError(Failure.UNSUPPORTED_MEDIA, "Content-Encoding is not accepted; send the body as it is.")
+        if int(headers.get("Content-Length", 0)) > self._limits.body:
+            raise self._too_large()
+        expect = headers.get("Expect")
+        if expect is None:
+            return
+        if expect.lower() != CONTINUE:
+            raise _expectation_failed()
+        if self.transport is not None and self._payload is not None and not self._payload.is_eof():
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    async def _read_sized(self, payload: StreamReader, hold: Callable[[int], None]) -> bytes:
+        pieces = [payload.read_nowait()]
+        total = len(pieces[0])
+        hold(total)
+        while not payload.is_eof():
+            pieces.append(await payload.readany())
+            total += len(pieces[-1])
+            hold(total)
+        pieces.append(payload.read_nowait())
+        return b"".join(pieces)
+
+    async def _read_chunked(self, payload: StreamReader, hold: Callable[[int], None]) -> bytes:
+        pieces: list[bytes] = []
+        total = 0
+        while not payload.at_eof():
+            piece, _ = await payload.readchunk()
+            pieces.append(piece)
+            total += len(piece)
+            if total > self._limits.body:
+                raise self._too_large()
+            hold(total)
+            if len(pieces) > self._limits.body_chunks:
+                raise GatewayError(Failure.TOO_LARGE, f"The body came in more than {self._limits.body_chunks} chunks.")
+        return b"".join(pieces)
+
+    def _too_large(self) -> GatewayError:
+        return GatewayError(Failure.TOO_LARGE, f"The request body is larger than {self._limits.body} bytes.")
+
+    # What Talk asks
+
+    @property
+    def _silent(self) -> bool:
+        return self._request_count == 0
+
+    @property
+    def _last(self) -> bool:
+        return self._message is not None and self._message.should_close
+
+    @property
+    def _body_left(self) -> bool:
+        return not self._body_read
+
+    @property
+    def _arrived(self) -> int:
+        return 0 if self._payload is None else self._payload.total_bytes
+
+    def _fail_body(self, error: GatewayError) -> None:
+        if self._payload is not None:
+            self._payload.set_exception(error)
+
+    def _end(self) -> None:
+        self.force_close()
+
+    def _close_gently(self) -> None:
+        self._outbox.flush()
+        transport = self.transport
+        if transport is None:
+            return
+        if (self._payload is None or self._payload.is_eof()) and not self._buffer_paused:
+            transport.close()
+        else:
+            self._linger()
+
+
+def _expectation_failed() -> GatewayError:
+    return GatewayError(Failure.EXPECTATION_FAILED, "Only 'Expect: 100-continue' is understood.")

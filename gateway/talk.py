@@ -1,0 +1,185 @@
+"""What both kinds of client connection do alike: write answers, pass backpressure on, watch their time, close gently.
+
+gateway/front.py serves ordinary requests, gateway/lobby.py all others; neither reads a byte here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from enum import Enum, auto
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from gateway.answer import Failure, GatewayError, body_of, headers_of, new_id, phrase_of
+from gateway.config import Limits
+from gateway.openai import Api
+
+if TYPE_CHECKING:
+    from gateway.client import Client
+    from gateway.outbox import Outbox
+    from gateway.upstream import Connection
+
+LINGER_S = 1.0  # how long a refused upload may go on arriving before the socket is cut
+_NO_SLOTS: tuple[str, ...] = ()  # two bases with slots of their own cannot be joined: the subclasses declare them
+
+
+class Phase(Enum):
+    """What a connection waits for, and so which deadline holds."""
+
+    IDLE = auto()
+    HEAD = auto()
+    BODY = auto()
+    SERVING = auto()
+    CLOSING = auto()
+
+
+Serve = Callable[["Client", Api], Coroutine[Any, Any, None]]
+
+
+class Talk:
+    """One client connection. Subclasses read; they have slots for what is named here.
+
+    phase, since       what is waited for, and from when (monotonic seconds)
+    paused_at          since when the client has been reading too slowly; None while it keeps up
+    _must_close        the connection ends with the answer under way
+    """
+
+    __slots__ = _NO_SLOTS
+
+    transport: asyncio.Transport | None
+    address: str
+    phase: Phase
+    since: float
+    paused_at: float | None
+    _fronts: set[Talk]
+    _limits: Limits
+    _source: Connection | None
+    _must_close: bool
+    _outbox: Outbox
+
+    @property
+    def http_1_0(self) -> bool:
+        return False
+
+    @property
+    def _body_left(self) -> bool:
+        """Whether a part of the request's body was not read: what follows on the connection cannot be told from it."""
+        raise NotImplementedError
+
+    @property
+    def _last(self) -> bool:
+        """Whether the client asked to close after this answer."""
+        return False
+
+    # Answers
+
+    def write(self, data: bytes) -> None:
+        """Bytes of an answer, as they come. Dropped when the client has gone."""
+        if self.transport is not None:
+            self._outbox.post(self.transport, data)
+
+    def refuse(self, error: GatewayError, request_id: str) -> None:
+        """Answer with an error of the table."""
+        self.answer(error.status, body_of(error), [("x-request-id", request_id), *headers_of(error)])
+
+    def answer(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
+        """A whole JSON answer."""
+        if self._body_left or self.http_1_0:
+            self._must_close = True
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
+        if self._must_close or self._last:
+            lines += "connection: close\r\n"
+        first = f"HTTP/1.1 {status} {phrase_of(status)}\r\ncontent-type: application/json\r\n"
+        head = f"{first}content-length: {len(body)}\r\n{lines}\r\n"
+        self.write(head.encode("latin-1", "replace") + body)
+
+    def hang_up(self) -> None:
+        """Close after what was written: the answer cannot be finished and the client must see that."""
+        self._must_close = True
+
+    # Backpressure: the engine may not write faster than the client reads
+
+    @property
+    def writing_paused(self) -> bool:
+        return self.paused_at is not None
+
+    def set_source(self, source: Connection | None) -> None:
+        self._source = source
+        if source is not None and self.paused_at is not None:
+            source.pause()
+
+    def _pause_source(self) -> None:
+        self.paused_at = monotonic()
+        if self._source is not None:
+            self._source.pause()
+
+    def _resume_source(self) -> None:
+        self.paused_at = None
+        if self._source is not None:
+            self._source.resume()
+
+    # Deadlines, driven by one sweep over all connections instead of a timer each
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.since = monotonic()
+
+    def sweep(self, now: float) -> None:
+        """End what has lasted too long: silence, dripped headers or bodies, a client that does not read."""
+        limits, age = self._limits, now - self.since
+        if self.paused_at is not None and now - self.paused_at > limits.slow_reader:
+            self.cut()
+        elif self.phase is Phase.IDLE:
+            if age > limits.idle_timeout or (self._silent and age > limits.headers_timeout):
+                self._end()
+        elif self.phase is Phase.HEAD:
+            if age > limits.headers_timeout:
+                self._time_out("The request's headers did not arrive in time.")
+        elif self.phase is Phase.BODY:
+            too_slow = age > 1 and self._arrived < (age - 1) * limits.body_min_rate
+            if age > limits.body_timeout or too_slow:
+                self._fail_body(GatewayError(Failure.REQUEST_TIMEOUT, "The request's body did not arrive in time."))
+        elif self.phase is Phase.CLOSING and age > LINGER_S:
+            self.cut()
+
+    @property
+    def _silent(self) -> bool:
+        """Whether the client has never asked for anything."""
+        raise NotImplementedError
+
+    @property
+    def _arrived(self) -> int:
+        """Bytes of the body that have come."""
+        raise NotImplementedError
+
+    def _fail_body(self, error: GatewayError) -> None:
+        """Whoever waits for the rest of the body gets this instead."""
+        raise NotImplementedError
+
+    def _time_out(self, message: str) -> None:
+        self._must_close = True
+        self.refuse(GatewayError(Failure.REQUEST_TIMEOUT, message), new_id())
+        self._outbox.flush()
+        self._end()
+
+    # Closing
+
+    def _end(self) -> None:
+        """Close when everything written is out."""
+        raise NotImplementedError
+
+    def cut(self) -> None:
+        """Close at once, whatever is still to be written."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _linger(self) -> None:
+        """Close so that the answer is read even while the client still sends: half-close, discard, then cut."""
+        transport = self.transport
+        if transport is not None:
+            self._outbox.flush()
+            self._enter(Phase.CLOSING)
+            if transport.can_write_eof():
+                transport.write_eof()
+            transport.resume_reading()
