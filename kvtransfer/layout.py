@@ -122,6 +122,10 @@ class KvLayout(msgspec.Struct, frozen=True):
         first = tp_rank * self.kv_heads // self.tp
         return range(first, first + self.rank_heads)
 
+    def same_block(self, other: KvLayout) -> bool:
+        """Whether one layer of a block is the same bytes on a rank of either: neighbouring layers then move as one."""
+        return all(getattr(self, name) == getattr(other, name) for name in ("block_tokens", "rank_heads", "order"))
+
     def fingerprint(self) -> str:
         """16 hex digits that are equal exactly for equal layouts, the same in every process and version of Python."""
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=8, person=b"kv-layout").hexdigest()

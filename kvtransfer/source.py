@@ -287,8 +287,10 @@ class SourceBook:
         return commands + self._pumped(outlet, now)
 
     def _plan(self, offer: Offer, card: Card, invite: Invite) -> Plan:
-        """All computed: one group, whose runs join across layers. Else groups that leave as they are computed."""
+        """All computed, and runs join across layers: one group. Else groups, which leave as they are computed, and of
+        whose many short runs only a group's are held at a time."""
         layout = self._card.layout
+        at_once = offer.ready_layers >= layout.layers and layout.same_block(card.layout)
         return plan(
             layout,
             card.layout,
@@ -296,7 +298,7 @@ class SourceBook:
             unpack_blocks(invite.blocks),
             invite.tokens,
             skip_tokens=invite.skip_tokens,
-            group_layers=layout.layers if offer.ready_layers >= layout.layers else None,
+            group_layers=layout.layers if at_once else None,
         )
 
     def _pumped(self, outlet: Outlet, now: float) -> list[Command]:
@@ -343,7 +345,8 @@ class SourceBook:
         """The blocks that no other offer protects: requests share the blocks of a common prefix."""
         blocks = np.unique(offer.ware.blocks)
         self._holders[blocks] -= 1
-        return blocks[self._holders[blocks] == 0]
+        last: NDArray[np.int64] = blocks[self._holders[blocks] == 0]
+        return last
 
 
 def _ended(lease: Lease, reason: Reason, now: float) -> Lease:

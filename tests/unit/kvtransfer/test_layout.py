@@ -78,3 +78,10 @@ def test_ranks_and_blocks_may_differ_but_shape_and_type_may_not() -> None:
 def test_impossible_shapes_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"at least 1|too few|neither split nor repeated|one head"):
         replace(LLAMA_70B, **wrong)
+
+
+def test_a_layer_of_a_block_is_the_same_bytes_only_where_nothing_inside_it_differs() -> None:
+    assert LLAMA_70B.same_block(replace(LLAMA_70B, pp=2))
+    assert replace(LLAMA_70B, tp=8).same_block(replace(LLAMA_70B, tp=16))
+    for change in ({"tp": 8}, {"block_tokens": 32}, {"order": KvOrder.NHD}):
+        assert not LLAMA_70B.same_block(replace(LLAMA_70B, **change))
