@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -45,6 +47,21 @@ def test_a_peer_cannot_write_through_any_door(region: Region) -> None:
         os.pwrite(peer.fd, b"x", 0)
     with pytest.raises(PermissionError):
         os.ftruncate(peer.fd, 4096)
+    peer.close()
+
+
+def test_a_peer_cannot_make_its_mapping_writable_later_nor_reopen_the_file_for_writing(region: Region) -> None:
+    peer = attached(region)
+    libc = ctypes.CDLL(None, use_errno=True)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    assert libc.mprotect(ctypes.c_void_p(peer.address), ctypes.c_size_t(4096), protection) == -1
+    assert ctypes.get_errno() == errno.EACCES
+    again = os.open(f"/proc/self/fd/{peer.fd}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        mmap.mmap(again, 4096, flags=mmap.MAP_SHARED, prot=protection)
+    with pytest.raises(PermissionError):
+        os.pwrite(again, b"x", 0)
+    os.close(again)
     peer.close()
 
 
