@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
+
+log = logging.getLogger("penstock")
 
 Call = Callable[[], None]
 
@@ -112,8 +115,12 @@ class ThreadClock:
             self._thread.join()
 
     def _run(self) -> None:
+        """A call that fails is its maker's bug, and must not stop everybody's heart."""
         while (call := self._next()) is not None:
-            call()
+            try:
+                call()
+            except Exception:
+                log.exception("a timed call failed")
 
     def _next(self) -> Call | None:
         """Wait for the next call that is due; None when closed."""

@@ -140,13 +140,12 @@ class SinkBook:
     def linked(self, address: str, link: Link, layout: KvLayout, agent: str, now: float) -> list[Command]:
         """The link that was dialled is up, and the peer has proven itself."""
         self._links[address] = (link, layout, agent)
-        waiting = self._waiting.pop(address, [])
-        return [self._invite(reservation, now) for reservation in waiting if reservation.number in self._held]
+        return [self._invite(reservation, now) for reservation in self._waiters(address)]
 
     def unlinked(self, address: str, reason: Reason, detail: str, now: float) -> list[Command]:
         """There will be no link: what waits for it ends."""
-        waiting = self._waiting.pop(address, [])
-        return [command for each in waiting for command in self._over(each, reason, detail, now, tell=False)]
+        waiters = self._waiters(address)
+        return [command for each in waiters for command in self._over(each, reason, detail, now, tell=False)]
 
     def lost(self, link: Link, reason: Reason, detail: str, now: float) -> list[Command]:
         """A link is gone. Its writers may not be: everything on it goes through the fence."""
@@ -236,6 +235,10 @@ class SinkBook:
         if reservation is None or reservation.state is not SinkState.FENCING:
             return []
         return self._resolve(reservation, now)
+
+    def _waiters(self, address: str) -> list[Reservation]:
+        """Who waits for a link there, and has not given up; they wait no longer."""
+        return [each for each in self._waiting.pop(address, []) if each.number in self._held]
 
     def _check(self, wish: Wish) -> None:
         if not 0 <= wish.skip_tokens < wish.tokens:

@@ -323,8 +323,7 @@ class InprocLink:
             return
         runs = arrival.window.runs
         whole = len(arrival.data) == arrival.head.n_bytes
-        if whole:
-            _scatter(runs, arrival.data, arrival.window.region, 0, len(runs.length))
+        _scatter(runs, arrival.data, arrival.window.region, 0, len(runs.length))
         self._arrivals.remove(arrival)
         if not whole or _digest(arrival.data) != arrival.digest:
             arrival.verdict = Verdict.CORRUPT
@@ -362,8 +361,9 @@ def _gather(window: Slice, out: NDArray[np.uint8], at: int, first: int, last: in
 
 
 def _scatter(runs: Runs, data: NDArray[np.uint8], region: Region, first: int, last: int) -> None:
-    """Copy runs [first, last) to where they go in the sink's memory."""
+    """Copy runs [first, last) to where they go in the sink's memory, as far as there are bytes."""
     memory, at = region.bytes, int(runs.length[:first].sum())
     for start, length in zip(runs.dst[first:last].tolist(), runs.length[first:last].tolist(), strict=True):
-        memory[start : start + length] = data[at : at + length]
+        piece = data[at : at + length]
+        memory[start : start + piece.size] = piece
         at += length

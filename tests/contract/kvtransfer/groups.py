@@ -37,8 +37,7 @@ def cell(layout: KvLayout, rank: int, layer: int, part: int, head: int, block: i
         return None
     parts, size, row = (1 if layout.mla else 2), layout.block_tokens, layout.head_dim * layout.dtype.n_bytes
     inner = (head - first_head) * size + token if layout.order is KvOrder.HND else token * here + head - first_head
-    at = (((block * (last - first) + layer - first) * parts + part) * here * size + inner) * row
-    return at
+    return (((block * (last - first) + layer - first) * parts + part) * here * size + inner) * row
 
 
 class Cache:

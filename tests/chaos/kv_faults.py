@@ -1,0 +1,212 @@
+"""Faults around any transport: messages and windows spoiled, repeated, held back; a proxy that breaks streams."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Sequence
+from random import Random
+
+import msgspec
+
+from kvtransfer.clock import Clock
+from kvtransfer.regions import Region
+from kvtransfer.reshard import Blocks
+from kvtransfer.transports.base import Link, LinkOwner, Slice, Transport, Verdict, WindowHead
+
+
+class Dice(msgspec.Struct, frozen=True):
+    """Probabilities, per message and per window. What is late is so by up to `late_s`."""
+
+    spoil_message: float = 0.0
+    repeat_message: float = 0.0
+    lose_message: float = 0.0
+    delay_message: float = 0.0
+    repeat_window: float = 0.0
+    lose_window: float = 0.0
+    delay_window: float = 0.0
+    replay_window: float = 0.0  # again after the transfer is over
+    late_s: float = 0.0
+
+
+class Faulty:
+    """A transport whose own links misbehave as the dice fall."""
+
+    def __init__(self, inner: Transport, dice: Dice, rng: Random, clock: Clock) -> None:
+        self.name = inner.name
+        self.inner, self.dice, self.rng, self.clock = inner, dice, rng, clock
+        self._links: dict[Link, FaultyLink] = {}
+        self._owner: LinkOwner | None = None
+        self._lock = threading.Lock()
+
+    def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
+        self._owner = owner
+        return self.inner.start(self, regions)
+
+    def dial(self, address: str) -> Link:
+        return self._wrapped(self.inner.dial(address))
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _wrapped(self, link: Link) -> FaultyLink:
+        with self._lock:
+            if link not in self._links:
+                self._links[link] = FaultyLink(link, self)
+            return self._links[link]
+
+    # ---- what the inner transport tells goes on to the owner, under the wrapper's name
+
+    def linked(self, link: Link) -> None:
+        assert self._owner is not None
+        self._owner.linked(self._wrapped(link))
+
+    def message(self, link: Link, data: bytes) -> None:
+        assert self._owner is not None
+        self._owner.message(self._wrapped(link), data)
+
+    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+        assert self._owner is not None
+        return self._owner.incoming(self._wrapped(link), head)
+
+    def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
+        assert self._owner is not None
+        self._owner.landed(self._wrapped(link), head, verdict)
+
+    def sent(self, link: Link, head: WindowHead) -> None:
+        assert self._owner is not None
+        self._owner.sent(self._wrapped(link), head)
+
+    def fenced(self, link: Link, transfer: int) -> None:
+        assert self._owner is not None
+        self._owner.fenced(self._wrapped(link), transfer)
+
+    def lost(self, link: Link, reason: str) -> None:
+        assert self._owner is not None
+        self._owner.lost(self._wrapped(link), reason)
+
+
+class FaultyLink:
+    """One link. What it is asked it does, or something like it."""
+
+    def __init__(self, inner: Link, end: Faulty) -> None:
+        self._inner, self._end = inner, end
+        self.transport, self.peer = inner.transport, inner.peer
+        self.window_bytes = getattr(inner, "window_bytes", 1 << 20)
+
+    @property
+    def received_bytes(self) -> int:
+        return self._inner.received_bytes
+
+    def send(self, message: bytes) -> None:
+        dice, rng = self._end.dice, self._end.rng
+        if rng.random() < dice.lose_message:
+            return
+        if rng.random() < dice.spoil_message:
+            at = rng.randrange(len(message))
+            message = message[:at] + bytes([message[at] ^ (1 << rng.randrange(8))]) + message[at + 1 :]
+        if rng.random() < dice.delay_message:
+            self._later(lambda: self._inner.send(message))
+        else:
+            self._inner.send(message)
+        if rng.random() < dice.repeat_message:
+            self._inner.send(message)
+
+    def put(self, head: WindowHead, window: Slice) -> None:
+        dice, rng = self._end.dice, self._end.rng
+        if rng.random() < dice.lose_window:
+            return
+        if rng.random() < dice.delay_window:
+            self._later(lambda: self._inner.put(head, window))
+        else:
+            self._inner.put(head, window)
+        if rng.random() < dice.repeat_window:
+            self._inner.put(head, window)
+        if rng.random() < dice.replay_window:
+            # Bytes that are nobody's business any more, from a source that does not even check.
+            self._later(lambda: self._inner.put(head, msgspec.structs.replace(window, current=lambda: True)))
+
+    def _later(self, call: object) -> None:
+        clock = self._end.clock
+        clock.call_at(clock.now() + self._end.rng.random() * self._end.dice.late_s, call)  # type: ignore[arg-type]
+
+    def drop(self, transfer: int) -> None:
+        self._inner.drop(transfer)
+
+    def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
+        return self._inner.grant(transfer, regions, blocks)
+
+    def accept(self, transfer: int, grant: bytes) -> None:
+        self._inner.accept(transfer, grant)
+
+    def fence(self, transfer: int) -> None:
+        self._inner.fence(transfer)
+
+    def secure(self, window_key: bytes) -> None:
+        self._inner.secure(window_key)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Proxy:
+    """Carries TCP connections to `target`, until told to do it badly. Threads end with the connections."""
+
+    def __init__(self, target: str, rng: Random) -> None:
+        self._target, self._rng = target, rng
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = []
+        self._spoil = 0
+        self._flows = threading.Event()
+        self._flows.set()
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True, name="proxy").start()
+
+    def spoil(self, bits: int) -> None:
+        """So many of the next pieces that pass have one bit turned over."""
+        self._spoil += bits
+
+    def stall(self) -> None:
+        self._flows.clear()
+
+    def flow(self) -> None:
+        self._flows.set()
+
+    def sever(self) -> None:
+        for each in list(self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._flows.set()
+        self.sever()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                host, _, port = self._target.rpartition(":")
+                far = socket.create_connection((host, int(port)))
+                self._sockets += [near, far]
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(one, other), daemon=True, name="proxy").start()
+
+    def _carry(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(64 << 10):
+                self._flows.wait()
+                other.sendall(self._spoiled(data))
+        for each in (one, other):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _spoiled(self, data: bytes) -> bytes:
+        if self._spoil <= 0:
+            return data
+        self._spoil -= 1
+        at = self._rng.randrange(len(data))
+        return data[:at] + bytes([data[at] ^ (1 << self._rng.randrange(8))]) + data[at + 1 :]

@@ -1,0 +1,446 @@
+"""Seeded fault trials of KV transfer: two sources and two sinks, requests that come and go, and something that breaks.
+
+    python -m tests.chaos.kv_trials --trials 10000 --transport inproc,shm,tcp [--seed 0] [--jobs 2]
+
+Whatever is drawn, it must hold that LANDED means the source's bytes of that offer and no other, that nobody writes into
+blocks that were given back, that every offer and landing ends once with a named reason, and that nothing stays held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.agent import Agent
+from kvtransfer.clock import Clock, ThreadClock, VirtualClock
+from kvtransfer.ends import End, How, Reason
+from kvtransfer.handles import Handle, Landing, Offer
+from kvtransfer.layout import KvDtype, KvLayout
+from kvtransfer.options import Options
+from kvtransfer.regions import Region
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.inproc import Inproc, Weather, Wire
+from tests.chaos.kv_faults import Dice, Faulty, Proxy
+
+KEY = b"k" * 32
+BASE = KvLayout(layers=4, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tokens=16, tp=1)
+BLOCKS = 24
+FAULTS = (
+    "none", "freeze source", "freeze sink", "kill source", "kill sink", "stall", "spoil bytes", "truncate", "repeat windows",
+    "delay windows", "lose windows", "replay windows", "sever", "spoil messages", "repeat messages", "lose messages",
+    "delay messages",
+)  # fmt: skip
+
+
+def logical(layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], tokens: int) -> NDArray[np.uint8]:
+    """The cache of a request as (layer, part, head, token, byte), read by plain indexing (HND, no repeated heads)."""
+    shape = (
+        -1,
+        layout.layers,
+        2,
+        layout.kv_heads // layout.tp,
+        layout.block_tokens,
+        layout.head_dim * layout.dtype.n_bytes,
+    )
+    ranks = [region.bytes.reshape(shape)[list(blocks)] for region in regions]
+    heads = np.concatenate(ranks, axis=3)
+    joined = np.moveaxis(heads, 0, 3)
+    return joined.reshape(*joined.shape[:3], -1, joined.shape[-1])[:, :, :, :tokens]
+
+
+@dataclass
+class Request:
+    """One request's way: who has it, what it is, how far it came."""
+
+    name: str
+    tokens: int
+    skip: int
+    blocks: list[int]
+    content: NDArray[np.uint8] | None = None
+    end: End | None = None
+
+
+class Engine:
+    """An engine with a pool of blocks. What it has been given back it overwrites in the very moment of the end."""
+
+    def __init__(self, name: str, layout: KvLayout, transports: Sequence[Transport], clock: Clock, seed: int) -> None:
+        self.layout, self.name, self.dead = layout, name, False
+        self.rng = np.random.default_rng(seed)
+        self.regions = [Region.create(BLOCKS, layout.rank_block_bytes(rank), name=name) for rank in range(layout.ranks)]
+        options = Options(beat_s=0.05, handshake_s=0.3, patience_s=0.6, window_bytes=2 << 10, budget_bytes=6 << 10)
+        self.agent = Agent(name, layout, self.regions, key=KEY, transports=transports, clock=clock, options=options)
+        self.free = list(range(BLOCKS))
+        self.stamp = np.zeros(BLOCKS, np.uint8)
+        self.offers: dict[str, Request] = {}
+        self.landings: dict[str, Request] = {}
+        self.handles: dict[str, Handle] = {}
+        self.wrong: list[str] = []
+        self.expected: Callable[[str], NDArray[np.uint8] | None] = lambda name: None
+
+    def allocate(self, tokens: int) -> list[int] | None:
+        need = -(-tokens // self.layout.block_tokens)
+        if need > len(self.free):
+            return None
+        return [self.free.pop(int(self.rng.integers(len(self.free)))) for _ in range(need)]
+
+    def give(self, name: str, tokens: int, ttl_s: float, layered: bool) -> Offer | None:
+        """Prefill, and offer."""
+        blocks = self.allocate(tokens)
+        if blocks is None or self.dead:
+            return None
+        for region in self.regions:
+            for block in blocks:
+                self.fill(region, block, self.rng.integers(0, 256, region.block_bytes, dtype=np.uint8))
+        self.offers[name] = Request(name, tokens, 0, blocks, logical(self.layout, self.regions, blocks, tokens).copy())
+        offer = self.agent.offer(name, blocks, tokens, ttl_s=ttl_s, ready_layers=0 if layered else None)
+        self.handles["offer " + name] = offer
+        return offer
+
+    def take(
+        self, address: str, name: str, tokens: int, skip: int, ticket: str | None, timeout_s: float
+    ) -> Landing | None:
+        blocks = self.allocate(tokens)
+        if blocks is None or self.dead:
+            return None
+        self.landings[name] = Request(name, tokens, skip, blocks)
+        landing = self.agent.fetch(address, name, blocks, tokens, skip_tokens=skip, ticket=ticket, timeout_s=timeout_s)
+        self.handles["landing " + name] = landing
+        return landing
+
+    def ring(self, handle: Handle) -> None:
+        """Called by the agent: a handle has changed."""
+        if handle.end is None:
+            return
+        request = (self.offers if isinstance(handle, Offer) else self.landings)[handle.name]
+        if request.end is not None:
+            self.wrong.append(f"{handle.name} ended twice: {request.end} and {handle.end}")
+        request.end = handle.end
+        if not isinstance(handle.end.reason, Reason):
+            self.wrong.append(f"{handle.name} ended without a named reason")
+        if isinstance(handle, Landing) and handle.end.how is How.LANDED:
+            self.verify(request)
+        self.reuse(request.blocks)
+
+    def verify(self, request: Request) -> None:
+        wanted = self.expected(request.name)
+        got = logical(self.layout, self.regions, request.blocks, request.tokens)
+        if wanted is None or not np.array_equal(
+            got[:, :, :, request.skip :], wanted[:, :, :, request.skip : request.tokens]
+        ):
+            self.wrong.append(f"{request.name} landed with bytes that are not its own")
+
+    def reuse(self, blocks: Sequence[int]) -> None:
+        """The next owner writes at once; and until somebody reserves the blocks again, this stays."""
+        for block in blocks:
+            self.stamp[block] = self.stamp[block] % 251 + 1
+            for region in self.regions:
+                self.fill(region, block, self.stamp[block])
+        self.free += blocks
+
+    def fill(self, region: Region, block: int, content: NDArray[np.uint8] | np.uint8) -> None:
+        region.bytes[block * region.block_bytes : (block + 1) * region.block_bytes] = content
+
+    def check(self) -> None:
+        """At the end: nothing held, every block back, and nobody wrote into what was given back."""
+        if self.dead:
+            return
+        for what, handle in self.handles.items():
+            if handle.end is None:
+                self.wrong.append(f"{what} has not ended")
+        figures = self.agent.figures()
+        held = {**figures["leases"], **figures["reservations"], "credit": figures["under_way_bytes"]}
+        if any(held.values()):
+            self.wrong.append(f"held: { ({state: count for state, count in held.items() if count}) }")
+        if sorted(self.free) != list(range(BLOCKS)):
+            self.wrong.append("blocks leaked")
+        for region in self.regions:
+            if (region.bytes.reshape(BLOCKS, -1) != self.stamp[:, None]).any():
+                self.wrong.append("blocks that had been given back were written")
+        if figures["faults"].get("owner"):
+            self.wrong.append("an owner failed")
+
+
+@dataclass
+class Outcome:
+    """How a trial went. `wrong` is empty, or there is a bug."""
+
+    seed: int
+    transport: str
+    fault: str
+    wrong: list[str] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)
+
+
+class Trial:
+    """One seed's world. `pace`: how much slower than in simulation things happen on the real clock."""
+
+    def __init__(self, seed: int, transport: str) -> None:
+        self.rng = Random(seed)
+        self.transport = transport
+        self.fault = self.rng.choice(FAULTS)
+        self.virtual = transport == "inproc"
+        self.clock: VirtualClock | ThreadClock = VirtualClock() if self.virtual else ThreadClock("trial")
+        self.wire = Wire(self.clock, self.weather(), Random(seed + 1))
+        self.proxies: list[Proxy] = []
+        self.inner: list[Transport] = []
+        # Simulated time costs nothing; real time does.
+        self.span_s = 0.4 if self.virtual else 0.05
+        self.sources = [self.engine("p0", seed), self.engine("p1", seed)]
+        self.sinks = [self.engine("d0", seed), self.engine("d1", seed)]
+        self.engines = [*self.sources, *self.sinks]
+        for engine in self.engines:
+            engine.agent.open(engine)
+            engine.expected = self.expected
+            engine.reuse(engine.free[:])
+            engine.free = list(range(BLOCKS))
+
+    def weather(self) -> Weather:
+        probability = self.rng.choice([0.02, 0.1, 0.5])
+        faults = {
+            "spoil bytes": Weather(corrupt=probability),
+            "truncate": Weather(truncate=probability),
+            "repeat windows": Weather(duplicate=probability, delay_s=0.1),
+            "delay windows": Weather(delay=probability, delay_s=0.1),
+            "sever": Weather(sever=probability / 4),
+        }
+        speed = self.rng.choice([None, 1e5, 1e6])
+        calm = faults.get(self.fault, Weather())
+        return msgspec.structs.replace(calm, latency_s=self.rng.choice([0.0, 0.001, 0.01]), bytes_per_s=speed)
+
+    def dice(self) -> Dice:
+        probability, late_s = self.rng.choice([0.01, 0.05, 0.3]), self.rng.choice([0.01, 0.1])
+        return {
+            "spoil messages": Dice(spoil_message=probability),
+            "repeat messages": Dice(repeat_message=probability),
+            "lose messages": Dice(lose_message=probability),
+            "delay messages": Dice(delay_message=probability, late_s=late_s),
+            "repeat windows": Dice(repeat_window=probability),
+            "lose windows": Dice(lose_window=probability),
+            "delay windows": Dice(delay_window=probability, late_s=late_s),
+            "replay windows": Dice(replay_window=probability, late_s=late_s * 3),
+        }.get(self.fault, Dice())
+
+    def engine(self, name: str, seed: int) -> Engine:
+        layout = msgspec.structs.replace(BASE, tp=self.rng.choice([1, 2, 4]), block_tokens=self.rng.choice([8, 16, 32]))
+        clock: Clock = self.clock
+        if self.virtual:
+            inner: Transport = Inproc(self.wire)
+            clock = inner.agent_clock  # type: ignore[attr-defined]
+        else:
+            from tests.contract.kvtransfer.links import make
+
+            inner = make(self.transport, self.wire)
+        self.inner.append(inner)
+        dice = self.dice()
+        faulty = Faulty(inner, dice, Random(self.rng.random()), clock) if dice != Dice() else inner
+        return Engine(name, layout, [faulty], clock, self.rng.randrange(1 << 30))
+
+    def expected(self, name: str) -> NDArray[np.uint8] | None:
+        return next((source.offers[name].content for source in self.sources if name in source.offers), None)
+
+    # ---- what happens
+
+    def run(self) -> list[str]:
+        requests = self.rng.randrange(2, 7)
+        for number in range(requests):
+            self.request(f"r{number}")
+        self.breakage()
+        if not self.settled(6.0 if self.virtual else 8.0):
+            for engine in self.engines:
+                if not engine.dead:
+                    engine.agent.shut()
+            self.settled(2.0)
+        else:
+            for engine in self.engines:
+                if not engine.dead:
+                    engine.agent.shut()
+        self.rest(0.15 if self.virtual else 0.01)
+        for engine in self.engines:
+            engine.check()
+        self.leave()
+        return [f"{engine.name}: {wrong}" for engine in self.engines for wrong in engine.wrong]
+
+    def at(self, seconds: float, call: Callable[[], object]) -> None:
+        self.clock.call_at(self.clock.now() + seconds, lambda: (call(), None)[1])
+
+    def moment(self, share: float = 1.0) -> float:
+        return self.rng.random() * self.span_s * share
+
+    def request(self, name: str) -> None:
+        rng = self.rng
+        source, sink = rng.choice(self.sources), rng.choice(self.sinks)
+        tokens = rng.randrange(1, 120)
+        wanted = rng.randrange(1, tokens + 1) if rng.random() < 0.2 else tokens
+        skip = rng.randrange(wanted) if rng.random() < 0.3 else 0
+        ttl_s = rng.choice([0.02, self.span_s / 2, 2.0, 2.0, 2.0, 2.0, 2.0])
+        timeout_s = rng.choice([self.span_s / 3, 1.0, 1.5, 2.0, 2.0])
+        layered, pull = rng.random() < 0.4, rng.random() < 0.5
+        offered_at, asked_after = self.moment(), self.moment(0.3)
+        cancel, revoke = (self.moment(1.5) if rng.random() < 0.3 else None for _ in range(2))
+        thief = self.moment() if rng.random() < 0.3 else None
+        layers_at = sorted(self.moment(0.6) for _ in range(BASE.layers))
+        address = self.address_of(source)
+
+        def take(ticket: str | None) -> None:
+            if (
+                not sink.dead
+                and (landing := sink.take(address, name, wanted, skip, ticket, timeout_s))
+                and cancel is not None
+            ):
+                self.at(cancel, landing.cancel)
+
+        def give() -> None:
+            offer = None if source.dead else source.give(name, tokens, ttl_s, layered)
+            if offer is None:
+                return
+            for layers, when in enumerate(layers_at, 1):
+                self.at(when, lambda layers=layers: offer.ready(layers))  # type: ignore[misc]
+            if revoke is not None:
+                self.at(revoke, offer.revoke)
+            if pull:
+                self.at(asked_after, lambda: take(offer.ticket))
+            if thief is not None:
+                other = next(each for each in self.sinks if each is not sink)
+                self.at(thief, lambda: other.dead or other.take(address, name, wanted, 0, offer.ticket, timeout_s))
+
+        self.at(offered_at, give)
+        if not pull:
+            self.at(self.moment(), lambda: take(None))
+
+    def address_of(self, source: Engine) -> str:
+        if self.transport != "tcp" or self.fault not in ("spoil bytes", "truncate", "sever", "stall"):
+            return source.agent.address
+        proxy = Proxy(source.agent.address, Random(self.rng.random()))
+        self.proxies.append(proxy)
+        return proxy.address
+
+    def breakage(self) -> None:
+        """The fault that the seed has drawn, where it is not in the weather or the dice."""
+        kind, when, back = self.fault, self.moment(), self.rng.choice([0.03, 0.1, 0.4])
+        victims = self.sources if "source" in kind else self.sinks
+        victim = self.rng.choice(victims if "source" in kind or "sink" in kind else self.engines)
+        if kind.startswith("kill"):
+            self.at(when, lambda: self.kill(victim))
+        elif self.virtual and (kind.startswith("freeze") or kind == "stall"):
+            stop, go = (
+                (self.wire.freeze, self.wire.thaw) if kind.startswith("freeze") else (self.wire.stall, self.wire.flow)
+            )
+            self.at(when, lambda: stop(victim.agent.address))
+            self.at(when + back, lambda: go(victim.agent.address))
+        for proxy in self.proxies:
+            if kind == "stall":
+                self.at(when, proxy.stall)
+                self.at(when + back, proxy.flow)
+            elif kind in ("truncate", "sever"):
+                self.at(when, proxy.sever)
+            else:
+                proxy.spoil(self.rng.choice([0, 1, 1, 2]))
+                self.at(when, lambda proxy=proxy: proxy.spoil(2))  # type: ignore[misc]
+        if not self.virtual and not self.proxies and kind in ("sever", "stall", "freeze source", "freeze sink"):
+            self.at(when, lambda: self.hang_up(victim))
+
+    def kill(self, engine: Engine) -> None:
+        """The process is gone, as SIGKILL leaves it: its links break, and nothing of it runs any more."""
+        engine.dead = True
+        if self.virtual:
+            self.wire.kill(engine.agent.address)
+        else:
+            engine.agent._board.close()
+            self.inner[self.engines.index(engine)].close()
+
+    def hang_up(self, engine: Engine) -> None:
+        for link in list(engine.agent._board._lines):
+            link.close()
+
+    # ---- time
+
+    def settled(self, within_s: float) -> bool:
+        """Let it run until everything has ended that was begun and will be."""
+        self.rest(self.span_s * 2)
+        if isinstance(self.clock, VirtualClock):
+            return self.clock.run(within_s, self.quiet)
+        deadline = time.monotonic() + within_s
+        while not self.quiet() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return self.quiet()
+
+    def quiet(self) -> bool:
+        return all(handle.end for engine in self.engines if not engine.dead for handle in list(engine.handles.values()))
+
+    def rest(self, seconds: float) -> None:
+        if isinstance(self.clock, VirtualClock):
+            self.clock.run(seconds)
+        else:
+            time.sleep(seconds)
+
+    def leave(self) -> None:
+        for engine in self.engines:
+            if not engine.dead:
+                engine.agent.leave()
+        for proxy in self.proxies:
+            proxy.close()
+        if isinstance(self.clock, ThreadClock):
+            self.clock.close()
+        for engine in self.engines:
+            for region in engine.regions:
+                region.close()
+
+
+def trial(seed: int, transport: str) -> Outcome:
+    """One world from beginning to end."""
+    world = Trial(seed, transport)
+    outcome = Outcome(seed, transport, world.fault, world.run())
+    for engine in world.engines:
+        for request in (*engine.offers.values(), *engine.landings.values()):
+            if request.end is not None:
+                side = "offer" if request.content is not None else "landing"
+                outcome.ends[f"{side} {request.end.how} {request.end.reason}"] += 1
+    return outcome
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=10_000)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the first; a trial is made again by its seed and transport"
+    )
+    parser.add_argument("--transport", default="inproc,shm,tcp", help="taken in turn")
+    parser.add_argument("--jobs", type=int, default=2)
+    chosen = parser.parse_args()
+    names = chosen.transport.split(",")
+    tasks = [(seed, names[seed % len(names)]) for seed in range(chosen.seed, chosen.seed + chosen.trials)]
+    began, ends, faults, wrong = time.monotonic(), Counter[str](), Counter[str](), []
+    with multiprocessing.get_context("spawn").Pool(chosen.jobs, maxtasksperchild=500) as pool:
+        for outcome in pool.imap_unordered(_trial, tasks, chunksize=4):
+            ends.update(outcome.ends)
+            faults[f"{outcome.transport}: {outcome.fault}"] += 1
+            if outcome.wrong:
+                wrong.append(outcome)
+                print(f"WRONG seed {outcome.seed} {outcome.transport} ({outcome.fault}): {outcome.wrong}", flush=True)
+    for title, counts in (("trials", faults), ("ends", ends)):
+        print(f"{title}:")
+        for what, count in sorted(counts.items()):
+            print(f"  {count:7d}  {what}")
+    print(f"{chosen.trials} trials in {time.monotonic() - began:.0f} s, {len(wrong)} wrong")
+    raise SystemExit(1 if wrong else 0)
+
+
+def _trial(task: tuple[int, str]) -> Outcome:
+    try:
+        return trial(*task)
+    except Exception as broken:
+        return Outcome(*task, "?", ["".join(traceback.format_exception(broken)[-6:])])
+
+
+if __name__ == "__main__":
+    main()
