@@ -161,7 +161,7 @@ def test_spare_blocks_behind_the_tokens_are_left_alone() -> None:
 
 
 def test_agents_of_one_version_make_the_same_plans() -> None:
-    """Windows name runs by number. If this test fails, plans have changed: raise messages.VERSION, then the digest here."""
+    """Windows name runs by number. Does this fail? Then plans have changed: raise messages.VERSION with the digest."""
     digest = hashlib.sha256()
     for change in ({}, {"tp": 2}, {"pp": 3}, {"block_tokens": 8}, {"block_tokens": 24}, {"order": KvOrder.NHD}):
         other = replace(SMALL, **change)
