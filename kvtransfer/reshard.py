@@ -100,11 +100,16 @@ class Plan:
     ) -> None:
         self.src, self.dst, self.tokens, self.group_layers = src, dst, tokens, group_layers
         self.groups = -(-src.layers // group_layers)
-        self._segments = segments
-        self._most_run_bytes = most_run_bytes
-        self._shares = tuple(tuple(_shares(src, dst, group, self.layers(group))) for group in range(self.groups))
+        self._shares = shares = tuple(
+            tuple(_shares(src, dst, group, self.layers(group))) for group in range(self.groups)
+        )
+
+        def make(group: int, pair: int) -> Runs:
+            """Closed over values and not over the plan: its arrays go when it goes, without the garbage collector."""
+            return _limited(_joined(_runs(src, dst, segments, shares[group][pair])), most_run_bytes)
+
         # Windows come group by group: the runs of two groups are enough to have at hand, all would be too many.
-        self._made = lru_cache(2 * max(map(len, self._shares)))(self._make)
+        self._made = lru_cache(2 * max(map(len, shares)))(make)
 
     def layers(self, group: int) -> range:
         """The layers of a group. IndexError for a group that is not."""
@@ -149,10 +154,6 @@ class Plan:
     def _checked(self, group: int) -> int:
         self.layers(group)
         return group
-
-    def _make(self, group: int, pair: int) -> Runs:
-        share = self._shares[group][pair]
-        return _limited(_joined(_runs(self.src, self.dst, self._segments, share)), self._most_run_bytes)
 
 
 def plan(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
 
 import numpy as np
 import pytest
@@ -153,6 +155,18 @@ def test_what_is_not_in_the_plan_cannot_be_asked_for() -> None:
     ):
         with pytest.raises(IndexError):
             ask()
+
+
+def test_a_plan_goes_with_its_last_user() -> None:
+    gc.disable()
+    try:
+        made = plan(SMALL, SMALL, [5], [1], 16)
+        alive = weakref.ref(made.runs(0, 0).src)
+        assert alive() is not None
+        del made
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_spare_blocks_behind_the_tokens_are_left_alone() -> None:
