@@ -28,6 +28,7 @@ from kvtransfer.frame import (
 )
 from kvtransfer.transports.base import Slice, Verdict, WindowHead
 from kvtransfer.transports.scatter import NOTHING, Iovecs, Pieces, Stretch, address_of, readv
+from kvtransfer.transports.seal import Seal
 
 _STAGE_BYTES = 4096
 _SCRATCH_BYTES = 64 << 10
@@ -53,7 +54,7 @@ class Hearer(Protocol):
 class _Arrival:
     """A payload on its way in. `window` None: thrown away; `head` None: a large message."""
 
-    __slots__ = ("digest", "head", "message", "pieces", "window")
+    __slots__ = ("digest", "head", "message", "opening", "pieces", "sealed", "window")
 
     def __init__(self, pieces: Pieces, head: WindowHead | None = None, window: Slice | None = None) -> None:
         self.pieces = pieces
@@ -61,6 +62,8 @@ class _Arrival:
         self.window = window
         self.message: tuple[Opening, bytes, bytearray] | None = None
         self.digest: xxhash.xxh3_64 | None = None
+        self.opening = b""
+        self.sealed: bytearray | None = None
 
 
 class Inbound:
@@ -68,6 +71,7 @@ class Inbound:
 
     def __init__(self, fd: int, receive: Callable[[memoryview], int], hearer: Hearer, limits: FrameLimits) -> None:
         self.limits = limits
+        self.seal: Seal | None = None
         self._fd = fd
         self._receive = receive
         self._hearer = hearer
@@ -87,9 +91,11 @@ class Inbound:
     def divert(self, transfer: int) -> None:
         """From now on nothing is written into this transfer's blocks."""
         arrival = self._arrival
-        if arrival is not None and arrival.head is not None and arrival.head.transfer == transfer:
+        if arrival is None or arrival.head is None or arrival.head.transfer != transfer:
+            return
+        if arrival.sealed is None:
             arrival.pieces = Pieces.over(self._scratch, arrival.pieces.left, self._iovecs)
-            arrival.window = arrival.digest = None
+        arrival.window = arrival.digest = None
 
     def pump(self) -> bool:
         """Read once and act on what came. False: nothing came. EOFError, FrameError, OSError: the end."""
@@ -159,7 +165,7 @@ class Inbound:
         verify_header(preamble, header, announced)
         self._begin += size
         if announced.kind is Kind.WINDOW:
-            self._open_window(announced, header)
+            self._open_window(announced, bytes(preamble) + header)
         else:
             self._framed(announced, header)
         return True
@@ -184,21 +190,26 @@ class Inbound:
         self._framed(announced, bytes(data))
         return True
 
-    def _open_window(self, announced: Opening, header: bytes) -> None:
+    def _open_window(self, announced: Opening, whole: bytes) -> None:
         """Where it goes is our own plan's answer; its size must be that plan's before a byte is read into memory."""
-        head = unpack_head(header)
+        head = unpack_head(whole[PREAMBLE_BYTES:])
+        if (announced.proof is Proof.GCM) != (self.seal is not None):
+            raise FrameError("windows are sealed at both ends of a link, or at neither")
         if announced.payload_bytes not in (0, head.n_bytes):
             raise FrameError(f"a window of {head.n_bytes} bytes comes with {announced.payload_bytes}")
         window = self._hearer.incoming(head)
         if window is None or not announced.payload_bytes:
-            arrival = _Arrival(Pieces.over(self._scratch, announced.payload_bytes, self._iovecs), head, window)
+            pieces = Pieces.over(self._scratch, announced.payload_bytes, self._iovecs)
         else:
             pieces = Pieces.of_window(window.region, window.runs.dst, window.runs.length, self._iovecs)
-            arrival = _Arrival(pieces, head, window)
-            if arrival.pieces.size != head.n_bytes:
-                raise FrameError(f"a window of {head.n_bytes} bytes where the plan has {arrival.pieces.size}")
-            if announced.proof is Proof.XXH3:
-                arrival.digest = xxhash.xxh3_64()
+            if pieces.size != head.n_bytes:
+                raise FrameError(f"a window of {head.n_bytes} bytes where the plan has {pieces.size}")
+        arrival = _Arrival(pieces, head, window)
+        if self.seal is not None:
+            arrival.opening, arrival.sealed = whole, bytearray(announced.payload_bytes)
+            arrival.pieces = Pieces.of_buffer(arrival.sealed, self._iovecs)
+        elif announced.proof is Proof.XXH3 and window is not None:
+            arrival.digest = xxhash.xxh3_64()
         self._arrival = arrival
         self._fill(arrival)
 
@@ -214,14 +225,23 @@ class Inbound:
         verdict, proof = read_trailer(self._stage[self._begin :])
         self._begin += TRAILER_BYTES
         self._arrival = None
+        if self.seal is not None and arrival.sealed is not None:
+            self._unseal(self.seal, arrival, arrival.sealed, proof)
         window, head = arrival.window, arrival.head
         if window is None or head is None:
             return
-        if not arrival.pieces.size and head.n_bytes:
+        if not arrival.pieces.size:
             verdict = Verdict.STALE
         elif verdict is Verdict.OK and not _proven(arrival, proof):
             verdict = Verdict.CORRUPT
         self._hearer.landed(head, verdict)
+
+    def _unseal(self, seal: Seal, arrival: _Arrival, sealed: bytearray, tag: bytes) -> None:
+        """Nothing is written before it is known who wrote it. SealBroken ends the link."""
+        plain = seal.open(sealed, tag, arrival.opening)
+        if arrival.window is not None and plain:
+            runs = arrival.window.runs
+            Pieces.of_window(arrival.window.region, runs.dst, runs.length, self._iovecs).put(plain)
 
     def _tidy(self) -> None:
         """What is left moves to the stage's front."""

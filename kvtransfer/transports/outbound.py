@@ -6,6 +6,7 @@ Fed from any thread, pumped by one. Not here: when to pump, the socket's life (s
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -40,9 +41,13 @@ class _Body:
 
     def trailer(self) -> bytes:
         """Made when the last byte has been read from memory: what was read until now was read in time, or was not."""
+        self.still_current()
+        return trailer(self.verdict, self.tag or (self.digest.intdigest() if self.digest else 0))
+
+    def still_current(self) -> bool:
         if self.current is not None and not self.current():
             self.verdict = Verdict.STALE
-        return trailer(self.verdict, self.tag or (self.digest.intdigest() if self.digest else 0))
+        return self.verdict is Verdict.OK
 
 
 class Outbound:
@@ -59,23 +64,29 @@ class Outbound:
         small = np.empty(_SMALL_BYTES, np.uint8)
         self._small, self._address = small.data, address_of(small)
         self._begin = self._end = 0
+        self._gate = threading.Lock()
         self._iovecs = Iovecs()
         self._zeros = np.zeros(_ZEROS_BYTES, np.uint8)
 
     def queue(self, item: bytes | tuple[WindowHead, Slice]) -> None:
         """A whole frame, or a window. From any thread."""
-        self._queue.append(item)
+        with self._gate:
+            self._queue.append(item)
 
     @property
     def idle(self) -> bool:
         return not self._queue and self._body is None and self._begin == self._end
 
     def drop(self, transfer: int) -> None:
-        """Forget its windows. Of one that has begun, zeros follow and the verdict is STALE: its memory is not ours."""
-        kept = [item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer]
-        self._queue = deque(kept)
+        """Forget its windows. Of one that has begun, zeros follow and the verdict is STALE: its memory is not ours.
+
+        A sealed one had been read when it was sealed: it goes on as it is.
+        """
+        with self._gate:
+            kept = [item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer]
+            self._queue = deque(kept)
         body = self._body
-        if body is not None and body.head is not None and body.head.transfer == transfer:
+        if body is not None and body.head is not None and body.head.transfer == transfer and not body.tag:
             body.pieces = Pieces.over(self._zeros, body.pieces.left, self._iovecs)
             body.digest = None
             body.verdict = Verdict.STALE
@@ -116,7 +127,9 @@ class Outbound:
     def _begin_window(self, head: WindowHead, window: Slice) -> None:
         """A window whose source has lost its blocks already is only named, and nothing of it is read."""
         pieces = Pieces.of_window(window.region, window.runs.src, window.runs.length, self._iovecs)
-        proof = Proof.GCM if self.seal else Proof.XXH3 if self._checked else Proof.NONE
+        if self.seal is not None:
+            return self._begin_sealed(self.seal, _Body(pieces, head, window.current))
+        proof = Proof.XXH3 if self._checked else Proof.NONE
         if window.current is not None and not window.current():
             self._lay(frame(Kind.WINDOW, pack_head(head), 0, proof))
             pieces = Pieces.over(self._zeros, 0, self._iovecs)
@@ -129,6 +142,26 @@ class Outbound:
             self._stage(body)
         else:
             self._body = body
+        return None
+
+    def _begin_sealed(self, seal: Seal, body: _Body) -> None:
+        """Sealing copies in any case, so it is known before anything is sent whether the memory was read in time. If it
+        was not, nothing is sent of it: the header says so, and the header is sealed."""
+        assert body.head is not None
+        header, size = pack_head(body.head), body.pieces.size
+        opening = frame(Kind.WINDOW, header, size, Proof.GCM)
+        sealed = memoryview(b"")
+        if body.still_current():
+            sealed, body.tag = seal.close(body.pieces.parts(), size, opening)
+        if not body.still_current():
+            opening = frame(Kind.WINDOW, header, 0, Proof.GCM)
+            sealed, body.tag = seal.close((), 0, opening)
+        self._lay(opening)
+        body.current, body.pieces = None, Pieces.of_buffer(sealed, self._iovecs)
+        if sealed:
+            self._body = body
+        else:
+            self._finish(body)
 
     def _stage(self, body: _Body) -> None:
         end = self._end + body.pieces.size

@@ -10,7 +10,7 @@ import ctypes
 import errno
 import os
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from operator import add
 from typing import Any
@@ -109,7 +109,7 @@ class Pieces:
         return pieces
 
     @classmethod
-    def of_buffer(cls, buffer: bytes | bytearray | Bytes, iovecs: Iovecs) -> Pieces:
+    def of_buffer(cls, buffer: bytes | bytearray | memoryview, iovecs: Iovecs) -> Pieces:
         """One piece: all of `buffer`."""
         return cls.over(np.frombuffer(buffer, np.uint8), len(buffer), iovecs)
 
@@ -173,12 +173,17 @@ class Pieces:
         if not self.left or self.done - (self._ends[self.fed - 1] if self.fed else 0) >= most:
             self.feed(update, self.done)
 
+    def parts(self) -> Iterator[memoryview]:
+        """All pieces, in order."""
+        memory = self._memory.data
+        return (memory[at : at + length] for at, length in zip(self._offsets, self._lengths, strict=True))
+
     def gather(self, into: memoryview) -> None:
         """Copy all pieces to the front of a buffer, behind each other."""
-        memory, at = self._memory.data, 0
-        for start, length in zip(self._offsets, self._lengths, strict=True):
-            into[at : at + length] = memory[start : start + length]
-            at += length
+        at = 0
+        for part in self.parts():
+            into[at : at + len(part)] = part
+            at += len(part)
 
     def put(self, data: memoryview) -> None:
         """Copy into the pieces, from byte `done` on, without counting them as done."""

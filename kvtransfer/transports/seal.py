@@ -5,12 +5,14 @@ Not here: the key's origin (session.py), control messages (sealed by the agents,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from kvtransfer.transports.base import TransportError
 
 TAG_BYTES = 16
 _KEY_BYTES = 16
+_SLACK = 16  # the cipher wants room for a block more than it writes
 
 
 class SealBroken(Exception):
@@ -22,26 +24,46 @@ class Seal:
 
     def __init__(self, key: bytes) -> None:
         try:
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         except ImportError as missing:
             raise TransportError("sealed windows need the package cryptography: install the extra `seal`") from missing
-        self._cipher: Any = AESGCM(key[:_KEY_BYTES])
+        self._make: Any = Cipher
+        self._mode: Any = modes.GCM
+        self._key: Any = algorithms.AES(key[:_KEY_BYTES])
+        self._invalid: type[Exception] = InvalidTag
         self._count = 0
+        self._buffer = bytearray()
 
-    def close(self, data: bytes | bytearray, about: bytes) -> tuple[bytes, bytes]:
-        """(ciphertext, tag). `about` is covered, but not hidden."""
-        sealed = self._cipher.encrypt(self._nonce(), data, about)
-        return sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
+    def close(self, parts: Iterable[memoryview], size: int, about: bytes) -> tuple[memoryview, bytes]:
+        """Ciphertext of `size` bytes in parts, and its tag. `about` is covered, but not hidden.
 
-    def open(self, data: bytes | bytearray, about: bytes) -> bytes:
-        """The plain bytes of ciphertext with its tag behind it. SealBroken if anything was touched."""
-        from cryptography.exceptions import InvalidTag
+        The ciphertext lies in this seal's own memory, until the next call.
+        """
+        cipher = self._make(self._key, self._mode(self._nonce())).encryptor()
+        cipher.authenticate_additional_data(about)
+        view, at = self._room(size), 0
+        for part in parts:
+            at += cipher.update_into(part, view[at:])
+        cipher.finalize()
+        return view[:size], cipher.tag
 
+    def open(self, sealed: bytearray, tag: bytes, about: bytes) -> memoryview:
+        """The plain bytes, in this seal's own memory until the next call. SealBroken if anything was touched."""
+        cipher = self._make(self._key, self._mode(self._nonce(), tag)).decryptor()
+        cipher.authenticate_additional_data(about)
+        view = self._room(len(sealed))
+        cipher.update_into(sealed, view)
         try:
-            opened: bytes = self._cipher.decrypt(self._nonce(), data, about)
-        except InvalidTag as wrong:
+            cipher.finalize()
+        except self._invalid as wrong:
             raise SealBroken("a window's seal does not hold") from wrong
-        return opened
+        return view[: len(sealed)]
+
+    def _room(self, size: int) -> memoryview:
+        if len(self._buffer) < size + _SLACK:
+            self._buffer = bytearray(size + _SLACK)
+        return memoryview(self._buffer)
 
     def _nonce(self) -> bytes:
         self._count += 1

@@ -25,7 +25,7 @@ from kvtransfer.reshard import Blocks
 from kvtransfer.transports.base import LinkOwner, Slice, TransportError, Verdict, WindowHead
 from kvtransfer.transports.inbound import Inbound
 from kvtransfer.transports.outbound import Outbound
-from kvtransfer.transports.seal import SealBroken
+from kvtransfer.transports.seal import Seal, SealBroken
 
 _MOST_MESSAGE_BYTES = (4 << 20) + (128 << 10)
 _STRANGER = FrameLimits(header_bytes=24 << 10, payload_bytes=0)
@@ -105,6 +105,8 @@ class StreamLink:
         pass
 
     def secure(self, window_key: bytes) -> None:
+        if self._manner.sealed and self._in.seal is None:
+            self._out.seal, self._in.seal = Seal(window_key), Seal(window_key)
         self._in.limits = FrameLimits(header_bytes=_MOST_MESSAGE_BYTES)
 
     def fence(self, transfer: int) -> None:
@@ -116,8 +118,8 @@ class StreamLink:
         self._wake(always=True)
 
     def join(self) -> None:
-        """Wait until the thread has ended, unless that is the caller's own."""
-        if self._thread is not threading.current_thread():
+        """Wait until the thread has ended, unless that is the caller's own, or has yet to begin."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
 
     def drive(self, done: Callable[[], bool], timeout_s: float) -> bool:
