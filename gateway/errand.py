@@ -100,8 +100,9 @@ def _rest(steps: Steps, awaited: Any) -> Generator[Any, None, None]:
 
 @coroutine
 def _on_a_task() -> Generator[None, None, None]:
-    if asyncio.current_task() is None:
-        yield
+    """A turn of the loop for a Task; an Errand becomes one. Asking current_task() would not do: an errand may be
+    stepped out of somebody else's."""
+    yield
 
 
 @asynccontextmanager

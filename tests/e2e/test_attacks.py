@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.e2e.attacks import ATTACKS, BODY, CHAT, LENGTH, PATH, Attack, chat, chunked, head, raw
+from tests.e2e.attacks import ATTACKS, BODY, CHAT, FRAMING_ATTACKS, LENGTH, PATH, Attack, chat, chunked, head, raw
 from tests.e2e.processes import Gateway, gateway
 from tests.e2e.stub import TEXT, Stub, recording_stub
 from tests.e2e.wire import Answer, Wire, post
@@ -83,6 +83,20 @@ def test_an_attack_is_answered_with_its_error_and_nothing_is_forwarded(line: Lin
     assert len(line.stub.requests) == forwarded
     assert line.gateway.alive
     assert "Traceback" not in line.gateway.said
+
+
+@pytest.mark.parametrize("attack", FRAMING_ATTACKS, ids=[attack.name for attack in FRAMING_ATTACKS])
+def test_an_attack_behind_an_ordinary_request_fares_as_if_it_had_come_alone(line: Line, attack: Attack) -> None:
+    """The first is served without aiohttp's parser, the second judged by it: neither sees a byte of the other's."""
+    assert isinstance(attack.sent, bytes)
+    forwarded = len(line.stub.requests)
+    with Wire(line.gateway.port) as wire:
+        wire.send(chat() + attack.sent)
+        assert wire.answer().status == 200
+        answer = wire.answer()
+    assert (answer.status, answer.error["code"]) == (attack.status, attack.code)
+    assert len(line.stub.requests) == forwarded + 1
+    assert line.stub.requests[-1].json == CHAT
 
 
 def ask(line: Line, sent: bytes) -> Answer:

@@ -1,0 +1,127 @@
+"""The seam between front and lobby: whatever comes, in whatever pieces, is read as aiohttp's parser reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.gateway.seam import LAST, ODD, ORDINARY, House, Pipe, Seen, request, turns
+
+SEQUENCES = st.tuples(
+    st.lists(st.sampled_from(ORDINARY), max_size=3),
+    st.lists(st.sampled_from(ODD), max_size=1),
+    st.lists(st.sampled_from(ORDINARY), max_size=2),
+    st.lists(st.sampled_from(LAST), max_size=1),
+)
+
+
+def same(one: Seen, other: Seen) -> bool:
+    return one[:3] == other[:3]
+
+
+async def by_the_lobby(house: House, requests: list[bytes]) -> Seen:
+    """What aiohttp's parser makes of them, one at a time."""
+    return await house.see(house.lobby(), requests)
+
+
+@pytest.mark.parametrize("number", range(len(ORDINARY)))
+async def test_an_ordinary_request_never_sees_the_lobby_and_is_read_as_there(number: int) -> None:
+    house = House()
+    here = await house.see(house.front(), [ORDINARY[number]])
+    assert not here.moved
+    assert here.answers[0][0] == 200
+    assert same(here, await by_the_lobby(house, [ORDINARY[number]]))
+
+
+@pytest.mark.parametrize("odd", ODD + LAST)
+async def test_everything_else_is_for_the_lobby_and_fares_as_if_it_had_come_there(odd: bytes) -> None:
+    house = House()
+    here = await house.see(house.front(), [ORDINARY[1], odd])
+    assert here.moved
+    assert same(here, await by_the_lobby(house, [ORDINARY[1], odd]))
+
+
+@pytest.mark.parametrize("slow", [False, True])
+async def test_requests_cut_at_any_byte_are_the_same_requests(slow: bool) -> None:
+    house = House(slow)
+    requests = [ORDINARY[2], ORDINARY[4], ODD[1], ORDINARY[1]]
+    expected = await by_the_lobby(house, requests)
+    sent = b"".join(requests)
+    for at in range(len(sent) + 1):
+        assert same(await house.see(house.front(), [sent[:at], sent[at:]]), expected), at
+
+
+@settings(max_examples=150, deadline=None)
+@given(SEQUENCES, st.booleans(), st.lists(st.integers(0, 2000), max_size=6))
+def test_any_sequence_in_any_pieces_is_read_as_the_lobby_reads_it_one_by_one(
+    sequence: tuple[list[bytes], ...], slow: bool, cuts: list[int]
+) -> None:
+    async def run() -> None:
+        house = House(slow)
+        requests = list(itertools.chain(*sequence))
+        expected = await by_the_lobby(house, requests)
+        at_last = requests.pop() if sequence[3] else b""
+        sent = b"".join(requests)
+        ends = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
+        parts = [sent[start:end] for start, end in itertools.pairwise(ends)]
+        assert same(await house.see(house.front(), [*parts, at_last]), expected)
+
+    asyncio.run(run())
+
+
+async def test_a_head_in_many_pieces_ends_in_the_lobby_with_all_of_its_bytes() -> None:
+    house = House()
+    sent = request(b"{}", "X-Mark: dripped")
+    here = await house.see(house.front(), [sent[at : at + 3] for at in range(0, len(sent), 3)])
+    assert here.moved
+    assert here.served == [("/v1/chat/completions", b"{}", "dripped")]
+
+
+async def test_requests_behind_one_that_waits_are_served_in_their_order_and_more_is_not_read() -> None:
+    house = House(slow=True)
+    front = house.front()
+    pipe = Pipe(front)
+    front.connection_made(pipe)
+    front.data_received(request(b"first"))
+    for _ in range(3):
+        front.data_received(request(b"x" * 30_000))
+    assert pipe.paused
+    await turns()
+    await turns()
+    assert not pipe.paused
+    assert [len(body) for _, body, _ in house.served] == [5, 30_000, 30_000, 30_000]
+    pipe.close()
+    await turns()
+
+
+async def test_answers_that_nobody_reads_hold_back_the_next_request() -> None:
+    house = House()
+    front = house.front()
+    pipe = Pipe(front)
+    front.connection_made(pipe)
+    front.pause_writing()
+    front.data_received(request(b"one"))
+    front.data_received(request(b"two"))
+    assert [body for _, body, _ in house.served] == [b"one"]
+    front.resume_writing()
+    assert [body for _, body, _ in house.served] == [b"one", b"two"]
+    pipe.close()
+    await turns()
+
+
+async def test_a_stopping_gateway_lets_the_answer_under_way_end() -> None:
+    house = House(slow=True)
+    front = house.front()
+    pipe = Pipe(front)
+    front.connection_made(pipe)
+    front.data_received(request())
+    gone = front.finish()
+    assert not pipe.closed
+    await turns()
+    assert pipe.closed
+    assert gone.done()
+    assert b"connection: close" in pipe.text
