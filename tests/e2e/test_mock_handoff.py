@@ -52,6 +52,10 @@ async def test_every_transport_brings_the_same_bytes(transport: str) -> None:
     async with pair("vllm_push", (4, 2), kv={"transport": transport}) as groups:
         await splits_right(groups, {"prompt": PROMPT * 30, "max_tokens": 24})
         await groups.at_rest()
+        assert groups.decode.half is not None
+        assert groups.decode.half.agent is not None
+        ((_, used),) = groups.decode.half.agent.figures()["moved_bytes"]
+        assert used == ("shm" if transport == "auto" else transport)
 
 
 @pytest.mark.parametrize("model", ["demo-8b", "deepseek-v3"])

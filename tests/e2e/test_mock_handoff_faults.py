@@ -1,0 +1,254 @@
+"""Split requests that go wrong: no wrong word is ever said, nothing stays held, and who is to blame is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from mockgpu.fleet import Member
+from mockgpu.text import expected_text
+from tests.e2e.mock_pair import DIALECTS, PROMPT, Pair, pair, rooms
+from tests.e2e.processes import ENV
+
+LONG: dict[str, Any] = {"prompt": PROMPT * 20, "max_tokens": 12}
+WORDS = expected_text(LONG, 12)
+PUSHES = ("vllm_push", "mooncake", "sglang")
+
+
+async def fault(groups: Pair, member: Member, what: str) -> None:
+    async with groups.http.post(member.url + "/mock/fault", json={"spec": what}) as response:
+        assert response.status == 200, await response.text()
+
+
+async def attempt(groups: Pair, body: dict[str, Any] = LONG) -> str | None:
+    """The words of a split answer; None when it failed, whichever leg did."""
+    try:
+        status, answer = await groups.split(body)
+    except (AssertionError, aiohttp.ClientError):
+        return None
+    return answer["choices"][0]["text"] if status == 200 else None
+
+
+@asynccontextmanager
+async def bad_pair(dialect: str = "vllm_nixl", **kv: Any) -> AsyncIterator[Pair]:
+    """Groups that are joined by a wire that can be harmed."""
+    async with pair(
+        dialect, kv={"transport": "tcp", "wire_faults": True, "wait_s": 2.0, "lease_s": 2.0} | kv
+    ) as groups:
+        yield groups
+
+
+# --- the proof itself
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_one_bit_of_kv_turned_before_it_left_gives_other_words_of_the_same_number(dialect: str) -> None:
+    async with pair(dialect) as groups:
+        await fault(groups, groups.prefill, "kv-corrupt")
+        words = await attempt(groups)
+        assert words is not None
+        assert words != WORDS
+        assert len(words) == len(WORDS)
+        assert await groups.metric(groups.decode, "mock:tainted_answers_total") == 1
+
+
+async def test_wrong_kv_stays_wrong_for_all_who_share_it() -> None:
+    async with pair() as groups:
+        await fault(groups, groups.prefill, "kv-corrupt")
+        assert await attempt(groups) != WORDS
+        await fault(groups, groups.prefill, "")
+        assert await attempt(groups) != WORDS
+        _, answer = await groups.post(groups.decode, LONG)
+        assert answer["choices"][0]["text"] != WORDS
+
+
+# --- the wire
+
+
+@pytest.mark.parametrize("harm", ["wire-corrupt:after=20", "wire-corrupt:after=700", "wire-cut:after=300"])
+async def test_harm_on_the_wire_fails_the_request_or_it_is_computed_again_but_no_word_is_wrong(harm: str) -> None:
+    for recompute in (False, True):
+        async with bad_pair(recompute=recompute) as groups:
+            await fault(groups, groups.prefill, harm)
+            assert await attempt(groups) == (WORDS if recompute else None)
+            await fault(groups, groups.prefill, "")
+            assert await attempt(groups) == WORDS
+            await groups.at_rest()
+
+
+async def test_bytes_said_twice_end_the_link_and_no_word_is_wrong() -> None:
+    async with bad_pair() as groups:
+        await fault(groups, groups.prefill, "wire-replay:after=0")
+        for n in range(4):
+            body = LONG | {"prompt": f"{n} " + PROMPT * 20}
+            assert await attempt(groups, body) in (None, expected_text(body, 12))
+        await fault(groups, groups.prefill, "")
+        assert await attempt(groups) == WORDS
+        await groups.at_rest()
+
+
+async def test_a_silent_giver_is_noticed_within_a_second_and_its_late_bytes_touch_nobody() -> None:
+    async with bad_pair(recompute=True) as groups:
+        assert await attempt(groups) == WORDS
+        loop = asyncio.get_running_loop()
+        body = LONG | {"prompt": "fresh " + PROMPT * 20}
+        await fault(groups, groups.prefill, "wire-stall")
+        began = loop.time()
+        assert await attempt(groups, body) == expected_text(body, 12)
+        assert loop.time() - began < 1.5
+        # What was held back comes now, when its blocks may be another's.
+        await fault(groups, groups.prefill, "")
+        bodies = [LONG | {"prompt": f"{n} " + PROMPT * 20} for n in range(6)]
+        assert await asyncio.gather(*(attempt(groups, b) for b in bodies)) == [expected_text(b, 12) for b in bodies]
+        await groups.at_rest()
+
+
+async def test_faults_of_the_wire_need_a_wire_of_ours() -> None:
+    async with (
+        pair() as groups,
+        groups.http.post(groups.prefill.url + "/mock/fault", json={"spec": "wire-cut"}) as response,
+    ):
+        assert response.status == 400
+
+
+# --- deaths
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("prefill", "die-in-prefill"),
+        ("prefill", "die-in-transfer"),
+        ("decode", "die-in-pull"),
+        ("decode", "die-mid-decode:after=3"),
+        ("prefill", "kv-lost"),
+    ],
+)
+async def test_a_death_at_any_stage_leaves_nothing_held_and_the_groups_come_back(
+    dialect: str, where: str, what: str
+) -> None:
+    async with pair(dialect, kv={"transport": "tcp", "wait_s": 1.0, "lease_s": 1.0}, speed=200.0) as groups:
+        victim = groups.prefill if where == "prefill" else groups.decode
+        await fault(groups, victim, what)
+        assert await attempt(groups) in (None, WORDS)
+        if what != "kv-lost" and "transfer" not in what and "pull" not in what:
+            assert victim.group.dead
+        async with groups.http.delete(victim.url + "/mock/fault"):
+            victim.group.restore()
+        assert victim.half is not None
+        if victim.half._changing is not None:
+            await victim.half._changing
+        await groups.at_rest()
+        # A pushing decode group may remember the address of the engine that died, once.
+        assert WORDS in [await attempt(groups) for _ in range(2)]
+        await groups.at_rest()
+
+
+# --- the client leaves
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.006, 0.012, 0.025, 0.05])
+async def test_whenever_the_client_leaves_both_sides_are_free_at_once(dialect: str, after_s: float) -> None:
+    body = LONG | {"max_tokens": 400}
+    async with pair(dialect, kv={"transport": "tcp", "wait_s": 0.4, "lease_s": 0.4}, speed=4.0) as groups:
+        request = asyncio.create_task(groups.split(body))
+        await asyncio.sleep(after_s)
+        request.cancel()
+        await groups.at_rest(within_s=2)
+
+
+@pytest.mark.parametrize("dialect", PUSHES)
+async def test_a_decode_leg_left_while_it_waits_frees_its_room_within_a_quarter_second(dialect: str) -> None:
+    async with pair(dialect, kv={"transport": "tcp"}) as groups:
+        number = next(rooms)
+        _, take = groups.legs(LONG, number)
+        leg = asyncio.create_task(groups.post(groups.decode, take, f"r{number}"))
+        while not groups.decode.group.scheduler.fetching:
+            await asyncio.sleep(0)
+        leg.cancel()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while groups.decode.group.scheduler.pool.usage:
+            await asyncio.sleep(0)
+        assert loop.time() - began < 0.25
+
+
+async def test_a_storm_of_leaving_clients_leaves_the_rest_unharmed() -> None:
+    async with pair("vllm_nixl", kv={"transport": "tcp", "lease_s": 1.0}, speed=20.0) as groups:
+        bodies = [{"prompt": f"{n} " + PROMPT * (n % 9 + 1), "max_tokens": 30} for n in range(60)]
+        tasks = [asyncio.create_task(attempt(groups, body)) for body in bodies]
+        for n, task in enumerate(tasks):
+            if n % 10:
+                await asyncio.sleep(0.001)
+                task.cancel()
+        for n in range(0, 60, 10):
+            assert await tasks[n] == expected_text(bodies[n], 30)
+        await groups.at_rest()
+
+
+# --- real processes
+
+
+class Process:
+    """One group in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        self.url: str = told["ready"]
+
+
+@asynccontextmanager
+async def processes(*options: str) -> AsyncIterator[tuple[Process, Process]]:
+    """A prefill and a decode group, each a process; ended by their pid."""
+    command = [sys.executable, "-m", "mockgpu", "--port", "0", "--speed", "0", "--json", "--kv-tokens", "16384"]
+    command += ["--dialect", "vllm_nixl", *options]
+    running = [
+        subprocess.Popen([*command, "--role", role], stdout=subprocess.PIPE, text=True, env=ENV)
+        for role in ("prefill", "decode")
+    ]
+    try:
+        yield Process(running[0]), Process(running[1])
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
+            assert each.stdout is not None
+            each.stdout.close()
+
+
+async def post(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    async with http.post(url + "/v1/completions", json=body) as response:
+        return response.status, await response.json()
+
+
+GIVE = {"max_tokens": 1, "min_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+
+
+async def test_separate_processes_split_too_and_a_stopped_or_killed_giver_is_noticed() -> None:
+    async with processes("--kv-load-failure-policy", "recompute") as (prefill, decode), aiohttp.ClientSession() as http:
+        for number in (signal.SIGCONT, signal.SIGSTOP, signal.SIGKILL):
+            body = LONG | {"prompt": f"{number} " + PROMPT * 20}
+            _, first = await post(http, prefill.url, body | GIVE)
+            prefill.process.send_signal(number)
+            began = time.monotonic()
+            status, answer = await post(http, decode.url, body | {"kv_transfer_params": first["kv_transfer_params"]})
+            assert (status, answer["choices"][0]["text"]) == (200, expected_text(body, 12))
+            assert time.monotonic() - began < 4
+            prefill.process.send_signal(signal.SIGCONT)
+        async with http.get(decode.url + "/mock/state") as response:
+            state = await response.json()
+        assert (state["blocks_in_use"], state["transfers"]) == (0, 0)
