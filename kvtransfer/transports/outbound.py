@@ -151,11 +151,12 @@ class Outbound:
         header, size = pack_head(body.head), body.pieces.size
         opening = frame(Kind.WINDOW, header, size, Proof.GCM)
         sealed = memoryview(b"")
-        if body.still_current():
+        began = body.still_current()
+        if began:
             sealed, body.tag = seal.close(body.pieces.parts(), size, opening)
         if not body.still_current():
-            opening = frame(Kind.WINDOW, header, 0, Proof.GCM)
-            sealed, body.tag = seal.close((), 0, opening)
+            opening, sealed = frame(Kind.WINDOW, header, 0, Proof.GCM), memoryview(b"")
+            body.tag = seal.void(opening, instead=began)
         self._lay(opening)
         body.current, body.pieces = None, Pieces.of_buffer(sealed, self._iovecs)
         if sealed:

@@ -116,7 +116,7 @@ class Pieces:
     @classmethod
     def over(cls, scratch: Bytes, size: int, iovecs: Iovecs) -> Pieces:
         """`size` bytes that all lie in `scratch`, one piece upon the other: for bytes that do not matter."""
-        count = -(-size // scratch.size)
+        count = -(-size // scratch.size) if size else 0
         lengths = np.full(count, scratch.size, np.int64)
         if count:
             lengths[-1] = size - (count - 1) * scratch.size

@@ -20,7 +20,10 @@ class SealBroken(Exception):
 
 
 class Seal:
-    """One direction of one link: the n-th window is sealed with nonce n, so none can be repeated or left out."""
+    """One direction of one link: the n-th window is sealed with nonce n, so none can be repeated or left out.
+
+    A void window (no bytes) has nonces of its own: it may stand in for the n-th one after that was sealed already.
+    """
 
     def __init__(self, key: bytes) -> None:
         try:
@@ -35,12 +38,17 @@ class Seal:
         self._count = 0
         self._buffer = bytearray()
 
+    def void(self, about: bytes, *, instead: bool) -> bytes:
+        """The tag of a window without bytes. `instead`: of the one that was closed last, which is not sent."""
+        self._count -= instead
+        return self.close((), 0, about)[1]
+
     def close(self, parts: Iterable[memoryview], size: int, about: bytes) -> tuple[memoryview, bytes]:
         """Ciphertext of `size` bytes in parts, and its tag. `about` is covered, but not hidden.
 
         The ciphertext lies in this seal's own memory, until the next call.
         """
-        cipher = self._make(self._key, self._mode(self._nonce())).encryptor()
+        cipher = self._make(self._key, self._mode(self._nonce(size))).encryptor()
         cipher.authenticate_additional_data(about)
         view, at = self._room(size), 0
         for part in parts:
@@ -50,7 +58,7 @@ class Seal:
 
     def open(self, sealed: bytearray, tag: bytes, about: bytes) -> memoryview:
         """The plain bytes, in this seal's own memory until the next call. SealBroken if anything was touched."""
-        cipher = self._make(self._key, self._mode(self._nonce(), tag)).decryptor()
+        cipher = self._make(self._key, self._mode(self._nonce(len(sealed)), tag)).decryptor()
         cipher.authenticate_additional_data(about)
         view = self._room(len(sealed))
         cipher.update_into(sealed, view)
@@ -65,6 +73,6 @@ class Seal:
             self._buffer = bytearray(size + _SLACK)
         return memoryview(self._buffer)
 
-    def _nonce(self) -> bytes:
+    def _nonce(self, size: int) -> bytes:
         self._count += 1
-        return self._count.to_bytes(12, "big")
+        return (2 * self._count + (size == 0)).to_bytes(12, "big")

@@ -1,0 +1,107 @@
+"""One direction of a link without threads: an Outbound and an Inbound at the ends of a socket pair."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtransfer.frame import FrameLimits, Kind
+from kvtransfer.regions import Region
+from kvtransfer.reshard import Runs
+from kvtransfer.transports.base import Slice, Verdict, WindowHead
+from kvtransfer.transports.inbound import Inbound
+from kvtransfer.transports.outbound import Outbound
+
+BLOCKS, BLOCK_BYTES = 32, 16 << 10
+SIZE = BLOCKS * BLOCK_BYTES
+TRUSTED = FrameLimits(header_bytes=4 << 20)
+KEY = bytes(range(32))
+
+
+@dataclass
+class Ear:
+    """Writes down what an Inbound says; windows go where `places` tells."""
+
+    places: dict[WindowHead, Slice] = field(default_factory=dict)
+    heard: list[tuple[object, object]] = field(default_factory=list)
+    received_bytes: int = 0
+
+    def framed(self, kind: Kind, header: bytes) -> None:
+        self.heard.append((kind, header))
+
+    def incoming(self, head: WindowHead) -> Slice | None:
+        return self.places.get(head)
+
+    def landed(self, head: WindowHead, verdict: Verdict) -> None:
+        self.heard.append((head, verdict))
+
+
+@dataclass
+class Pipe:
+    out: Outbound
+    inn: Inbound
+    ear: Ear
+    near: socket.socket
+    far: socket.socket
+    source: Region
+    sink: Region
+    sent: list[WindowHead]
+
+    def put(
+        self, runs: Runs, transfer: int = 1, first: int = 0, current: Callable[[], bool] | None = None
+    ) -> WindowHead:
+        """Queue a window that the sink expects."""
+        head = WindowHead(transfer, 0, 0, first, runs.count, runs.n_bytes)
+        self.ear.places[head] = Slice(runs, self.sink, 0, 0)
+        self.out.queue((head, Slice(runs, self.source, 0, 0, current)))
+        return head
+
+    def receive(self) -> None:
+        while self.inn.pump():
+            pass
+
+    def flow(self) -> None:
+        """Until everything has arrived."""
+        while not self.out.idle:
+            self.out.pump()
+            self.receive()
+        self.receive()
+
+    def expected(self, *moves: Runs) -> np.ndarray:
+        memory = np.zeros(SIZE, np.uint8)
+        for runs in moves:
+            for src, dst, length in zip(runs.src, runs.dst, runs.length, strict=True):
+                memory[dst : dst + length] = self.source.bytes[src : src + length]
+        return memory
+
+
+@contextmanager
+def pipe(*, checked: bool = True) -> Iterator[Pipe]:
+    near, far = socket.socketpair()
+    for sock in (near, far):
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32 << 10)
+    ear, sent = Ear(), list[WindowHead]()
+    source = Region.create(BLOCKS, BLOCK_BYTES, name="source")
+    source.bytes[:] = np.random.default_rng(1).integers(1, 256, SIZE, dtype=np.uint8)
+    sink = Region.create(BLOCKS, BLOCK_BYTES, name="sink")
+    out = Outbound(near.fileno(), sent.append, checked=checked)
+    inn = Inbound(far.fileno(), far.recv_into, ear, TRUSTED)
+    try:
+        yield Pipe(out, inn, ear, near, far, source, sink, sent)
+    finally:
+        near.close()
+        far.close()
+        source.close()
+        sink.close()
+
+
+def scattered(seed: int, count: int, longest: int) -> Runs:
+    """Runs of 1 to `longest` bytes at random places, disjoint at the sink."""
+    rng = np.random.default_rng(seed)
+    slots = rng.permutation(SIZE // longest)[:count] * longest
+    return Runs(rng.integers(0, SIZE - longest, count), slots, rng.integers(1, longest + 1, count))
