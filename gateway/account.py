@@ -11,9 +11,9 @@ from time import monotonic, time
 
 import msgspec
 
-from gateway.exchange import Exchange
+from gateway.exchange import Exchange, SplitRecord
 from gateway.metrics import Metrics
-from gateway.relay import Relay
+from gateway.relay import Relay, Usage
 
 MAX_CHILDREN = 8192
 WAITED_S = 0.001  # below it a request found a place at once
@@ -55,6 +55,13 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     pick_score: float | None = None
     considered: int | None = None
     retries: list[str] = []
+    split_reason: str = ""
+    prefill: str = ""
+    dialect: str = ""
+    transport: str | None = None
+    prefilled_us: int | None = None
+    handed_over_us: int | None = None
+    handoff_us: int | None = None
 
 
 class AccessLog:
@@ -160,9 +167,8 @@ class _Children:
         self._completion = metrics.completion_tokens_total.labels(model)
         self._cached = metrics.cached_tokens_total.labels(model)
 
-    def count(self, received: float, relay: Relay, prompt_tokens: int, now: float) -> None:
+    def count(self, received: float, relay: Relay, usage: Usage, prompt_tokens: int, now: float) -> None:
         """One answered request."""
-        usage = relay.usage
         first = relay.first_token_at or relay.first_byte_at or now
         tokens = usage.completion_tokens or max(relay.events - 2, 1)
         self._requests.value += 1.0
@@ -212,13 +218,28 @@ class Accounts:
         key = (x.model, x.pick.candidate.endpoint.name, x.status, x.reason or x.outcome)
         children = self._children.get(key) or self._find(key)
         received = x.received_at or now
-        children.count(received, relay, x.call.request.prompt_tokens, now)
+        usage = relay.usage if x.split is None else _usage(x.split, relay)
+        children.count(received, relay, usage, x.call.request.prompt_tokens, now)
+        if x.split is not None:
+            self._split(x.split, relay, x, received)
         if x.sent_at is not None and x.admitted_at is not None and x.parsed_at is not None:
             waited_s = x.admitted_at - x.parsed_at
             self._overhead.observe(x.sent_at - received - waited_s)
             if waited_s > WAITED_S:
                 self._metrics.queue_seconds.labels(x.pick.candidate.endpoint.pool).observe(waited_s)
         self._bytes_out.value += relay.bytes_out
+
+    def _split(self, split: SplitRecord, relay: Relay, x: Exchange, received: float) -> None:
+        """The parts of its time to first token, as far as they can be told apart from outside."""
+        prefilled, first_byte, first = split.prefilled_at, relay.first_byte_at, relay.first_token_at
+        if split.prefill_sent_at is None or prefilled is None or first_byte is None or first is None:
+            return
+        stage = self._metrics.split_stage_seconds
+        stage.labels("queue").observe((x.picked_at or received) - received)
+        stage.labels("prefill").observe(prefilled - split.prefill_sent_at)
+        stage.labels("transfer").observe(max(0.0, first_byte - prefilled))
+        stage.labels("first_token").observe(first - first_byte)
+        self._metrics.split_handoff_seconds.labels(x.model).observe(max(0.0, first - prefilled))
 
     def _find(self, key: tuple[str, str, int, str]) -> _Children:
         if len(self._children) > MAX_CHILDREN:  # models and endpoints come and go with configurations
@@ -258,7 +279,31 @@ def _line(x: Exchange, relay: Relay | None, now: float) -> AccessLine:
             None if stamp is None else int((stamp - start) * 1e6) for stamp in seen
         ]
         line.bytes_out, line.events, line.finish_reason = relay.bytes_out, relay.events, relay.finish_reason
-        usage = relay.usage
+        usage = relay.usage if x.split is None else _usage(x.split, relay)
         line.prompt_tokens, line.completion_tokens = usage.prompt_tokens, usage.completion_tokens
         line.cached_tokens = usage.cached_tokens
+    if x.split is not None:
+        _tell(line, x.split, relay, start)
     return line
+
+
+def _tell(line: AccessLine, split: SplitRecord, relay: Relay | None, start: float) -> None:
+    """How the request was split, or why it was not."""
+    line.split_reason, line.prefill, line.dialect, line.transport = (
+        *(split.reason, split.prefill, split.dialect),
+        split.transport,
+    )
+    line.prefilled_us, line.handed_over_us = [
+        None if stamp is None else int((stamp - start) * 1e6) for stamp in (split.prefilled_at, split.handed_over_at)
+    ]
+    first = relay.first_token_at if relay is not None else None
+    if first is not None and split.prefilled_at is not None:
+        line.handoff_us = int(max(0.0, first - split.prefilled_at) * 1e6)
+
+
+def _usage(split: SplitRecord, relay: Relay) -> Usage:
+    """A decoder that was handed the KV calls the transfer a cache hit; the prefiller knows better."""
+    usage = relay.usage
+    if split.cached_tokens is None:
+        return usage
+    return msgspec.structs.replace(usage, cached_tokens=split.cached_tokens)

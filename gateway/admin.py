@@ -33,7 +33,8 @@ def application(app: App) -> web.Application:
 
     async def endpoints(_: web.Request) -> web.Response:
         now = monotonic()
-        return web.json_response({"endpoints": [_shown(live, now) for live in app.gateway.endpoints.all()]})
+        shown = [_shown(live, now) for live in app.gateway.endpoints.all()]
+        return web.json_response({"endpoints": shown, "splits": _splits(app), "pairs": _pairs(app)})
 
     async def config(_: web.Request) -> web.Response:
         snapshot = app.gateway.snapshot
@@ -89,3 +90,35 @@ def _shown(live: LiveEndpoint, now: float) -> dict[str, object]:
         "scrape_age_s": None if load.scraped_at is None else round(now - load.scraped_at, 3),
         "connections": len(live.upstream.connections),
     }
+
+
+def _splits(app: App) -> list[dict[str, object]]:
+    """Who may be paired with whom, by model and group of endpoints whose KV fits."""
+    routes = {route.name: route for route in app.gateway.snapshot.routes.values()}
+    return [
+        {
+            "model": name,
+            "dialect": route.split.dialect.name,
+            "compat": group.compat,
+            "prefill": [each.endpoint.name for each in group.prefills],
+            "decode": [each.endpoint.name for each in group.decodes],
+        }
+        for name, route in sorted(routes.items())
+        if route.split is not None
+        for group in route.split.pools.groups
+    ]
+
+
+def _pairs(app: App) -> list[dict[str, object]]:
+    """How handoffs went, for every pair that had one."""
+    return [
+        {
+            "prefill": prefill,
+            "decode": decode,
+            "served": figures.served,
+            "failed": figures.failed,
+            "handoff_s": None if figures.handoff_s is None else round(figures.handoff_s, 6),
+            "transport": figures.transport,
+        }
+        for (prefill, decode), figures in sorted(app.gateway.handoffs.pairs.items())
+    ]

@@ -24,6 +24,7 @@ from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
 from gateway.front import Front
 from gateway.gate import Gate
+from gateway.handoffs import Handoffs
 from gateway.lobby import Lobby
 from gateway.metrics import Metrics
 from gateway.openai import Api
@@ -64,6 +65,7 @@ class App:
             self._endpoints,
             self._gate,
             Accounts(self.metrics, self._log),
+            Handoffs(self.metrics, rng, self._outbox),
         )
         self._runners: list[web.AppRunner] = []
         self._servers: list[asyncio.Server] = []
@@ -98,6 +100,7 @@ class App:
         await self._watcher.stop()
         if self._sweeping is not None:
             self._sweeping.cancel()
+        self.gateway.handoffs.close()
         self._endpoints.close()
         await self._log.close()
 

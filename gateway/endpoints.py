@@ -139,6 +139,47 @@ class Booking:
             )
 
 
+class Reservation(Booking):
+    """A decode place of a split request: KV for all of its prompt from the start, and nothing to prefill there.
+
+    It is taken before the prefill is sent: nobody waits between the legs (engines.md 0.7).
+    """
+
+    __slots__ = ("_alone", "_came")
+
+    def __init__(
+        self, table: EndpointTable, live: LiveEndpoint, pick: Pick, request: Request, fingerprint: Fingerprint | None
+    ) -> None:
+        super().__init__(table, live, pick, request, fingerprint)
+        self._alone = self._uncached
+        self._came = False
+        live.load.prefill_tokens -= self._uncached
+        live.load.decode_tokens += request.prompt_tokens
+        self._uncached = 0
+        self._decoding = True
+
+    def recompute(self) -> None:
+        """Nothing usable was handed over: the prompt is computed here after all."""
+        self._live.load.prefill_tokens += self._alone
+        self._uncached = self._alone
+
+    def first_token(self) -> None:
+        self._came = True
+        self._live.load.prefill_tokens -= self._uncached
+        self._uncached = 0
+
+    def served(self, usage: Usage) -> None:
+        """The answer was whole. What it says of cached tokens is the transfer, and no news for the index."""
+        super().served(Usage())
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._live.load.prefill_tokens -= self._uncached
+        self._uncached = 0
+        if not self._came:
+            self._unlearn()
+
+
 class EndpointTable:
     """Live endpoints by slot. `on_change` is called when somebody's availability has changed."""
 
@@ -199,6 +240,13 @@ class EndpointTable:
             self._hits.value += pick.cached_tokens
             self.prefixes.index.insert(fingerprint, slot, request.prompt_tokens)
         return Booking(self, self._by_slot[slot], pick, request, fingerprint)
+
+    def reserve(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Reservation:
+        """Take a place for decoding what another endpoint prefills; it will hold the prompt as well."""
+        slot = pick.candidate.load.slot
+        if fingerprint is not None:
+            self.prefixes.index.insert(fingerprint, slot, request.prompt_tokens)
+        return Reservation(self, self._by_slot[slot], pick, request, fingerprint)
 
     # Evidence
 
@@ -295,4 +343,5 @@ def _endpoint(pool: str, spec: EndpointSpec) -> Endpoint:
         layout=Layout(layout.tp, layout.pp, layout.ep, layout.dp),
         labels=dict(spec.labels),
         max_concurrency=spec.max_concurrency,
+        bootstrap=spec.bootstrap,
     )

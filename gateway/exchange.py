@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -16,6 +16,33 @@ if TYPE_CHECKING:
     from gateway.relay import Relay
 
 
+class Sent(Protocol):
+    """A request that left for an engine; its bytes can be let go of once they are not needed again."""
+
+    def release(self) -> None: ...
+
+
+class SplitRecord(msgspec.Struct, eq=False):
+    """What was decided about splitting, and how it went. Stamps are monotonic seconds; None: not reached.
+
+    reason              why it was split or not, in policies.split's word
+    prefill, dialect    who prefilled and how it was handed over; empty when it was not split
+    prefill_sent_at     the prefill request left     prefilled_at   its answer was whole
+    handed_over_at      the decode request left
+    cached_tokens       of the prompt at the prefiller, as it says: the decoder cannot know
+    transport           how the KV travelled, when an engine said so
+    """
+
+    reason: str
+    prefill: str = ""
+    dialect: str = ""
+    prefill_sent_at: float | None = None
+    prefilled_at: float | None = None
+    handed_over_at: float | None = None
+    cached_tokens: int | None = None
+    transport: str | None = None
+
+
 class Exchange(msgspec.Struct, eq=False):
     """Stamps are monotonic seconds; None means that the stage was not reached.
 
@@ -26,6 +53,7 @@ class Exchange(msgspec.Struct, eq=False):
     reason        the short cause when the outcome is not served
     retries       endpoints that failed this request, in order
     body_bytes    memory held for the body
+    split         whether and how it was split; None for models that are not
     """
 
     id: str
@@ -40,7 +68,7 @@ class Exchange(msgspec.Struct, eq=False):
     tenant: str = ""
     model: str = ""
     call: Call | None = None
-    sent: Call | None = None
+    sent: Sent | None = None
     pick: Pick | None = None
     booking: Booking | None = None
     relay: Relay | None = None
@@ -49,6 +77,7 @@ class Exchange(msgspec.Struct, eq=False):
     status: int = 0
     outcome: str = "served"
     reason: str | None = None
+    split: SplitRecord | None = None
 
     def hold(self, gate: Gate, body_bytes: int) -> None:
         """Take memory for a body of so many bytes, in place of what was taken before. Raises GatewayError."""
@@ -87,5 +116,5 @@ class Exchange(msgspec.Struct, eq=False):
         if self.relay is not None and self.relay.first_token_at is not None:
             return "decode"
         if self.sent_at is not None:
-            return "prefill"
+            return "prefill" if self.split is None or self.split.prefilled_at is None else "transfer"
         return "queue" if self.parsed_at is not None else "parse"

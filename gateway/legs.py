@@ -28,17 +28,17 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
     served = endpoint.served_model or route.name
     sent = call if served == call.request.model else call.named(served)
     relay = Relay(
-        _answer_headers(x, endpoint.name),
+        answer_headers(x, endpoint.name),
         x.first_token,
         client.http_1_0,
         Renamer(served, call.asked_model) if served != call.asked_model else None,
     )
-    head = booking.upstream.head(x.api) + _request_headers(x, client.headers, len(sent.body))
+    head = booking.upstream.head(x.api) + request_headers(x.id, client.headers, len(sent.body))
     x.booking, x.relay, x.sent = booking, relay, sent
     x.sent_at = monotonic()
     await booking.upstream.send(head, sent, relay, client)
     if relay.refused:
-        _pass_on(x, client, relay)
+        pass_on(x, client, relay)
     elif relay.failed_in_stream:
         x.interrupted("engine_error")
         booking.failed(UpstreamBroke("engine_error", "error event in the stream"))
@@ -47,25 +47,33 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
         booking.served(relay.usage)
 
 
-def _pass_on(x: Exchange, client: Client, relay: Relay) -> None:
-    """An engine's 4xx is about the request, so it goes to the client; anything else is trouble of the engine's own."""
-    assert relay.head is not None
-    status = relay.head.status
-    if not 400 <= status < 500 or status in OWN_TROUBLE:
-        raise UpstreamBroke(f"status_{status}", f"the engine answered {status}")
+def pass_on(x: Exchange, client: Client, relay: Relay) -> None:
+    """An engine's 4xx is about the request, so it goes to the client. Raises UpstreamBroke for what is not."""
+    status = refusal(relay)
     x.status, x.outcome, x.reason = status, "refused", "engine"
     client.answer(status, reshaped(status, relay.refusal), [("x-request-id", x.id), ("x-should-retry", "false")])
 
 
-def _answer_headers(x: Exchange, endpoint: str) -> bytes:
+def refusal(relay: Relay) -> int:
+    """The status of an engine's word about the request; UpstreamBroke when it is trouble of the engine's own."""
+    assert relay.head is not None
+    status = relay.head.status
+    if not 400 <= status < 500 or status in OWN_TROUBLE:
+        raise UpstreamBroke(f"status_{status}", f"the engine answered {status}")
+    return status
+
+
+def answer_headers(x: Exchange, endpoint: str) -> bytes:
+    """What the client is told besides the answer."""
     return (
         f"x-request-id: {x.id}\r\nx-penstock-endpoint: {endpoint}\r\n"
         "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
     ).encode()
 
 
-def _request_headers(x: Exchange, headers: Mapping[str, str], length: int) -> bytes:
-    lines = f"x-request-id: {x.id}\r\ncontent-length: {length}\r\n"
+def request_headers(request_id: str, headers: Mapping[str, str], length: int) -> bytes:
+    """The lines that are this request's own, and the blank one."""
+    lines = f"x-request-id: {request_id}\r\ncontent-length: {length}\r\n"
     for name in FORWARDED:
         value = headers.get(name)
         if value is not None:

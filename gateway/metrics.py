@@ -18,6 +18,9 @@ REASON = Label("reason", 64)
 KIND = Label("kind", 32)
 STAGE = Label("stage", 16)
 VERSION = Label("version", 32)
+ROLE = Label("role", 4)
+OUTCOME = Label("outcome", 16)
+DECISION = Label("decision", 4)
 
 TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -56,6 +59,7 @@ class Metrics:
         self._latency(meters)
         self._endpoints(meters)
         self._tokens(meters)
+        self._split(meters)
         self._process(meters)
 
     def render(self) -> bytes:
@@ -163,6 +167,34 @@ class Metrics:
         self.prefix_index_bytes: Gauge = meters.gauge(
             "penstock_prefix_index_bytes", "Memory the prefix index accounts for."
         ).labels()
+
+    def _split(self, meters: Meters) -> None:
+        self.split_decisions_total: Family[Counter] = meters.counter(
+            "penstock_split_decisions_total",
+            "Attempts at requests of models with a split: split between two endpoints or whole, and why.",
+            *(DECISION, REASON),
+        )
+        self.split_legs_total: Family[Counter] = meters.counter(
+            "penstock_split_legs_total", "Legs of split requests, by role and how they ended.", *(ROLE, OUTCOME)
+        )
+        self.split_stage_seconds: Family[Histogram] = meters.histogram(
+            "penstock_split_stage_seconds",
+            "Parts of the time to first token of split requests: queue (to the pick), prefill (to its whole answer), "
+            "transfer (to the decoder's first byte), first_token.",
+            TTFT_BUCKETS_S,
+            STAGE,
+        )
+        self.split_handoff_seconds: Family[Histogram] = meters.histogram(
+            "penstock_split_handoff_seconds",
+            "From the prefill's whole answer to the decoder's first token: transfer, and the first step.",
+            TTFT_BUCKETS_S,
+            MODEL,
+        )
+        self.split_leases_given_up_total: Family[Counter] = meters.counter(
+            "penstock_split_leases_given_up_total",
+            "Handoffs that no decoder was left to read, handed to one only to have the KV freed, by reason.",
+            REASON,
+        )
 
     def _process(self, meters: Meters) -> None:
         self.config_version_info: Family[Gauge] = meters.gauge(

@@ -1,4 +1,5 @@
-"""Aliases in answers: the engine's model name becomes the one the client asked for. Used only when they differ."""
+"""Answers that must not pass as they came: the engine's model name becomes the one the client asked for, and a
+decoder's idea of cached tokens becomes the prefiller's. Used only where they differ."""
 
 from __future__ import annotations
 
@@ -26,3 +27,22 @@ class Renamer:
             return b""
         ready, self._pending = self._pending[:whole], self._pending[whole:]
         return self._pattern.sub(self._replacement, ready)
+
+
+class Corrector(Renamer):
+    """Also says what the prefiller had cached. A decoder that was handed the KV calls all of it a cache hit.
+
+    `cached_tokens` may be set as late as the prefill answer comes; None leaves the decoder's number.
+    """
+
+    _PATTERN = re.compile(rb'("cached_tokens":\s*)\d+')
+
+    def __init__(self, served: str, asked: str) -> None:
+        super().__init__(served, asked)
+        self.cached_tokens: int | None = None
+
+    def feed(self, payload: bytes, *, sse: bool, ended: bool) -> bytes:
+        ready = super().feed(payload, sse=sse, ended=ended)
+        if self.cached_tokens is None or b'"cached_tokens"' not in ready:
+            return ready
+        return self._PATTERN.sub(rb"\g<1>%d" % self.cached_tokens, ready)

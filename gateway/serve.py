@@ -13,18 +13,19 @@ import logging
 from functools import partial
 from time import monotonic
 
-from gateway import legs
+from gateway import legs, split
 from gateway.account import Accounts
 from gateway.answer import Failure, GatewayError
+from gateway.attempts import break_off, nobody, retry
 from gateway.client import Client
 from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
 from gateway.gate import Gate
+from gateway.handoffs import Handoffs
 from gateway.openai import Call, parse
 from gateway.relay import UpstreamBroke
 from gateway.snapshot import Route, Snapshot
 from policies import run
-from policies.model import Pick
 
 log = logging.getLogger("penstock")
 
@@ -32,13 +33,16 @@ log = logging.getLogger("penstock")
 class Gateway:
     """What the line works with. `snapshot` is replaced whole; the rest is live and outlives it."""
 
-    __slots__ = ("accounts", "endpoints", "gate", "snapshot")
+    __slots__ = ("accounts", "endpoints", "gate", "handoffs", "snapshot")
 
-    def __init__(self, snapshot: Snapshot, endpoints: EndpointTable, gate: Gate, accounts: Accounts) -> None:
+    def __init__(
+        self, snapshot: Snapshot, endpoints: EndpointTable, gate: Gate, accounts: Accounts, handoffs: Handoffs
+    ) -> None:
         self.snapshot = snapshot
         self.endpoints = endpoints
         self.gate = gate
         self.accounts = accounts
+        self.handoffs = handoffs
 
 
 async def serve(gateway: Gateway, x: Exchange, client: Client) -> None:
@@ -74,7 +78,10 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     x.parsed_at = monotonic()
     with await route.room.enter():
         x.admitted_at = monotonic()
-        await _dispatch(gateway, x, client, route, call)
+        if route.split is None:
+            await _dispatch(gateway, x, client, route, call)
+        else:
+            await split.dispatch(gateway, route.split, x, client, route, call)
 
 
 async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route, call: Call) -> None:
@@ -86,7 +93,7 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
         while True:
             pick = x.pick = run.pick(policy, endpoints.ask(request, fingerprint, x.retries), route.candidates)
             if pick is None:
-                raise _nobody(x, route)
+                raise nobody(x, route)
             x.picked_at = monotonic()
             with endpoints.book(pick, request, fingerprint) as booking:
                 try:
@@ -95,37 +102,12 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
                     booking.failed(broke)
                     problem = broke
             if x.committed:
-                return _break_off(x, client, problem)
-            retrying = await _retry(gateway, x, pick, problem, retrying)
+                return break_off(x, client, problem)
+            x.retries.append(pick.candidate.endpoint.name)
+            retrying = await retry(gateway, x, problem, retrying)
     finally:
         if retrying:
             gateway.gate.give_back_turn()
-
-
-async def _retry(gateway: Gateway, x: Exchange, pick: Pick, broke: UpstreamBroke, retrying: bool) -> bool:
-    """Whether the request may go on to another endpoint; raises what the client is told otherwise."""
-    x.retries.append(pick.candidate.endpoint.name)
-    if len(x.retries) < gateway.snapshot.config.retries.attempts and (retrying or await gateway.gate.retry_turn()):
-        gateway.accounts.retried(broke.kind)
-        return True
-    failure = Failure.UPSTREAM_TIMEOUT if broke.kind == "timeout" else Failure.UPSTREAM_FAILED
-    raise GatewayError(failure, f"The engine could not answer ({broke.kind}); {len(x.retries)} tried.")
-
-
-def _nobody(x: Exchange, route: Route) -> GatewayError:
-    if x.retries:
-        return GatewayError(Failure.UPSTREAM_FAILED, f"No engine could answer; {len(x.retries)} tried.")
-    return GatewayError(Failure.NO_CAPACITY, f"No endpoint of model '{route.name}' is available.", retry_after_s=1.0)
-
-
-def _break_off(x: Exchange, client: Client, broke: UpstreamBroke) -> None:
-    assert x.relay is not None
-    rest = x.relay.break_off(f"The engine failed while answering ({broke.kind}).")
-    if rest:  # the answer's framing is ended by it: closing as well would only fail the client's next request
-        client.write(rest)
-    else:
-        client.hang_up()
-    x.interrupted(broke.kind)
 
 
 def _apologise(x: Exchange, client: Client) -> None:

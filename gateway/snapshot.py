@@ -11,17 +11,23 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from gateway import pairing
 from gateway.answer import Failure, GatewayError
 from gateway.config import Config, Model
 from gateway.endpoints import EndpointTable
 from gateway.gate import Gate, Room
+from gateway.pairing import SplitRoute
 from policies import registry
 from policies.contract import Policy
 from policies.model import Candidate
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Where a model name leads. `name` is the canonical one, also for aliases."""
+    """Where a model name leads. `name` is the canonical one, also for aliases.
+
+    candidates  those who serve whole requests
+    split       how requests are split between prefill and decode; None: never
+    """
 
     name: str
     pool: str
@@ -29,6 +35,7 @@ class Route(msgspec.Struct, frozen=True):
     policy: Policy
     candidates: tuple[Candidate, ...]
     room: Room
+    split: SplitRoute | None = None
 
     @property
     def served_model(self) -> str:
@@ -65,12 +72,14 @@ def build(
     """
     policies = {name: registry.build(pool.policy.name, pool.policy.params) for name, pool in config.pools.items()}
     candidates = endpoints.adopt(config)
-    rooms = {name: gate.room(name, pool.waiting_room, candidates[name]) for name, pool in config.pools.items()}
+    serving = {name: pairing.whole(members) for name, members in candidates.items()}  # prefill takes nobody's place
+    rooms = {name: gate.room(name, pool.waiting_room, serving[name]) for name, pool in config.pools.items()}
     routes: dict[str, Route] = {}
     for model in _models(config, discovered):
         pool = model.pool
-        members = candidates[pool] if config.models else endpoints.serving(model.name, candidates[pool])
-        route = Route(model.name, pool, model.context_tokens, policies[pool], members, rooms[pool])
+        members = serving[pool] if config.models else endpoints.serving(model.name, serving[pool])
+        split = pairing.split_route(model, policies[pool], candidates[pool])
+        route = Route(model.name, pool, model.context_tokens, policies[pool], members, rooms[pool], split)
         routes.update(dict.fromkeys((model.name, *model.aliases), route))
     tenants = {hashlib.sha256(tenant.key.reveal().encode()).digest(): tenant.name for tenant in config.tenants}
     return Snapshot(generation, config, routes, tenants)

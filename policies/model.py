@@ -39,7 +39,10 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """One TP group behind one URL, as configured. Live numbers are in EndpointLoad."""
+    """One TP group behind one URL, as configured. Live numbers are in EndpointLoad.
+
+    `bootstrap` is host:port of its bootstrap server, for dialects whose decoders are told one.
+    """
 
     name: str
     url: str
@@ -50,6 +53,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     layout: Layout = Layout()
     labels: Mapping[str, str] = {}
     max_concurrency: int = 24
+    bootstrap: str | None = None
 
 
 class EndpointLoad:

@@ -19,6 +19,7 @@ from kvtransfer.dialects.contract import (
     Unusable,
     read_answer,
 )
+from kvtransfer.dialects.events import as_events
 
 __all__ = [
     "DIALECTS",
@@ -33,6 +34,7 @@ __all__ = [
     "Order",
     "Terms",
     "Unusable",
+    "as_events",
     "named",
     "read_answer",
 ]

@@ -1,7 +1,7 @@
 """TensorRT-LLM, context first: the context server computes and gives the first token, generation goes on.
 
 Its request models refuse unknown members, so only those it knows are sent. When the context server's token was already
-the end, its answer is the whole answer; as_stream() makes it one that a streaming client reads. Source: engines.md E.
+the end, its answer is the whole answer. Source: engines.md E.
 """
 
 from __future__ import annotations
@@ -92,31 +92,6 @@ def _finished(answer: Answer) -> Finished:
     for choice in whole["choices"]:
         choice.pop("disaggregated_params", None)
     return Finished(json_of(whole))
-
-
-def as_stream(body: bytes, *, usage: bool) -> bytes:
-    """A whole answer of one choice as the events a streaming client expects, [DONE] included.
-
-    Chat answers get the role and the content in one delta, then the finish reason; usage comes in an event of its own
-    when the client asked for it (`stream_options.include_usage`).
-    """
-    whole = _any(body)
-    choice = whole["choices"][0]
-    chat = "message" in choice
-    kind = "chat.completion.chunk" if chat else whole.get("object", "text_completion")
-    head = {"id": whole.get("id"), "object": kind, "created": whole.get("created"), "model": whole.get("model")}
-    content = {"delta": choice["message"]} if chat else {"text": choice.get("text", "")}
-    events = [
-        {**head, "choices": [{"index": 0, **content, "logprobs": choice.get("logprobs"), "finish_reason": None}]},
-        {**head, "choices": [{"index": 0, **_nothing(chat), "finish_reason": choice.get("finish_reason")}]},
-    ]
-    if usage:
-        events.append({**head, "choices": [], "usage": whole.get("usage")})
-    return b"".join(b"data: " + json_of(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
-
-
-def _nothing(chat: bool) -> dict[str, Any]:
-    return {"delta": {}} if chat else {"text": ""}
 
 
 TRTLLM = Dialect("trtllm", "trtllm", Order.SEQUENTIAL, prefill, decode)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvtransfer import dialects
-from kvtransfer.dialects import Answer, Bootstrap, Edits, Finished, Handover, Identity, Terms, Unusable, read_answer
+from kvtransfer.dialects import Answer, Bootstrap, Edits, Finished, Handover, Identity, Terms, Unusable, as_events, read_answer
 
 ROOM = 6917529027641081856
 TERMS = Terms("req_1", ROOM, True, "10.0.0.7", Bootstrap("10.0.0.7", 8998), Identity("engine-p", rank=0))
@@ -287,8 +287,6 @@ def test_a_context_answer_that_cannot_be_trusted_is_unusable(changes: dict[str, 
 
 
 def test_trtllm_whole_answers_become_streams_for_those_who_asked_for_one() -> None:
-    from kvtransfer.dialects.trtllm import as_stream
-
     message = {"role": "assistant", "content": "yes"}
     whole = {
         "id": "x",
@@ -298,14 +296,14 @@ def test_trtllm_whole_answers_become_streams_for_those_who_asked_for_one() -> No
         "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
         "usage": USAGE,
     }
-    events = as_stream(json.dumps(whole).encode(), usage=True).split(b"\n\n")
+    events = as_events(json.dumps(whole).encode(), usage=True).split(b"\n\n")
     assert events[-2:] == [b"data: [DONE]", b""]
     said, ended, usage = (json.loads(event[6:]) for event in events[:-2])
     assert said["object"] == "chat.completion.chunk"
     assert said["choices"][0]["delta"] == message
     assert ended["choices"][0]["finish_reason"] == "stop"
     assert usage["usage"] == USAGE
-    assert b"usage" not in as_stream(json.dumps(whole).encode(), usage=False)
+    assert b"usage" not in as_events(json.dumps(whole).encode(), usage=False)
 
 
 def test_every_dialect_is_found_by_its_name() -> None:

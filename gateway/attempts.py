@@ -1,0 +1,44 @@
+"""What follows a failed attempt: another one within the fleet's budget, a refusal, or an answer that is broken off."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gateway.answer import Failure, GatewayError
+from gateway.client import Client
+from gateway.exchange import Exchange
+from gateway.relay import UpstreamBroke
+from gateway.snapshot import Route
+
+if TYPE_CHECKING:
+    from gateway.serve import Gateway
+
+
+async def retry(gateway: Gateway, x: Exchange, broke: UpstreamBroke, retrying: bool) -> bool:
+    """Wait for leave to try again elsewhere; True then. Raises what the client is told when there is none.
+
+    Who failed stands in `x.retries` already; `retrying` is whether this request holds a turn of the budget.
+    """
+    if len(x.retries) < gateway.snapshot.config.retries.attempts and (retrying or await gateway.gate.retry_turn()):
+        gateway.accounts.retried(broke.kind)
+        return True
+    failure = Failure.UPSTREAM_TIMEOUT if broke.kind == "timeout" else Failure.UPSTREAM_FAILED
+    raise GatewayError(failure, f"The engine could not answer ({broke.kind}); {len(x.retries)} tried.")
+
+
+def nobody(x: Exchange, route: Route) -> GatewayError:
+    """What a client is told when no endpoint may be picked."""
+    if x.retries:
+        return GatewayError(Failure.UPSTREAM_FAILED, f"No engine could answer; {len(x.retries)} tried.")
+    return GatewayError(Failure.NO_CAPACITY, f"No endpoint of model '{route.name}' is available.", retry_after_s=1.0)
+
+
+def break_off(x: Exchange, client: Client, broke: UpstreamBroke) -> None:
+    """The answer broke after its first byte: say so in-stream where framing allows it, else hang up."""
+    assert x.relay is not None
+    rest = x.relay.break_off(f"The engine failed while answering ({broke.kind}).")
+    if rest:  # the answer's framing is ended by it: closing as well would only fail the client's next request
+        client.write(rest)
+    else:
+        client.hang_up()
+    x.interrupted(broke.kind)

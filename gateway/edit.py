@@ -1,0 +1,115 @@
+"""A request's JSON with a dialect's edits: raw values are laid side by side, never decoded and encoded again.
+
+Where an edit only adds members that a client's body cannot hold (the door drops them), it is spliced in before the
+closing brace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from gateway.openai import ENGINE_INTERNAL
+from kvtransfer.dialects import Edits
+from policies.split import Shape
+
+Members = Mapping[str, msgspec.Raw]
+
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_any = msgspec.json.Decoder().decode
+_SHAPES = frozenset({"n", "best_of", "prompt", "prompt_logprobs", "echo", "max_tokens", "max_completion_tokens"})
+_NOTHING = frozenset((b"null", b"false"))
+
+
+class Body:
+    """A body that may be edited several times: its members are found once, and only when somebody needs them."""
+
+    __slots__ = ("_found", "_raw")
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+        self._found: Members | None = None
+
+    @property
+    def raw(self) -> bytes:
+        """The bytes as the door let them through."""
+        return self._raw
+
+    @property
+    def members(self) -> Members:
+        if self._found is None:
+            self._found = _members(self._raw)
+        return self._found
+
+    @property
+    def shape(self) -> Shape:
+        """What decides whether this request can be split."""
+        asked = {name: self.members[name] for name in _SHAPES.intersection(self.members)}
+        if not asked or asked.keys() == {"prompt"}:
+            return Shape(prompts=_prompts(asked.get("prompt")))
+        bounds = [_number(asked.get(name)) for name in ("max_completion_tokens", "max_tokens")]
+        return Shape(
+            choices=max(_number(asked.get("n")) or 1, _number(asked.get("best_of")) or 1),
+            prompts=_prompts(asked.get("prompt")),
+            scores_prompt=any(
+                name in asked and bytes(asked[name]) not in _NOTHING for name in ("prompt_logprobs", "echo")
+            ),
+            max_tokens=next((bound for bound in bounds if bound is not None), None),
+        )
+
+    @property
+    def shows_usage(self) -> bool:
+        """Whether the client will be shown token counts: always, but for streams without stream_options."""
+        stream, options = self.members.get("stream"), self.members.get("stream_options")
+        return (
+            stream is None or bytes(stream) != b"true" or (options is not None and b"include_usage" in bytes(options))
+        )
+
+    def edited(self, edits: Edits, model: str | None) -> bytes:
+        """The body with `edits`, for an engine that knows the model as `model`; None: as the body says."""
+        if model is None and not edits.drop and edits.keep is None and edits.put.keys() <= ENGINE_INTERNAL:
+            return self._spliced(edits.put)
+        kept: dict[str, bytes | msgspec.Raw] = {
+            name: value
+            for name, value in self.members.items()
+            if name not in edits.drop and (edits.keep is None or name in edits.keep)
+        }
+        kept.update(edits.put)
+        if model is not None:
+            kept["model"] = msgspec.json.encode(model)
+        return _joined(kept)
+
+    def _spliced(self, put: Mapping[str, bytes]) -> bytes:
+        end = self._raw.rindex(b"}")
+        return b"".join(
+            (memoryview(self._raw)[:end], *(part for name in put for part in (_key(name), put[name])), b"}")
+        )
+
+
+def _key(name: str) -> bytes:
+    return b"," + msgspec.json.encode(name) + b":"
+
+
+def _joined(members: Mapping[str, bytes | msgspec.Raw]) -> bytes:
+    parts: list[bytes | msgspec.Raw] = []
+    for name, value in members.items():
+        parts += (_key(name), value)
+    parts[0] = b"{" + bytes(parts[0])[1:]
+    return b"".join((*parts, b"}"))
+
+
+def _number(raw: msgspec.Raw | None) -> int | None:
+    """The door has checked that it is an integer or null."""
+    found = None if raw is None else _any(raw)
+    return found if isinstance(found, int) else None
+
+
+def _prompts(raw: msgspec.Raw | None) -> int:
+    """Prompts in a completions request: a text or one list of ids is one, a list of texts or of lists as many."""
+    if raw is None or bytes(memoryview(raw)[:1]) != b"[":
+        return 1
+    inner = bytes(memoryview(raw)[1:64]).lstrip()[:1]
+    if inner not in (b'"', b"["):
+        return 1
+    return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))

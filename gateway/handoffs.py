@@ -1,0 +1,125 @@
+"""What the gateway knows of handoffs, live: who prefill engines are, numbers in use, leases given up, figures per pair.
+
+A reload forgets nothing of it. One owner, the event loop; pair.py is its only writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+
+from gateway.exchange import SplitRecord
+from gateway.leg import Leg
+from gateway.life import State
+from gateway.metrics import Metrics
+from gateway.outbox import Outbox
+from gateway.relay import Relay, UpstreamBroke
+from gateway.sink import Sink
+from gateway.upstream import Patience, Upstream
+from kvtransfer.dialects import Bootstrap, Identity
+from policies.split import Pair
+
+LEAST_NUMBER, MOST_NUMBER = 2**40, 2**63 - 1  # a room of SGLang's, and an id that TensorRT-LLM takes for a snowflake
+SEEN_S = 0.1  # how long a decode request stays open so that its engine has surely seen the handoff in it
+WEIGHT = 0.2  # of the newest handoff in a pair's mean
+BOOTSTRAP_PATIENCE = Patience(1.0, 1.0, 1.0)
+
+
+class PairFigures(msgspec.Struct):
+    """How handoffs between two endpoints went. `handoff_s` is a moving mean, from the prefill answer to the first
+    token; None before the first."""
+
+    served: int = 0
+    failed: int = 0
+    handoff_s: float | None = None
+    transport: str | None = None
+
+    def took(self, seconds: float) -> None:
+        before = seconds if self.handoff_s is None else self.handoff_s
+        self.handoff_s = before + WEIGHT * (seconds - before)
+
+
+class Handoffs:
+    """`splitting` is the mode of each model's rule (policies.split.SplitRule.hysteresis); `pairs` by names, P and D."""
+
+    def __init__(self, metrics: Metrics, rng: Random, outbox: Outbox) -> None:
+        self.metrics = metrics
+        self.outbox = outbox
+        self.splitting: dict[str, bool] = {}
+        self.pairs: dict[tuple[str, str], PairFigures] = {}
+        self._rng = rng
+        self._numbers: set[int] = set()
+        self._identities: dict[str, tuple[Identity, ...]] = {}
+        self._bootstraps: dict[str, Upstream] = {}
+        self._running: set[Leg] = set()
+
+    def number(self) -> int:
+        """A number that no live handoff has; to be given back."""
+        while (number := self._rng.randrange(LEAST_NUMBER, MOST_NUMBER)) in self._numbers:
+            pass
+        self._numbers.add(number)
+        return number
+
+    def give_back(self, number: int) -> None:
+        self._numbers.discard(number)
+
+    # Who prefill engines are
+
+    def identity(self, endpoint: str, number: int) -> Identity | None:
+        """Who the endpoint said it is; of several ranks one, by the handoff's number."""
+        known = self._identities.get(endpoint)
+        return known[number % len(known)] if known else None
+
+    def learn(self, endpoint: str, found: tuple[Identity, ...]) -> None:
+        self._identities[endpoint] = found
+
+    def forget(self, endpoint: str) -> None:
+        """A leg failed there: engine ids change with a restart."""
+        self._identities.pop(endpoint, None)
+
+    def asking(self, bootstrap: Bootstrap, told: Callable[[UpstreamBroke | None, bytes], None]) -> Leg:
+        """A leg that asks a bootstrap server who its engine's ranks are; `told` hears what broke, or the page."""
+        server = self._bootstraps.get(bootstrap.netloc)
+        if server is None:
+            server = Upstream(f"http://{bootstrap.netloc}", None, BOOTSTRAP_PATIENCE, self.outbox)
+            self._bootstraps[bootstrap.netloc] = server
+        relay, sink = Relay(b"", http_1_0=True), Sink()
+
+        def ended(problem: UpstreamBroke | None) -> None:
+            told(problem, b"" if relay.refused else sink.body)
+
+        return Leg(server, b"GET" + server.head("/query")[4:] + b"\r\n", b"", relay, sink, ended)
+
+    # What outlives a request
+
+    def give_up(self, unsent: Leg, reason: str) -> None:
+        """Free a prefiller's KV that nobody will read: a decoder that sees the handoff and is cut off tells it so."""
+        self.metrics.split_leases_given_up_total.labels(reason).inc()
+        leg = unsent.copy(Relay(b""), Sink(keep=False), lambda _: self._running.discard(leg))
+        self._running.add(leg)
+        self.outbox.loop.call_later(SEEN_S, self._let_go, leg)
+        leg.start()
+
+    def _let_go(self, leg: Leg) -> None:
+        self._running.discard(leg)
+        leg.close()
+
+    def ended(self, pair: Pair, state: State, record: SplitRecord, relay: Relay | None) -> None:
+        """A pair's attempt is over."""
+        names = pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
+        figures = self.pairs.setdefault(names, PairFigures())
+        figures.transport = record.transport or figures.transport
+        if state is State.FAILED:
+            figures.failed += 1
+        elif state is State.DONE:
+            figures.served += 1
+            if relay is not None and relay.first_token_at is not None and record.prefilled_at is not None:
+                figures.took(max(0.0, relay.first_token_at - record.prefilled_at))
+
+    def close(self) -> None:
+        for leg in tuple(self._running):
+            leg.close()
+        for server in self._bootstraps.values():
+            server.close()

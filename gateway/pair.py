@@ -1,0 +1,377 @@
+"""One attempt of a pair at one request: two booked places, two legs, and the table of life.py between them.
+
+Legs only tell what happened to them; what follows stands in the table and is carried out here, one event at a time.
+Whatever happens, both places are given back, both connections are closed or back in their pools, and KV that nobody
+will read is freed. What the legs' requests and answers say is words.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+from asyncio import CancelledError, TimerHandle
+from collections import deque
+from collections.abc import Callable, Mapping
+from time import monotonic
+from types import MappingProxyType
+
+from gateway import legs
+from gateway.endpoints import Booking
+from gateway.errand import Landing, landing
+from gateway.handoffs import BOOTSTRAP_PATIENCE, SEEN_S
+from gateway.leg import Leg
+from gateway.life import ENDS, TABLE, Act, Event, State
+from gateway.relay import Relay, UpstreamBroke
+from gateway.sink import Sink
+from gateway.words import Words, Work, one_token
+from kvtransfer.dialects import Finished, Handover, Needs, Order, Unusable, read_answer
+from policies import run
+from policies.split import Pair
+
+log = logging.getLogger("penstock")
+
+# A decoder answers so when it could not load the KV (kv_load_failure_policy: fail): whose fault that was, nobody knows.
+KV_FAILURES = frozenset({"status_500", "engine_error"})
+
+
+class PairAttempt:
+    """run() it once. Afterwards `suspects` names those who should not be tried again, `recompute` whether the whole
+    request had better be computed in one place."""
+
+    def __init__(self, work: Work, pair: Pair) -> None:
+        endpoints, request = work.gateway.endpoints, work.call.request
+        self._work, self._x, self._pair = work, work.x, pair
+        self._handoffs = work.gateway.handoffs
+        self._events: deque[Event] = deque()
+        self._waiting: Landing | None = None
+        self._timer: TimerHandle | None = None
+        self._prefill: Leg | None = None
+        self._decode: Leg | None = None
+        self._handover: Handover | None = None
+        self._finished: Finished | None = None
+        self._refused: Relay | None = None
+        self._problem: UpstreamBroke | None = None
+        self.state = State.BOOKED
+        self.suspects: list[str] = []
+        self.recompute = False
+        self._prefill_place: Booking | None = endpoints.book(pair.prefill, one_token(request), work.fingerprint)
+        self._decode_place = endpoints.reserve(pair.decode, request, work.fingerprint)
+        self._number = self._handoffs.number()
+        self._words = Words(work, pair.prefill.candidate.endpoint, self._number)
+
+    async def run(self) -> UpstreamBroke | None:
+        """None when the client has been answered, whatever the answer; else what broke."""
+        try:
+            self._events.append(self._start())
+            while True:
+                self._catch_up()
+                if self.state in ENDS:
+                    break
+                self._waiting = landing(self._handoffs.outbox.loop)
+                await self._waiting
+        except CancelledError:
+            self._events.append(Event.CLIENT_GONE)
+            self._catch_up()
+            raise
+        finally:
+            self._leave()
+        return self._problem if self.state is State.FAILED else None
+
+    def _start(self) -> Event:
+        dialect, known = self._work.split.dialect, self._words.terms.identity is not None
+        if dialect.order is Order.SEQUENTIAL or (dialect.needs is Needs.FIRST_ANSWER and not known):
+            return Event.START_PREFILL
+        return Event.START_ASKING if dialect.needs is Needs.QUERY and not known else Event.START_BOTH
+
+    # Events
+
+    def _post(self, event: Event) -> None:
+        self._events.append(event)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.land()
+
+    def _catch_up(self) -> None:
+        """The one interpreter of the table."""
+        while self._events and self.state not in ENDS:
+            event = self._events.popleft()
+            before, (self.state, acts) = self.state, TABLE[self.state, event]
+            if self.state is not before:
+                self._enter()
+            ended = _LEG_ENDS.get(event)
+            if ended is not None:
+                self._count(*ended)
+            for act in acts:
+                _DO[act](self)
+
+    def _enter(self) -> None:
+        """A state that upstream's sweep does not watch has a timer of its own."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        seconds = self._work.split.transfer_timeout_s if self.state is State.TRANSFERRING else None
+        if self.state is State.ASKING:
+            seconds = BOOTSTRAP_PATIENCE.first_byte_s
+        if seconds is not None:
+            self._timer = self._handoffs.outbox.loop.call_later(seconds, self._overdue)
+
+    def _overdue(self) -> None:
+        if self._x.committed:
+            return  # it flows: what the relay does not know for a token is one all the same
+        kind = "transfer_timeout" if self.state is State.TRANSFERRING else "bootstrap_failed"
+        self._problem = UpstreamBroke(kind, f"{self.state} for too long")
+        self._post(Event.OVERDUE)
+
+    def _count(self, role: str, outcome: str) -> None:
+        self._handoffs.metrics.split_legs_total.labels(role, outcome).inc()
+
+    # Prefill
+
+    def _ask(self) -> None:
+        bootstrap = self._words.terms.bootstrap
+        assert bootstrap is not None
+        self._prefill = self._handoffs.asking(bootstrap, self._told)
+        self._prefill.start()
+
+    def _told(self, problem: UpstreamBroke | None, page: bytes) -> None:
+        found = self._work.split.dialect.identify(page)
+        if problem is None and found:
+            self._words.introduced(found)
+            self._post(Event.KNOWN)
+        else:
+            self._problem = UpstreamBroke("bootstrap_failed", f"no engine id from the bootstrap server: {problem}")
+            self._post(Event.PREFILL_BROKE)
+
+    def _send_prefill(self) -> None:
+        place = self._prefill_place
+        assert place is not None
+        head, body = self._words.prefill(place)
+        sink = Sink(keep=self._work.split.dialect.reads_answer)
+        relay = Relay(b"", http_1_0=True)
+        self._prefill = Leg(place.upstream, head, body, relay, sink, lambda problem: self._prefilled(problem, sink))
+        self._work.record.prefill_sent_at = now = monotonic()
+        self._x.sent_at = self._x.sent_at or now
+        self._prefill.start()
+
+    def _prefilled(self, problem: UpstreamBroke | None, sink: Sink) -> None:
+        assert self._prefill is not None
+        self._prefill.release()
+        relay = self._prefill.relay
+        if problem is None and relay.refused:
+            problem = self._judged(relay)
+        elif problem is None and relay.failed_in_stream:
+            problem = UpstreamBroke("engine_error", "error event in the stream")
+        if problem is not None:
+            self._problem = problem
+            self._post(Event.PREFILL_BROKE)
+        elif self._refused is not None:
+            self._post(Event.PREFILL_REFUSED)
+        else:
+            self._post(self._computed(relay, sink))
+
+    def _judged(self, relay: Relay) -> UpstreamBroke | None:
+        """An engine's refusal: kept for the client, or trouble of the engine's own."""
+        try:
+            status = legs.refusal(relay)
+        except UpstreamBroke as broke:
+            return broke
+        if self._x.committed:
+            return UpstreamBroke(f"status_{status}", f"the engine answered {status} after its twin had begun")
+        self._refused = relay
+        return None
+
+    def _computed(self, relay: Relay, sink: Sink) -> Event:
+        """The prompt is computed: its place is free again, and its KV waits, or not."""
+        self._work.record.prefilled_at = monotonic()
+        if self._prefill_place is not None:
+            self._prefill_place.first_token()
+            self._prefill_place.served(relay.usage)
+            self._leave_prefill()
+        if not self._work.split.dialect.reads_answer:
+            return Event.PREFILLED
+        meaning = self._words.meaning(read_answer(sink.body), alone=self._decode is None)
+        if isinstance(meaning, Finished):
+            self._finished = meaning
+            return Event.FINISHED
+        if isinstance(meaning, Unusable):
+            return self._unusable(meaning)
+        self._handover = meaning or self._handover
+        return Event.PREFILLED
+
+    def _unusable(self, answer: Unusable) -> Event:
+        log.warning(
+            "endpoint %s handed over nothing usable: %s", self._pair.prefill.candidate.endpoint.name, answer.why
+        )
+        if not self._x.committed or self.state is State.DECODING:
+            return Event.UNUSABLE
+        self._problem = UpstreamBroke("prefill_unusable", answer.why)
+        return Event.PREFILL_BROKE
+
+    # Decode
+
+    def _send_decode(self) -> None:
+        if self._handover is None:
+            found = self._work.split.dialect.decode(self._words.terms, None)
+            assert isinstance(found, Handover), found  # what it needs was learnt before
+            self._handover = found
+        self._decode_with(self._handover)
+
+    def _send_whole(self) -> None:
+        self._decode_place.recompute()
+        self._decode_with(None)
+
+    def _decode_with(self, handover: Handover | None) -> None:
+        x, place = self._x, self._decode_place
+        head, body = self._words.decode(place, handover)
+        relay = self._words.relay(place.endpoint, handover)
+        relay.on_first = self._first_token
+        x.booking, x.relay = place, relay
+        x.sent = self._decode = Leg(place.upstream, head, body, relay, self._work.client, self._decoded)
+        self._work.record.handed_over_at = now = monotonic()
+        x.sent_at = x.sent_at or now
+        self._decode.start(lambda: self._post(Event.SENT))
+
+    def _first_token(self) -> None:
+        self._x.first_token()
+        self._post(Event.FIRST_TOKEN)
+
+    def _decoded(self, problem: UpstreamBroke | None) -> None:
+        assert self._decode is not None
+        relay, place = self._decode.relay, self._decode_place
+        if problem is None and relay.refused:
+            problem = self._judged(relay)
+        if problem is not None:
+            self._problem = problem
+            self._post(Event.UNREACHED if self._decode.sent_at is None else Event.DECODE_BROKE)
+        elif self._refused is not None:
+            self._post(Event.DECODE_REFUSED)
+        else:
+            if relay.failed_in_stream:
+                self._x.interrupted("engine_error")
+                place.failed(UpstreamBroke("engine_error", "error event in the stream"))
+            else:
+                self._x.status = 200
+                place.served(relay.usage)
+            self._post(Event.DECODED)
+
+    def _other_decode(self) -> None:
+        """The KV waits for whoever asks with the handoff, and this one never reached a decoder: give it to another."""
+        work, tried = self._work, [*self._x.retries, *self.suspects]
+        group = next(each for each in work.split.pools.groups if self._pair.decode.candidate in each.decodes)
+        others = [each for each in group.decodes if each is not self._pair.prefill.candidate]
+        ask = work.gateway.endpoints.ask(work.call.request, work.fingerprint, tried)
+        pick = run.pick(work.split.splitter.decode, ask, others)
+        if pick is None or len(tried) >= work.gateway.snapshot.config.retries.attempts:
+            self._post(Event.NOBODY)
+            return
+        self._decode_place.__exit__()
+        self._decode_place = work.gateway.endpoints.reserve(pick, work.call.request, work.fingerprint)
+        self._pair = Pair(self._pair.prefill, pick)
+        self._x.pick = pick
+        self._send_decode()
+
+    # What else is due
+
+    def _answer(self) -> None:
+        """The prefill answer goes through a relay like any other, as if the engine had been asked for just this."""
+        assert self._finished is not None
+        x, client = self._x, self._work.client
+        x.pick, x.booking = self._pair.prefill, None
+        relay = x.relay = self._words.relay(self._pair.prefill.candidate.endpoint, None)
+        relay.on_first = x.first_token
+        client.write(relay.feed(self._words.finished(self._finished), monotonic()))
+        x.status = 200
+
+    def _pass_on(self) -> None:
+        assert self._refused is not None
+        legs.pass_on(self._x, self._work.client, self._refused)
+
+    def _close_prefill(self) -> None:
+        if self._prefill is not None and not self._prefill.over:
+            self._prefill.close()
+            self._count("prefill", "closed")
+
+    def _close_decode(self) -> None:
+        if self._decode is not None and not self._decode.over:
+            self._decode.close()
+            self._count("decode", "closed")
+
+    def _close_decode_soon(self) -> None:
+        if self._decode is not None and self._decode.sent_at is not None:
+            self._decode.close_in(self._decode.sent_at + SEEN_S - monotonic())
+            self._count("decode", "closed")
+
+    def _give_up_lease(self) -> None:
+        assert self._decode is not None
+        self._handoffs.give_up(self._decode, "client_gone")
+
+    def _blame_prefill(self) -> None:
+        """Only the guilty leg: its place ends with the failure, its engine may have been restarted."""
+        assert self._problem is not None
+        name = self._pair.prefill.candidate.endpoint.name
+        if self._prefill_place is not None:
+            self._prefill_place.failed(self._problem)
+        self._handoffs.forget(name)
+        self.suspects.append(name)
+
+    def _blame_decode(self) -> None:
+        assert self._problem is not None
+        if self._handover is not None and self._problem.kind in KV_FAILURES and not self._x.committed:
+            self._blame_nobody()
+        else:
+            self._decode_place.failed(self._problem)
+            self.suspects.append(self._pair.decode.candidate.endpoint.name)
+
+    def _blame_nobody(self) -> None:
+        self.recompute = True
+        self.suspects.append(self._pair.prefill.candidate.endpoint.name)
+
+    # The end
+
+    def _leave_prefill(self) -> None:
+        if self._prefill_place is not None:
+            self._prefill_place.__exit__()
+            self._prefill_place = None
+
+    def _leave(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._close_prefill()
+        self._close_decode()
+        self._leave_prefill()
+        self._decode_place.__exit__()
+        self._handoffs.give_back(self._number)
+        self._handoffs.ended(self._pair, self.state, self._work.record, self._x.relay)
+
+
+_LEG_ENDS: Mapping[Event, tuple[str, str]] = MappingProxyType(
+    {
+        Event.PREFILLED: ("prefill", "served"),
+        Event.UNUSABLE: ("prefill", "unusable"),
+        Event.FINISHED: ("prefill", "finished"),
+        Event.PREFILL_REFUSED: ("prefill", "refused"),
+        Event.PREFILL_BROKE: ("prefill", "broke"),
+        Event.UNREACHED: ("decode", "unreached"),
+        Event.DECODED: ("decode", "served"),
+        Event.DECODE_REFUSED: ("decode", "refused"),
+        Event.DECODE_BROKE: ("decode", "broke"),
+    }
+)
+
+_DO: Mapping[Act, Callable[[PairAttempt], None]] = MappingProxyType(
+    {
+        Act.ASK: PairAttempt._ask,
+        Act.SEND_PREFILL: PairAttempt._send_prefill,
+        Act.SEND_DECODE: PairAttempt._send_decode,
+        Act.SEND_WHOLE: PairAttempt._send_whole,
+        Act.OTHER_DECODE: PairAttempt._other_decode,
+        Act.ANSWER: PairAttempt._answer,
+        Act.PASS_ON: PairAttempt._pass_on,
+        Act.CLOSE_PREFILL: PairAttempt._close_prefill,
+        Act.CLOSE_DECODE: PairAttempt._close_decode,
+        Act.CLOSE_DECODE_SOON: PairAttempt._close_decode_soon,
+        Act.GIVE_UP_LEASE: PairAttempt._give_up_lease,
+        Act.BLAME_PREFILL: PairAttempt._blame_prefill,
+        Act.BLAME_DECODE: PairAttempt._blame_decode,
+        Act.BLAME_NOBODY: PairAttempt._blame_nobody,
+    }
+)

@@ -1,0 +1,100 @@
+"""A request of a model that is split: decide, attempt, and go on elsewhere until somebody has answered it.
+
+The counterpart of serve.py's dispatch for models with a `split`; a pair's own affairs are pair.py's.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from gateway import legs
+from gateway.answer import Failure, GatewayError
+from gateway.attempts import break_off, nobody, retry
+from gateway.client import Client
+from gateway.edit import Body
+from gateway.exchange import Exchange, SplitRecord
+from gateway.openai import Call
+from gateway.pair import PairAttempt
+from gateway.pairing import SplitRoute
+from gateway.relay import UpstreamBroke
+from gateway.snapshot import Route
+from gateway.words import Work
+from policies import run
+from policies.model import Ask
+from policies.split import Decision, Pair, Reason
+
+if TYPE_CHECKING:
+    from gateway.serve import Gateway
+
+
+async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Client, route: Route, call: Call) -> None:
+    """Serve it by a pair or whole, until somebody answers or nothing is left to try. Raises GatewayError then."""
+    fingerprint = gateway.endpoints.prefixes.of(call, route.name)
+    work = Work(gateway, route, split, x, client, call, Body(call.body), fingerprint)
+    retrying = recompute = False
+    try:
+        while True:
+            decision, ask = _decide(work, recompute)
+            if decision.pair is None:
+                problem = await _whole(work, ask, decision)
+            else:
+                problem, recompute = await _pair(work, decision.pair)
+            if problem is None:
+                return None
+            if x.committed:
+                return break_off(x, client, problem)
+            retrying = await retry(gateway, x, problem, retrying)
+    finally:
+        if retrying:
+            gateway.gate.give_back_turn()
+
+
+def _decide(work: Work, recompute: bool) -> tuple[Decision, Ask]:
+    gateway, route, pools = work.gateway, work.route, work.split.pools
+    ask = gateway.endpoints.ask(work.call.request, work.fingerprint, work.x.retries)
+    mode = gateway.handoffs.splitting.get(route.name, False)
+    if recompute and any(each.load.available for each in pools.alone):
+        decision = Decision(None, Reason.RECOMPUTE, mode)
+    else:
+        decision = work.split.splitter.decide(pools, ask, work.body.shape, mode)
+        gateway.handoffs.splitting[route.name] = decision.splitting
+    kind = "whole" if decision.pair is None else "split"
+    gateway.handoffs.metrics.split_decisions_total.labels(kind, decision.reason).inc()
+    work.x.split = SplitRecord(decision.reason)
+    return decision, ask
+
+
+async def _whole(work: Work, ask: Ask, decision: Decision) -> UpstreamBroke | None:
+    """One endpoint for all of it; what broke, or None. Raises GatewayError when nobody may."""
+    x, route, endpoints, request = work.x, work.route, work.gateway.endpoints, work.call.request
+    pick = x.pick = run.pick(route.policy, ask, work.split.pools.alone)
+    if pick is None:
+        raise _nobody(work, decision)
+    x.picked_at = monotonic()
+    with endpoints.book(pick, request, work.fingerprint) as booking:
+        try:
+            await legs.single(route, x, work.call, work.client, booking)
+            return None
+        except UpstreamBroke as broke:
+            booking.failed(broke)
+            x.retries.append(pick.candidate.endpoint.name)
+            return broke
+
+
+def _nobody(work: Work, decision: Decision) -> GatewayError:
+    if not work.split.pools.alone and decision.reason in (Reason.CHOICES, Reason.PROMPTS, Reason.PROMPT_SCORES):
+        message = f"Every request of model '{work.route.name}' is split, and this one cannot be ({decision.reason})."
+        return GatewayError(Failure.BAD_REQUEST, message)
+    return nobody(work.x, work.route)
+
+
+async def _pair(work: Work, pair: Pair) -> tuple[UpstreamBroke | None, bool]:
+    """Two endpoints, both places taken in this turn of the loop; what broke, and whether to compute it all in one."""
+    x = work.x
+    x.pick, x.picked_at = pair.decode, monotonic()
+    work.record.prefill, work.record.dialect = pair.prefill.candidate.endpoint.name, work.split.dialect.name
+    attempt = PairAttempt(work, pair)
+    problem = await attempt.run()
+    x.retries += attempt.suspects if problem is not None else []
+    return problem, attempt.recompute

@@ -1,0 +1,133 @@
+"""What is said on the two legs of a pair: the requests a dialect wants, and what the prefill answer means.
+
+Everything that depends on the dialect is here. Not here: when something is sent, and what follows (pair.py, life.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gateway.client import Client
+from gateway.edit import Body
+from gateway.endpoints import Booking
+from gateway.exchange import Exchange, SplitRecord
+from gateway.legs import answer_headers, request_headers
+from gateway.openai import Api, Call
+from gateway.pairing import SplitRoute
+from gateway.relay import Relay
+from gateway.rename import Corrector, Renamer
+from gateway.snapshot import Route
+from kvtransfer.dialects import Answer, Edits, Finished, Handover, Identity, Needs, Terms, Unusable, as_events
+from policies.fingerprint import Fingerprint
+from policies.model import Endpoint, Request
+
+if TYPE_CHECKING:
+    from gateway.serve import Gateway
+
+_SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
+_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+_AS_IT_IS = Edits()
+
+
+class Work(msgspec.Struct, frozen=True, eq=False):
+    """One request of a model that is split, and all that is needed to serve it."""
+
+    gateway: Gateway
+    route: Route
+    split: SplitRoute
+    x: Exchange
+    client: Client
+    call: Call
+    body: Body
+    fingerprint: Fingerprint
+
+    @property
+    def record(self) -> SplitRecord:
+        assert self.x.split is not None
+        return self.x.split
+
+
+def one_token(request: Request) -> Request:
+    """What a prefill endpoint is asked for."""
+    return msgspec.structs.replace(request, output_tokens=1)
+
+
+class Words:
+    """The words of one attempt at one request. `terms` hold for both legs; the decoder's may be corrected later."""
+
+    __slots__ = ("_corrector", "_prefill", "_work", "terms")
+
+    def __init__(self, work: Work, prefill: Endpoint, number: int) -> None:
+        x, facts = work.x, work.split.facts[prefill.name]
+        self._work = work
+        self._prefill = prefill
+        self._corrector: Corrector | None = None
+        self.terms = Terms(
+            request_id=f"{x.id}-{len(x.retries)}" if x.retries else x.id,  # a copy of it may still live on an engine
+            number=number,
+            chat=work.call.api is Api.CHAT,
+            prefill_host=facts.host,
+            bootstrap=facts.bootstrap,
+            identity=work.gateway.handoffs.identity(prefill.name, number),
+        )
+
+    def introduced(self, identities: tuple[Identity, ...]) -> None:
+        """The prefill engine has told who it is."""
+        self._work.gateway.handoffs.learn(self._prefill.name, identities)
+        identity = self._work.gateway.handoffs.identity(self._prefill.name, self.terms.number)
+        self.terms = msgspec.structs.replace(self.terms, identity=identity)
+
+    def prefill(self, place: Booking) -> tuple[bytes, bytes]:
+        """Head and body of the prefill request."""
+        return self._request(place, self._work.split.dialect.prefill(self.terms))
+
+    def decode(self, place: Booking, handover: Handover | None) -> tuple[bytes, bytes]:
+        """Head and body of the decode request; without a handover, of the client's own."""
+        return self._request(place, _AS_IT_IS if handover is None else handover.edits)
+
+    def relay(self, endpoint: Endpoint, handover: Handover | None) -> Relay:
+        """What brings the decoder's answer to the client, with the prefiller's word on cached tokens if needed."""
+        work = self._work
+        renamer: Renamer | None = None
+        served, asked = endpoint.served_model or work.route.name, work.call.asked_model
+        if handover is not None and not handover.reports_own_cache and work.body.shows_usage:
+            renamer = self._corrector = Corrector(served, asked)
+            self._corrector.cached_tokens = work.record.cached_tokens
+        elif served != asked:
+            renamer = Renamer(served, asked)
+        headers = answer_headers(work.x, endpoint.name) + b"x-penstock-prefill: %b\r\n" % self._prefill.name.encode()
+        return Relay(headers, None, work.client.http_1_0, renamer)
+
+    def meaning(self, answer: Answer | Unusable, *, alone: bool) -> Handover | Unusable | Finished | None:
+        """What a prefill answer means; `alone` while no decoder has the request yet. None: all is as it should be."""
+        dialect, record = self._work.split.dialect, self._work.record
+        if isinstance(answer, Unusable):
+            return answer
+        record.cached_tokens = answer.cached_tokens or 0
+        if self._corrector is not None:
+            self._corrector.cached_tokens = record.cached_tokens
+        if dialect.needs is Needs.FIRST_ANSWER and self.terms.identity is None:
+            self.introduced(dialect.identify(answer.body))
+        if not alone:
+            return dialect.check(answer)
+        found = dialect.decode(self.terms, answer)
+        if isinstance(found, Handover):
+            record.transport = found.transport
+        return found
+
+    def finished(self, answer: Finished) -> bytes:
+        """The prefill answer as an engine's answer to the client's own request: an event stream if it asked for one."""
+        if not self._work.call.request.stream:
+            return _JSON % len(answer.body) + answer.body
+        events = as_events(answer.body, usage=self._work.body.shows_usage)
+        return _SSE % len(events) + events
+
+    def _request(self, place: Booking, edits: Edits) -> tuple[bytes, bytes]:
+        work, endpoint = self._work, place.endpoint
+        served = endpoint.served_model or work.route.name
+        body = work.body.edited(edits, None if served == work.call.request.model else served)
+        lines = request_headers(self.terms.request_id, work.client.headers, len(body))
+        extra = "".join(f"{name}: {value}\r\n" for name, value in edits.headers).encode()
+        return place.upstream.head(work.x.api) + extra + lines, body

@@ -1,0 +1,357 @@
+"""Scripted halves of an engine, in the test's own loop: each writes down what it is asked and answers as it is told.
+
+Every connection of the gateway is served; what is said on it is up to `script`, a coroutine that gets the request and
+may answer, hold, refuse or hang up. A health probe or a list of models is answered by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from time import monotonic
+from typing import Any
+
+import aiohttp
+
+from gateway.app import App
+from gateway.config import Config
+
+MODEL = "demo"
+TEXT = ["one", " two", " three"]
+OBJECT = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2, 3]],
+    "remote_engine_id": "engine-p",
+    "remote_request_id": "chatcmpl-x-0a1b2c3d",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+    "transfer_mode": "pull",
+}
+PUSHED = OBJECT | {"transfer_mode": "push", "pp_size": 1}
+
+
+class Asked:
+    """One request of the gateway's. `closed` once its connection has ended."""
+
+    def __init__(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        self.head = head
+        self.body = body
+        self.writer = writer
+        self.came_at = monotonic()
+        self.closed_at: float | None = None
+        self.closed = asyncio.Event()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        lines = self.head.decode("latin-1").split("\r\n")[1:]
+        return {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    def say(self, body: object, status: int = 200, kind: bytes = b"application/json") -> None:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = b"HTTP/1.1 %d X\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n" % (status, kind, len(raw))
+        self.writer.write(head + raw)
+
+    def open_stream(self) -> None:
+        self.writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+
+    def event(self, event: object) -> None:
+        raw = b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n"
+        self.writer.write(b"%x\r\n%b\r\n" % (len(raw), raw))
+
+    def end_stream(self) -> None:
+        self.event(b"[DONE]")
+        self.writer.write(b"0\r\n\r\n")
+
+
+Script = Callable[[Asked], Awaitable[None]]
+
+
+class Half:
+    """One scripted engine: `url`, what it was `asked`, and what it does about it."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.asked: list[Asked] = []
+        self.came = asyncio.Event()
+        self.url = ""
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def name(self) -> str:
+        return self.url.removeprefix("http://")
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._talk, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def stop(self) -> None:
+        """Nobody listens any more, and whoever was talking is cut off."""
+        assert self._server is not None
+        self._server.close()
+        for writer in tuple(self._writers):
+            writer.transport.abort()
+
+    async def was_asked(self, times: int = 1) -> Asked:
+        async with asyncio.timeout(5):
+            while len(self.asked) < times:
+                self.came.clear()
+                await self.came.wait()
+        return self.asked[times - 1]
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        here: list[Asked] = []
+        telling: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"GET"):
+                    self._ordinary(head, writer)
+                    continue
+                length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+                asked = Asked(head, await reader.readexactly(int(length[15:])), writer)
+                here.append(asked)
+                self.asked.append(asked)
+                self.came.set()
+                telling.add(asyncio.ensure_future(self._tell(asked)))
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            for asked in here:
+                asked.closed_at = asked.closed_at or monotonic()
+                asked.closed.set()
+            for task in telling:
+                task.cancel()
+            writer.close()
+
+    async def _tell(self, asked: Asked) -> None:
+        await self.script(asked)
+
+    def _ordinary(self, head: bytes, writer: asyncio.StreamWriter) -> None:
+        body = json.dumps({"object": "list", "data": [{"id": MODEL}]}).encode() if b"/v1/models" in head else b""
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+
+
+# What an engine may do
+
+
+def prefills(handoff: object = OBJECT, **members: Any) -> Script:
+    """Answers with one token and the object."""
+
+    async def script(asked: Asked) -> None:
+        usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
+        choice = {"index": 0, "message": {"role": "assistant", "content": "one"}, "finish_reason": "length"}
+        told = {"kv_transfer_params": handoff} if handoff is not None else {}
+        asked.say({"id": "p", "model": MODEL, "choices": [choice], "usage": usage, **told, **members})
+
+    return script
+
+
+async def decodes(asked: Asked) -> None:
+    """Answers with TEXT, as asked: events or one object."""
+    usage = {
+        "prompt_tokens": 9,
+        "completion_tokens": 3,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 8},
+    }
+    if asked.json.get("stream"):
+        asked.open_stream()
+        for word in TEXT:
+            asked.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": word}}]})
+        if asked.json.get("stream_options"):
+            asked.event({"model": MODEL, "choices": [], "usage": usage})
+        asked.end_stream()
+    else:
+        message = {"role": "assistant", "content": "".join(TEXT)}
+        asked.say(
+            {"model": MODEL, "choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
+        )
+
+
+async def holds(asked: Asked) -> None:
+    """Answers nothing until the gateway goes."""
+    await asked.closed.wait()
+
+
+async def begins(asked: Asked) -> None:
+    """One token, and then nothing more."""
+    asked.open_stream()
+    asked.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
+    await asked.closed.wait()
+
+
+async def breaks_after_a_token(asked: Asked) -> None:
+    asked.open_stream()
+    asked.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
+    await asked.writer.drain()
+    asked.writer.transport.abort()
+
+
+async def resets(asked: Asked) -> None:
+    asked.writer.transport.abort()
+
+
+def refuses(status: int) -> Script:
+    async def script(asked: Asked) -> None:
+        asked.say({"error": {"message": "as asked", "type": "X", "param": None, "code": status}}, status)
+
+    return script
+
+
+def after(gate: asyncio.Event, script: Script) -> Script:
+    """Does so when the gate opens."""
+
+    async def waiting(asked: Asked) -> None:
+        await gate.wait()
+        await script(asked)
+
+    return waiting
+
+
+def each(*scripts: Script) -> Script:
+    """One after the other, the last for all that follow."""
+    left = list(scripts)
+
+    async def script(asked: Asked) -> None:
+        await (left.pop(0) if len(left) > 1 else left[0])(asked)
+
+    return script
+
+
+# The gateway in front of them
+
+
+class Front:
+    """A gateway with its halves, and a client."""
+
+    def __init__(self, app: App, prefill: list[Half], decode: list[Half], http: aiohttp.ClientSession) -> None:
+        self.app = app
+        self.prefill = prefill
+        self.decode = decode
+        self.http = http
+        self._asked = 0
+
+    async def ask(self, words: int = 400, *, path: str = "/v1/chat/completions", **members: Any) -> Reply:
+        """One request: a prompt nobody has seen, `words` long, unless it says what it asks."""
+        self._asked += 1
+        body = {"model": MODEL, "max_tokens": 8, **members}
+        if "messages" not in body and "prompt" not in body:
+            body["messages"] = [{"role": "user", "content": f"{self._asked} " + "word " * words}]
+        async with self.http.post(f"{self.app.url}{path}", json=body) as answer:
+            try:
+                return Reply(answer.status, answer.headers, await answer.read())
+            except aiohttp.ClientError:
+                return Reply(answer.status, answer.headers, None)
+
+    async def ask_and_leave(self, when: Callable[[], Awaitable[object]], **members: Any) -> float:
+        """A client that closes its connection as soon as `when` has happened; the moment it left."""
+        leaving = asyncio.ensure_future(self.ask(**members))
+        await when()
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        return monotonic()
+
+    def loads(self) -> list[int]:
+        """Everything booked anywhere. All zero at rest."""
+        gate = self.app.gateway.gate
+        held = [gate.active, gate.body_bytes, gate.retries_running]
+        for live in self.app.gateway.endpoints.all():
+            load = live.load
+            held += [load.in_flight, load.prefill_tokens, load.decode_tokens, load.expected_tokens]
+        return held
+
+    async def at_rest(self) -> None:
+        async with asyncio.timeout(5):
+            while any(self.loads()):
+                await asyncio.sleep(0.005)
+
+    def metric(self, name: str, **labels: str) -> float:
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        lines = self.app.metrics.render().decode().splitlines()
+        found = [line for line in lines if line.startswith(name) and all(each in line for each in wanted)]
+        return sum(float(line.split()[-1]) for line in found)
+
+    def blamed(self, half: Half) -> float:
+        """How often a failure was taken for this engine's."""
+        return self.metric("penstock_upstream_errors_total", endpoint=half.name)
+
+
+class Reply:
+    """What a client read; `body` is None when the connection broke."""
+
+    def __init__(self, status: int, headers: Mapping[str, str], body: bytes | None) -> None:
+        self.status = status
+        self.headers = headers
+        self.body = body
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body or b"")
+
+    @property
+    def events(self) -> list[Any]:
+        raw = [event.removeprefix(b"data: ") for event in (self.body or b"").split(b"\n\n") if event]
+        return [json.loads(event) for event in raw if event != b"[DONE]"]
+
+    @property
+    def text(self) -> str:
+        body = self.body or b""
+        if not body.startswith(b"data:"):
+            choice = self.json["choices"][0]
+            return str(choice["message"]["content"] if "message" in choice else choice["text"])
+        deltas = [event["choices"][0] for event in self.events if event.get("choices")]
+        return "".join(each.get("delta", each).get("content", each.get("text", "")) or "" for each in deltas)
+
+
+@asynccontextmanager
+async def front(
+    dialect: str,
+    prefill: list[Script],
+    decode: list[Script],
+    *,
+    engine: str = "vllm",
+    bootstrap: str | None = None,
+    split: Mapping[str, Any] | None = None,
+    decode_role: str = "decode",
+    **sections: Any,
+) -> AsyncIterator[Front]:
+    """A gateway that splits prompts of 100 tokens and more between so many scripted halves."""
+    async with AsyncExitStack() as stack:
+        halves = [Half(script) for script in (*prefill, *decode)]
+        for half in halves:
+            await half.start()
+            stack.callback(half.stop)
+        roles = ["prefill"] * len(prefill) + [decode_role] * len(decode)
+        endpoints = [
+            {"url": half.url, "role": role, "engine": engine} for half, role in zip(halves, roles, strict=True)
+        ]
+        for spec in endpoints[: len(prefill)]:
+            if bootstrap is not None:
+                spec["bootstrap"] = bootstrap
+        rule = {"dialect": dialect, "threshold_tokens": 100, "hysteresis": 0.0} | dict(split or {})
+        config = Config.model_validate(
+            {
+                "version": 1,
+                "listeners": {"api": {"port": 0}, "admin": {"port": 0}},
+                "observability": {"access_log": "off"},
+                "models": [{"name": MODEL, "pool": "main", "split": rule}],
+                "pools": {"main": {"endpoints": endpoints}},
+            }
+            | sections
+        )
+        app = App(config)
+        await app.start()
+        stack.push_async_callback(app.stop)
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        yield Front(app, halves[: len(prefill)], halves[len(prefill) :], http)

@@ -1,0 +1,385 @@
+"""Both legs at once: pushing vLLM, Mooncake and SGLang, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import pytest
+
+from tests.unit.gateway.split.halves import (
+    OBJECT,
+    PUSHED,
+    TEXT,
+    Asked,
+    Front,
+    Script,
+    after,
+    begins,
+    breaks_after_a_token,
+    decodes,
+    each,
+    front,
+    holds,
+    prefills,
+    refuses,
+    resets,
+)
+
+WHOLE = "".join(TEXT)
+SPLIT_ALWAYS = {"threshold_tokens": 1}
+
+
+def sglang(prefill: list[Script], decode: list[Script], **options: object) -> AbstractAsyncContextManager[Front]:
+    return front("sglang", prefill, decode, engine="sglang", bootstrap="10.0.0.7:8998", **options)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def bootstrap_server(pages: list[bytes]) -> AsyncIterator[tuple[str, list[str]]]:
+    """Its address and what it was asked; each page once, the last for ever, an empty one is silence."""
+    asked: list[str] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                asked.append(head.split(b"\r\n", 1)[0].decode())
+                page = pages.pop(0) if len(pages) > 1 else pages[0]
+                if page:
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(page), page))
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            writer.close()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
+    finally:
+        server.close()
+
+
+def page(engine: str) -> bytes:
+    return json.dumps({"0": {"engine_id": engine, "worker_addr": {}}}).encode()
+
+
+# SGLang
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_both_halves_of_sglang_get_the_same_body_and_a_room_of_their_own(stream: bool) -> None:
+    async def in_the_room(asked: Asked) -> None:
+        while len(f.prefill[0].asked) < len(f.decode[0].asked):
+            await asyncio.sleep(0.001)
+        await decodes(asked)
+
+    async with sglang([decodes], [in_the_room]) as f:
+        for _ in range(3):
+            assert (await f.ask(stream=stream)).text == WHOLE
+        rooms = set()
+        for prefill, decode in zip(f.prefill[0].asked, f.decode[0].asked, strict=True):
+            assert prefill.json == decode.json
+            assert prefill.headers["x-request-id"] == decode.headers["x-request-id"]
+            assert prefill.json["bootstrap_host"] == "10.0.0.7"
+            assert prefill.json["bootstrap_port"] == 8998
+            assert prefill.json["stream"] is stream
+            rooms.add(prefill.json["bootstrap_room"])
+        assert len(rooms) == 3
+        assert all(0 <= room < 2**63 for room in rooms)
+        await f.at_rest()
+
+
+async def test_the_decoder_is_asked_without_waiting_for_the_prefill() -> None:
+    async with sglang([holds], [decodes]) as f:
+        reply = await f.ask(stream=True)
+        assert reply.text == WHOLE
+        await asyncio.wait_for(f.prefill[0].asked[0].closed.wait(), 1)  # nobody needs its answer any more
+        await f.at_rest()
+
+
+async def test_short_requests_are_split_where_nobody_serves_them_alone() -> None:
+    async with sglang([decodes], [decodes]) as f:
+        assert (await f.ask(words=1, max_tokens=1)).status == 200
+        assert len(f.prefill[0].asked) == 1
+        assert f.metric("penstock_split_decisions_total", decision="split", reason="nobody_alone") == 1
+        refused = await f.ask(n=2)
+        assert (refused.status, refused.json["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_a_refused_prefill_closes_its_waiting_decoder_and_takes_a_new_room_elsewhere() -> None:
+    gate = asyncio.Event()
+    async with sglang([after(gate, refuses(503)), decodes], [each(holds, decodes)]) as f:
+        f.app.gateway.endpoints.all()[1].load.prefill_tokens += 10**6
+        asking = asyncio.ensure_future(f.ask())
+        waiting = await f.decode[0].was_asked()
+        refused = await f.prefill[0].was_asked()
+        gate.set()
+        await asyncio.wait_for(waiting.closed.wait(), 1)
+        assert waiting.closed_at is not None
+        assert waiting.closed_at - refused.came_at < 0.2
+        assert (await asking).text == WHOLE
+        first, second = f.decode[0].asked
+        assert first.json["bootstrap_room"] != second.json["bootstrap_room"]
+        assert second.headers["x-request-id"] == f"{first.headers['x-request-id']}-1"
+        assert f.blamed(f.decode[0]) == 0
+        assert f.blamed(f.prefill[0]) == 1
+        f.app.gateway.endpoints.all()[1].load.prefill_tokens -= 10**6
+        await f.at_rest()
+
+
+async def test_a_refused_decode_closes_the_prefill() -> None:
+    async with sglang([holds], [refuses(503), refuses(503)]) as f:
+        reply = await f.ask()
+        assert reply.status == 502
+        for asked in f.prefill[0].asked:
+            await asyncio.wait_for(asked.closed.wait(), 1)
+        assert f.blamed(f.prefill[0]) == 0
+        await f.at_rest()
+
+
+async def test_a_request_that_one_half_calls_wrong_is_answered_once() -> None:
+    async with sglang([refuses(400)], [holds]) as f:
+        assert (await f.ask()).status == 400
+        await asyncio.wait_for(f.decode[0].asked[0].closed.wait(), 1)
+    async with sglang([holds], [refuses(400)]) as f:
+        assert (await f.ask()).status == 400
+        await asyncio.wait_for(f.prefill[0].asked[0].closed.wait(), 1)
+        await f.at_rest()
+
+
+async def test_a_prefill_that_breaks_after_the_decoder_began_breaks_the_answer_off() -> None:
+    """SGLang may show a role before the KV is there: then nothing can be tried again."""
+
+    async def shows_a_role(asked: Asked) -> None:
+        asked.open_stream()
+        asked.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]} | {"pad": "x" * 300})
+        began.set()
+        await asked.closed.wait()
+
+    began = asyncio.Event()
+    async with sglang([after(began, resets)], [shows_a_role]) as f:
+        reply = await f.ask(stream=True)
+        assert b'"error"' in (reply.body or b"")
+        assert len(f.prefill[0].asked) == 1
+        await f.at_rest()
+
+
+@pytest.mark.parametrize("stage", ["paired", "transferring", "decoding"])
+async def test_a_client_that_leaves_takes_both_legs_along(stage: str) -> None:
+    prefill = decodes if stage == "transferring" else holds
+    decode = begins if stage == "decoding" else holds
+    async with sglang([prefill], [decode]) as f:
+
+        async def there() -> None:
+            await f.prefill[0].was_asked()
+            await f.decode[0].was_asked()
+            if stage == "transferring":
+                while not f.metric("penstock_split_legs_total", role="prefill", outcome="served"):
+                    await asyncio.sleep(0.001)
+
+        left_at = await f.ask_and_leave(there, stream=True)
+        legs = [f.decode[0].asked[0]] + ([] if stage == "transferring" else [f.prefill[0].asked[0]])
+        for asked in legs:
+            await asyncio.wait_for(asked.closed.wait(), 1)
+            assert asked.closed_at is not None
+            assert asked.closed_at - left_at < 0.25
+        await f.at_rest()
+
+
+async def test_a_stream_that_breaks_in_decode_closes_a_prefill_still_open() -> None:
+    async with sglang([holds], [breaks_after_a_token]) as f:
+        reply = await f.ask(stream=True)
+        assert b'"error"' in (reply.body or b"")
+        await asyncio.wait_for(f.prefill[0].asked[0].closed.wait(), 1)
+        assert f.blamed(f.prefill[0]) == 0
+        await f.at_rest()
+
+
+async def test_a_late_failure_of_the_prefill_is_its_own_affair() -> None:
+    gate = asyncio.Event()
+
+    async def token_then_rest(asked: Asked) -> None:
+        asked.open_stream()
+        asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
+        gate.set()
+        while not f.blamed(f.prefill[0]):
+            await asyncio.sleep(0.001)
+        for word in TEXT[1:]:
+            asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": word}}]})
+        asked.end_stream()
+
+    async with sglang([after(gate, resets)], [token_then_rest]) as f:
+        assert (await f.ask(stream=True)).text == WHOLE
+        assert f.blamed(f.decode[0]) == 0
+        await f.at_rest()
+
+
+# vLLM, pushing
+
+
+async def test_the_first_push_is_sequential_and_the_next_are_not() -> None:
+    async with front("vllm_push", [each(prefills(PUSHED), holds)], [decodes]) as f:
+        assert (await f.ask()).text == WHOLE
+        (first,) = f.decode[0].asked
+        assert first.came_at > f.prefill[0].asked[0].came_at
+        params = first.json["kv_transfer_params"]
+        assert params == {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": "engine-p",
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+            "tp_size": 1,
+            "pp_size": 1,
+            "remote_request_id": first.headers["x-request-id"],
+        }
+        assert (await f.ask()).text == WHOLE  # its prefill never answers
+        second = f.decode[0].asked[1]
+        assert second.json["kv_transfer_params"] == params | {"remote_request_id": second.headers["x-request-id"]}
+        assert f.prefill[0].asked[1].headers["x-request-id"] == second.headers["x-request-id"]
+        await f.at_rest()
+
+
+async def test_a_prefiller_in_pull_mode_is_not_paired_for_pushes() -> None:
+    async with front("vllm_push", [prefills(OBJECT)], [decodes]) as f:
+        assert (await f.ask()).text == WHOLE
+        assert "kv_transfer_params" not in f.decode[0].asked[0].json
+        await f.at_rest()
+
+
+async def test_a_push_whose_prefill_broke_is_never_left_waiting_and_the_engine_is_asked_anew_who_it_is() -> None:
+    reborn = PUSHED | {"remote_engine_id": "engine-reborn"}
+    gate = asyncio.Event()
+    prefill = each(
+        prefills(PUSHED), after(gate, resets), resets, prefills(reborn)
+    )  # a pooled connection is tried again
+    async with front("vllm_push", [prefill], [each(decodes, holds, decodes)]) as f:
+        await f.ask()
+        asking = asyncio.ensure_future(f.ask())
+        waiting = await f.decode[0].was_asked(2)
+        await f.prefill[0].was_asked(2)
+        gate.set()
+        await asyncio.wait_for(waiting.closed.wait(), 1)
+        assert (await asking).text == WHOLE
+        assert "kv_transfer_params" not in f.decode[0].asked[2].json
+        f.app.gateway.endpoints.all()[0].load.available = True
+        assert (await f.ask()).text == WHOLE
+        assert f.decode[0].asked[3].json["kv_transfer_params"]["remote_engine_id"] == "engine-reborn"
+        await f.at_rest()
+
+
+async def test_a_push_that_its_prefiller_does_not_promise_is_computed_by_the_decoder() -> None:
+    gate = asyncio.Event()
+    prefill = each(prefills(PUSHED), after(gate, prefills(None)))
+    async with front("vllm_push", [prefill], [each(decodes, holds, decodes)]) as f:
+        await f.ask()
+        asking = asyncio.ensure_future(f.ask())
+        waiting = await f.decode[0].was_asked(2)
+        gate.set()
+        await asyncio.wait_for(waiting.closed.wait(), 1)
+        assert (await asking).text == WHOLE
+        assert "kv_transfer_params" not in f.decode[0].asked[2].json
+        await f.at_rest()
+
+
+async def test_a_push_shows_what_the_prefiller_had_cached() -> None:
+    cached = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
+    gate = asyncio.Event()
+    async with front("vllm_push", [prefills(PUSHED, usage=cached)], [each(decodes, after(gate, decodes))]) as f:
+        await f.ask()
+        asking = asyncio.ensure_future(f.ask())
+        while f.metric("penstock_split_legs_total", role="prefill", outcome="served") < 2:
+            await asyncio.sleep(0.001)
+        gate.set()
+        assert (await asking).json["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
+# Mooncake
+
+
+async def test_mooncake_is_introduced_once_by_the_bootstrap_server() -> None:
+    async with (
+        bootstrap_server([page("one")]) as (address, asked),
+        front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
+    ):
+        for _ in range(3):
+            assert (await f.ask()).text == WHOLE
+        assert asked == ["GET /query HTTP/1.1"]
+        prefill, decode = f.prefill[0].asked[0], f.decode[0].asked[0]
+        transfer = f"xfer-{prefill.headers['x-request-id']}"
+        assert prefill.headers["x-data-parallel-rank"] == "0"
+        assert prefill.json["kv_transfer_params"]["transfer_id"] == transfer
+        assert decode.json["kv_transfer_params"] == {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_bootstrap_addr": f"http://{address}",
+            "remote_engine_id": "one",
+            "transfer_id": transfer,
+        }
+        await f.at_rest()
+
+
+@pytest.mark.parametrize("nonsense", [b"{}", b"<html>", b"[1]"])
+async def test_without_an_introduction_the_decoder_computes_for_itself(nonsense: bytes) -> None:
+    async with (
+        bootstrap_server([nonsense]) as (address, _),
+        front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
+    ):
+        assert (await f.ask()).text == WHOLE
+        assert not f.prefill[0].asked
+        assert "kv_transfer_params" not in f.decode[0].asked[0].json
+        await f.at_rest()
+
+
+async def test_a_bootstrap_server_that_nobody_runs_does_not_stop_the_request() -> None:
+    async with front("mooncake", [prefills(None)], [decodes], bootstrap="127.0.0.1:1") as f:
+        assert (await f.ask()).text == WHOLE
+        assert f.blamed(f.prefill[0]) == 1
+        await f.at_rest()
+
+
+async def test_a_silent_bootstrap_server_is_not_waited_for_longer_than_a_second() -> None:
+    async with (
+        bootstrap_server([b""]) as (address, _),
+        front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
+    ):
+        assert (await asyncio.wait_for(f.ask(), 3)).text == WHOLE
+        await f.at_rest()
+
+
+async def test_a_client_may_leave_while_the_bootstrap_server_is_asked() -> None:
+    async with (
+        bootstrap_server([b""]) as (address, asked),
+        front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
+    ):
+
+        async def was_asked() -> None:
+            while not asked:
+                await asyncio.sleep(0.001)
+
+        await f.ask_and_leave(was_asked)
+        await f.at_rest()
+        assert not f.prefill[0].asked
+        assert not f.decode[0].asked
+
+
+async def test_after_a_failure_the_bootstrap_server_is_asked_again() -> None:
+    async with bootstrap_server([page("one"), page("two")]) as (address, asked):
+        prefill = each(prefills(None), resets, resets, prefills(None))  # a pooled connection is tried again
+        async with front("mooncake", [prefill], [each(decodes, holds, decodes)], bootstrap=address) as f:
+            for _ in range(2):
+                assert (await f.ask()).text == WHOLE
+            assert (await f.ask()).text == WHOLE
+            assert len(asked) == 2
+            assert f.decode[0].asked[-1].json["kv_transfer_params"]["remote_engine_id"] == "two"
+            await f.at_rest()
+
+
+async def test_a_mooncake_prefill_that_ended_early_sends_nothing_and_the_decoder_computes() -> None:
+    ended = [{"index": 0, "message": {"content": ""}, "finish_reason": "stop"}]
+    async with bootstrap_server([page("one")]) as (address, _):
+        prefill = prefills(None, choices=ended)
+        async with front("mooncake", [prefill], [each(holds, decodes)], bootstrap=address) as f:
+            assert (await f.ask()).text == WHOLE
+            assert "kv_transfer_params" not in f.decode[0].asked[1].json
+            await f.at_rest()

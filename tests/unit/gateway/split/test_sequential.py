@@ -1,0 +1,302 @@
+"""Prefill, then decode: every row of the table that a pulling pair can come to, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gateway.upstream import Connection, Upstream
+from tests.unit.gateway.split.halves import (
+    OBJECT,
+    TEXT,
+    after,
+    begins,
+    breaks_after_a_token,
+    decodes,
+    each,
+    front,
+    holds,
+    prefills,
+    refuses,
+    resets,
+)
+
+NIXL = "vllm_nixl"
+WHOLE = "".join(TEXT)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_long_prompt_is_prefilled_and_its_kv_handed_to_the_decoder(stream: bool) -> None:
+    async with front(NIXL, [prefills()], [decodes]) as f:
+        reply = await f.ask(stream=stream, max_tokens=7)
+        assert (reply.status, reply.text) == (200, WHOLE)
+        (prefill,), (decode,) = f.prefill[0].asked, f.decode[0].asked
+        assert reply.headers["x-penstock-endpoint"] == f.decode[0].name
+        assert reply.headers["x-penstock-prefill"] == f.prefill[0].name
+        assert prefill.headers["x-request-id"] == decode.headers["x-request-id"] == reply.headers["x-request-id"]
+        asked = {"model": "demo", "max_tokens": 7, "stream": stream, "messages": decode.json["messages"]}
+        assert decode.json == asked | {"kv_transfer_params": OBJECT}
+        assert prefill.json == asked | {
+            "max_tokens": 1,
+            "min_tokens": 1,
+            "stream": False,
+            "kv_transfer_params": prefill.json["kv_transfer_params"],
+        }
+        assert f.metric("penstock_split_legs_total", outcome="served") == 2
+        assert f.metric("penstock_split_stage_seconds_count") == 4
+        await f.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("reason", "members"),
+    [
+        ("short", {"words": 3}),
+        ("one_token", {"max_tokens": 1}),
+        ("one_token", {"max_completion_tokens": 1, "max_tokens": None}),
+        ("choices", {"n": 2}),
+        ("prompt_scores", {"prompt_logprobs": 0}),
+        ("prompts", {"path": "/v1/completions", "prompt": ["word " * 400, "word"]}),
+        ("choices", {"path": "/v1/completions", "prompt": "word " * 400, "best_of": 2}),
+        ("prompt_scores", {"path": "/v1/completions", "prompt": "word " * 400, "echo": True}),
+    ],
+)
+async def test_what_must_not_be_split_is_served_whole_by_a_decoder(reason: str, members: dict[str, Any]) -> None:
+    async with front(NIXL, [prefills()], [decodes]) as f:
+        reply = await f.ask(**members)
+        assert reply.status == 200
+        assert "x-penstock-prefill" not in reply.headers
+        assert not f.prefill[0].asked
+        assert "kv_transfer_params" not in f.decode[0].asked[0].json
+        assert f.metric("penstock_split_decisions_total", decision="whole", reason=reason) == 1
+
+
+async def test_a_prompt_that_the_decoder_holds_already_is_not_handed_over_again() -> None:
+    async with front(NIXL, [prefills()], [decodes]) as f:
+        said = [{"role": "user", "content": "word " * 2000}]
+        await f.ask(messages=said)
+        await f.ask(messages=said)
+        assert len(f.prefill[0].asked) == 1
+        assert f.metric("penstock_split_decisions_total", decision="whole", reason="cached") == 1
+
+
+async def test_the_decode_place_is_taken_before_the_prefill_is_sent() -> None:
+    gate = asyncio.Event()
+    async with front(NIXL, [after(gate, prefills())], [decodes]) as f:
+        asking = asyncio.ensure_future(f.ask())
+        await f.prefill[0].was_asked()
+        loads = {live.endpoint.url: live.load for live in f.app.gateway.endpoints.all()}
+        prefill, decode = loads[f.prefill[0].url], loads[f.decode[0].url]
+        assert (prefill.in_flight, decode.in_flight) == (1, 1)
+        assert prefill.prefill_tokens > 400
+        assert (decode.prefill_tokens, decode.decode_tokens) == (0, prefill.prefill_tokens)
+        gate.set()
+        assert (await asking).text == WHOLE
+        await f.at_rest()
+
+
+MALFORMED: list[object] = [
+    None,
+    {},
+    [],
+    "text",
+    OBJECT | {"remote_block_ids": []},
+    OBJECT | {"remote_engine_id": None},
+    OBJECT | {"remote_port": 0},
+    OBJECT | {"do_remote_prefill": False},
+]
+
+
+@pytest.mark.parametrize("handoff", MALFORMED, ids=str)
+async def test_a_malformed_handoff_never_reaches_a_decoder_which_then_computes_for_itself(handoff: object) -> None:
+    async with front(NIXL, [prefills(handoff)], [decodes]) as f:
+        reply = await f.ask()
+        assert reply.text == WHOLE
+        (decode,) = f.decode[0].asked
+        assert "kv_transfer_params" not in decode.json
+        assert f.metric("penstock_split_legs_total", role="prefill", outcome="unusable") == 1
+        await f.at_rest()
+
+
+async def test_a_broken_prefill_is_tried_on_another_and_only_the_broken_one_is_blamed() -> None:
+    async with front(NIXL, [resets, prefills()], [decodes]) as f:
+        while not f.prefill[0].asked:
+            assert (await f.ask()).text == WHOLE
+        assert f.blamed(f.prefill[0]) == 1
+        assert f.blamed(f.prefill[1]) == f.blamed(f.decode[0]) == 0
+        await f.at_rest()
+
+
+async def test_without_another_prefiller_the_decoder_computes_for_itself() -> None:
+    async with front(NIXL, [refuses(500)], [decodes]) as f:
+        reply = await f.ask()
+        assert reply.text == WHOLE
+        assert "kv_transfer_params" not in f.decode[0].asked[0].json
+        assert f.blamed(f.prefill[0]) == 1
+        await f.at_rest()
+
+
+async def test_a_request_that_the_prefiller_calls_wrong_is_answered_so() -> None:
+    async with front(NIXL, [refuses(422)], [decodes]) as f:
+        reply = await f.ask()
+        assert (reply.status, reply.json["error"]["message"]) == (422, "as asked")
+        assert not f.decode[0].asked
+        assert f.blamed(f.prefill[0]) == 0
+        await f.at_rest()
+
+
+async def test_a_request_that_the_decoder_calls_wrong_is_answered_so() -> None:
+    async with front(NIXL, [prefills()], [refuses(400)]) as f:
+        reply = await f.ask(stream=True)
+        assert (reply.status, reply.json["error"]["message"]) == (400, "as asked")
+        await f.at_rest()
+
+
+async def test_a_decoder_that_cannot_be_reached_passes_the_handoff_to_another() -> None:
+    async with front(NIXL, [prefills()], [decodes, decodes]) as f:
+        f.decode[0].stop()
+        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
+        assert (await f.ask()).text == WHOLE
+        f.app.gateway.endpoints.all()[2].load.in_flight -= 1
+        assert len(f.prefill[0].asked) == 1, "nothing was prefilled twice"
+        assert f.decode[1].asked[0].json["kv_transfer_params"] == OBJECT
+        assert f.blamed(f.decode[0]) == 1
+        await f.at_rest()
+
+
+async def test_a_decoder_that_could_not_load_the_kv_gets_the_request_without_the_handoff_and_no_blame() -> None:
+    async with front(NIXL, [prefills()], [each(refuses(500), decodes)]) as f:
+        reply = await f.ask()
+        assert reply.text == WHOLE
+        first, second = f.decode[0].asked
+        assert "kv_transfer_params" in first.json
+        assert "kv_transfer_params" not in second.json
+        assert f.blamed(f.decode[0]) == f.blamed(f.prefill[0]) == 0
+        assert f.metric("penstock_split_decisions_total", reason="recompute") == 1
+        await f.at_rest()
+
+
+async def test_a_decoder_that_dies_with_the_handoff_is_blamed_and_the_prompt_goes_to_another_pair() -> None:
+    async with front(NIXL, [prefills(), prefills()], [resets, resets, decodes]) as f:
+        reply = await f.ask()
+        assert reply.text == WHOLE
+        assert f.blamed(f.prefill[0]) == f.blamed(f.prefill[1]) == 0
+        await f.at_rest()
+
+
+async def test_a_transfer_that_lasts_too_long_is_given_up_and_computed_whole() -> None:
+    async with front(NIXL, [prefills()], [each(holds, decodes)], split={"transfer_timeout": "50ms"}) as f:
+        reply = await f.ask()
+        assert reply.text == WHOLE
+        await asyncio.wait_for(f.decode[0].asked[0].closed.wait(), 1)
+        assert "kv_transfer_params" not in f.decode[0].asked[1].json
+        await f.at_rest()
+
+
+async def test_an_answer_that_breaks_after_its_first_token_ends_with_an_error_event() -> None:
+    async with front(NIXL, [prefills()], [breaks_after_a_token]) as f:
+        reply = await f.ask(stream=True)
+        assert reply.body is not None
+        assert b'"error"' in reply.body
+        assert b"[DONE]" not in reply.body
+        assert f.blamed(f.decode[0]) == 1
+        await f.at_rest()
+
+
+async def test_nobody_left_is_a_502() -> None:
+    async with front(NIXL, [resets], [resets]) as f:
+        reply = await f.ask()
+        assert reply.status == 502
+        await f.at_rest()
+
+
+@pytest.mark.parametrize("stage", ["prefilling", "transferring", "decoding"])
+async def test_a_client_that_leaves_takes_both_legs_along(stage: str) -> None:
+    prefill = holds if stage == "prefilling" else prefills()
+    decode = {"prefilling": decodes, "transferring": holds, "decoding": begins}[stage]
+    async with front(NIXL, [prefill], [decode]) as f:
+        half = f.prefill[0] if stage == "prefilling" else f.decode[0]
+        left_at = await f.ask_and_leave(half.was_asked, stream=True)
+        (asked,) = half.asked
+        await asyncio.wait_for(asked.closed.wait(), 1)
+        assert asked.closed_at is not None
+        assert asked.closed_at - left_at < 0.25
+        if stage == "transferring":
+            assert asked.closed_at - asked.came_at > 0.08, "its engine must have seen the handoff, or the KV stays"
+        await f.at_rest()
+        assert f.metric("penstock_client_disconnects_total") == 1
+
+
+async def test_a_client_that_leaves_before_the_decode_request_left_has_the_kv_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The decoder is connecting: it gets the handoff all the same and is closed at once, so that it tells P."""
+    async with front(NIXL, [prefills()], [holds]) as f:
+        connecting, upstream = asyncio.Event(), f.app.gateway.endpoints.all()[1].upstream
+        connect, go = Upstream._connect, asyncio.Event()
+
+        async def slowly(to: Upstream) -> Connection:
+            if to is upstream:
+                connecting.set()
+                await go.wait()
+            return await connect(to)
+
+        monkeypatch.setattr(Upstream, "_connect", slowly)
+        await f.ask_and_leave(connecting.wait)
+        await f.at_rest()
+        go.set()
+        asked = await f.decode[0].was_asked()
+        assert asked.json["kv_transfer_params"] == OBJECT
+        await asyncio.wait_for(asked.closed.wait(), 1)
+        assert f.metric("penstock_split_leases_given_up_total", reason="client_gone") == 1
+
+
+async def test_cached_tokens_are_the_prefillers_where_the_decoder_cannot_know() -> None:
+    cached = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
+    async with front(NIXL, [prefills(usage=cached)], [decodes]) as f:
+        streamed = await f.ask(stream=True, stream_options={"include_usage": True})
+        assert streamed.events[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+        plain = await f.ask(words=500)
+        assert plain.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+        assert f.metric("penstock_cached_tokens_total") == 8
+        assert "stream_options" not in f.prefill[0].asked[0].json
+
+
+async def test_cached_tokens_are_the_decoders_where_it_was_told() -> None:
+    told = OBJECT | {"remote_prefill_cached_tokens": 4}
+    async with front(NIXL, [prefills(told)], [decodes]) as f:
+        assert (await f.ask()).json["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
+
+
+async def test_a_client_cannot_bring_a_handoff_of_its_own() -> None:
+    async with front(NIXL, [prefills()], [decodes]) as f:
+        await f.ask(words=3, kv_transfer_params=OBJECT, vllm_xargs={"kv_transfer_params": "x", "kept": 1})
+        (decode,) = f.decode[0].asked
+        assert "kv_transfer_params" not in decode.json
+        assert decode.json["vllm_xargs"] == {"kept": 1}
+
+
+async def test_endpoints_show_who_is_paired_and_how_it_goes() -> None:
+    async with front(NIXL, [prefills()], [decodes]) as f:
+        await f.ask()
+        shown = await (await f.http.get(f"{f.app.admin_url}/endpoints")).json()
+        (group,) = shown["splits"]
+        assert (group["prefill"], group["decode"]) == ([f.prefill[0].name], [f.decode[0].name])
+        (pair,) = shown["pairs"]
+        assert (pair["served"], pair["failed"]) == (1, 0)
+        assert pair["handoff_s"] > 0
+
+
+async def test_whole_requests_never_go_to_a_prefill_endpoint() -> None:
+    async with front(NIXL, [prefills()], [decodes]) as f:
+        for _ in range(8):
+            await f.ask(words=3)
+        assert not f.prefill[0].asked
+
+
+async def test_many_at_once_leave_nothing_behind() -> None:
+    async with front(NIXL, [prefills(), each(resets, prefills())], [decodes, each(refuses(500), decodes)]) as f:
+        replies = await asyncio.gather(*(f.ask(stream=bool(n % 2)) for n in range(40)))
+        assert {reply.text for reply in replies} == {WHOLE}
+        await f.at_rest()
