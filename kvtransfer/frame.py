@@ -23,11 +23,12 @@ from kvtransfer.transports.base import Verdict, WindowHead
 _MAGIC = b"KVF2"
 _FIELDS = struct.Struct("<4sBBHIQ")
 _CHECKSUM = struct.Struct("<Q")
+_PREAMBLE = struct.Struct("<4sBBHIQQ")
 _HEAD = struct.Struct("<QIIIIQ")
 _TRAILER = struct.Struct("<B7x16s")
 _VERDICTS = (Verdict.OK, Verdict.STALE, Verdict.CORRUPT)
 
-PREAMBLE_BYTES = _FIELDS.size + _CHECKSUM.size
+PREAMBLE_BYTES = _PREAMBLE.size
 WINDOW_HEADER_BYTES = _HEAD.size
 TRAILER_BYTES = _TRAILER.size
 PROOF_BYTES = 16
@@ -55,6 +56,10 @@ class Proof(IntEnum):
     GCM = 2  # that it, its header and its verdict were written by who has the key, in this order
 
 
+_KINDS = (Kind.MESSAGE, *Kind)  # by number; there is no 0
+_PROOFS = tuple(Proof)
+
+
 class FrameLimits(msgspec.Struct, frozen=True):
     """The largest frame that is read or written. A peer cannot make us hold more than one header."""
 
@@ -80,17 +85,16 @@ def frame(kind: Kind, header: bytes, payload_bytes: int = 0, proof: Proof = Proo
 
 def opening(data: memoryview, limits: FrameLimits) -> Opening:
     """What the first PREAMBLE_BYTES of `data` announce. FrameError if that is nothing, or too much."""
-    magic, kind, proof, zero, header_bytes, payload_bytes = _FIELDS.unpack_from(data)
+    magic, kind, proof, zero, header_bytes, payload_bytes, checksum = _PREAMBLE.unpack_from(data)
     if magic != _MAGIC or zero:
         raise FrameError("this is no frame: wrong magic")
     if header_bytes > limits.header_bytes:
         raise FrameError(f"a header of {header_bytes} bytes is over the limit of {limits.header_bytes}")
     if payload_bytes > limits.payload_bytes:
         raise FrameError(f"a payload of {payload_bytes} bytes is over the limit of {limits.payload_bytes}")
-    if not (0 < kind < 6 and proof < 3):
+    if not (0 < kind < len(_KINDS) and proof < len(_PROOFS)):
         raise FrameError(f"a frame of kind {kind} with proof {proof} is none of ours")
-    (checksum,) = _CHECKSUM.unpack_from(data, _FIELDS.size)
-    return Opening(Kind(kind), Proof(proof), header_bytes, payload_bytes, checksum)
+    return Opening(_KINDS[kind], _PROOFS[proof], header_bytes, payload_bytes, checksum)
 
 
 def verify_header(preamble: memoryview, header: bytes | bytearray | memoryview, announced: Opening) -> None:

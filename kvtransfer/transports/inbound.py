@@ -34,7 +34,8 @@ _STAGE_BYTES = 4096
 _SCRATCH_BYTES = 64 << 10
 # What may be read along with the end of a window: exactly up to where the next one's bytes begin.
 _BEHIND_WINDOW = TRAILER_BYTES + PREAMBLE_BYTES + WINDOW_HEADER_BYTES
-_HASH_BYTES = 256 << 10
+_HASH_BYTES = 512 << 10  # what a core's cache still holds
+_LARGE_BYTES = 256 << 10
 
 
 class Hearer(Protocol):
@@ -86,7 +87,7 @@ class Inbound:
     def large(self) -> bool:
         """In the middle of so many bytes that waiting for more is worth a sleep."""
         arrival = self._arrival
-        return arrival is not None and arrival.pieces.size > _HASH_BYTES
+        return arrival is not None and arrival.pieces.size > _LARGE_BYTES
 
     def divert(self, transfer: int) -> None:
         """From now on nothing is written into this transfer's blocks."""
@@ -116,7 +117,10 @@ class Inbound:
             return self._read_frames()
         pieces = arrival.pieces
         behind: Stretch = (self._address, _BEHIND_WINDOW) if arrival.head is not None else NOTHING
-        count = pieces.call(readv, self._fd, NOTHING, behind, pieces.count)
+        count = pieces.call(readv, self._fd, NOTHING, behind)
+        if count is None and arrival.digest is not None:
+            # There is time, and what came in is in the cache.
+            pieces.feed(arrival.digest.update, pieces.done)
         if count:
             within = min(count, pieces.left)
             self._end = count - within
@@ -134,8 +138,8 @@ class Inbound:
     def _arrived(self, arrival: _Arrival, count: int) -> None:
         pieces = arrival.pieces
         pieces.advance(count)
-        if arrival.digest is not None:
-            pieces.feed_when(arrival.digest.update, _HASH_BYTES)
+        if arrival.digest is not None and (not pieces.left or pieces.unfed > _HASH_BYTES):
+            pieces.feed(arrival.digest.update, pieces.done)
 
     def _take(self) -> bool:
         """Act on the next thing that is complete. False: more bytes are needed."""
@@ -165,7 +169,7 @@ class Inbound:
         verify_header(preamble, header, announced)
         self._begin += size
         if announced.kind is Kind.WINDOW:
-            self._open_window(announced, bytes(preamble) + header)
+            self._open_window(announced, preamble, header)
         else:
             self._framed(announced, header)
         return True
@@ -190,9 +194,9 @@ class Inbound:
         self._framed(announced, bytes(data))
         return True
 
-    def _open_window(self, announced: Opening, whole: bytes) -> None:
+    def _open_window(self, announced: Opening, preamble: memoryview, header: bytes) -> None:
         """Where it goes is our own plan's answer; its size must be that plan's before a byte is read into memory."""
-        head = unpack_head(whole[PREAMBLE_BYTES:])
+        head = unpack_head(header)
         if (announced.proof is Proof.GCM) != (self.seal is not None):
             raise FrameError("windows are sealed at both ends of a link, or at neither")
         if announced.payload_bytes not in (0, head.n_bytes):
@@ -206,7 +210,7 @@ class Inbound:
                 raise FrameError(f"a window of {head.n_bytes} bytes where the plan has {pieces.size}")
         arrival = _Arrival(pieces, head, window)
         if self.seal is not None:
-            arrival.opening, arrival.sealed = whole, bytearray(announced.payload_bytes)
+            arrival.opening, arrival.sealed = bytes(preamble) + header, bytearray(announced.payload_bytes)
             arrival.pieces = Pieces.of_buffer(arrival.sealed, self._iovecs)
         elif announced.proof is Proof.XXH3 and window is not None:
             arrival.digest = xxhash.xxh3_64()

@@ -20,7 +20,7 @@ from kvtransfer.transports.seal import Seal
 
 _SMALL_BYTES = 160 << 10
 _STAGED_BYTES = 64 << 10  # a window this small is copied, to leave in one call with its header and trailer
-_AHEAD_BYTES = 1 << 20  # hashed before it is written: what a core's cache holds
+_WORTH_AHEAD_BYTES = 16 << 10
 _ZEROS_BYTES = 64 << 10
 
 
@@ -165,12 +165,12 @@ class Outbound:
             self._finish(body)
 
     def _stage(self, body: _Body) -> None:
+        if body.pieces.size >= _WORTH_AHEAD_BYTES and not self._queue:
+            # Nothing follows, so it is the way that counts: the peer makes itself ready while we copy.
+            self._write_small()
         end = self._end + body.pieces.size
-        staged = self._small[self._end : end]
-        body.pieces.gather(staged)
+        body.pieces.gather(self._small[self._end : end])
         self._end = end
-        if body.digest is not None:
-            body.digest.update(staged)
         self._finish(body)
 
     def _write(self) -> bool:
@@ -178,12 +178,11 @@ class Outbound:
         if body is None:
             return self._write_small()
         pieces, small = body.pieces, self._end - self._begin
-        last = pieces.count
-        if body.digest is not None:
-            pieces.feed_ahead(body.digest.update, _AHEAD_BYTES)
-            last = pieces.fed
-        count = pieces.call(writev, self._fd, (self._address + self._begin, small), NOTHING, last)
+        count = pieces.call(writev, self._fd, (self._address + self._begin, small), NOTHING)
         if count is None:
+            if body.digest is not None:
+                # While the peer makes room there is time, and what was written is in the cache.
+                pieces.feed(body.digest.update, pieces.done)
             return False
         ahead = min(count, small)
         self._wrote(ahead)
@@ -209,6 +208,8 @@ class Outbound:
 
     def _finish(self, body: _Body) -> None:
         self._body = None
+        if body.digest is not None:
+            body.pieces.feed(body.digest.update, body.pieces.size)
         if body.head is not None:
             self._lay(body.trailer())
             self._sent(body.head)

@@ -19,9 +19,9 @@ _AT_ONCE = 256 << 10  # gathered and scattered again while it is still in the ca
 
 def within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
     """Whether all of these runs lie in the region, and are runs."""
-    if not lengths.size or int(offsets.min()) < 0 or int(lengths.min()) < 1:
+    if not lengths.size or np.minimum.reduce(offsets) < 0 or np.minimum.reduce(lengths) < 1:
         return False
-    return int((offsets + lengths).max()) <= region.bytes.size
+    return bool(np.maximum.reduce(offsets + lengths) <= region.bytes.size)
 
 
 def in_steps(runs: Runs, step_bytes: int) -> Iterator[Runs]:
@@ -47,9 +47,9 @@ def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs) ->
 
 def _regular(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs, length: int) -> bool:
     """All of one length, and at multiples of it: cells of a grid."""
-    if source.size % length or sink.size % length or (runs.length != length).any():
+    if source.size % length or sink.size % length or np.logical_or.reduce(runs.length != length):
         return False
-    return not ((runs.src % length).any() or (runs.dst % length).any())
+    return not (np.logical_or.reduce(runs.src % length) or np.logical_or.reduce(runs.dst % length))
 
 
 def _copy_regular(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs, length: int) -> None:

@@ -126,15 +126,13 @@ class Pieces:
     def left(self) -> int:
         return self.size - self.done
 
-    @property
-    def count(self) -> int:
-        return len(self._ends)
+    def call(self, function: Any, fd: int, ahead: Stretch, behind: Stretch) -> int | None:
+        """readv or writev: `ahead` (before the first piece alone), pieces, `behind` once all are in.
 
-    def call(self, function: Any, fd: int, ahead: Stretch, behind: Stretch, pieces: int) -> int | None:
-        """readv or writev: `ahead` (before the first piece alone), pieces up to number `pieces`, `behind` once all are
-        in. Bytes moved, None where it would wait. Raises OSError."""
+        Bytes moved, None where it would wait. Raises OSError.
+        """
         words = self._iovecs.words
-        first, last = self._row, min(pieces + 1, self._row + MOST_IOVECS)
+        first, last = self._row, min(len(self._ends) + 1, self._row + MOST_IOVECS)
         if ahead[1]:
             first -= 1
             words[2 * first], words[2 * first + 1] = ahead
@@ -163,15 +161,10 @@ class Pieces:
                 update(memory[start : start + length])
             self.fed = last
 
-    def feed_ahead(self, update: Callable[[memoryview], object], most: int) -> None:
-        """Feed the next `most` bytes, and one piece at least, when all that was fed is done."""
-        if self._row > self.fed:
-            self.feed(update, max(self.done + most, self._ends[self.fed]))
-
-    def feed_when(self, update: Callable[[memoryview], object], most: int) -> None:
-        """Feed what is done, once that is `most` bytes or everything."""
-        if not self.left or self.done - (self._ends[self.fed - 1] if self.fed else 0) >= most:
-            self.feed(update, self.done)
+    @property
+    def unfed(self) -> int:
+        """Bytes that are done, but that no digest was given yet."""
+        return self.done - (self._ends[self.fed - 1] if self.fed else 0)
 
     def parts(self) -> Iterator[memoryview]:
         """All pieces, in order."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtransfer.frame import WINDOW_HEADER_BYTES, FrameError, Kind, frame, pack_head, unpack_head
 from kvtransfer.regions import Region, RegionError
@@ -32,7 +33,7 @@ _SIZES = struct.Struct("<QQ")
 _CREDENTIALS = struct.Struct("3i")
 _MOST_REGIONS = 253  # the kernel's limit of descriptors in one message
 _BUFFER_BYTES = 256 << 10
-_STEP_BYTES = 1 << 20  # copied between two looks at what other threads want, a fence above all
+_STEP_BYTES = 4 << 20  # copied between two looks at what other threads want, a fence above all
 _DIAL_S = 3.0
 
 
@@ -156,11 +157,12 @@ class ShmLink(StreamLink):
         if window.src_rank >= len(self._theirs):
             raise FrameError(f"a window of rank {window.src_rank}, of which nothing was shared")
         runs, theirs = window.runs, self._theirs[window.src_rank]
-        if runs.n_bytes != head.n_bytes:
-            raise FrameError(f"a window of {head.n_bytes} bytes where the plan has {runs.n_bytes}")
+        n_bytes = int(np.add.reduce(runs.length))
+        if n_bytes != head.n_bytes:
+            raise FrameError(f"a window of {head.n_bytes} bytes where the plan has {n_bytes}")
         if not (within(theirs, runs.src, runs.length) and within(window.region, runs.dst, runs.length)):
             raise FrameError("a window reaches beyond its region")
-        for step in in_steps(runs, _STEP_BYTES):
+        for step in in_steps(runs, _STEP_BYTES) if n_bytes > _STEP_BYTES else (runs,):
             copy_runs(theirs.bytes, window.region.bytes, step)
             if self._orders:
                 self._obey()
@@ -233,12 +235,18 @@ def generation_mark(region: Region, runs: Runs) -> int:
     """The sum of the generations of all blocks that these runs read. Generations only grow: an equal sum is equal
     generations. Loads are not reordered with the copy before them on x86; elsewhere the call between is a barrier."""
     size = region.block_bytes
-    first, last = runs.src // size, (runs.src + (runs.length - 1)) // size
-    if not np.array_equal(first, last):
-        counts = last - first + 1
-        begins = np.cumsum(counts) - counts
-        first = np.repeat(first - begins, counts) + np.arange(int(counts.sum()))
-    return int(region.generations[first].sum(dtype=np.uint64))
+    blocks = runs.src // size
+    if int(np.maximum.reduce(runs.src + runs.length - blocks * size)) > size:
+        blocks = _all_blocks(runs, size)
+    return int(np.add.reduce(region.generations[blocks], dtype=np.uint64))
+
+
+def _all_blocks(runs: Runs, size: int) -> NDArray[np.int64]:
+    """Every block of every run, where runs reach over several."""
+    first, last = runs.src // size, (runs.src + runs.length - 1) // size
+    counts = last - first + 1
+    begins = np.cumsum(counts) - counts
+    return np.repeat(first - begins, counts) + np.arange(int(counts.sum()))
 
 
 def _close(fds: list[int]) -> None:
