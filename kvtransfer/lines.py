@@ -40,13 +40,14 @@ class Line:
             self.link.send(self.session.seal(message))
 
     def silent(self, now: float, late_s: float, options: Options) -> bool:
-        """Whether the peer has said nothing for too long. Asked with every beat; `late_s`: by how much we are late
+        """Whether the peer has said nothing for too long. Asked twice a beat; `late_s`: by how much we are late
         ourselves, which is no fault of the peer's."""
         received = self.link.received_bytes
         if received != self._received:
             self._received, self._heard_at = received, now
         self._heard_at += late_s
-        return now - self._heard_at >= (options.silence_s if self.up else options.handshake_s)
+        limit_s = options.silence_s if self.up else options.handshake_s
+        return now - self._heard_at > limit_s - options.beat_s / 8
 
 
 def unfit(mine: Card, theirs: Card, version: int) -> tuple[Reason, str] | None:

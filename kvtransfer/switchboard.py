@@ -52,7 +52,7 @@ class Switchboard:
 
     def open(self, card: Card) -> None:
         self.card = card
-        self._set_pulse(self._clock.now() + self.options.beat_s)
+        self._set_pulse(self._clock.now())
 
     def refuse(self) -> None:
         """No more links."""
@@ -206,17 +206,18 @@ class Switchboard:
                 return self._source.credited(link, message, now)
         raise ProtocolError(f"{type(message).__name__} is not this end's to say")
 
-    def _beat(self, due: float) -> None:
-        """On the clock's thread, and without the agent's lock: say that we live, and notice who does not."""
-        now = self._clock.now()
-        late_s = now - due if now - due > self.options.beat_s else 0.0
+    def _beat(self, due: float, say: bool = True) -> None:
+        """On the clock's thread, and without the agent's lock: say that we live, and notice (twice as often) who does
+        not. A freeze is thus noticed within the silence that is allowed and half a beat."""
+        now, beat_s = self._clock.now(), self.options.beat_s
+        late_s = now - due if now - due > beat_s else 0.0
         for line in list(self._lines.values()):
             if line.silent(now, late_s, self.options):
                 self.lose(line.link, Reason.SILENT, f"nothing heard for {self.options.silence_s} s")
-            elif line.up:
+            elif line.up and say:
                 line.say(Beat())
-        self._set_pulse(now + self.options.beat_s)
+        self._set_pulse(now + beat_s / 2, not say)
 
-    def _set_pulse(self, when: float) -> None:
+    def _set_pulse(self, when: float, say: bool = True) -> None:
         if not self._closed or self._lines:
-            self._pulse = self._clock.call_at(when, lambda: self._beat(when))
+            self._pulse = self._clock.call_at(when, lambda: self._beat(when, say))

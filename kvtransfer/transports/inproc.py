@@ -28,7 +28,8 @@ class Weather(msgspec.Struct, frozen=True):
     """How a wire behaves. Probabilities are per window; `bytes_per_s` None: as fast as memory.
 
     corrupt: one byte altered. truncate: the end is missing. duplicate: arrives twice. delay: overtaken by others, by
-    up to `delay_s`. sever: the link breaks instead.
+    up to `delay_s`. sever: the link breaks instead. `fence_s`: so long a fence may take, and what had begun to arrive
+    goes on writing until then.
     """
 
     latency_s: float = 0.0
@@ -39,6 +40,7 @@ class Weather(msgspec.Struct, frozen=True):
     delay: float = 0.0
     delay_s: float = 0.0
     sever: float = 0.0
+    fence_s: float = 0.0
 
 
 class Wire:
@@ -213,7 +215,8 @@ class InprocLink:
         pass
 
     def fence(self, transfer: int) -> None:
-        self._soon(lambda: self._fence(transfer))
+        seconds = self._wire.weather.fence_s and self._wire.rng.random() * self._wire.weather.fence_s
+        self._wire.run_at(self._end.address, lambda: self._fence(transfer), seconds)
 
     def close(self) -> None:
         if not self._closed:

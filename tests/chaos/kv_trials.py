@@ -36,10 +36,25 @@ KEY = b"k" * 32
 BASE = KvLayout(layers=4, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tokens=16, tp=1)
 BLOCKS = 24
 FAULTS = (
-    "none", "freeze source", "freeze sink", "kill source", "kill sink", "stall", "spoil bytes", "truncate", "repeat windows",
-    "delay windows", "lose windows", "replay windows", "sever", "spoil messages", "repeat messages", "lose messages",
+    "none",
+    "freeze source",
+    "freeze sink",
+    "kill source",
+    "kill sink",
+    "stall",
+    "spoil bytes",
+    "truncate",
+    "repeat windows",
+    "delay windows",
+    "lose windows",
+    "replay windows",
+    "sever",
+    "spoil messages",
+    "repeat messages",
+    "lose messages",
     "delay messages",
-)  # fmt: skip
+    "steal blocks",
+)
 
 
 def logical(layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], tokens: int) -> NDArray[np.uint8]:
@@ -131,6 +146,15 @@ class Engine:
             self.verify(request)
         self.reuse(request.blocks)
 
+    def steal(self) -> None:
+        """An engine's worst habit: to hand blocks on while they are still on offer. Only the generation tells."""
+        for request in list(self.offers.values()):
+            if request.end is None and not self.dead:
+                for region in self.regions:
+                    region.bump(request.blocks)
+                    for block in request.blocks:
+                        self.fill(region, block, np.uint8(0xEE))
+
     def verify(self, request: Request) -> None:
         wanted = self.expected(request.name)
         got = logical(self.layout, self.regions, request.blocks, request.tokens)
@@ -192,6 +216,7 @@ class Trial:
         self.clock: VirtualClock | ThreadClock = VirtualClock() if self.virtual else ThreadClock("trial")
         self.wire = Wire(self.clock, self.weather(), Random(seed + 1))
         self.proxies: list[Proxy] = []
+        self.to_come = 0
         self.inner: list[Transport] = []
         # Simulated time costs nothing; real time does.
         self.span_s = 0.4 if self.virtual else 0.05
@@ -215,7 +240,8 @@ class Trial:
         }
         speed = self.rng.choice([None, 1e5, 1e6])
         calm = faults.get(self.fault, Weather())
-        return msgspec.structs.replace(calm, latency_s=self.rng.choice([0.0, 0.001, 0.01]), bytes_per_s=speed)
+        latency_s, fence_s = self.rng.choice([0.0, 0.001, 0.01]), self.rng.choice([0.0, 0.01, 0.1])
+        return msgspec.structs.replace(calm, latency_s=latency_s, fence_s=fence_s, bytes_per_s=speed)
 
     def dice(self) -> Dice:
         probability, late_s = self.rng.choice([0.01, 0.05, 0.3]), self.rng.choice([0.01, 0.1])
@@ -271,7 +297,15 @@ class Trial:
         return [f"{engine.name}: {wrong}" for engine in self.engines for wrong in engine.wrong]
 
     def at(self, seconds: float, call: Callable[[], object]) -> None:
-        self.clock.call_at(self.clock.now() + seconds, lambda: (call(), None)[1])
+        self.to_come += 1
+
+        def make() -> None:
+            try:
+                call()
+            finally:
+                self.to_come -= 1
+
+        self.clock.call_at(self.clock.now() + seconds, make)
 
     def moment(self, share: float = 1.0) -> float:
         return self.rng.random() * self.span_s * share
@@ -337,6 +371,9 @@ class Trial:
             )
             self.at(when, lambda: stop(victim.agent.address))
             self.at(when + back, lambda: go(victim.agent.address))
+        if kind == "steal blocks":
+            for source in self.sources:
+                self.at(when, source.steal)
         for proxy in self.proxies:
             if kind == "stall":
                 self.at(when, proxy.stall)
@@ -366,7 +403,6 @@ class Trial:
 
     def settled(self, within_s: float) -> bool:
         """Let it run until everything has ended that was begun and will be."""
-        self.rest(self.span_s * 2)
         if isinstance(self.clock, VirtualClock):
             return self.clock.run(within_s, self.quiet)
         deadline = time.monotonic() + within_s
@@ -375,7 +411,9 @@ class Trial:
         return self.quiet()
 
     def quiet(self) -> bool:
-        return all(handle.end for engine in self.engines if not engine.dead for handle in list(engine.handles.values()))
+        return not self.to_come and all(
+            handle.end for engine in self.engines if not engine.dead for handle in list(engine.handles.values())
+        )
 
     def rest(self, seconds: float) -> None:
         if isinstance(self.clock, VirtualClock):

@@ -1,0 +1,52 @@
+"""A process with one agent, to be stopped and killed. Commands come by stdin, what happens goes out by stdout, as JSON.
+
+python -m tests.chaos.kv_peer TRANSPORT source          offers "r", of which `ready` says how much is computed
+python -m tests.chaos.kv_peer TRANSPORT sink ADDRESS    fetches "r"
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from kvtransfer.clock import ThreadClock
+from kvtransfer.handles import Handle
+from kvtransfer.transports.inproc import Wire
+from tests.contract.kvtransfer.groups import SMALL, group
+from tests.contract.kvtransfer.links import make
+
+BLOCKS, TOKENS = [1, 2, 3], 48
+
+
+def tell(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+async def main(transport: str, role: str, *rest: str) -> None:
+    here = group(role, SMALL, [make(transport, Wire(ThreadClock()))])
+    await here.agent.start()
+    for region in here.regions:
+        region.bytes[:] = 0x55
+    if role == "source":
+        offer = here.agent.offer("r", BLOCKS, TOKENS, ready_layers=0)
+        tell(address=here.agent.address, ticket=offer.ticket)
+        handle: Handle = offer
+    else:
+        handle = here.agent.fetch(rest[0], "r", BLOCKS, TOKENS)
+        tell(asked=True)
+    watch = asyncio.create_task(handle.ended())
+    watch.add_done_callback(lambda done: tell(end=str(done.result().reason)))
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := (await reader.readline()).split():
+        if line[0] == b"ready":
+            here.agent.ready(handle.number, int(line[1]))
+        elif line[0] == b"overwrite":
+            for region in here.regions:
+                region.bytes[:] = 0xEE
+    await here.agent.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,141 @@
+"""Whole processes of KV transfer, frozen and killed: who is left notices in time; nothing is held or written late."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvtransfer.ends import How, Reason
+from kvtransfer.layout import KvLayout
+from tests.chaos.kv_peer import BLOCKS, TOKENS
+from tests.contract.kvtransfer.groups import SMALL, Group, groups
+
+pytestmark = pytest.mark.parametrize("transport", ["tcp", "shm"])
+
+# What is promised is 1 s; the rest is for a machine that does ten other things.
+NOTICED_S, PATIENCE_S = 1.0 + 0.6, 20.0
+
+
+class Peer:
+    """A process with one agent."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def heard(self) -> dict[str, str]:
+        assert self._process.stdout is not None
+        line = await asyncio.wait_for(self._process.stdout.readline(), PATIENCE_S)
+        assert line, "the peer has died"
+        told: dict[str, str] = json.loads(line)
+        return told
+
+    def say(self, *words: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(" ".join(map(str, words)).encode() + b"\n")
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self._process.pid, number)
+
+
+@asynccontextmanager
+async def peer(transport: str, role: str, *rest: str) -> AsyncIterator[Peer]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.chaos.kv_peer", transport, role, *rest,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield Peer(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def agent(transport: str, layout: KvLayout = SMALL) -> AsyncIterator[Group]:
+    async with groups(transport, layout) as (alone,):
+        yield alone
+
+
+async def until(holds, what: str) -> None:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.005)
+
+
+async def test_the_two_processes_can_do_it_at_all(transport: str) -> None:
+    async with agent(transport) as sink, peer(transport, "source") as source:
+        there = await source.heard()
+        landing = sink.agent.fetch(there["address"], "r", BLOCKS, TOKENS, ticket=there["ticket"])
+        source.say("ready", 4)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        assert (await source.heard())["end"] == "landed"
+        for region in sink.regions:
+            assert (region.bytes.reshape(32, -1)[BLOCKS] == 0x55).all()
+
+
+@pytest.mark.parametrize(("number", "reasons"), [
+    (signal.SIGSTOP, {Reason.SILENT}), (signal.SIGKILL, {Reason.LINK_LOST}),
+])  # fmt: skip
+async def test_a_source_that_goes_away_is_noticed_and_never_lands(
+    transport: str, number: signal.Signals, reasons: set[Reason]
+) -> None:
+    async with agent(transport) as sink, peer(transport, "source") as source:
+        there = await source.heard()
+        landing = sink.agent.fetch(there["address"], "r", BLOCKS, TOKENS, ticket=there["ticket"])
+        source.say("ready", 1)
+        await until(lambda: sink.agent.figures()["reservations"]["moving"], "nothing moves")
+        began = time.monotonic()
+        source.signal(number)
+        end = await asyncio.wait_for(landing.ended(), PATIENCE_S)
+        assert time.monotonic() - began < NOTICED_S
+        assert (end.how, end.retriable) == (How.FAILED, True)
+        assert end.reason in reasons
+        # The blocks are the engine's again: what the thawed source still sends must not reach them.
+        for region in sink.regions:
+            region.bytes[:] = 0xAA
+        if number is signal.SIGSTOP:
+            source.say("ready", 4)
+            source.signal(signal.SIGCONT)
+            assert (await source.heard())["end"] in ("peer_silent", "link_lost")
+        assert all((region.bytes == 0xAA).all() for region in sink.regions)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+async def test_a_sink_that_goes_away_gives_the_blocks_back(transport: str, number: signal.Signals) -> None:
+    async with agent(transport) as source:
+        before = source.regions[0].generations[BLOCKS[0]]
+        offer = source.agent.offer("r", BLOCKS, TOKENS, ready_layers=0)
+        async with peer(transport, "sink", source.agent.address) as sink:
+            await sink.heard()
+            await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")
+            began = time.monotonic()
+            sink.signal(number)
+            end = await asyncio.wait_for(offer.ended(), PATIENCE_S)
+            assert time.monotonic() - began < NOTICED_S
+            assert end.reason in (Reason.SILENT, Reason.LINK_LOST)
+            assert source.regions[0].generations[BLOCKS[0]] == before + 1
+            if number is signal.SIGSTOP:
+                sink.signal(signal.SIGCONT)
+                assert (await sink.heard())["end"] in ("peer_silent", "link_lost")
+
+
+async def test_a_source_that_was_frozen_for_a_moment_goes_on(transport: str) -> None:
+    async with agent(transport) as sink, peer(transport, "source") as source:
+        there = await source.heard()
+        landing = sink.agent.fetch(there["address"], "r", BLOCKS, TOKENS, ticket=there["ticket"])
+        await until(lambda: sink.agent.figures()["reservations"]["moving"], "not accepted")
+        source.signal(signal.SIGSTOP)
+        await asyncio.sleep(0.3)
+        source.signal(signal.SIGCONT)
+        source.say("ready", 4)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed

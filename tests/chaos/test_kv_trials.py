@@ -1,0 +1,71 @@
+"""Some hundreds of the seeded trials (kv_trials.py has the rest), and proof that they find what they look for."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtransfer import landing, outlet, sink
+from kvtransfer.credits import Credits
+from kvtransfer.sink import SinkBook
+from kvtransfer.transports import inproc
+from kvtransfer.transports.base import Verdict
+from tests.chaos.kv_trials import FAULTS, trial
+
+
+@pytest.mark.parametrize(("transport", "seeds"), [("inproc", range(240)), ("shm", range(16)), ("tcp", range(16, 32))])
+def test_whatever_breaks_nothing_wrong_lands_and_nothing_stays_held(transport: str, seeds: range) -> None:
+    outcomes = [trial(seed, transport) for seed in seeds]
+    assert [outcome for outcome in outcomes if outcome.wrong] == []
+    ends = {end for outcome in outcomes for end in outcome.ends}
+    assert {"landing landed landed", "offer landed landed"} <= ends
+    if transport == "inproc":
+        assert {outcome.fault for outcome in outcomes} == set(FAULTS)
+        assert len(ends) > 20
+
+
+def believe_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = SinkBook.landed
+    monkeypatch.setattr(SinkBook, "landed", lambda self, link, head, _, now: heard(self, link, head, Verdict.OK, now))
+
+
+def never_ask_for_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlet, "_still", lambda *_: lambda: True)
+
+
+def fence_without_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inproc.InprocLink, "_fence", lambda link, transfer: link._end.owner.fenced(link, transfer))
+
+
+def give_blocks_back_before_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = SinkBook._over
+
+    def early(book, reservation, *why, **how):  # type: ignore[no-untyped-def]
+        commands = over(book, reservation, *why, **how)
+        held = reservation.number in book._held
+        return commands + book._resolve(reservation, why[-1]) if held else commands
+
+    monkeypatch.setattr(sink.SinkBook, "_over", early)
+
+
+def take_windows_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landing._Spans, "add", lambda *_: True)
+
+
+def forget_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Credits, "forget", lambda *_: 0)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        believe_every_window,
+        never_ask_for_generations,
+        fence_without_stopping,
+        give_blocks_back_before_the_fence,
+        take_windows_twice,
+        forget_no_credit,
+    ],
+)
+def test_a_mistake_in_the_protocol_would_be_found(mistake, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    mistake(monkeypatch)
+    assert any(trial(seed, "inproc").wrong for seed in range(400))
