@@ -106,6 +106,8 @@ async def running_fleet(
             runners.append(runner)
             assert runner.server is not None
             await member.listener.start(runner.server)
+            if member.half is not None:
+                member.half.served_at(member.url)
         for member in members:
             member.faults.set(fault)
         yield members

@@ -154,6 +154,8 @@ class TpGroup:
                 self.desk.decline(job.leg)
             raise ApiError(503, f"The server's queue is full ({self.spec.max_queued} requests waiting).")
         live = self._live[job] = _Live(sink, self._loop.time(), reason)
+        if self.desk is not None:
+            self.desk.queued(job)
         delay_s = self.spec.profile.request_s / self.spec.speed
         if delay_s > 0:
             live.entering = self._loop.call_later(delay_s, self._enter, job)

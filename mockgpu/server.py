@@ -52,6 +52,13 @@ class FaultOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spec: str
 
 
+class RenewOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /mock/renew: mocks among themselves, where engines have their side channel."""
+
+    name: str
+    ticket: str
+
+
 class MockServer:
     """Routes of one TP group. Sole owner of the faults set on it. `half`: its half of split requests, if any."""
 
@@ -81,6 +88,7 @@ class MockServer:
                 web.get("/metrics", self.metrics),
                 web.get("/prometheus/metrics", self.metrics),
                 web.get("/mock/state", self.state),
+                web.post("/mock/renew", self.renew),
                 web.get("/mock/fault", self.show_faults),
                 web.post("/mock/fault", self.set_faults),
                 web.delete("/mock/fault", self.clear_faults),
@@ -280,6 +288,14 @@ class MockServer:
             "tainted_answers": metrics.tainted,
         }
         return _json(told | (self.half.state() if self.half is not None else {}))
+
+    async def renew(self, request: web.Request) -> web.Response:
+        """POST /mock/renew `{"name", "ticket"}`, from a decode group that has no room yet; 404 when it is too late."""
+        asked = msgspec.json.decode(await request.read(), type=RenewOrder)
+        ticket = None if self.group.desk is None else self.group.desk.renew(asked.name, asked.ticket)
+        if ticket is None:
+            raise ApiError(404, "no such lease")
+        return _json({"ticket": ticket})
 
     async def show_faults(self, _: web.Request) -> web.Response:
         """GET /mock/fault: the spec in force."""

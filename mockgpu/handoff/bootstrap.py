@@ -100,18 +100,31 @@ class Resolver:
         if isinstance(take.peer, Asked):
             self._known.pop(take.peer, None)
 
+    async def renew(self, take: Take) -> str | None:
+        """Ask the giver to keep it for longer: the ticket that serves from now on. None: it is too late."""
+        body = msgspec.json.encode({"name": take.name, "ticket": take.ticket})
+        try:
+            async with self._session().post(take.renew, data=body) as response:
+                told = msgspec.json.decode(await response.read(), type=dict[str, Any])
+                return str(told["ticket"]) if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError, KeyError):
+            return None
+
     async def close(self) -> None:
         """Close the client."""
         if self._http is not None:
             await self._http.close()
 
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASKING_S))
+        return self._http
+
     async def _ask(self, peer: Asked) -> str:
         mooncake = peer.engine_id is not None
         url = f"{peer.bootstrap}/query" if mooncake else f"{peer.bootstrap}/route?{ROUTE_QUERY}"
-        if self._http is None:
-            self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASKING_S))
         try:
-            async with self._http.get(url) as response:
+            async with self._session().get(url) as response:
                 page = msgspec.json.decode(await response.read(), type=dict[str, Any])
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError) as error:
             raise UnknownPeerError(f"{url}: {error}") from error

@@ -15,7 +15,7 @@ from mockgpu.handoff.legs import Give, Offered
 class Here(msgspec.Struct, frozen=True):
     """Who this engine is to the other leg: its identity, its agent's address and its shape.
 
-    `generation` counts registrations of memory; `version` is the engine's, as (0, 33).
+    `generation` counts registrations of memory; `version` is the engine's, as (0, 33); `url` is where it is served.
     """
 
     engine_id: str
@@ -27,6 +27,8 @@ class Here(msgspec.Struct, frozen=True):
     lease_s: float
     wait_s: float
     generation: int = 0
+    url: str = ""
+    transport: str = ""
 
     @property
     def address(self) -> str:
@@ -60,7 +62,10 @@ class Dialect(Protocol):
 class OfferPort(Protocol):
     """kvtransfer.agent's offer, as far as an engine uses it."""
 
+    name: str
     ticket: str
+
+    def renew(self, ttl_s: float) -> bool: ...
 
     def revoke(self, detail: str = ...) -> None: ...
 

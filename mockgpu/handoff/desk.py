@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
+import msgspec
+
 from kvtransfer.ends import End, Reason, end
 from mockgpu.blocks import blocks_for
 from mockgpu.handoff.contract import AgentPort, LandingPort, OfferPort
@@ -52,6 +54,10 @@ class Directory(Protocol):
         """That address did not serve."""
         ...
 
+    async def renew(self, take: Take) -> str | None:
+        """Have the lease renewed: the new ticket, or None when it is too late."""
+        ...
+
 
 class UnknownPeerError(Exception):
     """No address could be found for the group that has the KV."""
@@ -67,16 +73,22 @@ class Desk:
         directory: Directory,
         link: Link,
         recompute: bool = False,
+        lease_s: float = 30.0,
     ) -> None:
-        """`recompute`: what to do when KV does not come; else the job fails. `link` paces what arrives."""
+        """`recompute`: what to do when KV does not come; else the job fails. `link` paces what arrives.
+
+        `lease_s` is as long as KV is kept here, and taken to be kept elsewhere.
+        """
         self.agent = agent
         self.tally = Tally()
         self._owner = owner
         self._directory = directory
         self._link = link
         self._recompute = recompute
+        self._lease_s = lease_s
         self._offers: dict[Job, OfferPort] = {}
         self._landings: dict[Job, LandingPort] = {}
+        self._keeping: dict[Job, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -106,10 +118,39 @@ class Desk:
         self._spawn(self._give(job, give, offer))
         return Offered(give.name, offer.ticket, blocks, job.prompt_tokens, max(0, job.cached))
 
+    def renew(self, name: str, ticket: str) -> str | None:
+        """Keep an offer for two thirds of a lease from now on: its new ticket. None for one that is not, or not so."""
+        offer = next((o for o in self._offers.values() if o.name == name and o.ticket == ticket), None)
+        return offer.ticket if offer is not None and offer.renew(self._lease_s * 2 / 3) else None
+
+    def queued(self, job: Job) -> None:
+        """A job has come that may have to wait for room: its KV is to be kept for it."""
+        if isinstance(job.leg, Take) and job.leg.renew and not job.leg.parked:
+            # Six times in the lease's time, as vLLM's heartbeats.
+            self._keeping[job] = asyncio.get_running_loop().call_later(self._lease_s / 6, self._keep, job)
+
+    def _keep(self, job: Job) -> None:
+        del self._keeping[job]
+        self._spawn(self._renewed(job))
+
+    async def _renewed(self, job: Job) -> None:
+        """Renew the lease of a job that still stands in the queue."""
+        assert isinstance(job.leg, Take)
+        ticket = await self._directory.renew(job.leg)
+        if ticket is not None and job.cached < 0 and job.state is State.WAITING:
+            job.leg = msgspec.structs.replace(job.leg, ticket=ticket)
+            self.queued(job)
+
+    def _admitted(self, job: Job) -> None:
+        timer = self._keeping.pop(job, None)
+        if timer is not None:
+            timer.cancel()
+
     def fetch(self, job: Job) -> None:
         """Begin to fetch the KV of a job just admitted; of one that found everything here only let the giver go."""
         take = job.leg
         assert isinstance(take, Take)
+        self._admitted(job)
         if take.parked:
             return
         if job.state is State.FETCHING:
@@ -120,6 +161,7 @@ class Desk:
 
     def gone(self, job: Job) -> None:
         """The job is over before its time: stop what is under way, and let the other side go."""
+        self._admitted(job)
         if job in self._landings:
             self._landings[job].cancel()
         elif isinstance(job.leg, Take) and job.cached < 0:
@@ -137,6 +179,8 @@ class Desk:
 
     def drop_all(self) -> None:
         """The engine died: nothing it offered or awaited is good any more."""
+        for job in list(self._keeping):
+            self._admitted(job)
         for offer in list(self._offers.values()):
             offer.revoke()
         for landing in list(self._landings.values()):

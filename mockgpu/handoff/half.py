@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvtransfer.agent import Agent
 from kvtransfer.options import Options
 from kvtransfer.transports.base import Transport
@@ -37,7 +39,8 @@ from mockgpu.handoff.wire import BadWire
 from mockgpu.kv import scaled_layout
 from mockgpu.memory import KvMemory
 
-SIDE_CHANNEL_S = 5.0
+# A pull that is not refused at once is under way: only a peer that falls silent ends it earlier.
+PULL_S = 30.0
 
 
 class Half:
@@ -90,10 +93,20 @@ class Half:
             await self._bad_wire.start(host, port)
             port = self._bad_wire.port
         self.here = Here(
-            name, host, port, spec.tp, spec.role, transfer.version, transfer.lease_s, self._wait_s, self._starts
+            name,
+            host,
+            port,
+            spec.tp,
+            spec.role,
+            transfer.version,
+            transfer.lease_s,
+            self._wait_s,
+            self._starts,
+            self.here.url,
+            transfer.transport if transfer.transport in ("tcp", "inproc") else "shm",
         )
         link = Link(spec.model.kv_token_bytes, transfer.gbps * 1e9 / 8, spec.speed)
-        self.group.desk = Desk(self.group, self.agent, self._resolver, link, transfer.recompute)
+        self.group.desk = Desk(self.group, self.agent, self._resolver, link, transfer.recompute, transfer.lease_s)
         if spec.role != "decode" and self._bootstrap.wanted:
             await self._bootstrap.start(self.here)
 
@@ -142,6 +155,10 @@ class Half:
             (self._wire.freeze if stalls else self._wire.thaw)(self.agent.address)
         self._bad_wire.set(fault)
 
+    def served_at(self, url: str) -> None:
+        """The group's HTTP server listens there."""
+        self.here = msgspec.structs.replace(self.here, url=url)
+
     def told(self) -> dict[str, Any]:
         """What the line says that tells of a group's start."""
         return {"dialect": self.dialect.name, "agent": self.here.address, "bootstrap": self.bootstrap_url}
@@ -187,7 +204,7 @@ class Half:
 def _dialect(transfer: Transfer) -> tuple[Dialect, float]:
     """The dialect, and how long its legs wait for each other unless told otherwise."""
     known: dict[str, tuple[Dialect, float]] = {
-        "vllm_nixl": (VllmNixl(), SIDE_CHANNEL_S),
+        "vllm_nixl": (VllmNixl(), PULL_S),
         "vllm_push": (VllmPush(), REGISTRATION_S),
         "mooncake": (Mooncake(), ABORT_S),
         "sglang": (Sglang(), BOOTSTRAP_S),

@@ -1,8 +1,8 @@
 """vLLM's NixlConnector, pull mode (connector version 15 of 0.33, and what 0.20 said instead), the engine's side.
 
-Prefill: `do_remote_decode` in, an object out that names this engine, its blocks and, as one opaque field more, our
-ticket. Decode: that object in, the KV is pulled. A malformed object does to the mock what it does to the engine.
-Source: engines.md B.0, B.1, section 1.
+Prefill: `do_remote_decode` in, an object out that names this engine, its blocks and, as one opaque field more, the
+right to fetch them. Decode: that object in, the KV is pulled. A malformed object does to the mock what it does to the
+engine. Source: engines.md B.0, B.1, section 1.
 """
 
 from __future__ import annotations
@@ -74,11 +74,14 @@ def _take(params: dict[str, Any], here: Here) -> Take:
     if not blocks or (isinstance(blocks[0], list) and not blocks[0]):
         raise MalformedHandoffError(f"{FIELD}.remote_block_ids", fatal=True)
     parked = any(params.get(field) is None for field in NEEDED)
+    ours = params.get(TICKET)
+    right = ours if isinstance(ours, dict) else {}
     return Take(
         name=str(params.get("remote_request_id")),
         peer=At(joined(str(params.get("remote_host")), params.get("remote_port") or 0)),
         wait_s=here.wait_s,
-        ticket=str(params.get(TICKET, "")),
+        ticket=str(right.get("ticket", "")),
+        renew=str(right.get("renew", "")),
         tokens=params.get("remote_num_tokens"),
         cached=params.get("remote_prefill_cached_tokens") if here.version >= (0, 33) else None,
         parked=parked,
@@ -117,6 +120,7 @@ def told_object(offered: Offered, here: Here, mode: str) -> dict[str, Any]:
     if here.version >= (0, 33):
         told["remote_registration_generation"] = here.generation
         told["remote_prefill_cached_tokens"] = offered.cached
-    if offered.ticket:
-        told[TICKET] = offered.ticket
+    if mode == "pull":
+        told[TICKET] = {"ticket": offered.ticket, "renew": f"{here.url}/mock/renew"}
+    told["transport"] = here.transport
     return told

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mockgpu.blocks import BlockPool
+from mockgpu.handoff.legs import At, Give, Take
 from mockgpu.job import Job, State
 from mockgpu.scheduler import Scheduler
 
@@ -91,3 +92,88 @@ def test_jobs_may_be_aborted_at_any_moment(loads: list[tuple[int, int, int]], vi
     assert scheduler.pool.free == scheduler.pool.total
     assert not scheduler._ends
     assert not any(scheduler._grows)
+
+
+kinds = st.sampled_from(["whole", "give", "take", "parked"])
+
+
+class Halves:
+    """A scheduler whose jobs come from and go to other groups; both ends of every transfer are played by the test."""
+
+    def __init__(self, blocks: int) -> None:
+        self.scheduler = Scheduler(BlockPool(blocks), 6, 64)
+        self.fetching: list[Job] = []
+
+    def job(self, prompt: int, output: int, family: int, kind: str) -> Job:
+        job = job_of(prompt, 1 if kind == "give" else output, family)
+        if kind == "give":
+            job.leg, job.keep = Give("name", 1.0), True
+        elif kind != "whole":
+            job.leg = Take("name", At("peer"), 1.0, parked=kind == "parked")
+        return job
+
+    def step(self) -> bool:
+        plan = self.scheduler.step()
+        self.fetching += [job for job in self.scheduler.to_fetch() if job.state is State.FETCHING]
+        if plan is not None:
+            self.scheduler.finish(plan)
+        self.check()
+        return plan is not None
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        scheduler.pool.check()
+        for job in scheduler.fetching:
+            assert len(job.blocks) * SIZE >= job.prompt_tokens
+        for job in scheduler.kept:
+            assert job.state is State.DONE
+        held = {
+            block for job in [*scheduler.fetching, *scheduler.fetched, *scheduler.prefilling] for block in job.blocks
+        }
+        held |= {block for job in scheduler.decoding for block in job.blocks}
+        held |= {block for blocks in scheduler.kept.values() for block in blocks}
+        assert len(held) == scheduler.pool.total - scheduler.pool.free
+
+    def act(self, job: Job, how: int) -> None:
+        """Something happens to a job from outside: its KV lands, or not; its client leaves; its blocks are let go."""
+        if job.state is State.FETCHING and how % 3 == 0 and not (isinstance(job.leg, Take) and job.leg.parked):
+            self.scheduler.landed(job, job.prompt_tokens - 1)
+        elif job.state is State.FETCHING and how % 3 == 1:
+            self.scheduler.recompute(job)
+        elif how % 3 == 2:
+            self.scheduler.abort(job)
+        else:
+            self.scheduler.let_go(job)
+        self.check()
+
+
+@given(
+    st.lists(st.tuples(jobs, kinds), min_size=1, max_size=16),
+    st.integers(14, 40),
+    st.lists(st.tuples(st.integers(0, 15), st.integers(0, 8)), max_size=40),
+)
+@settings(max_examples=70, deadline=None)
+def test_jobs_whose_kv_comes_and_goes_leak_no_block_whatever_happens_when(
+    loads: list[tuple[tuple[int, int, int], str]], blocks: int, events: list[tuple[int, int]]
+) -> None:
+    halves = Halves(blocks)
+    added = [halves.job(*load, kind) for load, kind in loads]
+    for job in added:
+        halves.scheduler.add(job)
+    for which, how in events:
+        halves.step()
+        halves.act(added[which % len(added)], how)
+    for _ in range(3_000):
+        if not halves.step() and all(job.state is State.DONE for job in added):
+            break
+        for job in added:
+            if job.state is State.FETCHING:
+                halves.act(job, 2 if isinstance(job.leg, Take) and job.leg.parked else 0)
+            halves.scheduler.let_go(job)
+    assert all(job.state is State.DONE for job in added)
+    for job in added:
+        halves.scheduler.let_go(job)
+    assert halves.scheduler.pool.free == blocks
+    assert not halves.scheduler.kept
+    assert not halves.scheduler._ends
+    assert not any(halves.scheduler._grows)

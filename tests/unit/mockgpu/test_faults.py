@@ -27,6 +27,9 @@ from mockgpu.llm import model_named
         ("stall:after=3", Fault(FaultKind.STALL, after=3)),
         ("slow:x=2.5@0-1.5", Fault(FaultKind.SLOW, factor=2.5, end_s=1.5)),
         ("lost-rank", Fault(FaultKind.LOST_RANK)),
+        ("die-mid-decode:after=7@0.5", Fault(FaultKind.DIE_MID_DECODE, after=7, chance=0.5)),
+        ("kv-corrupt", Fault(FaultKind.KV_CORRUPT)),
+        ("wire-cut:after=64@1-2", Fault(FaultKind.WIRE_CUT, after=64, start_s=1, end_s=2)),
         ("lost-rank:hang:rank=3", Fault(FaultKind.LOST_RANK, hang=True, rank=3)),
     ],
 )
