@@ -64,12 +64,16 @@ class RdmaLink:
         options: RdmaOptions,
         gone: Callable[[RdmaLink], None],
     ) -> None:
-        """Takes over the connected socket `side`. `gone` is called last, when nothing uses the domain any more."""
+        """Takes over the connected socket `side`. `gone` is called last, when nothing uses the domain any more.
+
+        Raises TransportError, and OSError where the peer has gone already.
+        """
         self.peer = "{}:{}".format(*side.getpeername()[:2])
         self.received_bytes = 0
+        self.window_bytes = 1 << 20
         self.refused = 0
         self._side, self._owner, self._options, self._when_gone = side, owner, options, gone
-        self._pairs = Pairs(domain)
+        self._pairs = Pairs(domain)  # all that can fail here
         self._arrivals = Arrivals(domain, options.most_keys)
         gather = domain.device.gather
         self._departures = Departures(domain.key_of, self._departed, gather=gather, checksums=options.checksums)
@@ -131,6 +135,11 @@ class RdmaLink:
         """Start. `linked` is called, on the link's thread, when it is there; `settled` says how it went."""
         self._linked = linked
         self._thread.start()
+
+    def abandon(self) -> None:
+        """Instead of `begin`: nobody has use for this link."""
+        self._pairs.close()
+        os.close(self._wake)
 
     def settled(self) -> None:
         """Wait until the link is there, or TransportError."""

@@ -25,6 +25,7 @@ PORT = 1
 RECEIVED = 1 << 62  # marks the completions of arrivals; their numbers count from here
 _ACTIVE = 4
 _ETHERNET = 2
+_MOST_GATHER = 30
 _EVENTS = "anon_inode:[infinibandevent]"
 
 # Descriptors belong to the process: whoever looks for the new one must be the only one who makes any.
@@ -74,9 +75,9 @@ class Device:
         with _said("no RDMA device can be opened"), _DESCRIPTORS:
             self.name = name or _first_active()
             self.context = _module("device").Context(name=self.name)
-        with _said(f"{self.name} has no usable port"):
+        with _kept(self.context), _said(f"{self.name} has no usable port"):
             port = self.context.query_port(PORT)
-            self.gather = min(int(self.context.query_device().max_sge), 30)
+            self.gather = min(int(self.context.query_device().max_sge), _MOST_GATHER)
             self.mtu, self.lid, self.link_layer = int(port.active_mtu), int(port.lid), int(port.link_layer)
             self.gid_index = self._best_gid(int(port.gid_tbl_len)) if gid_index is None else gid_index
             self.gid = str(self.context.query_gid(PORT, self.gid_index).gid)
@@ -127,7 +128,10 @@ class Domain:
             self.handle = _module("pd").PD(device.context)
         # Arrivals carry a number and no bytes; pyverbs wants a place for the bytes all the same.
         self._scratch = np.zeros(64, np.uint8)
-        self.nowhere = Piece(*self._whole(self._scratch))
+        address: int = self._scratch.__array_interface__["data"][0]
+        with _kept(self.handle):
+            self._regions[address] = self.register(address, self._scratch.size, writable_by_peer=False)
+        self.nowhere = Piece(address, 0, self._regions[address].key)
 
     def register(self, address: int, length: int, *, writable_by_peer: bool) -> Memory:
         """Pin memory: for our own reading, or for the peer's writing too."""
@@ -152,11 +156,6 @@ class Domain:
             self._regions.clear()
             self.handle.close()
 
-    def _whole(self, array: np.ndarray[Any, Any]) -> tuple[int, int, int]:
-        address: int = array.__array_interface__["data"][0]
-        self._regions[address] = self.register(address, array.size, writable_by_peer=False)
-        return address, 0, self._regions[address].key
-
 
 class Completions:
     """What has been done, of all queue pairs of one link, and a descriptor that becomes readable when there is more."""
@@ -164,7 +163,7 @@ class Completions:
     def __init__(self, device: Device, size: int) -> None:
         cq = _module("cq")
         self._channel, self.fd = _channel(cq, device.context)
-        with _said("no completion queue"):
+        with _kept(self._channel), _said("no completion queue"):
             self._queue = cq.CQ(device.context, size, None, self._channel, 0)
 
     def poll(self, most: int = 64) -> list[Completion]:
@@ -207,6 +206,7 @@ class QueuePair:
                 domain.handle,
                 qp.QPInitAttr(qp_type=self._enums.IBV_QPT_RC, scq=queue, rcq=queue, cap=room, sq_sig_all=0),
             )
+        with _kept(self._qp), _said("no queue pair"):
             self._attr = qp.QPAttr(port_num=PORT)
             self._attr.qp_access_flags = self._enums.IBV_ACCESS_LOCAL_WRITE | self._enums.IBV_ACCESS_REMOTE_WRITE
             self._qp.to_init(self._attr)
@@ -286,6 +286,16 @@ def _said(what: str) -> Iterator[None]:
         yield
     except _errors() as wrong:
         raise TransportError(f"{what}: {' '.join(str(wrong).split())}") from wrong
+
+
+@contextmanager
+def _kept(thing: Any) -> Iterator[None]:
+    """What has been made is closed if what comes next fails: the garbage collector might do it after the device."""
+    try:
+        yield
+    except BaseException:
+        thing.close()
+        raise
 
 
 def _first_active() -> str:
