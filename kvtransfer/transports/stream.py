@@ -31,6 +31,7 @@ _MOST_MESSAGE_BYTES = (4 << 20) + (128 << 10)
 _STRANGER = FrameLimits(header_bytes=24 << 10, payload_bytes=0)
 _NEVER = float("inf")
 _JOIN_S = 2.0
+_LOOK_MS = 5  # a driver looks so often whether it is done for reasons of its own
 _log = logging.getLogger("penstock")
 
 
@@ -137,7 +138,7 @@ class StreamLink:
                         raise TransportError(self._broken or "the link is closed")
                     if time.perf_counter() > deadline_s:
                         return False
-                    self._step(deadline_s, done)
+                    self._step(done)
         finally:
             self._driven_s = time.perf_counter()
             self._count_drivers(-1)
@@ -181,18 +182,18 @@ class StreamLink:
                 continue
             with self._lead:
                 if not self._drivers and self._broken is None:
-                    self._step(_NEVER)
+                    self._step()
         self._end()
 
     def _driven(self) -> bool:
         """Somebody drives, or has just driven and will probably do so again: better not be in the way."""
         return self._drivers > 0 or time.perf_counter() - self._driven_s < self._HOLD_MS / 1e3
 
-    def _step(self, deadline_s: float, done: Callable[[], bool] | None = None) -> None:
+    def _step(self, done: Callable[[], bool] | None = None) -> None:
         """Move what can be moved, and rest when nothing can."""
         try:
             if not self._turn():
-                self._rest(deadline_s, done)
+                self._rest(done)
         except (EOFError, FrameError, SealBroken, TransportError) as wrong:
             self._broken = str(wrong)
         except OSError as wrong:
@@ -216,7 +217,7 @@ class StreamLink:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
 
-    def _rest(self, deadline_s: float, done: Callable[[], bool] | None) -> None:
+    def _rest(self, done: Callable[[], bool] | None) -> None:
         if not self._out.blocked and not self._in.large and self._spin(done):
             return
         self._asleep = True
@@ -226,8 +227,7 @@ class StreamLink:
             if done is None and self._drivers:
                 return
             self._want_out(self._out.blocked)
-            left_ms = None if deadline_s == _NEVER else max(0.0, (deadline_s - time.perf_counter()) * 1e3)
-            if any(fd == self._bell for fd, _ in self._poll.poll(left_ms)):
+            if any(fd == self._bell for fd, _ in self._poll.poll(None if done is None else _LOOK_MS)):
                 self._silence()
         finally:
             self._asleep = False

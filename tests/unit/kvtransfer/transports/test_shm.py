@@ -1,0 +1,213 @@
+"""Shared memory: who may read it, what is looked at before it is mapped, and staleness that the sink sees by itself."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.frame import Kind, frame, pack_head
+from kvtransfer.regions import Region
+from kvtransfer.reshard import Runs
+from kvtransfer.transports.base import Slice, TransportError, Verdict, WindowHead
+from kvtransfer.transports.runs import copy_runs, in_steps, within
+from kvtransfer.transports.shm import Shm, generation_mark
+from tests.contract.kvtransfer.links import BLOCK_BYTES, BLOCKS, Owner
+
+SIZE = BLOCKS * BLOCK_BYTES
+RUNS = Runs(np.array([0, BLOCK_BYTES + 10]), np.array([5, 3 * BLOCK_BYTES]), np.array([100, 3000]))
+HEAD = WindowHead(1, 0, 0, 0, 2, 3100)
+
+
+class Source:
+    """A peer that a test speaks for: the socket that a Shm has dialled, and memory to share over it."""
+
+    def __init__(self, sock: socket.socket, hears: Owner, into: Region) -> None:
+        self.sock, self.hears, self.into = sock, hears, into
+        self.memory = Region.create(BLOCKS, BLOCK_BYTES, name="theirs")
+        self.memory.bytes[:] = np.random.default_rng(1).integers(1, 256, SIZE, dtype=np.uint8)
+
+    def share(self, *fds: int, blocks: int = BLOCKS, block_bytes: int = BLOCK_BYTES, regions: int = 1) -> None:
+        sizes = (blocks.to_bytes(8, "little") + block_bytes.to_bytes(8, "little")) * regions
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.sock.sendmsg([frame(Kind.REGIONS, sizes)], rights)
+
+    def announce(self, mark: int, *, current: bool = True, head: WindowHead = HEAD) -> None:
+        self.sock.sendall(frame(Kind.SHARED, pack_head(head) + bytes([current]) + mark.to_bytes(8, "little")))
+
+    def lost(self) -> str:
+        return str(self.hears.wait("lost")[0])
+
+
+@pytest.fixture
+def source() -> Iterator[Source]:
+    hears, into, end = Owner(), Region.create(BLOCKS, BLOCK_BYTES, name="into"), Shm()
+    end.start(hears, [into])
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("")
+        listener.listen()
+        link = end.dial("@" + listener.getsockname()[1:].decode())
+        sock, _ = listener.accept()
+        link.secure(bytes(32))
+        hears.place = lambda head: Slice(RUNS, into, 0, 0)
+        with sock:
+            yield Source(sock, hears, into)
+    end.close()
+
+
+def naive(runs: Runs, memory: np.ndarray) -> np.ndarray:
+    into = np.zeros(SIZE, np.uint8)
+    for src, dst, length in zip(runs.src, runs.dst, runs.length, strict=True):
+        into[dst : dst + length] = memory[src : src + length]
+    return into
+
+
+def test_a_sink_fetches_what_was_announced(source: Source) -> None:
+    source.share(source.memory.fd or 0)
+    source.announce(0)
+    assert source.hears.wait("landed") == [(HEAD, Verdict.OK)]
+    assert np.array_equal(source.into.bytes, naive(RUNS, source.memory.bytes))
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_blocks_that_changed_hands_are_seen_without_the_sources_help(source: Source, block: int) -> None:
+    source.share(source.memory.fd or 0)
+    mark = generation_mark(source.memory, RUNS)
+    source.memory.bump([block])
+    source.announce(mark)
+    assert source.hears.wait("landed") == [(HEAD, Verdict.STALE)]
+
+
+def test_other_blocks_may_change_hands_meanwhile(source: Source) -> None:
+    source.share(source.memory.fd or 0)
+    mark = generation_mark(source.memory, RUNS)
+    source.memory.bump(range(2, BLOCKS))
+    source.announce(mark)
+    assert source.hears.wait("landed") == [(HEAD, Verdict.OK)]
+
+
+def test_a_window_announced_as_stale_is_not_read(source: Source) -> None:
+    source.share(source.memory.fd or 0)
+    source.announce(0, current=False)
+    assert source.hears.wait("landed") == [(HEAD, Verdict.STALE)]
+    assert not source.into.bytes.any()
+
+
+def test_memory_that_could_shrink_is_not_mapped(source: Source) -> None:
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, SIZE + 4096)
+    source.share(fd)
+    assert "cannot be mapped" in source.lost()
+
+
+@pytest.mark.parametrize("wrong", ["size", "none", "more", "nonsense"])
+def test_descriptors_must_be_what_their_frame_says(source: Source, wrong: str) -> None:
+    fd = source.memory.fd or 0
+    match wrong:
+        case "size":
+            source.share(fd, blocks=BLOCKS + 1)
+        case "none":
+            source.share()
+        case "more":
+            source.share(fd, fd)
+        case "nonsense":
+            source.share(fd, blocks=1 << 62, block_bytes=1 << 63)
+    assert source.lost()
+    assert len(os.listdir("/proc/self/fd")) < 200
+
+
+def test_regions_are_shared_once(source: Source) -> None:
+    source.share(source.memory.fd or 0)
+    source.share(source.memory.fd or 0)
+    assert source.lost()
+
+
+def test_a_window_of_memory_that_was_never_shared_ends_the_link(source: Source) -> None:
+    source.announce(0)
+    assert "nothing was shared" in source.lost()
+
+
+def test_a_window_of_another_size_than_the_plan_says_ends_the_link(source: Source) -> None:
+    source.share(source.memory.fd or 0)
+    source.announce(0, head=WindowHead(1, 0, 0, 0, 2, 3101))
+    assert "where the plan has" in source.lost()
+    assert not source.into.bytes.any()
+
+
+@pytest.mark.parametrize("runs", [(SIZE - 5, 0, 6), (0, SIZE - 5, 6), (-1, 0, 6)])
+def test_runs_beyond_either_region_are_never_followed(source: Source, runs: tuple[int, int, int]) -> None:
+    src, dst, length = (np.array([number]) for number in runs)
+    source.hears.place = lambda head: Slice(Runs(src, dst, length), source.into, 0, 0)
+    source.share(source.memory.fd or 0)
+    source.announce(0, head=WindowHead(1, 0, 0, 0, 1, 6))
+    assert "beyond its region" in source.lost()
+
+
+def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    end, other = Shm(), Shm()
+    end.start(Owner(), [])
+    address = other.start(Owner(), [])
+    monkeypatch.setattr("kvtransfer.transports.shm.os.getuid", lambda: 12_345)
+    with pytest.raises(TransportError, match="belongs to user"):
+        end.dial(address)
+    end.close()
+    other.close()
+
+
+def test_memory_of_the_engines_own_is_refused_from_the_start() -> None:
+    region = Region.over(bytearray(8192), 4096, name="engine")
+    with pytest.raises(TransportError, match="memory files"):
+        Shm().start(Owner(), [region])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(1, 3 * BLOCK_BYTES)), min_size=1, max_size=30), st.data()
+)
+@settings(max_examples=60, deadline=None)
+def test_a_mark_changes_exactly_with_the_blocks_that_are_read(
+    pieces: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    region = Region.create(BLOCKS, BLOCK_BYTES, name="x")
+    pieces = [(src, min(length, SIZE - src)) for src, length in pieces]
+    src, length = (np.array(column) for column in zip(*pieces, strict=True))
+    runs = Runs(src, src, length)
+    read = {block for at, size in pieces for block in range(at // BLOCK_BYTES, (at + size - 1) // BLOCK_BYTES + 1)}
+    block = data.draw(st.integers(0, BLOCKS - 1))
+    before = generation_mark(region, runs)
+    region.bump([block])
+    assert (generation_mark(region, runs) != before) == (block in read)
+    region.close()
+
+
+@given(st.sampled_from([1, 48, 512, 4096, 16 << 10]), st.integers(1, 60), st.booleans(), st.integers(0, 1 << 30))
+@settings(max_examples=60, deadline=None)
+def test_runs_are_copied_whatever_their_shape(length: int, count: int, even: bool, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    slots = rng.permutation(SIZE // length)[:count]
+    lengths = np.full(len(slots), length) if even else rng.integers(1, length + 1, len(slots))
+    sources = rng.permutation(SIZE // length)[: len(slots)] * length
+    runs = Runs(sources if even else rng.integers(0, SIZE - length, len(slots)), slots * length, lengths)
+    memory, into = rng.integers(0, 256, SIZE, dtype=np.uint8), np.zeros(SIZE, np.uint8)
+    steps = list(in_steps(runs, 10_000))
+    assert sum(step.count for step in steps) == runs.count
+    for step in steps:
+        copy_runs(memory, into, step)
+    assert np.array_equal(into, naive(runs, memory))
+
+
+def test_what_lies_within_a_region() -> None:
+    region = Region.create(2, 4096, name="x")
+    one = lambda at, size: within(region, np.array([at]), np.array([size]))  # noqa: E731
+    assert one(0, 8192)
+    assert one(8191, 1)
+    assert not one(8191, 2)
+    assert not one(-1, 2)
+    assert not one(0, 0)
+    assert not within(region, np.array([], np.int64), np.array([], np.int64))
+    region.close()
