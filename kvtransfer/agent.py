@@ -33,6 +33,7 @@ from kvtransfer.source import SourceBook
 from kvtransfer.switchboard import Switchboard
 from kvtransfer.tally import Tally
 from kvtransfer.transports.base import Link, Slice, Transport, TransportError, Verdict, WindowHead
+from kvtransfer.transports.choose import this_host
 
 
 class Agent:
@@ -68,7 +69,8 @@ class Agent:
         self._clock: Clock = clock or self._own_clock or ThreadClock()
         self._lock = threading.RLock()
         self._tally = Tally()
-        self._card = Card(name, secrets.token_bytes(16), layout, self.options.family, self.options.host)
+        host = this_host() if self.options.host is None else self.options.host
+        self._card = Card(name, secrets.token_bytes(16), layout, self.options.family, host)
         self._sink = SinkBook(layout, self._regions, self.options, self._tally)
         self._source = SourceBook(self._card, self._regions, key, self.options, self._tally)
         books = (self._sink, self._source, self._tally)

@@ -6,7 +6,6 @@ Not here: what messages mean, or links themselves.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 
 from kvtransfer.ends import Reason
 from kvtransfer.messages import VERSION, Card, Message
@@ -58,11 +57,3 @@ def unfit(mine: Card, theirs: Card, version: int) -> tuple[Reason, str] | None:
         return Reason.LAYOUT, f"family differs: {mine.family} here, {theirs.family} there"
     mismatch = mine.layout.mismatch(theirs.layout)
     return None if mismatch is None else (Reason.LAYOUT, mismatch)
-
-
-def better(mine: Card, theirs: Card, names: Iterable[str], than: str) -> str | None:
-    """A transport that both have and that beats `than`: shared memory on one host, then RDMA."""
-    both = set(names) & theirs.addresses.keys() - {than}
-    if "shm" in both and mine.host and mine.host == theirs.host:
-        return "shm"
-    return "rdma" if "rdma" in both and than != "shm" else None

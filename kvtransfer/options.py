@@ -9,25 +9,25 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """
     beat_s, misses   a link is lost when the peer has been silent for so many beats
     handshake_s      until then both ends of a new link have proven who they are
-    window_bytes     what is sent at once
+    window_bytes     the most that is sent at once; a link may want less
     budget_bytes     what a source may have under way to this agent on one link
     patience_s       how long an invitation may wait here for its offer
     most_waiting     invitations that wait here, all in all
     most_strangers   links on which nobody has proven anything yet
     family           what must be equal on both sides besides the layout: weights, quantisation
-    host             equal exactly for agents that can share memory; "" never
+    host             equal exactly for agents that can share memory; None: found out, "": never
     """
 
     beat_s: float = 0.25
     misses: int = 3
     handshake_s: float = 2.0
-    window_bytes: int = 1 << 20
+    window_bytes: int = 4 << 20
     budget_bytes: int = 16 << 20
     patience_s: float = 60.0
     most_waiting: int = 1024
     most_strangers: int = 64
     family: str = ""
-    host: str = ""
+    host: str | None = None
 
     @property
     def silence_s(self) -> float:

@@ -265,7 +265,7 @@ class SinkBook:
             wait_s=min(left_s, 86_400.0),
             slack_s=min(left_s, 86_400.0),
             klass=int(wish.klass),
-            window_bytes=self._options.window_bytes,
+            window_bytes=min(self._options.window_bytes, link.window_bytes),
             ticket=wish.ticket,
         )
         return SendInvite(link, invite, wish.blocks)

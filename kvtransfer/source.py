@@ -278,7 +278,7 @@ class SourceBook:
         except LeaseError:
             return self._refuse(link, invite.transfer, Reason.LEASE_EXPIRED) + self.tick(now)
         self._tally.unclaimed_s += now - offer.began
-        window_bytes = max(1, min(invite.window_bytes, self._options.window_bytes))
+        window_bytes = max(1, min(invite.window_bytes, self._options.window_bytes, link.window_bytes))
         outlet.claim(offer, made, invite.transfer, window_bytes)
         offer.klass, offer.urgent_at = Klass(invite.klass), now + invite.slack_s
         outlet.line_up(offer, now)

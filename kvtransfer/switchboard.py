@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from kvtransfer.clock import Clock, Timer
 from kvtransfer.commands import Command
 from kvtransfer.ends import Reason
-from kvtransfer.lines import Line, better, unfit
+from kvtransfer.lines import Line, unfit
 from kvtransfer.messages import Accept, Beat, Card, Credit, Invite, Landed, Message, ProtocolError, Stop
 from kvtransfer.options import Options
 from kvtransfer.session import Session, Unproven
@@ -21,6 +21,7 @@ from kvtransfer.sink import SinkBook
 from kvtransfer.source import SourceBook
 from kvtransfer.tally import Tally
 from kvtransfer.transports.base import Link, Transport, TransportError
+from kvtransfer.transports.choose import better
 
 log = logging.getLogger("penstock")
 

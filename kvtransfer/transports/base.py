@@ -67,6 +67,8 @@ class Link(Protocol):
     peer: str
     received_bytes: int
     """So many have come in from the peer, of whatever kind: as long as it grows, the peer is alive."""
+    window_bytes: int
+    """What a window should measure here at most: larger ones cost less, smaller ones are fairer."""
 
     def send(self, message: bytes) -> None:
         """Queue a control message; it keeps its order among this side's messages and windows."""

@@ -187,6 +187,7 @@ class InprocLink:
     def __init__(self, end: Inproc, peer: str) -> None:
         self.peer = peer
         self.received_bytes = 0
+        self.window_bytes = 1 << 20
         self.far: InprocLink
         self._end, self._wire = end, end.wire
         self._queue: deque[bytes | tuple[WindowHead, Slice]] = deque()

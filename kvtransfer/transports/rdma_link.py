@@ -30,6 +30,7 @@ from kvtransfer.transports.verbs import RECEIVED, Completion, Domain, ends_conne
 
 _READ_BYTES = 64 << 10
 _MOST_COMPLETIONS = 64
+_WINDOW_BYTES = 1 << 20
 
 
 class RdmaOptions(msgspec.Struct, frozen=True):
@@ -70,6 +71,7 @@ class RdmaLink:
         """
         self.peer = "{}:{}".format(*side.getpeername()[:2])
         self.received_bytes = 0
+        self.window_bytes = _WINDOW_BYTES
         self.window_bytes = 1 << 20
         self.refused = 0
         self._side, self._owner, self._options, self._when_gone = side, owner, options, gone

@@ -93,7 +93,7 @@ class FaultyLink:
     def __init__(self, inner: Link, end: Faulty) -> None:
         self._inner, self._end = inner, end
         self.transport, self.peer = inner.transport, inner.peer
-        self.window_bytes = getattr(inner, "window_bytes", 1 << 20)
+        self.window_bytes = inner.window_bytes
 
     @property
     def received_bytes(self) -> int:

@@ -15,10 +15,12 @@ import pytest
 
 from kvtransfer.ends import How, Reason
 from kvtransfer.layout import KvLayout
+from kvtransfer.options import Options
 from tests.chaos.kv_peer import BLOCKS, TOKENS
 from tests.contract.kvtransfer.groups import SMALL, Group, groups
+from tests.contract.kvtransfer.links import TRANSPORTS
 
-pytestmark = pytest.mark.parametrize("transport", ["tcp", "shm"])
+pytestmark = pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "inproc"])
 
 # What is promised is 1 s; the rest is for a machine that does ten other things.
 NOTICED_S, PATIENCE_S = 1.0 + 0.6, 20.0
@@ -61,7 +63,7 @@ async def peer(transport: str, role: str, *rest: str) -> AsyncIterator[Peer]:
 
 @asynccontextmanager
 async def agent(transport: str, layout: KvLayout = SMALL) -> AsyncIterator[Group]:
-    async with groups(transport, layout) as (alone,):
+    async with groups(transport, layout, options=[Options()]) as (alone,):
         yield alone
 
 

@@ -23,6 +23,8 @@ from kvtransfer.transports.inproc import Wire
 from tests.contract.kvtransfer.links import make
 
 KEY = b"the fleet's own secret, 32 bytes"
+# A busy machine may stop us for a second: where silence is not the question, it is no answer.
+PATIENT = Options(misses=60, handshake_s=15.0)
 SMALL = KvLayout(layers=4, kv_heads=8, head_dim=16, dtype=KvDtype.BF16, block_tokens=16, tp=2)
 
 
@@ -122,7 +124,7 @@ async def groups(
     async with AsyncExitStack() as stack:
         stack.callback(clock.close)
         for at, layout in enumerate(layouts):
-            chosen = options[at] if at < len(options) else None
+            chosen = options[at] if at < len(options) else PATIENT
             key = keys[at] if at < len(keys) else KEY
             made.append(group(f"p{at}", layout, [make(transport, wire)], options=chosen, key=key))
             await made[-1].agent.start()

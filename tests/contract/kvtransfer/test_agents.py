@@ -13,8 +13,7 @@ import pytest
 
 from kvtransfer.ends import How, Reason
 from kvtransfer.layout import KvDtype, KvLayout, KvOrder
-from kvtransfer.options import Options
-from tests.contract.kvtransfer.groups import SMALL, Cache, Group, groups
+from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups
 from tests.contract.kvtransfer.links import TRANSPORTS
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -112,7 +111,7 @@ async def test_layers_leave_as_they_are_computed(transport: str) -> None:
         seen = []
         for layer in range(1, 5):
             offer.ready(layer)
-            assert await soon(landing.reached(layer))
+            assert await soon(landing.reached(layer)), landing.end
             seen.append(landing.layers)
         assert (await soon(landing.ended())).landed
         assert seen == [1, 2, 3, 4]
@@ -211,7 +210,7 @@ async def test_two_may_not_wait_for_one_name(transport: str) -> None:
 
 
 async def test_so_many_may_wait_and_so_long(transport: str) -> None:
-    strict = Options(most_waiting=2, patience_s=0.3)
+    strict = msgspec.structs.replace(PATIENT, most_waiting=2, patience_s=0.3)
     async with groups(transport, SMALL, SMALL, options=[strict]) as (source, sink):
         waiting = [sink.agent.fetch(source.agent.address, f"r{at}", [at], 16) for at in range(2)]
         await until(lambda: source.agent.figures()["leases"]["waiting_invitations"] == 2, "not waiting")
@@ -248,7 +247,7 @@ async def test_another_layout_is_refused_with_the_reason(transport: str, change:
 
 
 async def test_another_family_is_refused(transport: str) -> None:
-    families = [Options(family="llama@1"), Options(family="llama@2")]
+    families = [msgspec.structs.replace(PATIENT, family=family) for family in ("llama@1", "llama@2")]
     async with groups(transport, SMALL, SMALL, options=families) as (source, sink):
         end = await soon(sink.agent.fetch(source.agent.address, "r", [1], 16).ended())
         assert (end.reason, end.retriable) == (Reason.LAYOUT, False)
