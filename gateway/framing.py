@@ -6,6 +6,7 @@ Strict where looseness would let two readers see different ends of one body (fau
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -24,7 +25,12 @@ class FramingError(Exception):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What the gateway needs of a response head. `length` is None for chunked and close-delimited bodies."""
+    """What the gateway needs of a response head. `length` is None for chunked and close-delimited bodies.
+
+    plain   2xx with a body of a known length that is no event stream
+    start   the first lines of our own answer: 200 and the engine's content type
+    sized   the last line of our own head where the body keeps its length
+    """
 
     status: int
     content_type: bytes
@@ -32,8 +38,12 @@ class Head(msgspec.Struct, frozen=True):
     chunked: bool
     keep_alive: bool
     is_sse: bool
+    plain: bool
+    start: bytes
+    sized: bytes
 
 
+@lru_cache(maxsize=64)  # of one engine most heads are equal for a second at least: the date is in them
 def parse_head(head: bytes) -> Head:
     """A head (status line and headers, ending in one CRLF) to its facts. Raises FramingError."""
     if not (head.startswith(b"HTTP/1.") and head[9:12].isdigit()):
@@ -47,14 +57,19 @@ def parse_head(head: bytes) -> Head:
         raise FramingError("Transfer-Encoding is not chunked alone")
     if length is not None and (not length.isdigit() or len(length) > 15):
         raise FramingError("Content-Length is not one number")
+    status, size = int(head[9:12]), None if length is None else int(length)
     content_type = facts.get(b"content-type", b"application/octet-stream")
+    is_sse = content_type.startswith(b"text/event-stream")
     return Head(
-        int(head[9:12]),
+        status,
         content_type,
-        None if length is None else int(length),
+        size,
         coding is not None,
         facts.get(b"connection") != b"close" and head[7] == ord("1"),
-        content_type.startswith(b"text/event-stream"),
+        is_sse,
+        bool(size) and 200 <= status < 300 and status not in BODILESS and not is_sse,
+        b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n" % content_type,
+        b"content-length: %d\r\n\r\n" % (size or 0),
     )
 
 
@@ -191,6 +206,9 @@ class RawBody:
 
     def feed(self, data: bytes) -> bytes:
         return data
+
+
+WHOLE: Body = LengthBody(0)  # a body that came with its head; it is never fed
 
 
 def body_for(head: Head) -> ChunkedBody | LengthBody | RawBody:

@@ -17,6 +17,7 @@ from gateway.answer import Failure, event_of
 from gateway.framing import (
     LAST_CHUNK,
     MAX_HEAD,
+    WHOLE,
     Body,
     ChunkedBody,
     FramingError,
@@ -43,8 +44,7 @@ _CONTENT = re.compile(
     rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
 )
 _FINISH = re.compile(rb'"finish_reason":"(\w+)"')
-_COUNTED = (b"prompt", b"completion", b"cached")
-_COUNTS = re.compile(rb'"(prompt|completion|cached)_tokens":\s*(\d+)')
+_COUNTS = re.compile(r'"((?:prompt|completion|cached)_tokens)":\s*(\d{1,15})(?!\d)')
 
 
 class State(Enum):
@@ -180,8 +180,8 @@ class Relay(msgspec.Struct, eq=False):
         """Token counts, read from the last event or the end of the answer; not before it is over."""
         if self._counts is None:
             at = self._usage.rfind(_USAGE)
-            found = dict(_COUNTS.findall(self._usage, at)) if at >= 0 else {}
-            self._counts = Usage(*[int(count) if count else None for count in map(found.get, _COUNTED)])
+            found = dict(_COUNTS.findall(self._usage[at:].decode("ascii", "replace"))) if at >= 0 else None
+            self._counts = msgspec.convert(found, Usage, strict=False) if found else Usage()
         return self._counts
 
     @property
@@ -206,8 +206,14 @@ class Relay(msgspec.Struct, eq=False):
                 if len(data) > MAX_HEAD:
                     raise UpstreamBroke("framing", "the engine's response head is too long")
                 return b""
-            self._open(data[: end + 2])
+            try:
+                head = parse_head(data[: end + 2])
+            except FramingError as error:
+                raise UpstreamBroke("framing", str(error)) from error
             data = data[end + 4 :]
+            if head.plain and head.length == len(data) and not self.http_1_0 and self.renamer is None:
+                return self._whole(head, data, now)
+            self._open(head)
         if self.state is State.REFUSED:
             return self._collect(data)
         if self._too_early(data):
@@ -223,20 +229,15 @@ class Relay(msgspec.Struct, eq=False):
             return False
         return len(data) < FIRST_EVENT and b"\n\n" not in data and b"\r\n\r\n" not in data
 
-    def _open(self, raw: bytes) -> None:
-        try:
-            head = parse_head(raw)
-        except FramingError as error:
-            raise UpstreamBroke("framing", str(error)) from error
+    def _open(self, head: Head) -> None:
         if 100 <= head.status < 200:
             return
         self.head = head
+        self._rebuild = self.http_1_0 or self.renamer is not None
         self._body = body_for(head)
         self._sse = head.is_sse
-        ours = isinstance(self._body, RawBody) or (
-            self._sse and not head.chunked
-        )  # must be able to take an error event
-        self._rebuild = self.http_1_0 or self.renamer is not None or ours
+        if isinstance(self._body, RawBody) or (self._sse and not head.chunked):
+            self._rebuild = True  # it must be able to take an error event
         self.refused = not 200 <= head.status < 300
         self.state = State.REFUSED if self.refused else State.HELD
 
@@ -259,9 +260,20 @@ class Relay(msgspec.Struct, eq=False):
         self.state = State.FLOWING
         self.committed = True
         self.first_byte_at = now
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: " + self.head.content_type + b"\r\n" + self.headers + self._framing()
+        head = self.head.start + self.headers + self._framing()
         self.bytes_out += len(head)
         return head + self.feed(data, now)
+
+    def _whole(self, head: Head, payload: bytes, now: float) -> bytes:
+        """A plain answer that came in one read: at once what is otherwise done step by step."""
+        self.head, self._body = head, WHOLE
+        self.state, self.committed = State.DONE, True
+        self.first_byte_at = self.first_token_at = self.last_at = now
+        self._last = self._usage = self._reason = payload
+        self._first()
+        out = b"".join((head.start, self.headers, head.sized, payload))
+        self.bytes_out = len(out)
+        return out
 
     def _framing(self) -> bytes:
         assert self.head is not None
@@ -269,14 +281,19 @@ class Relay(msgspec.Struct, eq=False):
             return b"connection: close\r\n\r\n"
         if self._rebuild or isinstance(self._body, ChunkedBody):
             return b"transfer-encoding: chunked\r\n\r\n"
-        return b"content-length: %d\r\n\r\n" % (self.head.length or 0)
+        return self.head.sized
+
+    def _first(self) -> None:
+        """Tell of the first token, once. What was told knows the exchange, which knows this: no ring may be left."""
+        on_first, self.on_first = self.on_first, None
+        if on_first is not None:
+            on_first()
 
     def _keep(self, payload: bytes, now: float) -> None:
         """A plain answer comes as one: its first byte is its first token, its counts are near its end."""
         if self.first_token_at is None:
             self.first_token_at = now
-            if self.on_first is not None:
-                self.on_first()
+            self._first()
         self._last = self._usage = self._reason = (self._usage + payload)[-TAIL:] if self._usage else payload
 
     def _watch(self, payload: bytes, now: float) -> None:
@@ -287,8 +304,7 @@ class Relay(msgspec.Struct, eq=False):
         self.events += events - (carry.count(_EVENT) + carry.startswith(b"data:")) if carry else events
         if self.first_token_at is None and _CONTENT.search(window):
             self.first_token_at = now
-            if self.on_first is not None:
-                self.on_first()
+            self._first()
         if _USAGE in window:
             self._usage = window
         if _REASON in window:
