@@ -28,8 +28,10 @@ from mockgpu.options import (
     KvLease,
     KvPort,
     KvScale,
+    KvTokens,
     KvTransport,
     LoadFailurePolicy,
+    Tp,
     WireFaults,
 )
 from mockgpu.roofline import profile_named
@@ -40,9 +42,7 @@ def mock(
     groups: Annotated[int, typer.Option(min=1, max=256, help="TP groups to serve, one port each.")] = 1,
     model: Annotated[str, typer.Option(help="Served name; a known short or full model name.")] = "demo-8b",
     gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")] = "h100",
-    tp: Annotated[
-        int | None, typer.Option(min=1, help="GPUs per group. Default: the first of 1, 4, 8 that fits.")
-    ] = None,
+    tp: Tp = None,
     role: Annotated[str, typer.Option(help="both, prefill or decode.")] = "both",
     speed: Annotated[str, typer.Option(help="10: ten times as fast. 0 or inf: no waiting at all.")] = "1",
     seed: Annotated[int, typer.Option(help="Seed of the chances of faults.")] = 0,
@@ -51,9 +51,7 @@ def mock(
     profile: Annotated[str, typer.Option(help="Software generation: 2026, 2023 or harbor.")] = "2026",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences running at once.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per step: the prefill chunk.")] = 8192,
-    kv_tokens: Annotated[
-        int | None, typer.Option(min=16, help="Tokens of KV cache, instead of what memory leaves.")
-    ] = None,
+    kv_tokens: KvTokens = None,
     max_queued: Annotated[int | None, typer.Option(min=1, help="Answer 503 above so many waiting requests.")] = None,
     keep_alive: Annotated[float, typer.Option(help="Seconds before an idle connection is closed.")] = KEEP_ALIVE_S,
     cached_details: Annotated[bool, typer.Option(help="Tell cached_tokens in usage.")] = True,

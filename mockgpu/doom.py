@@ -16,7 +16,6 @@ from mockgpu.memory import KvMemory
 from mockgpu.scheduler import Scheduler
 
 WATCH_S = 0.0005
-WATCH_AT_MOST_S = 5.0
 
 
 class Victim(Protocol):
@@ -72,16 +71,20 @@ class Doom:
         """Whether its KV is lost as soon as it is on offer."""
         return self._kind(job) is FaultKind.KV_LOST
 
-    def moving(self, job: Job, under_way: Callable[[], bool]) -> None:
-        """The job's KV is offered or asked for: who is to die while it moves dies when `under_way` says so."""
-        if self._kind(job) in (FaultKind.DIE_IN_TRANSFER, FaultKind.DIE_IN_PULL):
-            self._watch(under_way, self._loop.time() + WATCH_AT_MOST_S)
+    def moving(self, job: Job, under_way: Callable[[Job], bool | None]) -> None:
+        """The job's KV is offered or asked for: who is to die while it moves dies when `under_way` says so.
 
-    def _watch(self, under_way: Callable[[], bool], until_s: float) -> None:
-        if under_way():
+        None: it has moved, too fast for dying in the middle.
+        """
+        if self._kind(job) in (FaultKind.DIE_IN_TRANSFER, FaultKind.DIE_IN_PULL):
+            self._watch(job, under_way)
+
+    def _watch(self, job: Job, under_way: Callable[[Job], bool | None]) -> None:
+        now = under_way(job)
+        if now:
             self._victim.lose_rank(0)
-        elif self._loop.time() < until_s:
-            self._loop.call_later(WATCH_S, self._watch, under_way, until_s)
+        elif now is not None:
+            self._loop.call_later(WATCH_S, self._watch, job, under_way)
 
     def _kind(self, job: Job) -> FaultKind | None:
         fault = self._marked.get(job)

@@ -72,12 +72,14 @@ class FaultBox:
             raise FaultError("faults of the wire need a group that hands KV over by tcp")
 
     def clear(self) -> None:
-        """End all faults now."""
+        """End all faults now; a group that died of one, or of a malformed request, is started again."""
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
         for fault in list(self._in_force):
             self._end(fault)
+        if self._group.dead:
+            self._group.restore()
         self.spec, self._faults = "", ()
 
     def strike(self) -> Fault | None:

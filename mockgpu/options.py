@@ -1,4 +1,7 @@
-"""The options of `penstock mock` by which its groups become halves of split requests; cli.py has the others."""
+"""The longer options of `penstock mock`, above all those that make its groups halves of split requests.
+
+cli.py has the others.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+Tp = Annotated[int | None, typer.Option(min=1, help="GPUs per group. Default: the first of 1, 4, 8 that fits.")]
+KvTokens = Annotated[int | None, typer.Option(min=16, help="Tokens of KV cache, instead of what memory leaves.")]
 DialectName = Annotated[
     str | None, typer.Option(help="Be half of split requests, as vllm_nixl, vllm_push, mooncake, sglang or trtllm.")
 ]

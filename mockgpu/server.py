@@ -320,6 +320,8 @@ class MockServer:
     async def clear_faults(self, request: web.Request) -> web.Response:
         """DELETE /mock/fault: all well again, a lost rank included."""
         self.faults.set("")
+        if self.half is not None:
+            await self.half.settled()
         return await self.show_faults(request)
 
 

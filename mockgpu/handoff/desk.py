@@ -96,13 +96,17 @@ class Desk:
         """Offers, landings and declines that have not ended."""
         return len(self._tasks)
 
-    def giving(self) -> bool:
-        """Whether KV of an offer is on its way out."""
+    def giving(self, job: Job) -> bool | None:
+        """Whether KV is on its way out; None once this job's offer has ended."""
+        if job not in self._offers:
+            return None
         leases = self.agent.figures()["leases"]
         return bool(leases["claimed"] + leases["moving"])
 
-    def taking(self) -> bool:
-        """Whether KV is on its way in."""
+    def taking(self, job: Job) -> bool | None:
+        """Whether KV is on its way in; None once this job waits for none."""
+        if job.state is not State.FETCHING:
+            return None
         return bool(self.agent.figures()["reservations"]["moving"])
 
     def lose(self, job: Job) -> None:

@@ -119,10 +119,14 @@ class Half:
             await desk.close()
         self.agent = None
 
+    async def settled(self) -> None:
+        """Return when what the group's ranks last did has been followed."""
+        while self._changing is not None and not self._changing.done():
+            await self._changing
+
     async def close(self) -> None:
         """The end: give the memory back as well."""
-        if self._changing is not None:
-            await self._changing
+        await self.settled()
         await self.stop()
         await self._resolver.close()
         self.memory.close()
