@@ -1,0 +1,236 @@
+"""The sink's book, told anything in any order: every landing ends once, behind its fence; LANDED only when whole."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.commands import Command, Dial, Fence, Progress, Resolve, Send, SendInvite
+from kvtransfer.credits import Klass
+from kvtransfer.ends import How, Reason
+from kvtransfer.layout import KvDtype, KvLayout
+from kvtransfer.messages import Accept, Landed, ProtocolError, Stop, pack_blocks
+from kvtransfer.options import Options
+from kvtransfer.regions import Region
+from kvtransfer.reshard import plan
+from kvtransfer.sink import SinkBook, Wish
+from kvtransfer.tally import Tally
+from kvtransfer.transports.base import Verdict, WindowHead
+
+LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4)
+BLOCKS, WINDOW = 16, 100
+ADDRESSES = ("a:1", "b:2")
+
+
+class FakeLink:
+    """As much of a link as a book looks at."""
+
+    transport, peer, received_bytes, window_bytes = "fake", "p", 0, 1 << 20
+
+
+class World:
+    """A book, a source that says anything, and a transport that writes until the fence."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.now = 100.0
+        size = LAYOUT.rank_block_bytes(0)
+        self.region = Region.over(bytearray(BLOCKS * size), size, name="d")
+        self.book = SinkBook(LAYOUT, [self.region], Options(window_bytes=WINDOW), Tally())
+        self.links: dict[str, FakeLink] = {}
+        self.dialling: set[str] = set()
+        self.numbers = 0
+        self.wishes: dict[int, Wish] = {}
+        self.invited: dict[int, FakeLink] = {}
+        self.windows: dict[int, list[WindowHead]] = {}
+        self.begun: list[tuple[FakeLink, WindowHead]] = []
+        self.good: dict[int, int] = {}
+        self.fencing: list[tuple[FakeLink, int]] = []
+        self.fenced: set[int] = set()
+        self.resolved: dict[int, How] = {}
+        self.layers: dict[int, int] = {}
+
+    def step(self) -> None:
+        steps = (self.fetch, self.fetch, self.link, self.link, self.accept, self.accept, self.window, self.window,
+                 self.window, self.window, self.window, self.settle, self.settle, self.settle, self.fence, self.fence,
+                 self.cancel, self.stop, self.wait, self.lose, self.nonsense)  # fmt: skip
+        self.rng.choice(steps)()
+
+    def obey(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Dial(address):
+                    assert address not in self.dialling
+                    self.dialling.add(address)
+                case SendInvite(link, invite, _):
+                    assert invite.transfer not in self.invited
+                    self.invited[invite.transfer] = link  # type: ignore[assignment]
+                case Fence(link, transfer):
+                    self.fencing.append((link, transfer))  # type: ignore[arg-type]
+                case Resolve(number, end):
+                    assert number not in self.resolved
+                    assert number not in self.invited or number in self.fenced
+                    assert isinstance(end.reason, Reason)
+                    if end.how is How.LANDED:
+                        assert self.good[number] == end.n_bytes == self.whole(number)
+                    self.resolved[number] = end.how
+                case Progress(number, layers):
+                    assert number not in self.resolved
+                    assert self.layers.get(number, 0) < layers <= LAYOUT.layers
+                    self.layers[number] = layers
+                case Send(_, Landed(transfer, n_bytes)):
+                    assert n_bytes == self.whole(transfer)
+
+    def whole(self, number: int) -> int:
+        wish = self.wishes[number]
+        made = plan(LAYOUT, LAYOUT, list(range(BLOCKS)), wish.blocks, wish.tokens, skip_tokens=wish.skip_tokens)
+        return made.n_bytes
+
+    def fetch(self) -> None:
+        self.numbers += 1
+        blocks = self.rng.sample(range(BLOCKS), self.rng.randrange(1, 6))
+        tokens = self.rng.randrange(1, len(blocks) * 4 + 1)
+        skip = self.rng.randrange(tokens)
+        wish = Wish(
+            self.rng.choice(ADDRESSES), "r", np.array(blocks), tokens, skip, self.rng.choice([1.0, 30.0]), Klass.BULK
+        )
+        self.wishes[self.numbers] = wish
+        self.obey(self.book.fetch(self.numbers, wish, self.now))
+
+    def link(self) -> None:
+        if self.dialling:
+            address = self.rng.choice(sorted(self.dialling))
+            self.dialling.discard(address)
+            if self.rng.random() < 0.2:
+                self.obey(self.book.unlinked(address, Reason.UNREACHABLE, "", self.now))
+            else:
+                self.links[address] = FakeLink()
+                self.obey(self.book.linked(address, self.links[address], LAYOUT, "p", self.now))
+
+    def accept(self) -> None:
+        waiting = [number for number in self.invited if number not in self.resolved and number not in self.windows]
+        if waiting:
+            number = self.rng.choice(waiting)
+            group, size = self.rng.choice([1, 2, 4]), self.rng.choice([1, WINDOW, WINDOW, WINDOW, WINDOW + 1])
+            wish, source = self.wishes[number], self.rng.sample(range(BLOCKS), BLOCKS)
+            source = source if self.rng.random() < 0.95 else []
+            said = Accept(number, pack_blocks(source), group, size)
+            if (
+                self.told(lambda: self.book.accepted(self.invited[number], said, self.now), self.invited[number])
+                and source
+            ):
+                made = plan(
+                    LAYOUT, LAYOUT, source, wish.blocks, wish.tokens, skip_tokens=wish.skip_tokens, group_layers=group
+                )
+                heads = [WindowHead(number, at, *w) for at in range(made.groups) for w in made.windows(at, size)]
+                self.rng.shuffle(heads)
+                self.windows[number] = heads
+
+    def window(self) -> None:
+        """The next window of somebody's, sometimes once more."""
+        for number, heads in self.windows.items():
+            if heads and self.rng.random() < 0.5:
+                head = heads[-1] if self.rng.random() < 0.1 else heads.pop()
+                link = self.invited[number]
+                if self.book.incoming(link, head, self.now) is not None:
+                    assert number not in self.resolved
+                    assert (link, number) not in self.fencing
+                    self.begun.append((link, head))
+
+    def settle(self) -> None:
+        """Windows that had begun are whole, in any order; the fence voids those it meets."""
+        self.rng.shuffle(self.begun)
+        for _ in range(min(len(self.begun), 8)):
+            link, head = self.begun.pop()
+            verdict = self.rng.choice([Verdict.OK] * 30 + [Verdict.STALE, Verdict.CORRUPT])
+            if verdict is Verdict.OK:
+                self.good[head.transfer] = self.good.get(head.transfer, 0) + head.n_bytes
+            self.obey(self.book.landed(link, head, verdict, self.now))
+
+    def fence(self) -> None:
+        if self.fencing:
+            link, transfer = self.fencing.pop(self.rng.randrange(len(self.fencing)))
+            self.fenced.add(transfer)
+            self.begun = [(where, head) for where, head in self.begun if head.transfer != transfer]
+            self.obey(self.book.fenced(link, transfer, self.now))
+
+    def cancel(self) -> None:
+        if self.rng.random() < 0.3:
+            self.obey(self.book.cancel(self.rng.randrange(self.numbers + 1), Reason.CANCELLED, "", self.now))
+
+    def stop(self) -> None:
+        if self.invited and self.rng.random() < 0.3:
+            number = self.rng.choice(list(self.invited))
+            said = Stop(number, self.rng.choice(list(Reason)))
+            self.told(lambda: self.book.stopped(self.invited[number], said, self.now), self.invited[number])
+
+    def nonsense(self) -> None:
+        """Of a transfer that is another link's, or nobody's; a window of no plan; a fence that was not asked for."""
+        link = self.rng.choice([*self.links.values(), FakeLink()])
+        number = self.rng.randrange(self.numbers + 3)
+        if self.invited.get(number) is not link:
+            head = WindowHead(number, 0, 0, 0, 1, 8)
+            assert self.book.incoming(link, head, self.now) is None
+            assert self.book.landed(link, head, Verdict.OK, self.now) == []
+            assert self.book.fenced(link, number, self.now) == []
+            assert self.book.stopped(link, Stop(number, Reason.STALE), self.now) == []
+            assert self.book.accepted(link, Accept(number, b"", 1, 1), self.now) == []
+        else:
+            for head in (
+                WindowHead(number, 99, 0, 0, 1, 8),
+                WindowHead(number, 0, 0, 0, 1, 7),
+                WindowHead(number, 0, 9, 0, 1, 8),
+            ):
+                assert self.book.incoming(link, head, self.now) is None
+
+    def wait(self) -> None:
+        self.now += self.rng.choice([0.0, 0.1, 2.0])
+        self.obey(self.book.tick(self.now))
+        due = self.book.due()
+        assert due is None or due > self.now
+
+    def lose(self) -> None:
+        if self.links and self.rng.random() < 0.2:
+            self.drop(self.rng.choice(sorted(self.links)))
+
+    def told(self, tell, link: FakeLink) -> bool:  # type: ignore[no-untyped-def]
+        try:
+            self.obey(tell())
+        except ProtocolError:
+            for address in [address for address, known in self.links.items() if known is link]:
+                self.drop(address)
+            return False
+        return True
+
+    def drop(self, address: str) -> None:
+        self.obey(self.book.lost(self.links.pop(address), Reason.LINK_LOST, "", self.now))
+
+    def finish(self) -> None:
+        self.obey(self.book.close(self.now))
+        while self.fencing:
+            self.fence()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 1 << 32), st.integers(1, 200))
+def test_told_anything_in_any_order_it_ends_every_landing_once_behind_its_fence(seed: int, steps: int) -> None:
+    world = World(seed)
+    for _ in range(steps):
+        world.step()
+    world.finish()
+    assert set(world.resolved) == set(range(1, world.numbers + 1))
+    assert sum(world.book.held.values()) == 0
+    assert world.book.due() is None
+
+
+def test_any_order_reaches_every_end() -> None:
+    ends: set[How] = set()
+    for seed in range(60):
+        world = World(seed)
+        for _ in range(300):
+            world.step()
+        ends |= set(world.resolved.values())
+    assert ends == set(How)

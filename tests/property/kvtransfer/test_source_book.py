@@ -1,0 +1,219 @@
+"""The source's book, told anything in any order: every offer ends once, behind its generation, and nothing is kept."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.commands import Admit, Bump, Command, Drop, Put, Resolve, Send
+from kvtransfer.ends import How, Reason
+from kvtransfer.layout import KvDtype, KvLayout
+from kvtransfer.messages import Accept, Card, Credit, Invite, Landed, ProtocolError, Stop, pack_blocks
+from kvtransfer.options import Options
+from kvtransfer.outlet import Ware
+from kvtransfer.regions import Region
+from kvtransfer.source import SourceBook
+from kvtransfer.tally import Tally
+
+LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4)
+OTHER = msgspec.structs.replace(LAYOUT, layers=5)
+BLOCKS, BUDGET = 16, 600
+SOURCE = Card("p", b"p" * 16, LAYOUT)
+
+
+class FakeLink:
+    """As much of a link as a book looks at."""
+
+    transport, peer, received_bytes, window_bytes = "fake", "d", 0, 200
+
+
+class World:
+    """A book, what it has been told, and what it has commanded."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.now = 100.0
+        size = LAYOUT.rank_block_bytes(0)
+        self.region = Region.over(bytearray(BLOCKS * size), size, name="p")
+        self.book = SourceBook(SOURCE, [self.region], b"k" * 32, Options(patience_s=5, most_waiting=3), Tally())
+        self.links: list[FakeLink] = []
+        self.numbers = 0
+        self.blocks: dict[int, list[int]] = {}
+        self.tickets = ["forged"]
+        self.resolved: dict[int, How] = {}
+        self.put: dict[tuple[object, int], int] = {}
+        self.over: set[tuple[object, int]] = set()
+        self.accepted: dict[tuple[object, int], int] = {}
+
+    def step(self) -> None:
+        steps = (self.link, self.offer, self.invite, self.invite, self.ready, self.ready, self.message, self.message,
+                 self.credit, self.credit, self.land, self.revoke, self.renew, self.wait, self.lose, self.decline)  # fmt: skip
+        self.rng.choice(steps)()
+        assert self.taken_is_bounded()
+
+    def obey(self, commands: list[Command]) -> None:
+        for before, command in zip([None, *commands], commands, strict=False):
+            match command:
+                case Resolve(number, end):
+                    assert isinstance(before, Bump)
+                    assert number not in self.resolved
+                    self.resolved[number] = end.how
+                    assert isinstance(end.reason, Reason)
+                case Put(link, head, window):
+                    assert (link, head.transfer) not in self.over
+                    assert window.current is not None
+                    assert window.current()
+                    self.put[link, head.transfer] = self.put.get((link, head.transfer), 0) + head.n_bytes
+                case Bump(blocks):
+                    before_bump = self.region.generations_of(blocks)
+                    self.region.bump(blocks)
+                    assert (self.region.generations_of(blocks) == before_bump + 1).all()
+                case Drop(link, transfer):
+                    self.over.add((link, transfer))
+                case Send(link, Accept(transfer)):
+                    assert (link, transfer) not in self.accepted
+                    self.accepted[link, transfer] = transfer
+                case Send(_, Stop(_, reason)):
+                    assert reason is not Reason.LANDED
+                case Admit():
+                    pass
+
+    def told(self, tell, link: FakeLink) -> None:  # type: ignore[no-untyped-def]
+        """As the agent does it: who says what nobody says is gone."""
+        try:
+            self.obey(tell() or [])
+        except ProtocolError:
+            self.drop(link)
+
+    def link(self) -> None:
+        if len(self.links) < 3:
+            self.links.append(FakeLink())
+            layout = OTHER if self.rng.random() < 0.1 else LAYOUT
+            self.book.linked(self.links[-1], Card(f"d{self.rng.randrange(2)}", b"d" * 16, layout), BUDGET)
+
+    def offer(self) -> None:
+        self.numbers += 1
+        blocks = self.rng.sample(range(BLOCKS), self.rng.randrange(1, 6))
+        tokens = self.rng.randrange(1, len(blocks) * 4 + 1)
+        name, sink = f"r{self.rng.randrange(4)}", self.rng.choice([None, None, "d0"])
+        ware = Ware(name, np.array(blocks), tokens, self.rng.choice([0.5, 30.0]), self.rng.choice([0, 4]),
+                    self.rng.randbytes(16), sink)  # fmt: skip
+        try:
+            ticket, commands = self.book.offer(self.numbers, ware, self.now)
+        except ValueError:
+            self.resolved[self.numbers] = How.FAILED
+            return
+        self.blocks[self.numbers] = blocks
+        self.tickets.append(ticket)
+        self.obey(commands)
+
+    def invite(self) -> None:
+        if not self.links:
+            return
+        rng, link = self.rng, self.rng.choice(self.links)
+        tokens = rng.randrange(1, 21)
+        skip = rng.randrange(tokens) if rng.random() < 0.9 else tokens
+        blocks = rng.sample(range(BLOCKS), rng.randrange(1, 7))
+        ticket = rng.choice(self.tickets) if rng.random() < 0.4 else None
+        asked = Invite(rng.randrange(6), f"r{rng.randrange(4)}", pack_blocks(blocks), tokens, skip, rng.choice([0.0, 9.0]),
+                       rng.random(), rng.randrange(3), rng.choice([1, 100, 1 << 20]), ticket)  # fmt: skip
+        self.told(lambda: self.book.invited(link, asked, self.now), link)
+
+    def message(self) -> None:
+        if self.links:
+            link, transfer = self.rng.choice(self.links), self.rng.randrange(6)
+            stop = Stop(transfer, self.rng.choice(list(Reason)))
+            said = self.rng.choice([
+                lambda: self.book.stopped(link, stop, self.now),
+                lambda: self.book.beaten(link, self.now),
+                lambda: self.book.beaten(link, self.now),
+                lambda: self.book.landed(link, Landed(transfer, self.rng.randrange(1000)), self.now),
+            ])  # fmt: skip
+            self.told(said, link)
+
+    def credit(self) -> None:
+        if self.put and self.links:
+            (link, transfer), n_bytes = self.rng.choice(list(self.put.items()))
+            if link in self.links and isinstance(link, FakeLink):
+                given = Credit(transfer, self.rng.choice([n_bytes, n_bytes // 2, 1, n_bytes + 5000]))
+                self.told(lambda: self.book.credited(link, given, self.now), link)
+
+    def land(self) -> None:
+        for (link, transfer), n_bytes in list(self.put.items()):
+            if link in self.links and isinstance(link, FakeLink) and self.rng.random() < 0.5:
+                self.told(lambda link=link, t=transfer, n=n_bytes: self.book.landed(link, Landed(t, n), self.now), link)  # type: ignore[misc]
+                return
+
+    def ready(self) -> None:
+        self.obey(self.book.ready(self.rng.randrange(self.numbers + 1), self.rng.randrange(6), self.now))
+
+    def revoke(self) -> None:
+        self.obey(self.book.revoke(self.rng.randrange(self.numbers + 1), Reason.REVOKED, "", self.now))
+
+    def renew(self) -> None:
+        ticket = self.book.renew(self.rng.randrange(self.numbers + 1), 10.0, self.now)
+        if ticket is not None:
+            self.tickets.append(ticket)
+
+    def decline(self) -> None:
+        self.obey(self.book.decline(f"r{self.rng.randrange(4)}", "prefill failed"))
+
+    def wait(self) -> None:
+        self.now += self.rng.choice([0.0, 0.1, 1.0, 6.0])
+        self.obey(self.book.tick(self.now))
+        due = self.book.due()
+        assert due is None or due > self.now
+
+    def lose(self) -> None:
+        if self.links and self.rng.random() < 0.3:
+            self.drop(self.rng.choice(self.links))
+
+    def drop(self, link: FakeLink) -> None:
+        self.links.remove(link)
+        self.obey(self.book.lost(link, Reason.LINK_LOST, "", self.now))
+
+    def taken_is_bounded(self) -> bool:
+        return self.book.credits_taken() <= max(BUDGET, 400) * max(1, len(self.links))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 1 << 32), st.integers(1, 120))
+def test_told_anything_in_any_order_it_ends_every_offer_once_and_keeps_nothing(seed: int, steps: int) -> None:
+    world = World(seed)
+    for _ in range(steps):
+        world.step()
+    world.obey(world.book.close(world.now))
+    for link in list(world.links):
+        world.drop(link)
+    assert set(world.resolved) == set(range(1, world.numbers + 1))
+    assert sum(world.book.held.values()) == 0
+    assert world.book.credits_taken() == 0
+    assert not world.book._holders.any()
+
+
+def test_any_order_reaches_every_end() -> None:
+    """Otherwise the property above would hold of nothing."""
+    ends: set[How] = set()
+    for seed in range(60):
+        world = World(seed)
+        for _ in range(120):
+            world.step()
+        ends |= set(world.resolved.values())
+    assert ends == set(How)
+
+
+def test_landed_is_believed_only_of_what_was_sent() -> None:
+    world = World(1)
+    world.links.append(FakeLink())
+    world.book.linked(world.links[0], Card("d0", b"d" * 16, LAYOUT), 1 << 20)
+    world.book.offer(1, Ware("r", np.array([0, 1]), 8, 30.0, 2, bytes(16)), world.now)
+    asked = Invite(1, "r", pack_blocks([3, 4]), 8, 0, 5.0, 5.0, 0, 1 << 20)
+    world.obey(world.book.invited(world.links[0], asked, world.now))
+    whole = 8 * LAYOUT.bytes_per_token
+    with pytest.raises(ProtocolError):
+        world.book.landed(world.links[0], Landed(1, whole), world.now)
