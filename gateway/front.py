@@ -117,7 +117,12 @@ class Front(Talk, asyncio.Protocol):
             self._rest()
 
     def data_received(self, data: bytes) -> None:
-        phase = self.phase
+        phase, head = self.phase, self._head
+        if phase is Phase.IDLE and head is not None and (extent := head.extent(data, 0)) is not None:
+            start, end = extent
+            if end == len(data) and end - start <= self._limits.body:  # what nearly always comes: one request, whole
+                self._begin(head, data[start:], end - start)
+                return
         if phase is Phase.BODY:
             self._gather(data)
         elif phase is not Phase.CLOSING:

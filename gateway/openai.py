@@ -57,6 +57,7 @@ PROMPT_MEMBERS: Mapping[Api, tuple[str, ...]] = {
     Api.CHAT: ("chat_template", "chat_template_kwargs", "tools", "documents", "messages"),
     Api.COMPLETIONS: ("prompt",),
 }
+_BEFORE = frozenset(name for names in PROMPT_MEMBERS.values() for name in names[:-1])
 BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm-d use the same)
 DEFAULT_OUTPUT_TOKENS = 256
 EXPECTED_CEILING = 2048  # max_tokens is a bound, seldom a plan: one client's million must not pass for a full house
@@ -118,7 +119,7 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str
     names = PROMPT_MEMBERS[api]
     if names[-1] not in members:
         raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{names[-1]}'.", param=names[-1])
-    prompt = tuple([members[name] for name in names if name in members])
+    prompt = (members[names[-1]],) if _BEFORE.isdisjoint(members) else _prompt(names, members)
     ids = _token_ids(prompt[-1]) if api is Api.COMPLETIONS else None
     output_tokens = numbers.get("max_completion_tokens") or numbers.get("max_tokens")
     if model.context_tokens is not None:
@@ -132,6 +133,10 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str
         "stream" in members and bytes(members["stream"]) == b"true",
     )
     return Call(api, request, asked, _outbound(body, members, asked, model.served_model), prompt)
+
+
+def _prompt(names: tuple[str, ...], members: Mapping[str, msgspec.Raw]) -> tuple[msgspec.Raw, ...]:
+    return tuple(members[name] for name in names if name in members)
 
 
 def _members(body: bytes) -> dict[str, msgspec.Raw]:
@@ -253,7 +258,7 @@ def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
             if len(members[name]) > SIZES[name]:
                 raise GatewayError(Failure.BAD_REQUEST, f"'{name}' is larger than {SIZES[name]} bytes.", param=name)
         elif (value := _value(members, name)) is not None:
-            numbers[name] = _bounded(name, value)
+            numbers[name] = value if type(value) is int and 1 <= value <= LIMITS[name] else _bounded(name, value)
     return numbers
 
 

@@ -22,9 +22,8 @@ def pick(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Pick | No
         return None
     scores = _scores(policy, ask, kept)
     index = policy.picker(ask, kept, scores)
-    chosen = kept[index]
-    slot = chosen.load.slot
-    cached_tokens = ask.cached[slot] if slot < len(ask.cached) else 0
+    chosen, cached = kept[index], ask.cached
+    cached_tokens = cached[chosen.load.slot] if chosen.load.slot < len(cached) else 0
     return Pick(chosen, cached_tokens, scores[index], len(kept), policy.name)
 
 
@@ -44,8 +43,9 @@ def _scores(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Sequen
     """Weighted sum of all scorers, aligned with the candidates."""
     first = policy.scorers[0]
     total = first.scorer(ask, candidates)
-    if first.weight != 1.0:
-        total = [score * first.weight for score in total]
+    if first.weight == 1.0 and len(policy.scorers) == 1:
+        return total
+    total = [score * first.weight for score in total]
     for part in policy.scorers[1:]:
         total = [sum_ + score * part.weight for sum_, score in zip(total, part.scorer(ask, candidates), strict=True)]
     return total

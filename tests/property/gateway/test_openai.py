@@ -80,6 +80,7 @@ def as_bytes(members: Members, rng: Random, compact: bool) -> bytes:
     return (_blank(rng) + written(tuple(members), rng) + _blank(rng)).encode()
 
 
+@settings(deadline=None)
 @given(OTHERS, RNG, st.booleans())
 def test_a_body_passes_byte_for_byte_when_nothing_must_change(
     others: dict[str, Any], rng: Random, compact: bool
@@ -90,6 +91,7 @@ def test_a_body_passes_byte_for_byte_when_nothing_must_change(
     assert (call.asked_model, call.request.model, call.request.tenant) == ("demo", "demo", "acme")
 
 
+@settings(deadline=None)
 @given(OTHERS, st.sets(st.sampled_from(sorted(ENGINE_INTERNAL))), VALUES, RNG, st.booleans())
 def test_exactly_the_engine_internal_members_are_dropped(
     others: dict[str, Any], internal: set[str], value: Any, rng: Random, compact: bool
@@ -99,6 +101,7 @@ def test_exactly_the_engine_internal_members_are_dropped(
     assert outbound == {name: value for name, value in members if name not in internal}
 
 
+@settings(deadline=None)
 @given(OTHERS, OTHERS, st.sets(st.sampled_from(sorted(ENGINE_INTERNAL))), RNG)
 def test_they_are_dropped_from_extra_arguments_as_well(
     others: dict[str, Any], extra: dict[str, Any], internal: set[str], rng: Random
@@ -110,6 +113,7 @@ def test_they_are_dropped_from_extra_arguments_as_well(
     assert (call.body is body) == (not internal)
 
 
+@settings(deadline=None)
 @given(OTHERS, RNG, st.booleans())
 def test_only_the_models_name_changes_for_an_alias_or_an_engines_own_name(
     others: dict[str, Any], rng: Random, compact: bool
@@ -123,7 +127,7 @@ def test_only_the_models_name_changes_for_an_alias_or_an_engines_own_name(
     assert named.request == call.request
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(OTHERS, RNG, st.data())
 def test_a_name_given_twice_is_refused_in_any_formatting_and_accepted_once(
     others: dict[str, Any], rng: Random, data: st.DataObject
@@ -146,6 +150,7 @@ def _compactly(members: Members) -> bytes:
     ).encode()
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])), RNG)
 def test_text_is_counted_by_its_bytes(text: str, rng: Random) -> None:
     prompt = written(text, rng)
@@ -154,12 +159,14 @@ def test_text_is_counted_by_its_bytes(text: str, rng: Random) -> None:
     assert [bytes(part) for part in call.prompt] == [prompt.encode()]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 200_000), min_size=1, max_size=200), RNG)
 def test_token_ids_are_counted_exactly(ids: list[int], rng: Random) -> None:
     body = f'{{"model":"demo","prompt":{written(ids, rng)}}}'.encode()
     assert parsed(body, Api.COMPLETIONS).request.prompt_tokens == len(ids)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=64))
 @example(b"")
 @example(b"\xff")
@@ -170,7 +177,7 @@ def test_any_bytes_are_refused_with_400_or_404_and_nothing_else(body: bytes) -> 
     assert refused.value.status in (400, 404)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(OTHERS, RNG, st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=3)), min_size=1, max_size=4))
 def test_a_damaged_body_is_refused_or_is_still_one_object_of_json(
     others: dict[str, Any], rng: Random, damage: list[tuple[float, bytes]]
