@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from gateway.openai import ENGINE_INTERNAL
+from gateway.openai import ENGINE_INTERNAL, Call
 from kvtransfer.dialects import Edits
 from policies.split import Shape
 
@@ -23,24 +23,24 @@ _NOTHING = frozenset((b"null", b"false"))
 
 
 class Body:
-    """A body that may be edited several times: its members are found once, and only when somebody needs them."""
+    """A call's body that may be edited several times: its members are found once, and only when somebody needs them."""
 
-    __slots__ = ("_found", "_raw")
+    __slots__ = ("_call", "_found")
 
-    def __init__(self, raw: bytes) -> None:
-        self._raw = raw
+    def __init__(self, call: Call) -> None:
+        self._call = call
         self._found: Members | None = None
 
     @property
-    def raw(self) -> bytes:
-        """The bytes as the door let them through."""
-        return self._raw
-
-    @property
     def members(self) -> Members:
+        """Raw values by name. They hold the whole body: see forget()."""
         if self._found is None:
-            self._found = _members(self._raw)
+            self._found = _members(self._call.body)
         return self._found
+
+    def forget(self) -> None:
+        """Hold nothing of the body any more than the call does."""
+        self._found = None
 
     @property
     def shape(self) -> Shape:
@@ -81,10 +81,9 @@ class Body:
         return _joined(kept)
 
     def _spliced(self, put: Mapping[str, bytes]) -> bytes:
-        end = self._raw.rindex(b"}")
-        return b"".join(
-            (memoryview(self._raw)[:end], *(part for name in put for part in (_key(name), put[name])), b"}")
-        )
+        raw = self._call.body
+        end = raw.rindex(b"}")
+        return b"".join((memoryview(raw)[:end], *(part for name in put for part in (_key(name), put[name])), b"}"))
 
 
 def _key(name: str) -> bytes:

@@ -22,7 +22,9 @@ from kvtransfer.dialects import Bootstrap, Identity
 from policies.split import Pair
 
 LEAST_NUMBER, MOST_NUMBER = 2**40, 2**63 - 1  # a room of SGLang's, and an id that TensorRT-LLM takes for a snowflake
-SEEN_S = 0.1  # how long a decode request stays open so that its engine has surely seen the handoff in it
+SEEN_S = 0.2  # how long a decode request stays open so that its engine has surely asked for the KV
+STEP_S = 0.1  # how long a prefill answer is waited for that nobody needs any more
+TAKEN_S = 1.0  # how long a decoder may take to fetch KV that is only to be freed
 WEIGHT = 0.2  # of the newest handoff in a pair's mean
 BOOTSTRAP_PATIENCE = Patience(1.0, 1.0, 1.0)
 
@@ -94,13 +96,13 @@ class Handoffs:
 
     # What outlives a request
 
-    def give_up(self, unsent: Leg, reason: str) -> None:
-        """Free a prefiller's KV that nobody will read: a decoder that sees the handoff and is cut off tells it so."""
+    def give_up(self, upstream: Upstream, words: tuple[bytes, bytes], reason: str) -> None:
+        """Free a prefiller's KV that nobody will read: only a decoder that fetches it, or declines to, can say so."""
         self.metrics.split_leases_given_up_total.labels(reason).inc()
-        leg = unsent.copy(Relay(b""), Sink(keep=False), lambda _: self._running.discard(leg))
+        leg = Leg(upstream, *words, Relay(b""), Sink(keep=False), lambda _: self._running.discard(leg))
         self._running.add(leg)
-        self.outbox.loop.call_later(SEEN_S, self._let_go, leg)
         leg.start()
+        self.outbox.loop.call_later(TAKEN_S, self._let_go, leg)
 
     def _let_go(self, leg: Leg) -> None:
         self._running.discard(leg)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from asyncio import TimerHandle
 from collections.abc import Callable
 from time import monotonic
 
@@ -22,7 +21,18 @@ class Leg:
     sent_at  when its bytes were asked for to be written; None: no engine has seen anything of it
     """
 
-    __slots__ = ("_body", "_downstream", "_ended", "_errand", "_on_sent", "head", "relay", "sent_at", "upstream")
+    __slots__ = (
+        "_body",
+        "_downstream",
+        "_ended",
+        "_errand",
+        "_leaving",
+        "_on_sent",
+        "head",
+        "relay",
+        "sent_at",
+        "upstream",
+    )
 
     def __init__(
         self, upstream: Upstream, head: bytes, body: bytes, relay: Relay, downstream: Downstream, ended: Ended
@@ -35,6 +45,7 @@ class Leg:
         self._downstream = downstream
         self._ended: Ended | None = ended
         self._on_sent: Callable[[], None] | None = None
+        self._leaving = False
         self._errand = Errand(self._run(), _nothing)
 
     def start(self, on_sent: Callable[[], None] | None = None) -> None:
@@ -55,13 +66,10 @@ class Leg:
         """Let go of the bytes: the engine has them and nobody will send them again."""
         self._body = b""
 
-    def copy(self, relay: Relay, downstream: Downstream, ended: Ended) -> Leg:
-        """The same words to the same engine, for somebody else."""
-        return Leg(self.upstream, self.head, self._body, relay, downstream, ended)
-
     @property
     def over(self) -> bool:
-        return self._ended is None
+        """It has ended, or is about to be closed: nothing more will be heard of it."""
+        return self._ended is None or self._leaving
 
     def close(self) -> None:
         """Close its connection if it is still open; nothing is heard of it any more."""
@@ -69,13 +77,16 @@ class Leg:
             self._ended = None
             self._errand.cancel()
 
-    def close_in(self, seconds: float) -> TimerHandle | None:
-        """As close(), but the connection stays for a moment: an engine cut off too early knows of nothing."""
-        if self._ended is None:
-            return None
-        self._ended = None
-        self.relay.on_first = None
-        return self.upstream.outbox.loop.call_later(max(0.0, seconds), self._errand.cancel)
+    def close_in(self, seconds: float, ended: Ended | None = None) -> None:
+        """As close(), but a little later. Until then it tells `ended` alone; without one its first token closes it."""
+        if not self.over:
+            self._ended, self._leaving = ended or _nobody, True
+            self.relay.on_first = None if ended is not None else self._close_next
+            self.upstream.outbox.loop.call_later(max(0.0, seconds), self.close)
+
+    def _close_next(self) -> None:
+        """Not within the callback that brings the token."""
+        self.upstream.outbox.loop.call_soon(self.close)
 
     async def _run(self) -> None:
         problem: UpstreamBroke | None = None
@@ -89,6 +100,10 @@ class Leg:
         ended, self._ended = self._ended, None
         if ended is not None:
             ended(problem)
+
+
+def _nobody(_: UpstreamBroke | None) -> None:
+    """Hears nothing."""
 
 
 def _nothing() -> None:

@@ -71,6 +71,11 @@ def answer_headers(x: Exchange, endpoint: str) -> bytes:
     ).encode()
 
 
+def forwarded(headers: Mapping[str, str]) -> Mapping[str, str]:
+    """What of a client's headers an engine gets to see."""
+    return {name: headers[name] for name in FORWARDED if name in headers}
+
+
 def request_headers(request_id: str, headers: Mapping[str, str], length: int) -> bytes:
     """The lines that are this request's own, and the blank one."""
     lines = f"x-request-id: {request_id}\r\ncontent-length: {length}\r\n"

@@ -62,10 +62,8 @@ class Act(Enum):
     PASS_ON = "give the client the refusal"  # noqa: S105
     CLOSE_PREFILL = "close P's connection: engines take that as the abort"
     CLOSE_DECODE = "close D's connection"
-    CLOSE_DECODE_SOON = (
-        "close D's connection once its engine must have seen the handoff: then it tells P to free the KV"
-    )
-    GIVE_UP_LEASE = "have D tell P to free the KV"
+    CALL_OFF_PREFILL = "tell P that nobody asks any more; is its answer on its way already, have D free the KV"
+    FREE_BY_DECODE = "close D's connection once its engine has surely seen the handoff: then it tells P to free the KV"
     BLAME_PREFILL = "the failure is evidence about P"
     BLAME_DECODE = "the failure is evidence about D"
     BLAME_NOBODY = "nobody knows whose fault it was: the request is computed in one place, P is not asked again"
@@ -126,11 +124,11 @@ TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
         (State.PREFILLING, Event.FINISHED): Row(State.DONE, (Act.ANSWER,)),
         (State.PREFILLING, Event.PREFILL_REFUSED): Row(State.DONE, (Act.PASS_ON,)),
         (State.PREFILLING, Event.PREFILL_BROKE): Row(State.FAILED, (Act.BLAME_PREFILL,)),
-        (State.PREFILLING, Event.CLIENT_GONE): Row(State.GONE, (Act.CLOSE_PREFILL,)),
+        (State.PREFILLING, Event.CLIENT_GONE): Row(State.GONE, (Act.CALL_OFF_PREFILL,)),
         (State.HANDED_OVER, Event.SENT): Row(State.TRANSFERRING),
         (State.HANDED_OVER, Event.UNREACHED): Row(State.HANDED_OVER, (Act.BLAME_DECODE, Act.OTHER_DECODE)),
         (State.HANDED_OVER, Event.NOBODY): Row(State.FAILED),  # nobody is left to tell P: its lease ends by itself
-        (State.HANDED_OVER, Event.CLIENT_GONE): Row(State.GONE, (Act.CLOSE_DECODE, Act.GIVE_UP_LEASE)),
+        (State.HANDED_OVER, Event.CLIENT_GONE): Row(State.GONE, (Act.FREE_BY_DECODE,)),
         # Both at once
         (State.PAIRED, Event.SENT): Row(State.PAIRED),
         (State.PAIRED, Event.OVERDUE): Row(State.PAIRED),  # the asking before it was
@@ -143,7 +141,7 @@ TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
         (State.PAIRED, Event.DECODE_REFUSED): Row(State.DONE, (Act.CLOSE_PREFILL, Act.PASS_ON)),
         (State.PAIRED, Event.DECODE_BROKE): Row(State.FAILED, (Act.CLOSE_PREFILL, Act.BLAME_DECODE)),
         (State.PAIRED, Event.UNREACHED): Row(State.FAILED, (Act.CLOSE_PREFILL, Act.BLAME_DECODE)),
-        (State.PAIRED, Event.CLIENT_GONE): Row(State.GONE, (Act.CLOSE_PREFILL, Act.CLOSE_DECODE)),
+        (State.PAIRED, Event.CLIENT_GONE): Row(State.GONE, (Act.CLOSE_PREFILL, Act.FREE_BY_DECODE)),
         # From here on both orders are the same
         (State.TRANSFERRING, Event.SENT): Row(State.TRANSFERRING),
         (State.TRANSFERRING, Event.FIRST_TOKEN): Row(State.DECODING),
@@ -152,7 +150,7 @@ TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
         (State.TRANSFERRING, Event.DECODE_BROKE): Row(State.FAILED, (Act.BLAME_DECODE,)),
         (State.TRANSFERRING, Event.UNREACHED): Row(State.FAILED, (Act.BLAME_DECODE,)),
         (State.TRANSFERRING, Event.OVERDUE): Row(State.FAILED, (Act.CLOSE_DECODE, Act.BLAME_NOBODY)),
-        (State.TRANSFERRING, Event.CLIENT_GONE): Row(State.GONE, (Act.CLOSE_DECODE_SOON,)),
+        (State.TRANSFERRING, Event.CLIENT_GONE): Row(State.GONE, (Act.FREE_BY_DECODE,)),
         (State.RECOMPUTING, Event.SENT): Row(State.RECOMPUTING),
         (State.RECOMPUTING, Event.FIRST_TOKEN): Row(State.DECODING),
         (State.RECOMPUTING, Event.DECODED): Row(State.DONE),

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from gateway import legs
 from gateway.endpoints import Booking
 from gateway.errand import Landing, landing
-from gateway.handoffs import BOOTSTRAP_PATIENCE, SEEN_S
+from gateway.handoffs import BOOTSTRAP_PATIENCE, SEEN_S, STEP_S
 from gateway.leg import Leg
 from gateway.life import ENDS, TABLE, Act, Event, State
 from gateway.relay import Relay, UpstreamBroke
@@ -46,6 +46,7 @@ class PairAttempt:
         self._timer: TimerHandle | None = None
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
+        self._sink = Sink()
         self._handover: Handover | None = None
         self._finished: Finished | None = None
         self._refused: Relay | None = None
@@ -145,14 +146,14 @@ class PairAttempt:
         place = self._prefill_place
         assert place is not None
         head, body = self._words.prefill(place)
-        sink = Sink(keep=self._work.split.dialect.reads_answer)
+        sink = self._sink = Sink(keep=self._work.split.dialect.reads_answer)
         relay = Relay(b"", http_1_0=True)
-        self._prefill = Leg(place.upstream, head, body, relay, sink, lambda problem: self._prefilled(problem, sink))
+        self._prefill = Leg(place.upstream, head, body, relay, sink, self._prefilled)
         self._work.record.prefill_sent_at = now = monotonic()
         self._x.sent_at = self._x.sent_at or now
         self._prefill.start()
 
-    def _prefilled(self, problem: UpstreamBroke | None, sink: Sink) -> None:
+    def _prefilled(self, problem: UpstreamBroke | None) -> None:
         assert self._prefill is not None
         self._prefill.release()
         relay = self._prefill.relay
@@ -166,7 +167,7 @@ class PairAttempt:
         elif self._refused is not None:
             self._post(Event.PREFILL_REFUSED)
         else:
-            self._post(self._computed(relay, sink))
+            self._post(self._computed(relay))
 
     def _judged(self, relay: Relay) -> UpstreamBroke | None:
         """An engine's refusal: kept for the client, or trouble of the engine's own."""
@@ -179,7 +180,7 @@ class PairAttempt:
         self._refused = relay
         return None
 
-    def _computed(self, relay: Relay, sink: Sink) -> Event:
+    def _computed(self, relay: Relay) -> Event:
         """The prompt is computed: its place is free again, and its KV waits, or not."""
         self._work.record.prefilled_at = monotonic()
         if self._prefill_place is not None:
@@ -188,7 +189,7 @@ class PairAttempt:
             self._leave_prefill()
         if not self._work.split.dialect.reads_answer:
             return Event.PREFILLED
-        meaning = self._words.meaning(read_answer(sink.body), alone=self._decode is None)
+        meaning = self._words.meaning(read_answer(self._sink.body), alone=self._decode is None)
         if isinstance(meaning, Finished):
             self._finished = meaning
             return Event.FINISHED
@@ -232,6 +233,7 @@ class PairAttempt:
 
     def _first_token(self) -> None:
         self._x.first_token()
+        self._work.body.forget()
         self._post(Event.FIRST_TOKEN)
 
     def _decoded(self, problem: UpstreamBroke | None) -> None:
@@ -295,14 +297,41 @@ class PairAttempt:
             self._decode.close()
             self._count("decode", "closed")
 
-    def _close_decode_soon(self) -> None:
-        if self._decode is not None and self._decode.sent_at is not None:
-            self._decode.close_in(self._decode.sent_at + SEEN_S - monotonic())
-            self._count("decode", "closed")
+    def _call_off_prefill(self) -> None:
+        """An engine that is told to abort finishes its step first, and then holds KV that nobody knows of. So its
+        answer is waited for as long as a step may take; then it is called off, and what crosses that is still read."""
+        leg = self._prefill
+        if leg is None or leg.over or leg.sent_at is None:
+            return  # it was still connecting: _leave() closes it
+        leg.close_in(2 * STEP_S, self._too_late)
+        self._handoffs.outbox.loop.call_later(STEP_S, self._sink.call_off)
+        self._count("prefill", "closed")
 
-    def _give_up_lease(self) -> None:
-        assert self._decode is not None
-        self._handoffs.give_up(self._decode, "client_gone")
+    def _too_late(self, problem: UpstreamBroke | None) -> None:
+        assert self._prefill is not None
+        if problem is not None or self._prefill.relay.refused:
+            return
+        meaning = self._words.meaning(read_answer(self._sink.body), alone=True)
+        if isinstance(meaning, Handover):
+            self._give_up(meaning)
+
+    def _free_by_decode(self) -> None:
+        """A decoder that was cut off before its engine saw the handoff, or before P was done, would tell P nothing."""
+        leg, now = self._decode, monotonic()
+        if leg is None or leg.over:
+            return
+        if leg.sent_at is None:
+            leg.close()
+            self._give_up(self._handover)
+        else:
+            since = leg.sent_at if self._work.record.prefilled_at is not None else now
+            leg.close_in(since + SEEN_S - now)
+        self._count("decode", "closed")
+
+    def _give_up(self, handover: Handover | None) -> None:
+        if handover is not None:
+            words = self._words.farewell(self._decode_place, handover)
+            self._handoffs.give_up(self._decode_place.upstream, words, "client_gone")
 
     def _blame_prefill(self) -> None:
         """Only the guilty leg: its place ends with the failure, its engine may have been restarted."""
@@ -368,8 +397,8 @@ _DO: Mapping[Act, Callable[[PairAttempt], None]] = MappingProxyType(
         Act.PASS_ON: PairAttempt._pass_on,
         Act.CLOSE_PREFILL: PairAttempt._close_prefill,
         Act.CLOSE_DECODE: PairAttempt._close_decode,
-        Act.CLOSE_DECODE_SOON: PairAttempt._close_decode_soon,
-        Act.GIVE_UP_LEASE: PairAttempt._give_up_lease,
+        Act.CALL_OFF_PREFILL: PairAttempt._call_off_prefill,
+        Act.FREE_BY_DECODE: PairAttempt._free_by_decode,
         Act.BLAME_PREFILL: PairAttempt._blame_prefill,
         Act.BLAME_DECODE: PairAttempt._blame_decode,
         Act.BLAME_NOBODY: PairAttempt._blame_nobody,

@@ -13,12 +13,12 @@ class Sink:
     With `keep` False nothing is kept. Too long an answer is failed rather than kept.
     """
 
-    __slots__ = ("_keep", "_kept", "_source")
+    __slots__ = ("_keep", "_kept", "source")
 
     def __init__(self, *, keep: bool = True) -> None:
         self._keep = keep
         self._kept = bytearray()
-        self._source: Connection | None = None
+        self.source: Connection | None = None
 
     @property
     def writing_paused(self) -> bool:
@@ -34,8 +34,13 @@ class Sink:
         if not self._keep:
             return
         self._kept += data
-        if len(self._kept) > MOST_BYTES and self._source is not None:
-            self._source.fail("framing", "the engine's answer to the gateway is too long")
+        if len(self._kept) > MOST_BYTES and self.source is not None:
+            self.source.fail("framing", "the engine's answer to the gateway is too long")
+
+    def call_off(self) -> None:
+        """Tell the engine that nobody asks any more, if it still answers."""
+        if self.source is not None:
+            self.source.call_off()
 
     def set_source(self, source: Connection | None) -> None:
-        self._source = source
+        self.source = source

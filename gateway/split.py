@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Client, route: Route, call: Call) -> None:
     """Serve it by a pair or whole, until somebody answers or nothing is left to try. Raises GatewayError then."""
     fingerprint = gateway.endpoints.prefixes.of(call, route.name)
-    work = Work(gateway, route, split, x, client, call, Body(call.body), fingerprint)
+    work = Work(gateway, route, split, x, client, call, Body(call), fingerprint)
     retrying = recompute = False
     try:
         while True:
             decision, ask = _decide(work, recompute)
             if decision.pair is None:
+                work.body.forget()
                 problem = await _whole(work, ask, decision)
             else:
                 problem, recompute = await _pair(work, decision.pair)

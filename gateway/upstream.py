@@ -89,6 +89,12 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def call_off(self) -> None:
+        """Half-close: engines take it as the abort too, but an answer that is on its way already can still be read."""
+        self._pool.outbox.flush()
+        if self.open and self._transport is not None and self._transport.can_write_eof():
+            self._transport.write_eof()
+
     def fail(self, kind: str, message: str) -> None:
         """End the answer under way with a reason, from outside: a deadline, an ejected endpoint."""
         self._finish(UpstreamBroke(kind, message), later=True)

@@ -13,7 +13,7 @@ from gateway.client import Client
 from gateway.edit import Body
 from gateway.endpoints import Booking
 from gateway.exchange import Exchange, SplitRecord
-from gateway.legs import answer_headers, request_headers
+from gateway.legs import answer_headers, forwarded, request_headers
 from gateway.openai import Api, Call
 from gateway.pairing import SplitRoute
 from gateway.relay import Relay
@@ -57,12 +57,13 @@ def one_token(request: Request) -> Request:
 class Words:
     """The words of one attempt at one request. `terms` hold for both legs; the decoder's may be corrected later."""
 
-    __slots__ = ("_corrector", "_prefill", "_work", "terms")
+    __slots__ = ("_corrector", "_headers", "_prefill", "_work", "terms")
 
     def __init__(self, work: Work, prefill: Endpoint, number: int) -> None:
         x, facts = work.x, work.split.facts[prefill.name]
         self._work = work
         self._prefill = prefill
+        self._headers = forwarded(work.client.headers)  # they may be needed when the client has gone
         self._corrector: Corrector | None = None
         self.terms = Terms(
             request_id=f"{x.id}-{len(x.retries)}" if x.retries else x.id,  # a copy of it may still live on an engine
@@ -86,6 +87,13 @@ class Words:
     def decode(self, place: Booking, handover: Handover | None) -> tuple[bytes, bytes]:
         """Head and body of the decode request; without a handover, of the client's own."""
         return self._request(place, _AS_IT_IS if handover is None else handover.edits)
+
+    def farewell(self, place: Booking, handover: Handover) -> tuple[bytes, bytes]:
+        """Head and body of a decode request that only has the KV fetched, for one token nobody reads."""
+        edits = handover.edits
+        put = {**edits.put, "max_tokens": b"1", "stream": b"false"}
+        drop = edits.drop | {"stream_options", "max_completion_tokens", "min_tokens"}
+        return self._request(place, msgspec.structs.replace(edits, put=put, drop=drop))
 
     def relay(self, endpoint: Endpoint, handover: Handover | None) -> Relay:
         """What brings the decoder's answer to the client, with the prefiller's word on cached tokens if needed."""
@@ -128,6 +136,6 @@ class Words:
         work, endpoint = self._work, place.endpoint
         served = endpoint.served_model or work.route.name
         body = work.body.edited(edits, None if served == work.call.request.model else served)
-        lines = request_headers(self.terms.request_id, work.client.headers, len(body))
+        lines = request_headers(self.terms.request_id, self._headers, len(body))
         extra = "".join(f"{name}: {value}\r\n" for name, value in edits.headers).encode()
         return place.upstream.head(work.x.api) + extra + lines, body

@@ -37,13 +37,14 @@ def test_every_state_is_reached_and_an_end_is_reached_from_everywhere() -> None:
 def test_a_client_may_leave_at_any_moment_and_every_open_leg_is_closed(state: State) -> None:
     row = TABLE[state, Event.CLIENT_GONE]
     assert row.state is State.GONE
-    closes = {Act.CLOSE_PREFILL, Act.CLOSE_DECODE, Act.CLOSE_DECODE_SOON} & set(row.acts)
+    closes = {Act.CLOSE_PREFILL, Act.CALL_OFF_PREFILL, Act.CLOSE_DECODE, Act.FREE_BY_DECODE} & set(row.acts)
     assert len(closes) == (2 if state in (State.PAIRED, State.DECODING) else 1)
 
 
 def test_kv_under_a_lease_is_freed_wherever_it_is_not_read() -> None:
-    assert Act.GIVE_UP_LEASE in TABLE[State.HANDED_OVER, Event.CLIENT_GONE].acts
-    assert Act.CLOSE_DECODE_SOON in TABLE[State.TRANSFERRING, Event.CLIENT_GONE].acts
+    for state in (State.PAIRED, State.HANDED_OVER, State.TRANSFERRING):
+        assert Act.FREE_BY_DECODE in TABLE[state, Event.CLIENT_GONE].acts
+    assert TABLE[State.PREFILLING, Event.CLIENT_GONE].acts == (Act.CALL_OFF_PREFILL,)
 
 
 def test_the_twin_of_a_leg_that_broke_is_closed_and_only_the_guilty_one_is_blamed() -> None:
