@@ -32,9 +32,11 @@ ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",  # threads that spin for each other stand still where cores are scarce
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "UCX_NET_DEVICES": "lo",
-    "UCX_TLS": "tcp,cma,self",
+    "UCX_TLS": "tcp,self",
 }
 
 
@@ -108,6 +110,12 @@ class Engine:
     async def blocks_held(self) -> int:
         """Blocks that some request or lease holds now."""
         return round((await self.numbers())["kv_cache_usage_perc"] * BLOCKS)
+
+    async def holds_within(self, seconds: float) -> None:
+        """Until it holds a block. Its page of metrics follows its steps."""
+        async with asyncio.timeout(seconds):
+            while not await self.blocks_held():
+                await asyncio.sleep(0.02)
 
     async def idle_within(self, seconds: float) -> float:
         """Seconds until it holds no block and no request. Raises AssertionError with what it holds after `seconds`."""

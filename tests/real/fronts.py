@@ -12,7 +12,7 @@ from tests.e2e.processes import ENV, Gateway
 from tests.real.engines import BLOCK_TOKENS, MODEL
 
 THRESHOLD_TOKENS = BLOCK_TOKENS  # one block of the engines
-SPLIT = f"{{dialect: vllm_nixl, threshold_tokens: {THRESHOLD_TOKENS}, hysteresis: 0, transfer_timeout: 20s}}"
+SPLIT = f"{{dialect: vllm_nixl, threshold_tokens: {THRESHOLD_TOKENS}, hysteresis: 0, transfer_timeout: 60s}}"
 
 
 def config(endpoints: dict[str, tuple[str, str]], *, split: bool = True, more: str = "", most: int = 24) -> str:
