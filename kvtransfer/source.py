@@ -147,8 +147,9 @@ class SourceBook:
     def invited(self, link: Link, invite: Invite, now: float) -> list[Command]:
         """A sink asks. Whatever is not in order is refused with a reason, and nothing has moved."""
         outlet = self._outlets[link]
-        if invite.transfer in outlet.claimed or invite.transfer in outlet.waiting:
-            raise ProtocolError(f"transfer {invite.transfer} is there already")
+        if invite.transfer <= outlet.newest:
+            raise ProtocolError(f"transfer {invite.transfer} is not new")
+        outlet.newest = invite.transfer
         offer = self._names.get(invite.name)
         if invite.ticket is not None:
             reason = self._present(invite.ticket, offer, invite.name, outlet.card.agent, now)
@@ -326,6 +327,7 @@ class SourceBook:
             reason = Reason.LEASE_EXPIRED
         del self._offers[offer.number], self._names[offer.ware.name]
         commands: list[Command] = []
+        others: list[Command] = []
         transport = ""
         if offer.link is None:
             self._tally.unclaimed_s += now - offer.began
@@ -333,13 +335,14 @@ class SourceBook:
             transport = offer.link.transport
             if offer.link in self._outlets:
                 self._outlets[offer.link].release(offer)
+                others = self._pumped(self._outlets[offer.link], now)
             if reason is not Reason.LANDED:
                 commands.append(Drop(offer.link, offer.transfer))
             if tell:
                 commands.append(Send(offer.link, Stop(offer.transfer, reason, detail[:256])))
         ended = end(reason, n_bytes=offer.put_bytes, seconds=now - offer.began, transport=transport, detail=detail)
         self._tally.offer_ended(ended)
-        return [*commands, Bump(self._let_go(offer)), Resolve(offer.number, ended)]
+        return [*commands, Bump(self._let_go(offer)), Resolve(offer.number, ended), *others]
 
     def _let_go(self, offer: Offer) -> NDArray[np.int64]:
         """The blocks that no other offer protects: requests share the blocks of a common prefix."""

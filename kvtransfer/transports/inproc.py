@@ -23,6 +23,8 @@ from kvtransfer.regions import Region
 from kvtransfer.reshard import Blocks, Runs
 from kvtransfer.transports.base import Link, LinkOwner, Slice, TransportError, Verdict, WindowHead
 
+_TRICKLE_S = 0.02
+
 
 class Weather(msgspec.Struct, frozen=True):
     """How a wire behaves. Probabilities are per window; `bytes_per_s` None: as fast as memory.
@@ -280,9 +282,16 @@ class InprocLink:
         late_s = rng.random() * weather.delay_s if weather.delay and rng.random() < weather.delay else 0.0
         self._carry(lambda far: far._arrive(arrival), late_s)
         seconds = head.n_bytes / weather.bytes_per_s if weather.bytes_per_s else 0.0
-        rest = lambda: self._finish(arrival, window, (half, at), late_s)  # noqa: E731
-        self._wire.run_at(self._end.address, rest, seconds)
+        self._flow(seconds, lambda: self._finish(arrival, window, (half, at), late_s))
         return None
+
+    def _flow(self, seconds: float, finish: Call) -> None:
+        """Bytes are on their way for so long, and those that come in tell the far end that we live."""
+        if seconds > _TRICKLE_S:
+            self._carry(lambda far: far.hear(lambda owner: None))
+            self._wire.run_at(self._end.address, lambda: self._flow(seconds - _TRICKLE_S, finish), _TRICKLE_S)
+        else:
+            self._wire.run_at(self._end.address, finish, seconds)
 
     def _finish(self, arrival: _Arrival, window: Slice, rest: tuple[int, int], late_s: float) -> None:
         half, at = rest

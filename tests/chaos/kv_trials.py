@@ -88,11 +88,14 @@ class Request:
 class Engine:
     """An engine with a pool of blocks. What it has been given back it overwrites in the very moment of the end."""
 
-    def __init__(self, name: str, layout: KvLayout, transports: Sequence[Transport], clock: Clock, seed: int) -> None:
+    def __init__(
+        self, name: str, layout: KvLayout, transports: Sequence[Transport], clock: Clock, seed: int, pace: float = 1.0
+    ) -> None:
         self.layout, self.name, self.dead = layout, name, False
         self.rng = np.random.default_rng(seed)
         self.regions = [Region.create(BLOCKS, layout.rank_block_bytes(rank), name=name) for rank in range(layout.ranks)]
-        options = Options(beat_s=0.05, handshake_s=0.3, patience_s=0.6, window_bytes=2 << 10, budget_bytes=6 << 10)
+        waits = {"beat_s": 0.05 * pace, "handshake_s": 0.3 * pace, "patience_s": 0.6 * pace}
+        options = Options(window_bytes=2 << 10, budget_bytes=6 << 10, **waits)
         self.agent = Agent(name, layout, self.regions, key=KEY, transports=transports, clock=clock, options=options)
         self.free = list(range(BLOCKS))
         self.stamp = np.zeros(BLOCKS, np.uint8)
@@ -206,9 +209,10 @@ class Outcome:
 
 
 class Trial:
-    """One seed's world. `pace`: how much slower than in simulation things happen on the real clock."""
+    """One seed's world. `pace`: how much slower everybody is on a machine that is."""
 
-    def __init__(self, seed: int, transport: str) -> None:
+    def __init__(self, seed: int, transport: str, pace: float = 1.0) -> None:
+        self.pace = pace
         self.rng = Random(seed)
         self.transport = transport
         self.fault = self.rng.choice(FAULTS)
@@ -217,9 +221,10 @@ class Trial:
         self.wire = Wire(self.clock, self.weather(), Random(seed + 1))
         self.proxies: list[Proxy] = []
         self.to_come = 0
+        self.undisturbed: list[tuple[Engine, str]] = []
         self.inner: list[Transport] = []
         # Simulated time costs nothing; real time does.
-        self.span_s = 0.4 if self.virtual else 0.05
+        self.span_s = 0.4 if self.virtual else 0.05 * pace
         self.sources = [self.engine("p0", seed), self.engine("p1", seed)]
         self.sinks = [self.engine("d0", seed), self.engine("d1", seed)]
         self.engines = [*self.sources, *self.sinks]
@@ -269,7 +274,7 @@ class Trial:
         self.inner.append(inner)
         dice = self.dice()
         faulty = Faulty(inner, dice, Random(self.rng.random()), clock) if dice != Dice() else inner
-        return Engine(name, layout, [faulty], clock, self.rng.randrange(1 << 30))
+        return Engine(name, layout, [faulty], clock, self.rng.randrange(1 << 30), self.pace)
 
     def expected(self, name: str) -> NDArray[np.uint8] | None:
         return next((source.offers[name].content for source in self.sources if name in source.offers), None)
@@ -281,7 +286,7 @@ class Trial:
         for number in range(requests):
             self.request(f"r{number}")
         self.breakage()
-        if not self.settled(6.0 if self.virtual else 8.0):
+        if not self.settled(6.0 if self.virtual else 8.0 * self.pace):
             for engine in self.engines:
                 if not engine.dead:
                     engine.agent.shut()
@@ -293,6 +298,14 @@ class Trial:
         self.rest(0.15 if self.virtual else 0.01)
         for engine in self.engines:
             engine.check()
+        for sink, name in self.undisturbed:
+            request, offered = sink.landings.get(name), self.expected(name)
+            if (
+                request is not None
+                and offered is not None
+                and (request.end is None or request.end.how is not How.LANDED)
+            ):
+                sink.wrong.append(f"{name} was left alone and ended {request.end}")
         self.leave()
         return [f"{engine.name}: {wrong}" for engine in self.engines for wrong in engine.wrong]
 
@@ -322,6 +335,8 @@ class Trial:
         offered_at, asked_after = self.moment(), self.moment(0.3)
         cancel, revoke = (self.moment(1.5) if rng.random() < 0.3 else None for _ in range(2))
         thief = self.moment() if rng.random() < 0.3 else None
+        if self.virtual and self.fault == "none" and None is cancel is revoke is thief and min(ttl_s, timeout_s) >= 1:
+            self.undisturbed.append((sink, name))
         layers_at = sorted(self.moment(0.6) for _ in range(BASE.layers))
         address = self.address_of(source)
 
@@ -434,9 +449,9 @@ class Trial:
                 region.close()
 
 
-def trial(seed: int, transport: str) -> Outcome:
+def trial(seed: int, transport: str, pace: float = 1.0) -> Outcome:
     """One world from beginning to end."""
-    world = Trial(seed, transport)
+    world = Trial(seed, transport, pace)
     outcome = Outcome(seed, transport, world.fault, world.run())
     for engine in world.engines:
         for request in (*engine.offers.values(), *engine.landings.values()):

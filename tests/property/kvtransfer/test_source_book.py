@@ -47,12 +47,13 @@ class World:
         self.tickets = ["forged"]
         self.resolved: dict[int, How] = {}
         self.put: dict[tuple[object, int], int] = {}
+        self.transfers: dict[FakeLink, int] = {}
         self.over: set[tuple[object, int]] = set()
         self.accepted: dict[tuple[object, int], int] = {}
 
     def step(self) -> None:
-        steps = (self.link, self.offer, self.invite, self.invite, self.ready, self.ready, self.message, self.message,
-                 self.credit, self.credit, self.land, self.revoke, self.renew, self.wait, self.lose, self.decline)  # fmt: skip
+        steps = [self.link, self.offer, self.revoke, self.renew, self.wait, self.lose, self.decline, self.land]
+        steps += [self.invite, self.ready, self.credit, self.land] * 2 + [self.message]
         self.rng.choice(steps)()
         assert self.taken_is_bounded()
 
@@ -120,13 +121,30 @@ class World:
         skip = rng.randrange(tokens) if rng.random() < 0.9 else tokens
         blocks = rng.sample(range(BLOCKS), rng.randrange(1, 7))
         ticket = rng.choice(self.tickets) if rng.random() < 0.4 else None
-        asked = Invite(rng.randrange(6), f"r{rng.randrange(4)}", pack_blocks(blocks), tokens, skip, rng.choice([0.0, 9.0]),
-                       rng.random(), rng.randrange(3), rng.choice([1, 100, 1 << 20]), ticket)  # fmt: skip
+        asked = Invite(
+            transfer=self.next_transfer(link),
+            name=f"r{rng.randrange(4)}",
+            blocks=pack_blocks(blocks),
+            tokens=tokens,
+            skip_tokens=skip,
+            wait_s=rng.choice([0.0, 9.0]),
+            slack_s=rng.random(),
+            klass=rng.randrange(3),
+            window_bytes=rng.choice([1, 100, 1 << 20]),
+            ticket=ticket,
+        )
         self.told(lambda: self.book.invited(link, asked, self.now), link)
+
+    def next_transfer(self, link: FakeLink) -> int:
+        """Seldom one that was there before."""
+        last = self.transfers.get(link, 0)
+        self.transfers[link] = last + 1
+        return last + 1 if self.rng.random() < 0.97 else last
 
     def message(self) -> None:
         if self.links:
-            link, transfer = self.rng.choice(self.links), self.rng.randrange(6)
+            link = self.rng.choice(self.links)
+            transfer = self.rng.randrange(self.transfers.get(link, 0) + 2)
             stop = Stop(transfer, self.rng.choice(list(Reason)))
             said = self.rng.choice([
                 lambda: self.book.stopped(link, stop, self.now),
@@ -178,7 +196,8 @@ class World:
         self.obey(self.book.lost(link, Reason.LINK_LOST, "", self.now))
 
     def taken_is_bounded(self) -> bool:
-        return self.book.credits_taken() <= max(BUDGET, 400) * max(1, len(self.links))
+        """A window is at most one run more than it should be, and a run as long as a request."""
+        return self.book.credits_taken() <= (BUDGET + 6 * self.region.block_bytes) * len(self.links)
 
 
 @settings(max_examples=150, deadline=None)
@@ -201,7 +220,7 @@ def test_any_order_reaches_every_end() -> None:
     ends: set[How] = set()
     for seed in range(60):
         world = World(seed)
-        for _ in range(120):
+        for _ in range(200):
             world.step()
         ends |= set(world.resolved.values())
     assert ends == set(How)
