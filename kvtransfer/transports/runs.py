@@ -19,7 +19,10 @@ _AT_ONCE = 256 << 10  # gathered and scattered again while it is still in the ca
 
 def within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
     """Whether all of these runs lie in the region, and are runs."""
-    if not lengths.size or np.minimum.reduce(offsets) < 0 or np.minimum.reduce(lengths) < 1:
+    if len(lengths) == 1:
+        at, length = int(offsets[0]), int(lengths[0])
+        return at >= 0 and length > 0 and at + length <= region.bytes.size
+    if not len(lengths) or np.minimum.reduce(offsets) < 0 or np.minimum.reduce(lengths) < 1:
         return False
     return bool(np.maximum.reduce(offsets + lengths) <= region.bytes.size)
 

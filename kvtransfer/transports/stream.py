@@ -47,7 +47,7 @@ class Manner(msgspec.Struct, frozen=True):
     checked: bool = True
     sealed: bool = False
     spin_s: float = 50e-6
-    window_bytes: int = 4 << 20
+    window_bytes: int = 8 << 20
 
 
 class StreamLink:
