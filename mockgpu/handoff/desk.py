@@ -89,6 +89,7 @@ class Desk:
         self._offers: dict[Job, OfferPort] = {}
         self._landings: dict[Job, LandingPort] = {}
         self._keeping: dict[Job, asyncio.TimerHandle] = {}
+        self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -178,7 +179,7 @@ class Desk:
 
     def decline(self, take: Take) -> None:
         """Tell the giver that nobody will fetch this here, so that it need not wait."""
-        if not take.parked:
+        if not take.parked and not self._closed:
             self._spawn(self._decline(take))
 
     def drop_all(self) -> None:
@@ -192,6 +193,7 @@ class Desk:
 
     async def close(self) -> None:
         """End everything, and wait until every block is the engine's own again."""
+        self._closed = True
         self.drop_all()
         await self.agent.close()
         for task in list(self._tasks):
@@ -200,35 +202,41 @@ class Desk:
 
     async def _give(self, job: Job, give: Give, offer: OfferPort) -> None:
         """An offer's life, until its blocks are free."""
-        how = await offer.ended()
-        self.tally.given(how)
-        if how.landed:
-            await self._link.pass_by(job.prompt_tokens)
-        del self._offers[job]
-        self._free(job)
+        try:
+            how = await offer.ended()
+            self.tally.given(how)
+            if how.landed:
+                await self._link.pass_by(job.prompt_tokens)
+        finally:
+            del self._offers[job]
+            self._free(job)
         if give.answering is Answering.WHEN_TAKEN:
             self._owner.taken(job, how)
 
     async def _take(self, job: Job, take: Take) -> None:
         """A landing's life, until the job can go on or its blocks are free."""
         began_s = asyncio.get_running_loop().time()
-        how = await self._landed(job, take)
-        if how.landed:
-            await self._link.pass_by(job.prompt_tokens - job.cached)
-        if not how.landed:
-            self._directory.forget(take)
-        self.tally.took(how, asyncio.get_running_loop().time() - began_s)
-        if job.state is not State.FETCHING:
+        try:
+            how = await self._landed(job, take)
+            if how.landed:
+                await self._link.pass_by(job.prompt_tokens - job.cached)
+            else:
+                self._directory.forget(take)
+            self.tally.took(how, asyncio.get_running_loop().time() - began_s)
+            if job.state is State.FETCHING:
+                self._arrived(job, take, how)
+        finally:
+            # What the job has let go of meanwhile is nobody's any more: nothing is written there now.
             self._free(job)
-        elif how.landed:
+
+    def _arrived(self, job: Job, take: Take, how: End) -> None:
+        """The job goes on with its KV, or without it as the policy says."""
+        if how.landed:
             self._owner.scheduler.landed(job, job.prompt_tokens - 1 if take.cached is None else take.cached)
-            self._owner.wake()
         elif self._recompute:
             self._owner.scheduler.recompute(job)
-            self._owner.wake()
         else:
             self._owner.fail(job, f"KV load failed: {how.reason}")
-            self._free(job)
 
     async def _landed(self, job: Job, take: Take) -> End:
         """Fetch, and wait for the end; afterwards nobody writes the job's blocks any more."""
@@ -239,6 +247,8 @@ class Desk:
         if job.state is not State.FETCHING:
             self.decline(take)
             return unreachable("aborted before it began")
+        if self._closed:
+            return unreachable("the engine is going down")
         landing = self._landings[job] = self.agent.fetch(
             address,
             take.name,
@@ -257,6 +267,8 @@ class Desk:
         try:
             address = await self._directory.address(take)
         except UnknownPeerError:
+            return
+        if self._closed:
             return
         # The memory has one block more than the scheduler knows: a single token fetched into it lets the giver go.
         spare = [self._owner.scheduler.pool.total]

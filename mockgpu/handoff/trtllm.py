@@ -2,7 +2,7 @@
 
 The context server makes the first token and tells it in its choice, with an opaque state; the generation server emits
 that token itself and goes on. Request models forbid what they do not know. Generation first is not modelled.
-Source: engines.md E.
+Source: engines.md E; names of fields: openai_protocol.py of TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -26,28 +26,39 @@ LEAST_ID = 1 << 40
 MOST_IDS = 1 << 16
 
 _SHARED = (
-    *("model", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "max_tokens", "n"),
-    *("seed", "stop", "stream", "stream_options", "temperature", "top_p", "user", "best_of"),
-    *("use_beam_search", "top_k", "top_p_min", "min_p", "repetition_penalty", "length_penalty"),
-    *("early_stopping", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
-    *("skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "lora_request"),
-    *("add_special_tokens", "response_format", "echo", "disaggregated_params", "conversation_params"),
+    *("model", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "max_tokens", "n", "seed"),
+    *("stop", "stream", "stream_options", "temperature", "top_p", "user", "best_of", "use_beam_search"),
+    *("top_k", "top_p_min", "min_p", "repetition_penalty", "length_penalty", "early_stopping"),
+    *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "truncate_prompt_tokens", "lora_request", "add_special_tokens"),
+    *("response_format", "echo", "suffix", "prompt_ignore_length", "thinking_token_budget", "priority"),
+    *("disaggregated_params", "conversation_params"),
 )
 CHAT_FIELDS = frozenset(
     (
         *_SHARED,
         *("messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "reasoning_effort"),
-        *("add_generation_prompt", "documents", "chat_template", "chat_template_kwargs", "prompt_token_ids"),
-        *("cache_salt", "mm_processor_kwargs"),
+        *("add_generation_prompt", "documents", "chat_template", "chat_template_kwargs"),
+        *("injected_chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "prompt_token_ids"),
+        *("cache_salt", "agent_hierarchy"),
     )
 )
-COMPLETION_FIELDS = frozenset(
-    (
-        *_SHARED,
-        *("prompt", "suffix", "detokenize", "return_context_logits", "return_generation_logits"),
-        *("prompt_ignore_length"),
-    )
-)
+COMPLETION_FIELDS = frozenset((*_SHARED, "prompt", "detokenize", "return_context_logits"))
+
+
+class Details(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`prompt_tokens_details` of a usage."""
+
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`ctx_usage`: the context server's own."""
+
+    prompt_tokens: int = 0
+    total_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: Details | None = None
 
 
 class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,18 +68,16 @@ class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disagg_request_id: int | None = None
     ctx_request_id: int | None = None
     first_gen_tokens: list[int] | None = None
-    first_gen_log_probs: Any = None
-    first_gen_logits: Any = None
+    first_gen_log_probs: list[Any] | None = None
+    first_gen_logits: list[Any] | None = None
     encoded_opaque_state: str | None = None
     draft_tokens: list[int] | None = None
     ctx_dp_rank: int | None = None
-    ctx_info_endpoint: Any = None
+    ctx_info_endpoint: str | None = None
     schedule_style: int | None = None
-    ctx_usage: dict[str, Any] | None = None
-    return_prompt_token_ids_b64: Any = None
-    resolved_thinking: Any = None
-    multimodal_embedding_handles: Any = None
-    multimodal_hashes: Any = None
+    ctx_usage: Usage | None = None
+    return_prompt_token_ids_b64: bool = False
+    resolved_thinking: bool | None = None
 
 
 class State(msgspec.Struct, frozen=True, array_like=True):
@@ -134,7 +143,7 @@ class Trtllm:
             raise MalformedHandoffError(f"{FIELD}.encoded_opaque_state", status=400) from None
         if state.address == here.address:
             raise MalformedHandoffError("context and generation on one server", status=400)
-        details = (params.ctx_usage or {}).get("prompt_tokens_details") or {}
+        details = params.ctx_usage.prompt_tokens_details if params.ctx_usage is not None else None
         return Take(
             name=state.name,
             peer=At(state.address),
@@ -142,7 +151,7 @@ class Trtllm:
             ticket=state.ticket,
             tokens=state.tokens,
             first=token_bytes(params.first_gen_tokens),
-            cached=details.get("cached_tokens"),
+            cached=details.cached_tokens if details is not None else None,
         )
 
     def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
