@@ -1,0 +1,243 @@
+"""Who may not, cannot: strangers, liars and noise on every transport. They are out, counted, and nothing is held."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from random import Random
+
+import msgspec
+import pytest
+
+from kvtransfer.clock import ThreadClock
+from kvtransfer.ends import Reason
+from kvtransfer.messages import (
+    VERSION,
+    Accept,
+    Beat,
+    Card,
+    Credit,
+    Hello,
+    Invite,
+    Landed,
+    Message,
+    Ready,
+    Stop,
+    encode,
+    pack_blocks,
+)
+from kvtransfer.session import Session
+from kvtransfer.transports.base import Link
+from kvtransfer.transports.inproc import Wire
+from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, group
+from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS, Owner, make
+
+pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+class Stranger:
+    """Somebody with a socket, and perhaps with the key."""
+
+    def __init__(self, link: Link, owner: Owner, key: bytes) -> None:
+        self.link, self.owner = link, owner
+        self.session = Session(
+            key, secrets.token_bytes(16), Card("x", bytes(16), SMALL), dialled=True, budget_bytes=1 << 20
+        )
+
+    async def hear(self, kind: str, count: int = 1) -> list[object]:
+        return await asyncio.to_thread(self.owner.wait, kind, count)
+
+    async def greet(self) -> None:
+        """Prove the key, or at least act as if."""
+        self.link.send(self.session.hello())
+        (welcome,) = await self.hear("message")
+        assert isinstance(welcome, bytes)
+        _, ready = self.session.answer(welcome)
+        assert ready is not None
+        self.link.send(ready)
+
+    def say(self, message: Message) -> None:
+        self.link.send(self.session.seal(message))
+
+    async def gone(self) -> None:
+        await self.hear("lost")
+
+
+class Town:
+    """An agent that offers, and somewhere for strangers to come from."""
+
+    def __init__(self, transport: str, agent_options: object = None) -> None:
+        self._clock = ThreadClock()
+        self._wire = Wire(self._clock)
+        options = agent_options if agent_options is not None else PATIENT
+        self._make = lambda: make(transport, self._wire)
+        self.source: Group = group("p", SMALL, [self._make()], options=options)  # type: ignore[arg-type]
+        self._ends: list[object] = []
+
+    async def stranger(self, key: bytes = KEY) -> Stranger:
+        end, owner = self._make(), Owner()
+        end.start(owner, self.source.regions)
+        self._ends.append(end)
+        return Stranger(await asyncio.to_thread(end.dial, self.source.agent.address), owner, key)
+
+    async def still_works(self) -> None:
+        """Whatever was done to it: a peer that behaves is served, and nothing is held."""
+        peer = group("d", SMALL, [self._make()], options=PATIENT)
+        await peer.agent.start()
+        offer = self.source.agent.offer("proof", [0], 16)
+        landing = peer.agent.fetch(self.source.agent.address, "proof", [3], 16, ticket=offer.ticket)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        await asyncio.wait_for(offer.ended(), PATIENCE_S)
+        await peer.agent.close()
+
+    async def close(self) -> None:
+        await self.source.agent.close()
+        for end in self._ends:
+            end.close()  # type: ignore[attr-defined]
+        self._clock.close()
+
+
+@asynccontextmanager
+async def town(transport: str, **changes: object) -> AsyncIterator[Town]:
+    made = Town(transport, msgspec.structs.replace(PATIENT, **changes))
+    await made.source.agent.start()
+    try:
+        yield made
+        await made.still_works()
+        assert made.source.held == 0
+    finally:
+        await made.close()
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [b"", b"\x00", b"GET / HTTP/1.1\r\n\r\n", b"\x91" * 5_000, encode(Ready()), encode(Beat()), bytes(20_000)],
+    ids=["empty", "zero", "http", "nested", "ready", "beat", "long"],
+)
+async def test_noise_in_place_of_a_greeting_ends_the_link(transport: str, noise: bytes) -> None:
+    if transport == "rdma" and not noise:
+        pytest.skip("an empty message is none")
+    async with town(transport) as here:
+        stranger = await here.stranger()
+        stranger.link.send(noise)
+        await stranger.gone()
+        assert here.source.agent.figures()["faults"] == {"protocol": 1}
+
+
+async def test_silence_is_not_waited_for(transport: str) -> None:
+    async with town(transport, handshake_s=0.3) as here:
+        stranger = await here.stranger()
+        await stranger.gone()
+
+
+async def test_only_so_many_may_stand_at_the_door(transport: str) -> None:
+    async with town(transport, most_strangers=2, handshake_s=3.0) as here:
+        strangers = [await here.stranger() for _ in range(5)]
+        await until(lambda: any(stranger.owner.all("lost") for stranger in strangers), "nobody was turned away")
+        assert here.source.agent.figures()["links"] <= 2
+        assert here.source.agent.figures()["faults"]["strangers"] >= 1
+        for stranger in strangers:
+            stranger.link.close()
+        await until(lambda: not here.source.agent.figures()["links"], "links are left")
+
+
+async def until(holds: Callable[[], object], what: str) -> None:
+    for _ in range(4000):
+        if holds():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(what)
+
+
+async def test_without_the_key_a_perfect_greeting_gets_nowhere(transport: str) -> None:
+    async with town(transport) as here:
+        offer = here.source.agent.offer("r", [0], 16)
+        stranger = await here.stranger(b"not the fleet's key, but as long")
+        stranger.link.send(stranger.session.hello())
+        await stranger.hear("message")
+        for message in (Ready(), invite(1, "r", offer.ticket)):
+            stranger.link.send(encode(message) + bytes(16))
+        await stranger.gone()
+        assert offer.end is None
+        assert here.source.agent.figures()["faults"] == {"unproven": 1}
+        offer.revoke()
+
+
+async def test_another_version_is_refused_by_both(transport: str) -> None:
+    async with town(transport) as here:
+        stranger = await here.stranger()
+        hello = encode(Hello(VERSION + 1, secrets.token_bytes(16), Card("x", bytes(16), SMALL), 1))
+        stranger.link.send(hello)
+        stranger.session._hello = hello
+        (welcome,) = await stranger.hear("message")
+        _, ready = stranger.session.answer(welcome)  # type: ignore[arg-type]
+        stranger.link.send(ready)  # type: ignore[arg-type]
+        await stranger.gone()
+        assert here.source.agent.figures()["refused"] == {Reason.VERSION: 1}
+
+
+def invite(transfer: int, name: str, ticket: str | None = None, **changes: object) -> Invite:
+    made = Invite(transfer, name, pack_blocks([1]), 16, 0, 9.0, 9.0, 0, 1 << 20, ticket)
+    return msgspec.structs.replace(made, **changes)
+
+
+LIES = {
+    "says the source's lines": [Accept(1, b"", 1, 1)],
+    "greets again": [Hello(1, bytes(16), Card("x", bytes(16), SMALL), 1)],
+    "landed what was not sent": [invite(1, "r"), Landed(1, 8192)],
+    "claims that its stop is a landing": [invite(1, "r"), Stop(1, Reason.LANDED)],
+    "gives back credit it never had": [invite(1, "r"), Credit(1, 1 << 30)],
+    "uses a number twice": [invite(1, "r"), invite(1, "other")],
+    "goes back in its numbers": [invite(5, "r"), invite(4, "other")],
+    "names a piece of a block": [invite(1, "r", blocks=b"12345")],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_who_has_the_key_and_lies_is_out_with_all_it_claimed(transport: str, lie: str) -> None:
+    async with town(transport) as here:
+        offer = here.source.agent.offer("r", [0], 16, ready_layers=0)
+        stranger = await here.stranger()
+        await stranger.greet()
+        for message in LIES[lie]:
+            stranger.say(message)
+        await stranger.gone()
+        assert here.source.agent.figures()["faults"] == {"protocol": 1}
+        if isinstance(LIES[lie][0], Invite) and "piece" not in lie:
+            assert (await asyncio.wait_for(offer.ended(), PATIENCE_S)).reason is Reason.PROTOCOL
+        offer.revoke()
+
+
+async def test_conversations_of_nonsense_hold_nothing(transport: str) -> None:
+    """A proven peer says anything, in any order; then noise breaks in."""
+    rng = Random(7)
+    rounds = 60 if transport != "rdma" else 5
+    async with town(transport) as here:
+        for number in range(rounds):
+            offers = [here.source.agent.offer(f"r{at}", [at], 16, ready_layers=rng.choice([0, 4])) for at in range(3)]
+            stranger = await here.stranger()
+            await stranger.greet()
+            for _ in range(rng.randrange(1, 20)):
+                stranger.say(anything(rng, [offer.ticket for offer in offers]))
+            stranger.link.send(rng.randbytes(rng.randrange(1, 200)))
+            await stranger.gone()
+            for offer in offers:
+                offer.revoke()
+                await asyncio.wait_for(offer.ended(), PATIENCE_S)
+            assert here.source.held == 0, number
+
+
+def anything(rng: Random, tickets: list[str]) -> Message:
+    transfer = rng.randrange(8)
+    return rng.choice(
+        [
+            invite(transfer, f"r{rng.randrange(4)}", rng.choice([None, *tickets]), tokens=rng.randrange(20)),
+            invite(transfer, f"r{rng.randrange(4)}", skip_tokens=rng.randrange(30), window_bytes=rng.randrange(3)),
+            Stop(transfer, rng.choice(list(Reason))),
+            Credit(transfer, rng.randrange(9000)),
+            Landed(transfer, rng.choice([0, 8192])),
+            Beat(),
+        ]
+    )
