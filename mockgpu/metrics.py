@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from mockgpu.handoff.desk import Desk
 from mockgpu.handoff.legs import Take
-from mockgpu.handoff.tally import Tally
 from mockgpu.histogram import Histogram
 from mockgpu.scheduler import Scheduler
 from mockgpu.shapes import Engine
@@ -62,11 +62,11 @@ class GroupMetrics:
         self.e2e_s = Histogram(REQUEST_BUCKETS)
         self.queue_s = Histogram(REQUEST_BUCKETS)
 
-    def render(self, scheduler: Scheduler, tally: Tally | None = None, engine: Engine = Engine.VLLM) -> str:
+    def render(self, scheduler: Scheduler, desk: Desk | None = None, engine: Engine = Engine.VLLM) -> str:
         """The whole exposition: vLLM's names, those of transfers where there are any, another engine's besides."""
         lines = [*self._lines(scheduler)]
-        if tally is not None:
-            lines += [*_fetching(scheduler, self.labels), *tally.lines(self.labels)]
+        if desk is not None:
+            lines += [*_fetching(scheduler, self.labels), *desk.lines(self.labels)]
         if engine is not Engine.VLLM:
             lines += _foreign(scheduler, engine)
         return "\n".join(lines) + "\n"

@@ -271,8 +271,7 @@ class MockServer:
 
     async def metrics(self, _: web.Request) -> web.Response:
         """GET /metrics."""
-        desk = self.group.desk
-        text = self.group.metrics.render(self.group.scheduler, desk.tally if desk is not None else None, self._engine)
+        text = self.group.metrics.render(self.group.scheduler, self.group.desk, self._engine)
         return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def state(self, _: web.Request) -> web.Response:

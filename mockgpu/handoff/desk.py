@@ -7,7 +7,7 @@ its blocks by the scheduler; here the two meet the agent. On the event loop only
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, Protocol
 
 import msgspec
@@ -74,13 +74,14 @@ class Desk:
         link: Link,
         recompute: bool = False,
         lease_s: float = 30.0,
+        connector: str = "nixl",
     ) -> None:
         """`recompute`: what to do when KV does not come; else the job fails. `link` paces what arrives.
 
-        `lease_s` is as long as KV is kept here, and taken to be kept elsewhere.
+        `lease_s` is as long as KV is kept here, and taken to be kept elsewhere; `connector` names the metrics.
         """
         self.agent = agent
-        self.tally = Tally()
+        self.tally = Tally(connector)
         self._owner = owner
         self._directory = directory
         self._link = link
@@ -96,6 +97,16 @@ class Desk:
     def under_way(self) -> int:
         """Offers, landings and declines that have not ended."""
         return len(self._tasks)
+
+    def lines(self, labels: str) -> Iterator[str]:
+        """The exposition of all that moves, and of what is held for others."""
+        yield from self.tally.lines(labels)
+        figures = self.agent.figures()
+        yield "# TYPE mock:kv_leases gauge"
+        for state, count in figures["leases"].items():
+            yield f'mock:kv_leases{{{labels},state="{state}"}} {count}'
+        yield "# TYPE mock:kv_unclaimed_seconds counter"
+        yield f"mock:kv_unclaimed_seconds_total{{{labels}}} {figures['unclaimed_s']}"
 
     def giving(self, job: Job) -> bool | None:
         """Whether KV is on its way out; None once this job's offer has ended."""

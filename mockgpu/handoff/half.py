@@ -106,7 +106,10 @@ class Half:
             transfer.transport if transfer.transport in ("tcp", "inproc") else "shm",
         )
         link = Link(spec.model.kv_token_bytes, transfer.gbps * 1e9 / 8, spec.speed)
-        self.group.desk = Desk(self.group, self.agent, self._resolver, link, transfer.recompute, transfer.lease_s)
+        connector = "mooncake" if transfer.dialect == "mooncake" else "nixl"
+        self.group.desk = Desk(
+            self.group, self.agent, self._resolver, link, transfer.recompute, transfer.lease_s, connector
+        )
         if spec.role != "decode" and self._bootstrap.wanted:
             await self._bootstrap.start(self.here)
 

@@ -1,4 +1,4 @@
-"""What a group counts of its transfers, under vLLM's NIXL names. Mocks without transfers show none of it."""
+"""What a group counts of its transfers, under its vLLM connector's names. Mocks without transfers show none of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ BYTES_BUCKETS = tuple(float(1 << exponent) for exponent in range(10, 34, 2))
 
 
 class Tally:
-    """Counts of one group, as giver and as taker."""
+    """Counts of one group, as giver and as taker. `connector`: nixl or mooncake."""
 
-    def __init__(self) -> None:
+    def __init__(self, connector: str) -> None:
+        self._name = f"vllm:{connector}"
         self.xfer_s = Histogram(XFER_BUCKETS)
         self.xfer_bytes = Histogram(BYTES_BUCKETS)
         self.failed = 0
@@ -40,14 +41,14 @@ class Tally:
     def lines(self, labels: str) -> Iterator[str]:
         """The exposition."""
         for name, histogram in (
-            ("vllm:nixl_xfer_time_seconds", self.xfer_s),
-            ("vllm:nixl_bytes_transferred", self.xfer_bytes),
+            (f"{self._name}_xfer_time_seconds", self.xfer_s),
+            (f"{self._name}_bytes_transferred", self.xfer_bytes),
         ):
             yield f"# TYPE {name} histogram"
             yield from histogram.lines(name, labels)
         for name, value in (
-            ("vllm:nixl_num_failed_transfers", self.failed),
-            ("vllm:nixl_num_kv_expired_reqs", self.expired),
+            (f"{self._name}_num_failed_transfers", self.failed),
+            (f"{self._name}_num_kv_expired_reqs", self.expired),
         ):
             yield f"# TYPE {name} counter"
             yield f"{name}_total{{{labels}}} {value}"

@@ -34,8 +34,9 @@ async def test_a_split_answer_is_the_aggregated_one(dialect: str) -> None:
         for n, words in ((1, 1), (7, 20), (40, 50)):
             await splits_right(groups, {"prompt": f"{n} " + PROMPT * n, "max_tokens": words})
         await groups.at_rest()
-        assert await groups.metric(groups.decode, "vllm:nixl_xfer_time_seconds_count") == 3
-        assert await groups.metric(groups.decode, "vllm:nixl_bytes_transferred_sum") > 100_000
+        connector = "vllm:mooncake" if dialect == "mooncake" else "vllm:nixl"
+        assert await groups.metric(groups.decode, f"{connector}_xfer_time_seconds_count") == 3
+        assert await groups.metric(groups.decode, f"{connector}_bytes_transferred_sum") > 100_000
         assert await groups.metric(groups.decode, "mock:tainted_answers_total") == 0
 
 
