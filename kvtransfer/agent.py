@@ -192,6 +192,7 @@ class Agent:
                 **self._tally.figures(),
                 "leases": self._source.held,
                 "reservations": self._sink.held,
+                "unclaimed_s": self._source.unclaimed_s(self._clock.now()),
                 "under_way_bytes": self._source.credits_taken(),
                 "links": len(self._board),
                 "bytes_per_s": self._sink.bandwidth.all(),

@@ -85,7 +85,7 @@ class Reservation:
     """One landing. Owned by the SinkBook."""
 
     __slots__ = (
-        "arrivals", "began", "busy", "deadline", "end", "layers", "link", "number", "peer", "plan", "state",
+        "arrivals", "began", "busy", "deadline", "end", "layers", "layout", "link", "number", "peer", "plan", "state",
         "wish",
     )  # fmt: skip
 
@@ -95,6 +95,7 @@ class Reservation:
         self.state = SinkState.WAITING
         self.link: Link | None = None
         self.peer = ""
+        self.layout: KvLayout | None = None
         self.plan: Plan | None = None
         self.arrivals: Arrivals | None = None
         self.busy = Busy()
@@ -177,7 +178,7 @@ class SinkBook:
         if reservation.state is not SinkState.INVITED:
             raise ProtocolError(f"transfer {message.transfer} is {reservation.state}: it cannot be accepted")
         try:
-            reservation.plan = self._plan(reservation.wish, message)
+            reservation.plan = self._plan(reservation, message)
         except (LayoutMismatch, ValueError) as wrong:
             return self._over(reservation, Reason.LAYOUT, str(wrong), now)
         reservation.arrivals = Arrivals(reservation.plan)
@@ -253,7 +254,7 @@ class SinkBook:
 
     def _invite(self, reservation: Reservation, now: float) -> Command:
         wish = reservation.wish
-        link, _, reservation.peer = self._links[wish.address]
+        link, reservation.layout, reservation.peer = self._links[wish.address]
         reservation.state, reservation.link = SinkState.INVITED, link
         left_s = max(0.0, reservation.deadline - now)
         invite = Invite(
@@ -270,15 +271,21 @@ class SinkBook:
         )
         return SendInvite(link, invite, wish.blocks)
 
-    def _plan(self, wish: Wish, message: Accept) -> Plan:
-        _, layout, _ = self._links[wish.address]
+    def _plan(self, reservation: Reservation, message: Accept) -> Plan:
+        """What the source plans as well: from its blocks and layout, and ours."""
+        wish = reservation.wish
+        assert reservation.layout is not None
         if message.window_bytes > self._options.window_bytes:
             raise ValueError(f"windows of {message.window_bytes} bytes are too large")
-        blocks = unpack_blocks(message.blocks)
         return plan(
-            layout, self._layout, blocks, wish.blocks, wish.tokens,
-            skip_tokens=wish.skip_tokens, group_layers=message.group_layers,
-        )  # fmt: skip
+            reservation.layout,
+            self._layout,
+            unpack_blocks(message.blocks),
+            wish.blocks,
+            wish.tokens,
+            skip_tokens=wish.skip_tokens,
+            group_layers=message.group_layers,
+        )
 
     def _on(self, link: Link, transfer: int) -> Reservation | None:
         """The reservation, if it is this link's: no peer reaches another's."""

@@ -61,6 +61,11 @@ class SourceBook:
         counts = {state.value: states.count(state) for state in LeaseState}
         return {**counts, "waiting_invitations": len(self._guests)}
 
+    def unclaimed_s(self, now: float) -> float:
+        """For how long KV has been kept here that nobody was fetching, over all offers there were and are."""
+        waiting = [now - offer.began for offer in self._offers.values() if offer.link is None]
+        return self._tally.unclaimed_s + sum(waiting)
+
     def credits_taken(self) -> int:
         """Bytes under way to all peers, as far as they have said."""
         return sum(outlet.credits.taken_bytes for outlet in self._outlets.values())

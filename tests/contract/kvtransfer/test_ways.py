@@ -1,0 +1,93 @@
+"""How two agents come to the best way that both have, and what they do when it does not open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import msgspec
+import pytest
+
+from kvtransfer.ends import Reason
+from kvtransfer.regions import Region
+from kvtransfer.transports.base import Link, LinkOwner, Transport, TransportError
+from kvtransfer.transports.shm import Shm
+from kvtransfer.transports.tcp import Tcp
+from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, group
+from tests.contract.kvtransfer.links import PATIENCE_S
+
+
+class Shut(Shm):
+    """Shared memory that answers nobody's dialling."""
+
+    def dial(self, address: str) -> Link:
+        raise TransportError("permission denied")
+
+
+class Mute(Shm):
+    """Shared memory whose listener never says a word."""
+
+    def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
+        class Deaf:
+            def __getattr__(self, name: str) -> object:
+                return lambda *_: None
+
+        return super().start(Deaf(), regions)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def two(ours: list[Transport], theirs: list[Transport], **changes: object) -> AsyncIterator[tuple[Group, Group]]:
+    async with AsyncExitStack() as stack:
+        options = msgspec.structs.replace(PATIENT, **changes)
+        made = [group(name, SMALL, ways, options=options) for name, ways in (("p", theirs), ("d", ours))]
+        for each in made:
+            await each.agent.start()
+            stack.push_async_callback(each.agent.close)
+        yield made[0], made[1]
+        assert [each.held for each in made] == [0, 0]
+
+
+async def way(source: Group, sink: Group, name: str = "r") -> str:
+    """How one request's KV came, which was checked byte by byte."""
+    cache = Cache(SMALL, 32, seed=4)
+    cache.write(SMALL, source.regions, [1, 2])
+    offer = source.agent.offer(name, [1, 2], 32)
+    landing = sink.agent.fetch(source.agent.address, name, [7, 9], 32, ticket=offer.ticket)
+    end = await asyncio.wait_for(landing.ended(), PATIENCE_S)
+    assert end.landed, end
+    await asyncio.wait_for(offer.ended(), PATIENCE_S)
+    assert cache.differs(SMALL, sink.regions, [7, 9]) == 0
+    return end.transport
+
+
+async def test_who_meets_by_tcp_on_one_host_goes_on_by_shared_memory_alone() -> None:
+    async with two([Tcp(), Shm()], [Tcp(), Shm()]) as (source, sink):
+        assert await way(source, sink) == "shm"
+        assert await way(source, sink, "next") == "shm"
+        assert sink.agent.figures()["links"] == 1
+
+
+@pytest.mark.parametrize("theirs", [[Tcp()], [Tcp(), Shm()]], ids=["they have no shm", "another host"])
+async def test_where_the_better_way_is_not_for_both_tcp_it_is(theirs: list[Transport]) -> None:
+    host = {} if len(theirs) == 1 else {"host": ""}
+    async with two([Tcp(), Shm()], theirs, **host) as (source, sink):
+        assert await way(source, sink) == "tcp"
+        assert sink.agent.figures()["faults"] == {}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(Shut, Shm), (Shm, Mute)], ids=["cannot be dialled", "does not answer"])
+async def test_a_better_way_that_does_not_open_is_no_end(ours: type[Shm], theirs: type[Shm]) -> None:
+    async with two([Tcp(), ours()], [Tcp(), theirs()], handshake_s=0.5) as (source, sink):
+        assert await way(source, sink) == "tcp"
+        assert await way(source, sink, "next") == "tcp"
+        assert sink.agent.figures()["faults"] == {"fallback": 1}
+        assert sink.agent.figures()["links"] == 1
+
+
+async def test_one_who_gives_up_while_the_way_is_sought_ends_at_once() -> None:
+    async with two([Tcp(), Shm()], [Tcp(), Mute()], handshake_s=2.0) as (source, sink):
+        landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
+        await asyncio.sleep(0.05)
+        landing.cancel()
+        assert (await asyncio.wait_for(landing.ended(), 1)).reason is Reason.CANCELLED
