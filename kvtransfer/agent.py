@@ -35,6 +35,8 @@ from kvtransfer.tally import Tally
 from kvtransfer.transports.base import Link, Slice, Transport, TransportError, Verdict, WindowHead
 from kvtransfer.transports.choose import this_host
 
+_FENCES_S = 5.0  # how long a closing agent waits for its fences before it ends the transports themselves
+
 
 class Agent:
     """One TP group's end of all its transfers.
@@ -101,12 +103,14 @@ class Agent:
     async def close(self) -> None:
         """End everything, behind the fence; blocks are the engine's again when this returns. May be called twice."""
         self.shut()
-        for handle in list(self._handles.values()):
-            await handle.ended()
+        ends = [asyncio.ensure_future(handle.ended()) for handle in list(self._handles.values())]
+        if ends:
+            await asyncio.wait(ends, timeout=_FENCES_S)
         await asyncio.to_thread(self.leave)
-        doorbell, self._doorbell = self._doorbell, None
+        doorbell, self._doorbell, self._bell = self._doorbell, None, None
         if doorbell is not None:
             doorbell.close()
+        await asyncio.gather(*ends)
 
     def shut(self) -> None:
         """Take nothing more, and begin to end what there is."""
@@ -117,13 +121,15 @@ class Agent:
             self._do(self._sink.close(now) + self._source.close(now))
 
     def leave(self) -> None:
-        """Hang up everywhere and stop listening. After `shut`, when every handle has ended."""
+        """Hang up everywhere and stop listening. After `shut`; what has not ended by then ends with the transports."""
         with self._lock:
             if self._alarm is not None:
                 self._alarm.cancel()
         self._board.close()
         for transport in self._transports.values():
             transport.close()
+        with self._lock:
+            self._do(self._sink.all_fenced(self._clock.now()))
         if self._own_clock is not None:
             self._own_clock.close()
 

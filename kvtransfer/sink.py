@@ -237,6 +237,11 @@ class SinkBook:
             return []
         return self._resolve(reservation, now)
 
+    def all_fenced(self, now: float) -> list[Command]:
+        """Every transport has ended, with its threads: nobody can write any more, whether it said so or not."""
+        left = [each for each in self._held.values() if each.state is SinkState.FENCING]
+        return [command for each in left for command in self._resolve(each, now)]
+
     def _waiters(self, address: str) -> list[Reservation]:
         """Who waits for a link there, and has not given up; they wait no longer."""
         return [each for each in self._waiting.pop(address, []) if each.number in self._held]

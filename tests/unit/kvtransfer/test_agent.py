@@ -1,20 +1,99 @@
-"""Agents that cannot be: what their constructor refuses before anybody could write into the wrong place."""
+"""The agent's own part: refusing what cannot be, closing whatever the transports do, one bell for loops and others."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from kvtransfer import agent as agent_module
 from kvtransfer.agent import Agent
-from kvtransfer.layout import KvDtype, KvLayout
-from kvtransfer.regions import Region
-from kvtransfer.transports.tcp import Tcp
+from kvtransfer.clock import VirtualClock
+from kvtransfer.ends import Reason
+from kvtransfer.handles import Handle
+from kvtransfer.transports.inproc import Inproc, InprocLink, Wire
+from tests.contract.kvtransfer.groups import KEY, SMALL, groups, memory
 
-LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4, tp=2)
-BLOCK = LAYOUT.rank_block_bytes(0)
+
+class Book:
+    """A bell that writes down."""
+
+    def __init__(self) -> None:
+        self.rung: list[tuple[str, bool]] = []
+
+    def ring(self, handle: Handle) -> None:
+        self.rung.append((handle.name, handle.end is not None))
 
 
-@pytest.mark.parametrize("sizes", [[BLOCK], [BLOCK, BLOCK, BLOCK], [BLOCK, 2 * BLOCK], [BLOCK // 2, BLOCK // 2]])
-def test_regions_must_be_those_of_the_layout(sizes: list[int]) -> None:
-    regions = [Region.over(bytearray(4 * size), size, name="rank") for size in sizes]
-    with pytest.raises(ValueError, match="rank"):
-        Agent("p", LAYOUT, regions, key=b"k" * 32, transports=[Tcp()])
+def in_simulation() -> tuple[VirtualClock, Agent, Agent, Book]:
+    clock = VirtualClock()
+    wire = Wire(clock)
+    ends = [Inproc(wire), Inproc(wire)]
+    source, sink = (
+        Agent(name, SMALL, memory(SMALL, 8, name), key=KEY, transports=[end], clock=end.agent_clock)
+        for name, end in zip(("p", "d"), ends, strict=True)
+    )
+    book = Book()
+    source.open()
+    sink.open(book)
+    return clock, source, sink, book
+
+
+def test_without_an_event_loop_a_bell_hears_of_every_change() -> None:
+    clock, source, sink, book = in_simulation()
+    offer = source.offer("r", [1], 16)
+    landing = sink.fetch(source.address, "r", [2], 16)
+    assert clock.run(1, lambda: bool(landing.end and offer.end))
+    assert book.rung == [("r", False), ("r", True)]
+    assert landing.layers == SMALL.layers
+
+
+def test_an_agent_needs_a_region_for_every_rank_and_a_way() -> None:
+    regions = memory(SMALL, 8, "p")
+    with pytest.raises(ValueError, match="regions"):
+        Agent("p", SMALL, regions[:1], key=KEY, transports=[Inproc(Wire(VirtualClock()))])
+    with pytest.raises(ValueError, match="transports"):
+        Agent("p", SMALL, regions, key=KEY, transports=[])
+
+
+def test_before_it_is_open_it_offers_nothing() -> None:
+    end = Inproc(Wire(VirtualClock()))
+    agent = Agent("p", SMALL, memory(SMALL, 8, "p"), key=KEY, transports=[end], clock=end.agent_clock)
+    with pytest.raises(RuntimeError, match="not open"):
+        agent.offer("r", [1], 16)
+
+
+def test_a_closed_agents_timers_do_not_keep_simulated_time_busy() -> None:
+    clock, source, sink, _ = in_simulation()
+    source.offer("r", [1], 16, ttl_s=5)
+    for agent in (source, sink):
+        agent.shut()
+        agent.leave()
+    clock.run(1000)
+    assert not clock._timers
+
+
+async def test_a_fence_that_never_answers_does_not_hold_up_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the transports have ended, with their threads, nobody can write, whatever they said."""
+    monkeypatch.setattr(agent_module, "_FENCES_S", 0.05)
+    monkeypatch.setattr(InprocLink, "fence", lambda link, transfer: None)
+    async with groups("inproc", SMALL, SMALL) as (source, sink):
+        offer = source.agent.offer("r", [0], 16, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
+        while not source.agent.figures()["leases"]["claimed"]:
+            await asyncio.sleep(0.005)
+        waiter = asyncio.create_task(landing.ended())
+        await sink.agent.close()
+        assert (await asyncio.wait_for(waiter, 5)).reason is Reason.CLOSED
+        assert (await asyncio.wait_for(offer.ended(), 5)).reason is Reason.CLOSED
+
+
+async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
+    async with groups("inproc", SMALL, SMALL) as (source, _):
+        offer = source.agent.offer("r", [0], 16)
+        one, other = asyncio.create_task(offer.ended()), asyncio.create_task(offer.ended())
+        await asyncio.sleep(0)
+        one.cancel()
+        offer.revoke()
+        assert (await asyncio.wait_for(other, 5)).reason is Reason.REVOKED
+        assert one.cancelled() or one.cancelling()
