@@ -16,6 +16,7 @@ from gateway.metrics import Metrics
 from gateway.relay import Relay, Usage
 
 MAX_CHILDREN = 8192
+SPLIT_STAGES = ("queue", "prefill", "transfer", "first_token")
 WAITED_S = 0.001  # below it a request found a place at once
 KEEP_BYTES = 8 * 1024 * 1024  # lines waiting for a blocked sink; beyond it they are dropped and counted
 
@@ -188,6 +189,7 @@ class Accounts:
         self._metrics = metrics
         self._log = log
         self._overhead, self._bytes_out = metrics.overhead_seconds, metrics.bytes_out_total
+        self._stages = [metrics.split_stage_seconds.labels(stage) for stage in SPLIT_STAGES]
         self._children: dict[tuple[str, str, int, str], _Children] = {}
 
     def close(self, x: Exchange) -> None:
@@ -234,11 +236,11 @@ class Accounts:
         prefilled, first_byte, first = split.prefilled_at, relay.first_byte_at, relay.first_token_at
         if split.prefill_sent_at is None or prefilled is None or first_byte is None or first is None:
             return
-        stage = self._metrics.split_stage_seconds
-        stage.labels("queue").observe((x.picked_at or received) - received)
-        stage.labels("prefill").observe(prefilled - split.prefill_sent_at)
-        stage.labels("transfer").observe(max(0.0, first_byte - prefilled))
-        stage.labels("first_token").observe(first - first_byte)
+        queue, prefill, transfer, first_token = self._stages
+        queue.observe((x.picked_at or received) - received)
+        prefill.observe(prefilled - split.prefill_sent_at)
+        transfer.observe(max(0.0, first_byte - prefilled))
+        first_token.observe(first - first_byte)
         self._metrics.split_handoff_seconds.labels(x.model).observe(max(0.0, first - prefilled))
 
     def _find(self, key: tuple[str, str, int, str]) -> _Children:

@@ -18,7 +18,6 @@ Members = Mapping[str, msgspec.Raw]
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _any = msgspec.json.Decoder().decode
-_SHAPES = frozenset({"n", "best_of", "prompt", "prompt_logprobs", "echo", "max_tokens", "max_completion_tokens"})
 _NOTHING = frozenset((b"null", b"false"))
 
 
@@ -45,17 +44,18 @@ class Body:
     @property
     def shape(self) -> Shape:
         """What decides whether this request can be split."""
-        asked = {name: self.members[name] for name in _SHAPES.intersection(self.members)}
-        if not asked or asked.keys() == {"prompt"}:
-            return Shape(prompts=_prompts(asked.get("prompt")))
-        bounds = [_number(asked.get(name)) for name in ("max_completion_tokens", "max_tokens")]
+        members = self.members
+        prompt, n, best_of = members.get("prompt"), members.get("n"), members.get("best_of")
+        bound = members.get("max_completion_tokens") or members.get("max_tokens")
+        scores, echo = members.get("prompt_logprobs"), members.get("echo")
+        if bound is not None and bytes(bound) == b"null":
+            bound = members.get("max_tokens")
         return Shape(
-            choices=max(_number(asked.get("n")) or 1, _number(asked.get("best_of")) or 1),
-            prompts=_prompts(asked.get("prompt")),
-            scores_prompt=any(
-                name in asked and bytes(asked[name]) not in _NOTHING for name in ("prompt_logprobs", "echo")
-            ),
-            max_tokens=next((bound for bound in bounds if bound is not None), None),
+            1 if n is None and best_of is None else max(_number(n) or 1, _number(best_of) or 1),
+            1 if prompt is None else _prompts(prompt),
+            (scores is not None and bytes(scores) not in _NOTHING)
+            or (echo is not None and bytes(echo) not in _NOTHING),
+            None if bound is None else _number(bound),
         )
 
     @property
@@ -104,9 +104,9 @@ def _number(raw: msgspec.Raw | None) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _prompts(raw: msgspec.Raw | None) -> int:
+def _prompts(raw: msgspec.Raw) -> int:
     """Prompts in a completions request: a text or one list of ids is one, a list of texts or of lists as many."""
-    if raw is None or bytes(memoryview(raw)[:1]) != b"[":
+    if bytes(memoryview(raw)[:1]) != b"[":
         return 1
     inner = bytes(memoryview(raw)[1:64]).lstrip()[:1]
     if inner not in (b'"', b"["):

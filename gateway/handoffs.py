@@ -13,15 +13,16 @@ import msgspec
 from gateway.exchange import SplitRecord
 from gateway.leg import Leg
 from gateway.life import State
+from gateway.meters import Counter
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
 from gateway.relay import Relay, UpstreamBroke
 from gateway.sink import Sink
 from gateway.upstream import Patience, Upstream
 from kvtransfer.dialects import Bootstrap, Identity
-from policies.split import Pair
+from policies.split import Pair, Reason
 
-LEAST_NUMBER, MOST_NUMBER = 2**40, 2**63 - 1  # a room of SGLang's, and an id that TensorRT-LLM takes for a snowflake
+LEAST_NUMBER = 2**40  # with 63 bits in all: a room of SGLang's, and an id that TensorRT-LLM takes for a snowflake
 SEEN_S = 0.2  # how long a decode request stays open so that its engine has surely asked for the KV
 STEP_S = 0.1  # how long a prefill answer is waited for that nobody needs any more
 TAKEN_S = 1.0  # how long a decoder may take to fetch KV that is only to be freed
@@ -51,15 +52,32 @@ class Handoffs:
         self.outbox = outbox
         self.splitting: dict[str, bool] = {}
         self.pairs: dict[tuple[str, str], PairFigures] = {}
+        self._legs: dict[tuple[str, str], Counter] = {}
+        self._decisions: dict[tuple[bool, Reason], Counter] = {}
         self._rng = rng
         self._numbers: set[int] = set()
         self._identities: dict[str, tuple[Identity, ...]] = {}
         self._bootstraps: dict[str, Upstream] = {}
         self._running: set[Leg] = set()
 
+    def count(self, role: str, outcome: str) -> None:
+        """A leg has ended."""
+        counter = self._legs.get((role, outcome))
+        if counter is None:
+            counter = self._legs[role, outcome] = self.metrics.split_legs_total.labels(role, outcome)
+        counter.value += 1.0
+
+    def decided(self, split: bool, reason: Reason) -> None:
+        """A request was split, or not."""
+        counter = self._decisions.get((split, reason))
+        if counter is None:
+            kind = "split" if split else "whole"
+            counter = self._decisions[split, reason] = self.metrics.split_decisions_total.labels(kind, reason)
+        counter.value += 1.0
+
     def number(self) -> int:
         """A number that no live handoff has; to be given back."""
-        while (number := self._rng.randrange(LEAST_NUMBER, MOST_NUMBER)) in self._numbers:
+        while (number := self._rng.getrandbits(63)) < LEAST_NUMBER or number in self._numbers:
             pass
         self._numbers.add(number)
         return number

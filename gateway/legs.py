@@ -71,16 +71,17 @@ def answer_headers(x: Exchange, endpoint: str) -> bytes:
     ).encode()
 
 
-def forwarded(headers: Mapping[str, str]) -> Mapping[str, str]:
-    """What of a client's headers an engine gets to see."""
-    return {name: headers[name] for name in FORWARDED if name in headers}
-
-
 def request_headers(request_id: str, headers: Mapping[str, str], length: int) -> bytes:
     """The lines that are this request's own, and the blank one."""
-    lines = f"x-request-id: {request_id}\r\ncontent-length: {length}\r\n"
+    lines = f"x-request-id: {request_id}\r\ncontent-length: {length}\r\n{forwarded(headers)}\r\n"
+    return lines.encode("utf-8", "surrogateescape")
+
+
+def forwarded(headers: Mapping[str, str]) -> str:
+    """What of a client's headers an engine gets to see, as lines."""
+    lines = ""
     for name in FORWARDED:
         value = headers.get(name)
         if value is not None:
             lines += f"{name}: {value}\r\n"
-    return (lines + "\r\n").encode("utf-8", "surrogateescape")
+    return lines

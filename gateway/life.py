@@ -6,7 +6,7 @@ Nothing is done here: pair.py carries out what a row says. States that nobody ow
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum, StrEnum
+from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class State(StrEnum):
     GONE = "gone"
 
 
-class Event(Enum):
+class Event(StrEnum):
     """What can happen to a pair."""
 
     START_PREFILL = "sequential, or the first request to a prefill endpoint nobody knows yet"
@@ -50,7 +50,7 @@ class Event(Enum):
     CLIENT_GONE = "the client has left"
 
 
-class Act(Enum):
+class Act(StrEnum):
     """What is due."""
 
     ASK = "ask the bootstrap server"

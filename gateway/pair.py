@@ -37,16 +37,24 @@ class PairAttempt:
     """run() it once. Afterwards `suspects` names those who should not be tried again, `recompute` whether the whole
     request had better be computed in one place."""
 
+    __slots__ = (
+        *("_bug", "_catching_up", "_decode", "_decode_place", "_events", "_finished", "_handoffs", "_handover"),
+        *("_number", "_pair", "_prefill", "_prefill_place", "_problem", "_refused", "_sink", "_timer", "_waiting"),
+        *("_words", "_work", "_x", "recompute", "state", "suspects"),
+    )
+
     def __init__(self, work: Work, pair: Pair) -> None:
         endpoints, request = work.gateway.endpoints, work.call.request
         self._work, self._x, self._pair = work, work.x, pair
         self._handoffs = work.gateway.handoffs
         self._events: deque[Event] = deque()
         self._waiting: Landing | None = None
+        self._catching_up = False
+        self._bug: Exception | None = None
         self._timer: TimerHandle | None = None
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
-        self._sink = Sink()
+        self._sink: Sink | None = None
         self._handover: Handover | None = None
         self._finished: Finished | None = None
         self._refused: Relay | None = None
@@ -62,16 +70,14 @@ class PairAttempt:
     async def run(self) -> UpstreamBroke | None:
         """None when the client has been answered, whatever the answer; else what broke."""
         try:
-            self._events.append(self._start())
-            while True:
-                self._catch_up()
-                if self.state in ENDS:
-                    break
+            self._post(self._start())
+            if self.state not in ENDS:
                 self._waiting = landing(self._handoffs.outbox.loop)
                 await self._waiting
+            if self._bug is not None:
+                raise self._bug
         except CancelledError:
-            self._events.append(Event.CLIENT_GONE)
-            self._catch_up()
+            self._post(Event.CLIENT_GONE)
             raise
         finally:
             self._leave()
@@ -86,10 +92,20 @@ class PairAttempt:
     # Events
 
     def _post(self, event: Event) -> None:
+        """Something has happened. What follows is done at once, in the callback that brought the news; the line, which
+        only waits for the end, goes on when it has come."""
         self._events.append(event)
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None and not waiting.done():
-            waiting.land()
+        if self._catching_up:
+            return
+        self._catching_up = True
+        try:
+            self._catch_up()
+        except Exception as bug:  # it must not end in the callback of a leg, with the line waiting for ever
+            self._bug, self.state = bug, State.FAILED
+        finally:
+            self._catching_up = False
+        if self.state in ENDS and self._waiting is not None and not self._waiting.done():
+            self._waiting.land()
 
     def _catch_up(self) -> None:
         """The one interpreter of the table."""
@@ -100,7 +116,7 @@ class PairAttempt:
                 self._enter()
             ended = _LEG_ENDS.get(event)
             if ended is not None:
-                self._count(*ended)
+                self._handoffs.count(*ended)
             for act in acts:
                 _DO[act](self)
 
@@ -109,11 +125,13 @@ class PairAttempt:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        seconds = self._work.split.transfer_timeout_s if self.state is State.TRANSFERRING else None
-        if self.state is State.ASKING:
+        if self.state is State.TRANSFERRING:
+            seconds = self._work.split.transfer_timeout_s
+        elif self.state is State.ASKING:
             seconds = BOOTSTRAP_PATIENCE.first_byte_s
-        if seconds is not None:
-            self._timer = self._handoffs.outbox.loop.call_later(seconds, self._overdue)
+        else:
+            return
+        self._timer = self._handoffs.outbox.loop.call_later(seconds, self._overdue)
 
     def _overdue(self) -> None:
         if self._x.committed:
@@ -121,9 +139,6 @@ class PairAttempt:
         kind = "transfer_timeout" if self.state is State.TRANSFERRING else "bootstrap_failed"
         self._problem = UpstreamBroke(kind, f"{self.state} for too long")
         self._post(Event.OVERDUE)
-
-    def _count(self, role: str, outcome: str) -> None:
-        self._handoffs.metrics.split_legs_total.labels(role, outcome).inc()
 
     # Prefill
 
@@ -189,6 +204,7 @@ class PairAttempt:
             self._leave_prefill()
         if not self._work.split.dialect.reads_answer:
             return Event.PREFILLED
+        assert self._sink is not None
         meaning = self._words.meaning(read_answer(self._sink.body), alone=self._decode is None)
         if isinstance(meaning, Finished):
             self._finished = meaning
@@ -290,25 +306,26 @@ class PairAttempt:
     def _close_prefill(self) -> None:
         if self._prefill is not None and not self._prefill.over:
             self._prefill.close()
-            self._count("prefill", "closed")
+            self._handoffs.count("prefill", "closed")
 
     def _close_decode(self) -> None:
         if self._decode is not None and not self._decode.over:
             self._decode.close()
-            self._count("decode", "closed")
+            self._handoffs.count("decode", "closed")
 
     def _call_off_prefill(self) -> None:
         """An engine that is told to abort finishes its step first, and then holds KV that nobody knows of. So its
         answer is waited for as long as a step may take; then it is called off, and what crosses that is still read."""
-        leg = self._prefill
-        if leg is None or leg.over or leg.sent_at is None:
+        leg, sink = self._prefill, self._sink
+        if leg is None or sink is None or leg.over or leg.sent_at is None:
             return  # it was still connecting: _leave() closes it
         leg.close_in(2 * STEP_S, self._too_late)
-        self._handoffs.outbox.loop.call_later(STEP_S, self._sink.call_off)
-        self._count("prefill", "closed")
+        self._handoffs.outbox.loop.call_later(STEP_S, sink.call_off)
+        self._handoffs.count("prefill", "closed")
 
     def _too_late(self, problem: UpstreamBroke | None) -> None:
         assert self._prefill is not None
+        assert self._sink is not None
         if problem is not None or self._prefill.relay.refused:
             return
         meaning = self._words.meaning(read_answer(self._sink.body), alone=True)
@@ -326,7 +343,7 @@ class PairAttempt:
         else:
             since = leg.sent_at if self._work.record.prefilled_at is not None else now
             leg.close_in(since + SEEN_S - now)
-        self._count("decode", "closed")
+        self._handoffs.count("decode", "closed")
 
     def _give_up(self, handover: Handover | None) -> None:
         if handover is not None:

@@ -60,8 +60,7 @@ def _decide(work: Work, recompute: bool) -> tuple[Decision, Ask]:
     else:
         decision = work.split.splitter.decide(pools, ask, work.body.shape, mode)
         gateway.handoffs.splitting[route.name] = decision.splitting
-    kind = "whole" if decision.pair is None else "split"
-    gateway.handoffs.metrics.split_decisions_total.labels(kind, decision.reason).inc()
+    gateway.handoffs.decided(decision.pair is not None, decision.reason)
     work.x.split = SplitRecord(decision.reason)
     return decision, ask
 

@@ -13,7 +13,7 @@ from gateway.client import Client
 from gateway.edit import Body
 from gateway.endpoints import Booking
 from gateway.exchange import Exchange, SplitRecord
-from gateway.legs import answer_headers, forwarded, request_headers
+from gateway.legs import answer_headers, forwarded
 from gateway.openai import Api, Call
 from gateway.pairing import SplitRoute
 from gateway.relay import Relay
@@ -57,13 +57,13 @@ def one_token(request: Request) -> Request:
 class Words:
     """The words of one attempt at one request. `terms` hold for both legs; the decoder's may be corrected later."""
 
-    __slots__ = ("_corrector", "_headers", "_prefill", "_work", "terms")
+    __slots__ = ("_corrector", "_lines", "_prefill", "_work", "terms")
 
     def __init__(self, work: Work, prefill: Endpoint, number: int) -> None:
         x, facts = work.x, work.split.facts[prefill.name]
         self._work = work
         self._prefill = prefill
-        self._headers = forwarded(work.client.headers)  # they may be needed when the client has gone
+        self._lines = forwarded(work.client.headers)  # they may be needed when the client has gone
         self._corrector: Corrector | None = None
         self.terms = Terms(
             request_id=f"{x.id}-{len(x.retries)}" if x.retries else x.id,  # a copy of it may still live on an engine
@@ -136,6 +136,7 @@ class Words:
         work, endpoint = self._work, place.endpoint
         served = endpoint.served_model or work.route.name
         body = work.body.edited(edits, None if served == work.call.request.model else served)
-        lines = request_headers(self.terms.request_id, self._headers, len(body))
-        extra = "".join(f"{name}: {value}\r\n" for name, value in edits.headers).encode()
-        return place.upstream.head(work.x.api) + extra + lines, body
+        lines = f"x-request-id: {self.terms.request_id}\r\ncontent-length: {len(body)}\r\n{self._lines}"
+        for name, value in edits.headers:
+            lines += f"{name}: {value}\r\n"
+        return place.upstream.head(work.x.api) + (lines + "\r\n").encode("utf-8", "surrogateescape"), body

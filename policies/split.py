@@ -148,13 +148,17 @@ class Splitter(msgspec.Struct, frozen=True):
 
     def pair(self, pools: Pools, ask: Ask) -> Pair | None:
         """The least loaded decode endpoint that has somebody to prefill for it, and the best of those."""
-        decodes = [each for group in pools.groups if _anybody(group.prefills, ask) for each in group.decodes]
-        decode = run.pick(self.decode, ask, decodes)
+        groups = [group for group in pools.groups if _anybody(group.prefills, ask)]
+        if not groups:
+            return None
+        decode = run.pick(self.decode, ask, groups[0].decodes if len(groups) == 1 else _together(groups))
         if decode is None:
             return None
         chosen = decode.candidate
-        group = next(group for group in pools.groups if chosen in group.decodes)
-        others = [each for each in group.prefills if each is not chosen]
+        group = groups[0] if len(groups) == 1 else next(group for group in groups if chosen in group.decodes)
+        others: Sequence[Candidate] = group.prefills
+        if chosen in others:
+            others = [each for each in others if each is not chosen]
         prefill = run.pick(self.prefill, ask, others)
         if prefill is None and not _anybody(pools.alone, ask):
             prefill = run.pick(self.crowded, ask, others)
@@ -173,4 +177,12 @@ class Splitter(msgspec.Struct, frozen=True):
 
 def _anybody(candidates: Sequence[Candidate], ask: Ask) -> bool:
     """Whether somebody is there who has not failed this request."""
-    return any(each.load.available and each.endpoint.name not in ask.tried for each in candidates)
+    tried = ask.tried
+    for each in candidates:  # noqa: SIM110  # on the way of every request; any() would cost twice as much
+        if each.load.available and each.endpoint.name not in tried:
+            return True
+    return False
+
+
+def _together(groups: Sequence[Group]) -> Sequence[Candidate]:
+    return [each for group in groups for each in group.decodes]

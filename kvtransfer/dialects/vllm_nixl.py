@@ -7,7 +7,6 @@ loopback address in it becomes the prefill URL's host where that is none.
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from typing import Annotated, Any
 
 import msgspec
@@ -67,10 +66,12 @@ ONE_TOKEN = {"max_tokens": b"1", "min_tokens": b"1", "stream": b"false"}
 
 NOT_FOR_PREFILL = frozenset({"stream_options", "max_completion_tokens", "logprobs", "top_logprobs"})
 
+_PREFILL = Edits({**ONE_TOKEN, "kv_transfer_params": _ASKS}, NOT_FOR_PREFILL)
+
 
 def prefill(terms: Terms) -> Edits:
     """One token, and P keeps the KV for whoever asks with its object."""
-    return Edits({**ONE_TOKEN, "kv_transfer_params": _ASKS}, NOT_FOR_PREFILL)
+    return _PREFILL
 
 
 def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
@@ -83,7 +84,8 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
     if found.transfer_mode not in (None, "pull"):
         return Unusable(f"the prefiller is in {found.transfer_mode[:32]} mode")
     raw = bytes(answer.handoff)
-    if is_loopback(found.remote_host) and not is_loopback(terms.prefill_host):
+    host = found.remote_host
+    if host != terms.prefill_host and is_loopback(host) and not is_loopback(terms.prefill_host):
         raw = json_of({**_any(raw), "remote_host": terms.prefill_host})
     own = b'"remote_prefill_cached_tokens"' in raw
     return Handover(Edits({"kv_transfer_params": raw}), own, found.transport)
@@ -115,13 +117,8 @@ def _blocks(raw: msgspec.Raw) -> int:
 
 def is_loopback(host: str) -> bool:
     """Whether a decoder on another machine would reach itself by this name."""
-    bare = host.strip("[]")
-    if bare.lower() == "localhost":
-        return True
-    try:
-        return ip_address(bare).is_loopback
-    except ValueError:
-        return False
+    bare = host.strip("[]").lower()
+    return bare in ("localhost", "::1") or bare.startswith("127.")
 
 
 VLLM_NIXL = Dialect("vllm_nixl", "vllm", Order.SEQUENTIAL, prefill, decode)
