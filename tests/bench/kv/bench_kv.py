@@ -27,8 +27,7 @@ from goals import SIZES, WAITS, Results, cpu, markdown, speed, verdicts, wait
 from measure import bandwidth, exposed_share, latency, others_share
 from pool import reference
 
-LAYERS = "layer-wise"
-Task = tuple[str, Callable[[Pair, random.Random], dict[str, float]]]
+Task = tuple[str, int | None, Callable[[Pair, random.Random], dict[str, float]]]
 
 
 def main() -> int:
@@ -84,19 +83,23 @@ def _tasks(pool_bytes: int) -> list[Task]:
 
         return task
 
-    tasks: list[Task] = [(f"{SIZES[size]} blocks", moved(size)) for size in SIZES]
-    tasks += [(f"{SIZES[size]} latency", waited(size)) for size in WAITS]
-    return [*tasks, (LAYERS, lambda pair, rng: {"exposed share": exposed_share(pair, pool_bytes, rng)})]
+    tasks: list[Task] = [(f"{SIZES[size]} blocks", size, moved(size)) for size in SIZES]
+    tasks += [(f"{SIZES[size]} latency", size, waited(size)) for size in WAITS]
+    return [*tasks, ("layer-wise", None, lambda pair, rng: {"exposed share": exposed_share(pair, pool_bytes, rng)})]
 
 
 def _measure(pairs: dict[str, Pair], options: argparse.Namespace, results: Results) -> None:
     rng = random.Random(options.seed)
     for turn in range(options.rounds):
-        for name, task in _tasks(options.pool_mib << 20):
+        for name, size, task in _tasks(options.pool_mib << 20):
             _say(f"round {turn + 1}/{options.rounds}: {name}")
-            able = [who for who in sorted(pairs) if pairs[who].who.by_layers == (name == LAYERS)]
+            able = [name for name, pair in sorted(pairs.items()) if _able(pair.who, size)]
             for who in rng.sample(able, len(able)):
                 _one(turn, who, pairs, task, rng, results)
+
+
+def _able(who: Contestant, size: int | None) -> bool:
+    return size in who.sizes or (size is None and who.by_layers)
 
 
 def _one(

@@ -45,10 +45,12 @@ class Contestant:
     env: Mapping[str, str] = field(default_factory=dict)
     python: Path = Path(sys.executable)
 
+    sizes: tuple[int, ...] = (4 << 10, 64 << 10, 2 << 20)
+
     @property
     def by_layers(self) -> bool:
         """It takes the layer-wise measurement and no other."""
-        return bool(self.settings.get("layers"))
+        return not self.sizes
 
 
 def everyone() -> list[Contestant]:
@@ -57,9 +59,9 @@ def everyone() -> list[Contestant]:
         Contestant("memcpy", "side_memcpy", "sink"),
         Contestant("raw tcp", "side_raw"),
         *(Contestant(name, "side_ours", settings=settings) for name, settings in OURS.items()),
-        Contestant("ours agents tcp", "side_agent", "sink", {"transport": "tcp"}),
-        Contestant("ours agents shm", "side_agent", "sink", {"transport": "shm"}),
-        Contestant("layer-wise", "side_agent", settings={"transport": "tcp", "layers": True}),
+        Contestant("ours agents tcp", "side_agent", "sink", {"transport": "tcp"}, sizes=(64 << 10,)),
+        Contestant("ours agents shm", "side_agent", "sink", {"transport": "shm"}, sizes=(64 << 10,)),
+        Contestant("layer-wise", "side_agent", settings={"transport": "tcp", "layers": True}, sizes=()),
         _nixl("nixl tcp write", "WRITE", TCP_ONLY),
         _nixl("nixl tcp read", "READ", TCP_ONLY),
         _nixl("nixl cma write", "WRITE", SAME_HOST),

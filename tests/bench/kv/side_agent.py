@@ -1,7 +1,7 @@
 """Whole exchanges between two of our agents: invitation, ticket, plan, windows with xxh3, the word that all has landed.
 
-What side_ours measures of a link alone comes here with everything that makes a transfer safe. Source and sink have one
-agent for every block size, over the same memory. Settings: transport (tcp or shm).
+What side_ours measures of a link alone comes here with everything that makes a transfer safe. Settings: transport (tcp
+or shm), layers (a request that is computed layer by layer).
 """
 
 from __future__ import annotations
@@ -18,52 +18,42 @@ from kvtransfer.agent import Agent
 from kvtransfer.ends import End, How
 from kvtransfer.handles import Offer
 from kvtransfer.layout import KvDtype, KvLayout
-from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Transport
 
 KEY = b"a key for this comparison alone"
-TOKEN_BYTES = 4096  # of one layer: keys and values of 8 heads of 128 in bf16
 PATIENCE_S = 50.0
 
 
 class Agents:
-    """The source offers in `prepare`, ahead of the clock; the sink fetches."""
+    """The source offers in `prepare`, ahead of the clock; the sink fetches. Blocks of 64 KiB, of one layer."""
 
-    SIZES: tuple[int, ...] = (4 << 10, 64 << 10, 2 << 20)
+    LAYOUT = KvLayout(1, 8, 128, KvDtype.BF16, 16)
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
-        self.role, self.kind = role, settings["transport"]
-        self.region = Region.create(pool_bytes // 4096, 4096, name=role, populate=True)
+        self.role = role
+        block_bytes = self.LAYOUT.rank_block_bytes(0)
+        self.region = Region.create(pool_bytes // block_bytes, block_bytes, name=role, populate=True)
         self.pool: Bytes = self.region.bytes
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.agents: dict[int, Agent] = {}
-        self.peers: dict[str, str] = {}
+        transports = [_transport(settings["transport"])]
+        self.agent = Agent(role, self.LAYOUT, [self.region], key=KEY, transports=transports)
+        self.peer = ""
         self.offers: list[Offer] = []
         self.what: Draw | None = None
         self.each = False
         self.turn = 0
-        for block_bytes in self.SIZES:
-            self.agents[block_bytes] = self._agent(block_bytes)
-
-    def _agent(self, block_bytes: int) -> Agent:
-        layout = KvLayout(1, 8, 128, KvDtype.BF16, block_bytes // TOKEN_BYTES)
-        region = Region.over(self.pool, block_bytes, name=f"{self.role} {block_bytes}")
-        transports = [_transport(self.kind)]
-        name = f"{self.role}-{block_bytes}"
-        agent = Agent(name, layout, [region], key=KEY, transports=transports, options=Options(host="here"))
-        self._do(agent.start())
-        return agent
+        self._do(self.agent.start())
 
     def _do(self, what: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(what, self.loop).result(PATIENCE_S)
 
     def address(self) -> dict[str, Any]:
-        return {"addresses": {str(size): agent.address for size, agent in self.agents.items()}}
+        return {"address": self.agent.address}
 
     def connect(self, peer: dict[str, Any]) -> None:
-        self.peers = peer["addresses"]
+        self.peer = peer["address"]
 
     def prepare(self, what: Draw, each: bool) -> None:
         self.what, self.each = what, each
@@ -72,10 +62,10 @@ class Agents:
             self._do(self._offer(what))
 
     async def _offer(self, what: Draw) -> None:
-        agent, tokens = self.agents[what.block_bytes], what.block_bytes // TOKEN_BYTES
+        tokens = self.LAYOUT.block_tokens
         parts = what.src[:, None] if self.each else [what.src]
         self.offers = [
-            agent.offer(f"{self.turn}/{i}", blocks, len(blocks) * tokens, ttl_s=PATIENCE_S)
+            self.agent.offer(f"{self.turn}/{i}", blocks, len(blocks) * tokens, ttl_s=PATIENCE_S)
             for i, blocks in enumerate(parts)
         ]
 
@@ -96,27 +86,17 @@ class Agents:
         self._fetch(index, self.what.dst[index : index + 1])
 
     def _fetch(self, index: int, blocks: Any) -> None:
-        assert self.what is not None
-        _landed(self._do(self._fetched(index, blocks, self.what.block_bytes)))
+        _landed(self._do(self._fetched(f"{self.turn}/{index}", blocks)))
 
-    async def _fetched(self, index: int, blocks: Any, block_bytes: int) -> End:
-        tokens = len(blocks) * block_bytes // TOKEN_BYTES
-        landing = self.agents[block_bytes].fetch(self.peers[str(block_bytes)], f"{self.turn}/{index}", blocks, tokens)
-        return await landing.ended()
+    async def _fetched(self, name: str, blocks: Any) -> End:
+        tokens = len(blocks) * self.LAYOUT.block_tokens
+        return await self.agent.fetch(self.peer, name, blocks, tokens, timeout_s=PATIENCE_S).ended()
 
 
 class Layers(Agents):
     """The same for one request whose layers are computed one after another: 32 of them, 8 KiB of each in a block."""
 
-    LAYERS, BLOCK_TOKENS = 32, 16
-    SIZES = (LAYERS * BLOCK_TOKENS * 512,)
-
-    def _agent(self, block_bytes: int) -> Agent:
-        layout = KvLayout(self.LAYERS, 1, 128, KvDtype.BF16, self.BLOCK_TOKENS)
-        region = Region.over(self.pool, block_bytes, name=self.role)
-        agent = Agent(self.role, layout, [region], key=KEY, transports=[_transport(self.kind)])
-        self._do(agent.start())
-        return agent
+    LAYOUT = KvLayout(32, 1, 128, KvDtype.BF16, 16)
 
     def custom(self, what: str, prefill_s: float = 0.0) -> float:
         """`fetch`: have the blocks that were drawn. `offer`: seconds from the last layer until the source knows that
@@ -134,21 +114,19 @@ class Layers(Agents):
 
     async def _fetch_layers(self) -> float:
         assert self.what is not None
-        agent, address = self.agents[self.what.block_bytes], self.peers[str(self.what.block_bytes)]
-        tokens = len(self.what.dst) * self.BLOCK_TOKENS
-        end = await agent.fetch(address, str(self.turn), self.what.dst, tokens, timeout_s=PATIENCE_S).ended()
+        end = await self._fetched(str(self.turn), self.what.dst)
         _landed(end)
         return end.seconds
 
     async def _offer_layers(self, prefill_s: float) -> float:
         assert self.what is not None
-        agent, tokens = self.agents[self.what.block_bytes], len(self.what.src) * self.BLOCK_TOKENS
-        began = time.perf_counter()
-        offer = agent.offer(str(self.turn), self.what.src, tokens, ready_layers=0 if prefill_s else None)
-        for layer in range(self.LAYERS if prefill_s else 0):
-            await asyncio.sleep(began + prefill_s * (layer + 1) / self.LAYERS - time.perf_counter())
+        tokens, layers = len(self.what.src) * self.LAYOUT.block_tokens, self.LAYOUT.layers
+        began = last = time.perf_counter()
+        offer = self.agent.offer(str(self.turn), self.what.src, tokens, ready_layers=0 if prefill_s else None)
+        for layer in range(layers if prefill_s else 0):
+            await asyncio.sleep(began + prefill_s * (layer + 1) / layers - time.perf_counter())
+            last = time.perf_counter()
             offer.ready(layer + 1)
-        last = time.perf_counter() if prefill_s else began
         _landed(await offer.ended())
         return time.perf_counter() - last
 

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from pool import Bytes, Draw
 
+from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.reshard import Runs
 from kvtransfer.transports.base import Link, Slice, Transport, Verdict, WindowHead
 from kvtransfer.transports.stream import Manner
 
-WINDOW_BYTES = 4 << 20
+BLOCK_BYTES = 64 << 10  # of the region, for its generations
 SECRET = bytes(range(32))
 PATIENCE_S = 50.0
 ALL, ONE = b"all landed", b"one landed"
@@ -29,7 +30,7 @@ class Ours:
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
         self.role = role
-        self.region = Region.create(pool_bytes // 4096, 4096, name=role, populate=True)
+        self.region = Region.create(pool_bytes // BLOCK_BYTES, BLOCK_BYTES, name=role, populate=True)
         self.pool: Bytes = self.region.bytes
         self.transport = _transport(**settings)
         self.here = self.transport.start(self, [self.region])
@@ -57,13 +58,15 @@ class Ours:
         """The windows of both ends, and the sink's leave to write where they go."""
         self.transfer += 1
         self.each, self.replies = each, 0
-        self.windows = self._windows(what, 1 if each else max(1, WINDOW_BYTES // what.block_bytes))
+        assert self.link is not None or self.joined.wait(PATIENCE_S)
+        window_bytes = min(self.link.window_bytes, Options().window_bytes)  # type: ignore[union-attr]
+        self.windows = self._windows(what, 1 if each else max(1, window_bytes // what.block_bytes))
         if self.role == "sink":
             self.expected = {head.first: window for head, window in self.windows}
             self.left = len(self.windows)
             assert self.link is not None
-            pages = _pages(what.dst, what.block_bytes)
-            self.link.send(GRANT + self.link.grant(self.transfer, [self.region], pages))
+            blocks = _blocks(what.dst, what.block_bytes)
+            self.link.send(GRANT + self.link.grant(self.transfer, [self.region], blocks))
         elif not self.granted.wait(PATIENCE_S):
             raise RuntimeError("the sink has granted nothing")
         self.granted.clear()
@@ -79,12 +82,12 @@ class Ours:
         return found
 
     def _current(self, src: np.ndarray, size: int) -> Any:
-        """A generation per block, as an engine has it: of the first page of each."""
+        """What an agent has a link ask: whether the blocks are still of the generation that was promised."""
         if self.role == "sink":
             return None
-        pages = src * (size // 4096)
-        promised = self.region.generations_of(pages)
-        return lambda: self.region.current(pages, promised)
+        blocks = _blocks(src, size)
+        promised = self.region.generations_of(blocks)
+        return lambda: self.region.current(blocks, promised)
 
     def begin(self) -> None: ...
 
@@ -118,6 +121,7 @@ class Ours:
     def linked(self, link: Link) -> None:
         link.secure(SECRET)
         self.link = link
+        self.joined.set()
 
     def message(self, link: Link, data: bytes) -> None:
         if data.startswith(GRANT):
@@ -148,7 +152,7 @@ class Ours:
 
 
 def _transport(transport: str, checked: bool = False, sealed: bool = False) -> Transport:
-    manner = Manner(checked=checked, sealed=sealed, window_bytes=WINDOW_BYTES)
+    manner = Manner(checked=checked, sealed=sealed)
     if transport == "tcp":
         from kvtransfer.transports.tcp import Tcp
 
@@ -158,10 +162,9 @@ def _transport(transport: str, checked: bool = False, sealed: bool = False) -> T
     return Shm(manner=manner)
 
 
-def _pages(slots: np.ndarray, block_bytes: int) -> np.ndarray:
-    """The region's blocks of 4 KiB that make up these slots."""
-    each = block_bytes // 4096
-    return (slots[:, None] * each + np.arange(each)).ravel()
+def _blocks(slots: np.ndarray, size: int) -> np.ndarray:
+    """The region's blocks in which slots of this size lie."""
+    return np.unique(slots[:, None] * size // BLOCK_BYTES + np.arange(max(1, size // BLOCK_BYTES)))
 
 
 def open_side(role: str, pool_bytes: int, settings: dict[str, Any]) -> Ours:
