@@ -88,6 +88,9 @@ class RdmaLink:
         self._gate = threading.Lock()
         self._closing = self._gone = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._news = select.poll()
+        for each in (side.fileno(), self._wake, self._pairs.completions.fd):
+            self._news.register(each, select.POLLIN)
         self._settled = threading.Event()
         self._linked: Callable[[], None] | None = None
         self._reason: str | None = None
@@ -196,12 +199,9 @@ class RdmaLink:
         self._pairs.completions.arm()
         if self._reap():
             return
-        waiting = select.poll()
-        waiting.register(self._side, select.POLLIN | (select.POLLOUT if self._out else 0))
-        waiting.register(self._wake, select.POLLIN)
-        waiting.register(self._pairs.completions.fd, select.POLLIN)
+        self._news.modify(self._side, select.POLLIN | (select.POLLOUT if self._out else 0))
         limit_ms = None if self._deadline is None else 1 + int(1000 * (self._deadline - now))
-        for fd, _ in waiting.poll(limit_ms):
+        for fd, _ in self._news.poll(limit_ms):
             if fd == self._wake:
                 os.eventfd_read(fd)
             elif fd == self._pairs.completions.fd:
@@ -241,7 +241,7 @@ class RdmaLink:
             return False
         if completion.status:
             return True
-        pairs.pair.expect(pairs.epoch)
+        pairs.pair.expect()
         self._land(self._arrivals.written(completion.immediate))
         return False
 

@@ -15,7 +15,7 @@ from kvtransfer.transports.base import Slice, TransportError, Verdict, WindowHea
 from kvtransfer.transports.rdma_grants import Grant, Write, digest_of
 from kvtransfer.transports.verbs import Piece
 
-MOST_WRITES = 512
+MOST_WRITES = 256
 MOST_WINDOWS = 16
 _TELL_EVERY = 64
 

@@ -33,9 +33,9 @@ class Pairs:
         if self.epoch >= _MOST_EPOCHS:
             raise TransportError("this link has been broken and mended too often")
         self.epoch += 1
-        self.pair = QueuePair(self._domain, self.completions, MOST_WRITES, EXPECTED)
+        self.pair = QueuePair(self._domain, self.completions, self.epoch, MOST_WRITES, EXPECTED)
         for _ in range(EXPECTED):
-            self.pair.expect(self.epoch)
+            self.pair.expect()
         return Setup(self.epoch, self.pair.card)
 
     def join(self, setup: Setup) -> Ready | None:

@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,10 +25,11 @@ PORT = 1
 RECEIVED = 1 << 62  # marks the completions of arrivals; their numbers count from here
 _ACTIVE = 4
 _ETHERNET = 2
-_MOST_GATHER = 30
+_MOST_GATHER = 16
 _EVENTS = "anon_inode:[infinibandevent]"
+_ATTEMPTS = 16
 
-# Descriptors belong to the process: whoever looks for the new one must be the only one who makes any.
+# Descriptors belong to the process: whoever looks for a new one of these must be the only one who makes any.
 _DESCRIPTORS = threading.Lock()
 
 
@@ -73,8 +74,8 @@ class Device:
     def __init__(self, name: str | None = None, gid_index: int | None = None) -> None:
         self._enums = _module("enums")
         with _said("no RDMA device can be opened"), _DESCRIPTORS:
-            self.name = name or _first_active()
-            self.context = _module("device").Context(name=self.name)
+            self.context = _first_active() if name is None else _module("device").Context(name=name)
+        self.name = str(self.context.name)
         with _kept(self.context), _said(f"{self.name} has no usable port"):
             port = self.context.query_port(PORT)
             self.gather = min(int(self.context.query_device().max_sge), _MOST_GATHER)
@@ -193,9 +194,12 @@ class Completions:
 
 
 class QueuePair:
-    """One end of a reliable connection; at most `writes` work requests may be under way, `arrivals` expected."""
+    """One end of a reliable connection; at most `writes` work requests may be under way, `arrivals` expected.
 
-    def __init__(self, domain: Domain, completions: Completions, writes: int, arrivals: int) -> None:
+    `number`: of the pair; its arrivals complete as RECEIVED + number.
+    """
+
+    def __init__(self, domain: Domain, completions: Completions, number: int, writes: int, arrivals: int) -> None:
         self._domain, self._device = domain, domain.device
         self._enums, self._wr = _module("enums"), _module("wr")
         qp = _module("qp")
@@ -210,6 +214,8 @@ class QueuePair:
             self._attr = qp.QPAttr(port_num=PORT)
             self._attr.qp_access_flags = self._enums.IBV_ACCESS_LOCAL_WRITE | self._enums.IBV_ACCESS_REMOTE_WRITE
             self._qp.to_init(self._attr)
+        nowhere = self._wr.SGE(domain.nowhere.address, 0, domain.nowhere.key)
+        self._arrival = self._wr.RecvWR(wr_id=RECEIVED + number, num_sge=1, sg=[nowhere])
         self.card = Card(self._qp.qp_num, secrets.randbits(24), self._device.gid, self._device.lid, self._device.mtu)
 
     def connect(self, peer: Card) -> None:
@@ -227,11 +233,10 @@ class QueuePair:
             self._qp.to_rtr(attr)
             self._qp.to_rts(attr)
 
-    def expect(self, number: int) -> None:
-        """Be ready for one arrival."""
-        nowhere = self._wr.SGE(self._domain.nowhere.address, 0, self._domain.nowhere.key)
+    def expect(self) -> None:
+        """Be ready for one arrival more."""
         with _said("no arrival can be expected"):
-            self._qp.post_recv(self._wr.RecvWR(wr_id=RECEIVED + number, num_sge=1, sg=[nowhere]))
+            self._qp.post_recv(self._arrival)
 
     def write(
         self, number: int, pieces: Sequence[Piece], target: tuple[int, int], *, tell: bool, immediate: int | None = None
@@ -298,40 +303,29 @@ def _kept(thing: Any) -> Iterator[None]:
         raise
 
 
-def _first_active() -> str:
-    """The first device with an active port. Its name, as sysfs has it."""
+def _first_active() -> Any:
+    """The first device with an active port, by name, opened."""
     device = _module("device")
     names = sorted(one.name.decode() for one in device.get_device_list())
     for name in names:
         context = device.Context(name=name)
-        try:
+        with _kept(context):
             if int(context.query_port(PORT).state) == _ACTIVE:
-                return str(name)
-        finally:
-            context.close()
+                return context
+        context.close()
     raise TransportError(f"no RDMA device with an active port (devices: {', '.join(names) or 'none'})")
 
 
 def _channel(cq: Any, context: Any) -> tuple[Any, int]:
-    """A completion channel and its descriptor, which pyverbs keeps to itself: it is the one that is new."""
+    """A completion channel and its descriptor, which pyverbs keeps to itself: the lowest number that is free."""
     with _DESCRIPTORS, _said("no completion channel"):
-        before = _event_descriptors()
-        channel = cq.CompChannel(context)
-        new = _event_descriptors() - before
-        if len(new) != 1:
-            channel.close()
-            raise TransportError("no completion channel: its descriptor cannot be told from others")
-        fd = new.pop()
-        os.set_blocking(fd, False)
-        return channel, fd
-
-
-def _event_descriptors() -> set[int]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{name}") == _EVENTS:
-                found.add(int(name))
-        except OSError:  # closed meanwhile
-            continue
-    return found
+        for _ in range(_ATTEMPTS):
+            fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            os.close(fd)
+            channel = cq.CompChannel(context)
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{fd}") == _EVENTS:
+                    os.set_blocking(fd, False)
+                    return channel, fd
+            channel.close()  # another thread has opened or closed something meanwhile
+    raise TransportError("no completion channel: its descriptor cannot be told from others")

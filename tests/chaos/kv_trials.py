@@ -422,7 +422,7 @@ class Trial:
             return self.clock.run(within_s, self.quiet)
         deadline = time.monotonic() + within_s
         while not self.quiet() and time.monotonic() < deadline:
-            time.sleep(0.002)
+            time.sleep(0.002 * self.pace)
         return self.quiet()
 
     def quiet(self) -> bool:
