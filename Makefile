@@ -44,6 +44,7 @@ compiled: $(VENV)/.dev ## optional: the hot path through Cython, into build/comp
 	$(PY) deploy/compile.py build/compiled
 
 bench-kv: $(VENV)/.dev ## KV transfers: ours beside NIXL, Mooncake, raw TCP and memcpy (docs/performance.md)
+	@$(PY) -c "import cryptography" 2>/dev/null || $(PY) -m pip install -q "cryptography>=45"
 	$(PY) tests/bench/kv/bench_kv.py
 
 real: $(VENV)/.dev ## the gateway before two real vLLM engines, without a GPU (3.5 GB; docs/real-engines.md)
