@@ -7,14 +7,17 @@ dialect.py's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from mockgpu.ask import Ask
 from mockgpu.handoff.legs import Give, Take
 from mockgpu.job import Job
-from mockgpu.kv import Words, token_states
 from mockgpu.text import TOKEN_BYTES, Speech, block_keys, salted, speak, token_count, variation
+
+if TYPE_CHECKING:  # groups without real KV start without numpy and without kvtransfer's agents
+    from mockgpu.kv import Words
 
 
 class Choice(msgspec.Struct, eq=False):
@@ -42,6 +45,8 @@ class Choice(msgspec.Struct, eq=False):
 
     def states(self, start: int, end: int) -> Words:
         """The states of the tokens [start, end) of prompt and answer, for the KV."""
+        from mockgpu.kv import token_states
+
         if self.prompt_states is None:
             self.prompt_states = token_states(self.prompt, self.keys)
         prompt_tokens = len(self.prompt_states)

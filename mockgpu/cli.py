@@ -14,9 +14,8 @@ import uvloop
 from mockgpu.faults import FaultError
 from mockgpu.fleet import KEEP_ALIVE_S, Member, running_fleet
 from mockgpu.group import GroupSpec
-from mockgpu.handoff.spec import KEY, Transfer
+from mockgpu.handoff.spec import DEFAULT_SCALE, KEY, Transfer
 from mockgpu.hardware import gpu_named
-from mockgpu.kv import DEFAULT_SCALE
 from mockgpu.llm import kv_capacity_tokens, model_named
 from mockgpu.options import (
     BootstrapPort,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mockgpu.faults import Fault, FaultKind
 from mockgpu.job import Job, Plan
-from mockgpu.memory import KvMemory
 from mockgpu.scheduler import Scheduler
+
+if TYPE_CHECKING:  # groups without real KV start without numpy and without kvtransfer's agents
+    from mockgpu.memory import KvMemory
 
 WATCH_S = 0.0005
 

@@ -6,15 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from random import Random
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from kvtransfer.clock import ThreadClock
-from kvtransfer.transports.inproc import Wire
 from mockgpu.faultbox import FaultBox
 from mockgpu.group import GroupSpec, TpGroup
-from mockgpu.handoff.half import Half
 from mockgpu.server import MockServer
+
+if TYPE_CHECKING:  # groups without real KV start without numpy and without kvtransfer's agents
+    from mockgpu.handoff.half import Half, ProcessWire
+    from mockgpu.handoff.spec import Transfer
 
 KEEP_ALIVE_S = 5.0
 
@@ -54,12 +56,12 @@ class Listener:
 class Member:
     """One TP group of a fleet with its server, its faults and its port; `half`: its half of split requests, if any."""
 
-    def __init__(self, spec: GroupSpec, host: str, port: int, rng: Random, wire: Wire | None = None) -> None:
+    def __init__(self, spec: GroupSpec, host: str, port: int, rng: Random, wire: ProcessWire | None = None) -> None:
         loop = asyncio.get_running_loop()
         self.host = host
         self.listener = Listener(host, port)
         self.group = TpGroup(spec, loop)
-        self.half = None if spec.transfer is None else Half(self.group, spec.transfer, host, wire)
+        self.half = None if spec.transfer is None else _half(self.group, spec.transfer, host, wire)
         self.faults = FaultBox(self.group, self.listener, loop, rng, self.half)
         self.server = MockServer(self.group, self.faults, self.half)
 
@@ -71,6 +73,18 @@ class Member:
 
 def _inproc(spec: GroupSpec) -> bool:
     return spec.transfer is not None and spec.transfer.transport == "inproc"
+
+
+def _wire() -> ProcessWire:
+    from mockgpu.handoff.half import ProcessWire
+
+    return ProcessWire()
+
+
+def _half(group: TpGroup, transfer: Transfer, host: str, wire: ProcessWire | None) -> Half:
+    from mockgpu.handoff.half import Half
+
+    return Half(group, transfer, host, wire)
 
 
 def _rng(seed: int) -> Random:
@@ -91,8 +105,7 @@ async def running_fleet(
     OSError when a port is taken, FaultError when the spec does not parse.
     """
     # Agents that move bytes within this process need something to move them on.
-    clock = ThreadClock("kv-wire")
-    wire = Wire(clock) if any(_inproc(spec) for spec in specs) else None
+    wire = _wire() if any(_inproc(spec) for spec in specs) else None
     members = [Member(spec, host, port + i if port else 0, _rng(seed + i), wire) for i, spec in enumerate(specs)]
     runners: list[web.AppRunner] = []
     try:
@@ -121,4 +134,5 @@ async def running_fleet(
         for member in members:
             if member.half is not None:
                 await member.half.close()
-        clock.close()
+        if wire is not None:
+            wire.close()

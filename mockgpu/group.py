@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -26,10 +26,12 @@ from mockgpu.handoff.spec import Transfer
 from mockgpu.hardware import Gpu
 from mockgpu.job import Chunk, Job, Plan, State
 from mockgpu.llm import Llm, kv_capacity_tokens
-from mockgpu.memory import KvMemory
 from mockgpu.metrics import GroupMetrics
 from mockgpu.roofline import PROFILES, Profile
 from mockgpu.scheduler import Scheduler
+
+if TYPE_CHECKING:  # groups without real KV start without numpy and without kvtransfer's agents
+    from mockgpu.memory import KvMemory
 
 # A process that cannot keep up catches up by this much and forgets the rest, so that it stays responsive.
 MOST_LAG_S = 0.25

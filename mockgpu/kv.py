@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.layout import KvDtype, KvLayout
 from mockgpu.blocks import BLOCK_TOKENS, blocks_for
+from mockgpu.handoff.spec import DEFAULT_SCALE
 from mockgpu.llm import Llm
 from mockgpu.text import token_count
 
@@ -22,7 +23,6 @@ Words = NDArray[np.uint64]
 
 WORD_BYTES = 8
 SCALARS_PER_WORD = 4
-DEFAULT_SCALE = 1 / 256
 
 # Odd constants of splitmix64 and friends: multiplication by them is a bijection on 64 bits.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

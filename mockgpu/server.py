@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 from aiohttp import web
@@ -34,9 +34,11 @@ from mockgpu.choice import Choice, choices_of
 from mockgpu.faultbox import FaultBox
 from mockgpu.faults import BREAKING_FAULTS, KV_FAULTS, STREAM_FAULTS, Fault, FaultError, FaultKind, parse_faults
 from mockgpu.group import Sink, TpGroup
-from mockgpu.handoff.half import Half
 from mockgpu.handoff.legs import Give, Take
 from mockgpu.shapes import engine_of, error_body
+
+if TYPE_CHECKING:  # groups without real KV start without numpy and without kvtransfer's agents
+    from mockgpu.handoff.half import Half
 
 VERSION = "0.33.0"
 MAX_BODY_BYTES = 32 << 20

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from kvtransfer.agent import Agent
+from kvtransfer.clock import ThreadClock
 from kvtransfer.options import Options
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.inproc import Inproc, Wire
@@ -43,13 +44,25 @@ from mockgpu.memory import KvMemory
 PULL_S = 30.0
 
 
+class ProcessWire(Wire):
+    """Joins the agents of one process, on a clock of its own."""
+
+    def __init__(self) -> None:
+        self._own = ThreadClock("kv-wire")
+        super().__init__(self._own)
+
+    def close(self) -> None:
+        """No agent moves anything any more."""
+        self._own.close()
+
+
 class Half:
     """Sole owner of a group's memory, agent, desk and bootstrap server.
 
     `wire` joins the agents of one process where the transport is inproc.
     """
 
-    def __init__(self, group: TpGroup, transfer: Transfer, host: str, wire: Wire | None = None) -> None:
+    def __init__(self, group: TpGroup, transfer: Transfer, host: str, wire: ProcessWire | None = None) -> None:
         spec = group.spec
         self.group = group
         self.transfer = transfer

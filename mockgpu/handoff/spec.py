@@ -6,10 +6,9 @@ from math import inf
 
 import msgspec
 
-from mockgpu.kv import DEFAULT_SCALE
-
 DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
 KEY = "penstock-mock"
+DEFAULT_SCALE = 1 / 256
 TRANSPORTS = ("auto", "tcp", "shm", "inproc")
 
 

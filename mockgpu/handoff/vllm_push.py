@@ -31,7 +31,7 @@ class VllmPush:
             return NO_LEG
         name = headers.get("X-Request-Id", "")
         if params.get("do_remote_decode"):
-            return Reading(Give(name or request_id, here.wait_s, public=True))
+            return Reading(Give(name or request_id, here.lease_s, public=True))
         if not params.get("do_remote_prefill"):
             return NO_LEG
         for field in NEEDED:
