@@ -17,6 +17,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 BODILESS = (204, 304)  # whatever their headers say
 
 _FACTS = re.compile(rb"\n(content-type|content-length|transfer-encoding|connection)[ \t]*:[ \t]*([^\r\n]*?)[ \t]*\r")
+_SIZES = {b"%x" % size: size for size in range(1, 4096)}  # as engines write them; whatever else there is: _SIZE
 _SIZE = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]{0,8};[^\r\n]{0,256})?\r\n")
 
 
@@ -109,12 +110,10 @@ class ChunkedBody:
 
     def feed(self, data: bytes) -> bytes:
         if not (self._need or self._crlf_due or self.partial):
-            line = _SIZE.match(data)
-            if line is not None:
-                start = line.end()
-                stop = len(data) - 2
-                if stop - start == int(line[1], 16) > 0 and data.endswith(b"\r\n"):
-                    return data[start:stop]  # exactly one whole chunk: what a token looks like
+            end = data.find(b"\r\n", 1, 5)
+            size = _SIZES.get(data[:end]) if end > 0 else None
+            if size is not None and len(data) == end + size + 4 and data.endswith(b"\r\n"):
+                return data[end + 2 : -2]  # exactly one whole chunk: what a token looks like
         return self._feed(data)
 
     def _feed(self, data: bytes) -> bytes:
@@ -132,7 +131,9 @@ class ChunkedBody:
             elif self._crlf_due:
                 at = self._crlf(data, at)
             else:
-                at = self._size(data, at)
+                at = _whole_chunks(data, at, pieces)
+                if at < end:
+                    at = self._size(data, at)
         self.surplus = end - at if self.ended else 0
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -168,6 +169,17 @@ class ChunkedBody:
             raise FramingError(problem)
         self.partial = rest
         return len(data)
+
+
+def _whole_chunks(data: bytes, at: int, pieces: list[bytes]) -> int:
+    """Takes the chunks that lie whole in the bytes from `at` on, as a burst of tokens does; where it had to stop."""
+    while (line := data.find(b"\r\n", at + 1, at + 5)) > 0:
+        size = _SIZES.get(data[at:line])
+        if size is None or not data.startswith(b"\r\n", line + 2 + size):
+            break
+        pieces.append(data[line + 2 : line + 2 + size])
+        at = line + size + 4
+    return at
 
 
 class LengthBody:

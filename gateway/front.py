@@ -71,6 +71,10 @@ class Front(Talk, asyncio.Protocol):
         assert self._head is not None
         return self._head.headers
 
+    def body_at_hand(self) -> bytes:
+        """The body, if it came with its head."""
+        return b"" if self._missing else self._pieces.pop()
+
     async def body(self, hold: Callable[[int], None]) -> bytes:
         """The request's body, whole. Raises GatewayError when it is refused: too slow, or `hold` has no room for it.
 

@@ -66,10 +66,16 @@ class Room:
         elsewhere = sum(each.load.in_flight for each in self._candidates if not each.load.available)
         return max(0, self.in_flight - elsewhere)
 
+    def take(self) -> bool:
+        """A Permit, if it can be had without a thought: what nearly always holds."""
+        if self._waiting or self.in_flight >= self._capacity or self._degraded:
+            return False
+        self.in_flight += 1
+        return True
+
     async def enter(self) -> Room:
         """A Permit, now or after waiting. Raises GatewayError when the request is shed."""
-        if not self._waiting and self.in_flight < self._capacity and not self._degraded:  # what nearly always holds
-            self.in_flight += 1
+        if self.take():
             return self
         now = monotonic()
         verdict = admission.admit(self.busy, self._capacity, len(self._waiting), self._limits, self._drain, now)

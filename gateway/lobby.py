@@ -76,6 +76,10 @@ class Lobby(Talk, RequestHandler):
         assert self._message is not None
         return self._message.version < HttpVersion11
 
+    def body_at_hand(self) -> bytes:
+        """Nothing: here a body is looked at before it is read."""
+        return b""
+
     async def body(self, hold: Callable[[int], None]) -> bytes:
         """The request's body, whole. Raises GatewayError when it is refused: too large, too slow, encoded, cut.
 

@@ -131,8 +131,9 @@ class Relay(msgspec.Struct, eq=False):
         if self.state is not State.FLOWING:
             return self._begin(data, now)
         self.last_at = now
+        body = self._body
         try:
-            payload = self._body.feed(data)
+            payload = body.feed(data)
         except FramingError as error:
             raise UpstreamBroke("framing", str(error)) from error
         if self._sse:
@@ -141,13 +142,13 @@ class Relay(msgspec.Struct, eq=False):
         else:
             self._keep(payload, now)
         if self._rebuild:
-            out = self._rebuilt(payload)
-        else:
-            out = self._hold_back(data) if self._held or self._body.partial else data
-        if self._body.ended:
-            out = self._end(out)
-        self.bytes_out += len(out)
-        return out
+            data = self._rebuilt(payload)
+        elif self._held or body.partial:
+            data = self._hold_back(data)
+        if body.ended:
+            data = self._end(data)
+        self.bytes_out += len(data)
+        return data
 
     def eof(self) -> bytes:
         """The engine closed its side. The last bytes for the client; raises UpstreamBroke if that cut the answer."""
@@ -300,8 +301,9 @@ class Relay(msgspec.Struct, eq=False):
         """Look at a payload in passing. An event cut by the network is seen whole when its rest arrives."""
         carry = self._carry
         window = carry + payload if carry else payload
-        events = window.count(_EVENT) + window.startswith(b"data:")
-        self.events += events - (carry.count(_EVENT) + carry.startswith(b"data:")) if carry else events
+        self.events += window.count(_EVENT) + window.startswith(b"data:")
+        if carry:
+            self.events -= carry.count(_EVENT) + carry.startswith(b"data:")
         if self.first_token_at is None and _CONTENT.search(window):
             self.first_token_at = now
             self._first()
@@ -312,7 +314,10 @@ class Relay(msgspec.Struct, eq=False):
         if _ERROR in window and _ERROR_EVENT.search(window):
             self._failed = True
         self._last = window
-        self._carry = b"" if window.endswith(b"\n\n") else window[window.rfind(b"\n\n") + 1 :][-CARRY_LIMIT:]
+        if not window.endswith(b"\n\n"):
+            self._carry = window[window.rfind(b"\n\n") + 1 :][-CARRY_LIMIT:]
+        elif carry:
+            self._carry = b""
 
     def _hold_back(self, data: bytes) -> bytes:
         """An unfinished size line waits: it may be the last one, which a stream without [DONE] must not show."""

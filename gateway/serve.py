@@ -68,7 +68,7 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     snapshot, gate = gateway.snapshot, gateway.gate
     if snapshot.tenants:
         x.tenant = snapshot.authenticate(client.headers)
-    body = await client.body(partial(x.hold, gate))
+    body = client.body_at_hand() or await client.body(partial(x.hold, gate))
     x.received_at = monotonic()
     x.hold(gate, len(body))
     call = x.call = parse(body, x.api, snapshot.routes, x.id, x.tenant)
@@ -76,7 +76,7 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     route = snapshot.routes[call.asked_model]
     x.model = route.name
     x.parsed_at = monotonic()
-    with await route.room.enter():
+    with route.room if route.room.take() else await route.room.enter():
         x.admitted_at = monotonic()
         if route.split is None:
             await _dispatch(gateway, x, client, route, call)

@@ -21,7 +21,8 @@ MAX_BLOCKS = 16_384
 
 _SLAB_BLOCKS = 256
 _SEEDS_KEPT = 1024
-_HALF = np.uint64(32)
+_FEW_BLOCKS = 64  # up to here a plain product costs less than einsum's preparations
+_HALF = np.array(32, np.uint64)  # no dimensions: numpy takes such an array in half the time of a scalar
 _NO_KEYS: Keys = np.empty(0, np.uint64)
 _NO_KEYS.flags.writeable = False
 
@@ -81,9 +82,9 @@ class Fingerprinter:
         numbers = _secret_numbers(secret, words + MAX_BLOCKS + 2)
         self._word_keys = numbers[:words] | np.uint64(1)
         self._places = numbers[words : words + MAX_BLOCKS]
-        self._fold, self._mix = numbers[-2] | np.uint64(1), numbers[-1] | np.uint64(1)
+        self._fold, self._mix = np.array(numbers[-2] | np.uint64(1)), np.array(numbers[-1] | np.uint64(1))
         self._folded, self._upper = np.empty((2, _SLAB_BLOCKS, words), np.uint64)
-        self._seeds: dict[tuple[bytes, bytes], np.uint64] = {}
+        self._seeds: dict[tuple[bytes, bytes], Keys] = {}
 
     def of(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:
         """The fingerprint of the parts laid end to end; where one part ends and the next begins does not matter.
@@ -96,24 +97,24 @@ class Fingerprinter:
         """The fingerprint of token ids, four bytes each. Raises OverflowError or TypeError for what is no token id."""
         return self._chain(self._seed(b"ids", salt), memoryview(array("I", ids)).cast("B"))
 
-    def _seed(self, kind: bytes, salt: bytes) -> np.uint64:
+    def _seed(self, kind: bytes, salt: bytes) -> Keys:
         """The number a chain begins with; remembered, for tenants and models are few and come again."""
         seed = self._seeds.get((kind, salt))
         if seed is None:
             digest = hashlib.blake2b(salt, digest_size=8, key=self._salt_key, person=kind).digest()
             if len(self._seeds) >= _SEEDS_KEPT:
                 self._seeds.clear()
-            seed = self._seeds[kind, salt] = np.uint64(int.from_bytes(digest, "little"))
+            seed = self._seeds[kind, salt] = np.array(int.from_bytes(digest, "little"), np.uint64)
         return seed
 
-    def _chain(self, seed: np.uint64, data: bytes | memoryview) -> Fingerprint:
+    def _chain(self, seed: Keys, data: bytes | memoryview) -> Fingerprint:
         blocks = min(len(data) // self.block_bytes, MAX_BLOCKS)
         if not blocks:
             return Fingerprint(_NO_KEYS, self.block_bytes, len(data))
         words = len(self._word_keys)
         keys = self._block_hashes(np.frombuffer(data, np.uint64, blocks * words).reshape(blocks, words))
         np.add(keys, self._places[:blocks], keys)
-        np.bitwise_xor(keys, keys >> _HALF, keys)
+        np.bitwise_xor(keys, np.right_shift(keys, _HALF), keys)
         np.multiply(keys, self._mix, keys)
         np.add.accumulate(keys, 0, None, keys)
         np.add(keys, seed, keys)
@@ -130,7 +131,8 @@ class Fingerprinter:
         np.multiply(words, self._fold, folded)
         np.right_shift(folded, _HALF, upper)
         np.bitwise_xor(folded, upper, folded)
-        sums: Keys = np.einsum("ij,j->i", folded, self._word_keys)
+        few = len(words) <= _FEW_BLOCKS
+        sums: Keys = folded.dot(self._word_keys) if few else np.einsum("ij,j->i", folded, self._word_keys)
         return sums
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from operator import attrgetter
 
 from policies.model import Ask, Candidate
-
-_slot = attrgetter("load.slot")
 
 
 def best(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
@@ -35,7 +32,7 @@ class Rotation:
     def __call__(self, ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         last, top = self._last_turn, max(scores)
         try:
-            turns = list(map(last.__getitem__, map(_slot, candidates)))
+            turns = [last[candidate.load.slot] for candidate in candidates]
         except KeyError:
             self._welcome(ask, candidates)
             return self(ask, candidates, scores)

@@ -179,8 +179,13 @@ class PrefixIndex:
         return [stamp & _SLOT for stamp in _stamps(holders) if stamp >= oldest[stamp & _SLOT]]
 
     def _known(self, fingerprint: Fingerprint, low: int, high: int) -> int:
-        """The first rung in [low, high) without an entry, by halving; `high` if all are known."""
+        """The first rung in [low, high) without an entry, by halving; `high` if all are known, which is asked first."""
         item, lengths, shards, mask = fingerprint.keys.item, self._lengths, self._shards, self._shard_mask
+        if low < high:
+            key = item(lengths[high - 1] - 1)
+            if key in shards[key & mask]:
+                return high
+            high -= 1
         while low < high:
             middle = (low + high) // 2
             key = item(lengths[middle] - 1)

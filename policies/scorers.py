@@ -68,14 +68,14 @@ def uncached_work(harm_weight: float, patience_tokens: float, decode_weight: flo
         prompt, cached, known = ask.request.prompt_tokens, ask.cached, len(ask.cached)
         loads = [candidate.load for candidate in candidates]
         held = [cached[load.slot] if load.slot < known else 0 for load in loads]
-        most = max(held)
+        most, oldest = max(held), ask.now - fresh_s
         scores = []
         for load, mine in zip(loads, held, strict=True):
-            harm = min(patience_tokens, harm_weight * load.in_flight * (most - mine))
-            cost = load.prefill_tokens + prompt - mine + harm
-            cost += decode_weight * (load.decode_tokens + load.expected_tokens)
-            if load.scraped_at is not None:
-                cost += prompt * (strangers(load, ask.now, fresh_s) + _pressure(load, ask.now, fresh_s))
+            cost = load.prefill_tokens + prompt - mine + decode_weight * (load.decode_tokens + load.expected_tokens)
+            if mine < most:
+                cost += min(patience_tokens, harm_weight * load.in_flight * (most - mine))
+            if load.scraped_at is not None and load.scraped_at >= oldest:
+                cost += prompt * (load.strangers + _pressure(load))
             scores.append(-cost)
         return scores
 
@@ -92,11 +92,9 @@ def strangers(load: EndpointLoad, now: float, fresh_s: float) -> int:
     return load.strangers
 
 
-def _pressure(load: EndpointLoad, now: float, fresh_s: float) -> float:
-    """0 up to 90 % of KV in use, 1 at all of it; 0 without a fresh scrape."""
-    if load.kv_usage is None or load.scraped_at is None or now - load.scraped_at > fresh_s:
-        return 0.0
-    return max(0.0, (load.kv_usage - 0.9) * 10.0)
+def _pressure(load: EndpointLoad) -> float:
+    """0 up to 90 % of KV in use, 1 at all of it, by the newest scrape."""
+    return 0.0 if load.kv_usage is None or load.kv_usage < 0.9 else (load.kv_usage - 0.9) * 10.0
 
 
 def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -> Scorer:
