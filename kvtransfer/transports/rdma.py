@@ -146,9 +146,9 @@ class Rdma:
         raise TransportError("the transport is closing, or has too many links")
 
     def _forget(self, link: RdmaLink, domain: Domain | None) -> None:
-        _let_go(None, domain)
         with self._gate:
             self._links.discard(link)
+        _let_go(None, domain)
 
 
 def _let_go(side: socket.socket | None, domain: Domain | None) -> None:

@@ -14,6 +14,8 @@ from kvtransfer.transports.base import Slice, TransportError, Verdict
 from kvtransfer.transports.rdma_grants import Opening, Registry
 from kvtransfer.transports.rdma_side import Trailer
 
+_MOST_HALVES = 1024
+
 
 class Arrivals:
     """All grants and incoming windows of one link. Grants may be given by any thread, the rest is one thread's."""
@@ -63,6 +65,7 @@ class Arrivals:
         trailer = self._waiting.pop(number, None)
         if trailer is None and number > self._newest:
             self._written.add(number)
+        self._check()
         return trailer
 
     def told(self, trailer: Trailer) -> Trailer | None:
@@ -73,7 +76,13 @@ class Arrivals:
         if complete:
             return trailer
         self._waiting[trailer.number] = trailer
+        self._check()
         return None
+
+    def _check(self) -> None:
+        """A source has a few windows under way; one that says otherwise would have us remember without end."""
+        if len(self._written) + len(self._waiting) > _MOST_HALVES:
+            raise TransportError(f"more than {_MOST_HALVES} windows have arrived by half")
 
     def expected(self, transfer: int) -> bool:
         with self._lock:

@@ -176,6 +176,15 @@ def test_a_window_is_complete_when_its_last_write_and_its_trailer_are_there_in_e
     assert arrivals.told(trailer(3)) is None
 
 
+@pytest.mark.parametrize("half", ["written", "told"])
+def test_a_source_cannot_make_us_remember_without_end(half: str) -> None:
+    arrivals = Arrivals(Registry(), 100)
+    take = arrivals.written if half == "written" else lambda number: arrivals.told(trailer(number))
+    assert [take(number) for number in range(1024)] == [None] * 1024
+    with pytest.raises(TransportError, match="by half"):
+        take(1024)
+
+
 class Source:
     """Departures over a Wire, with one region of memory and a grant for transfer 1."""
 

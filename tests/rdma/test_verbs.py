@@ -1,0 +1,130 @@
+"""What the device itself refuses: the ground that the fence stands on."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvtransfer.regions import Region
+from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.verbs import (
+    RECEIVED,
+    Completion,
+    Completions,
+    Device,
+    Domain,
+    Memory,
+    Piece,
+    QueuePair,
+    refused,
+)
+
+PAGE = 4096
+
+
+class Bench:
+    """A writer and a sink on one device, joined; each has a domain and memory of its own."""
+
+    def __init__(self) -> None:
+        self.device = Device()
+        self.near, self.far = Domain(self.device), Domain(self.device)
+        self.completions = Completions(self.device, 64)
+        self.writer = QueuePair(self.near, self.completions, 0, 8, 8)
+        self.sink = QueuePair(self.far, self.completions, 1, 8, 8)
+        self.writer.connect(self.sink.card)
+        self.sink.connect(self.writer.card)
+        self.sink.expect()
+        self.source, self.place = (Region.create(4, PAGE, name=name) for name in ("source", "place"))
+        self.source.bytes[:] = np.arange(self.source.bytes.size, dtype=np.uint8)
+        self.open: list[Memory] = []
+
+    def grant(self, domain: Domain, first: int, length: int, *, writable: bool = True) -> Memory:
+        memory = domain.register(self.place.address + first, length, writable_by_peer=writable)
+        self.open.append(memory)
+        return memory
+
+    def write(self, at: int, length: int, key: int) -> list[Completion]:
+        """Write the source's beginning to `at` of the sink's memory; what the writer is told, and the sink."""
+        piece = Piece(self.source.address, length, self.near.key_of(self.source))
+        self.completions.arm()
+        self.writer.write(5, [piece], (self.place.address + at, key), tell=True, immediate=0xFFFF_FFFF)
+        told: list[Completion] = []
+        while not any(one.number == 5 for one in told):
+            assert select.select([self.completions.fd], [], [], 20.0)[0], "the device said nothing"
+            self.completions.hush()
+            self.completions.arm()
+            told += self.completions.poll()
+        return told
+
+    def refuses(self, at: int, length: int, key: int) -> bool:
+        return any(one.number == 5 and refused(one.status) for one in self.write(at, length, key))
+
+    def close(self) -> None:
+        self.writer.close()
+        self.sink.close()
+        self.completions.close()
+        for memory in self.open:
+            memory.close()
+        self.near.close()
+        self.far.close()
+        self.device.close()
+        for region in (self.source, self.place):
+            region.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.close()
+
+
+def test_a_key_opens_its_bytes_and_the_number_arrives_with_them(bench: Bench) -> None:
+    key = bench.grant(bench.far, 100, 1000).remote_key
+    told = bench.write(100, 1000, key)
+    assert {one.number: (one.status, one.immediate) for one in told} == {5: (0, 0), RECEIVED + 1: (0, 0xFFFF_FFFF)}
+    assert (bench.place.bytes[100:1100] == bench.source.bytes[:1000]).all()
+    assert bench.place.bytes.astype(int).sum() == bench.source.bytes[:1000].astype(int).sum()
+
+
+@pytest.mark.parametrize(("at", "length"), [(99, 2), (1000, 101), (0, 10), (2 * PAGE, 1)])
+def test_one_byte_beside_the_key_is_refused(bench: Bench, at: int, length: int) -> None:
+    key = bench.grant(bench.far, 100, 1000).remote_key
+    assert bench.refuses(at, length, key)
+    assert not bench.place.bytes.any()
+
+
+def test_after_deregistration_the_device_refuses(bench: Bench) -> None:
+    memory = bench.grant(bench.far, 0, PAGE)
+    assert not bench.refuses(0, PAGE, memory.remote_key)
+    bench.open.remove(memory)
+    memory.close()
+    bench.place.bytes[:] = 0
+    assert bench.refuses(0, PAGE, memory.remote_key)
+    assert not bench.place.bytes.any()
+
+
+def test_another_links_key_is_worth_nothing_here(bench: Bench) -> None:
+    other = Domain(bench.device)
+    memory = other.register(bench.place.address, PAGE, writable_by_peer=True)
+    assert bench.refuses(0, PAGE, memory.remote_key)
+    assert not bench.place.bytes.any()
+    memory.close()
+    other.close()
+
+
+def test_memory_registered_for_our_own_reading_cannot_be_written(bench: Bench) -> None:
+    assert bench.refuses(0, 8, bench.grant(bench.far, 0, PAGE, writable=False).remote_key)
+    assert not bench.place.bytes.any()
+
+
+def test_a_guessed_key_is_refused(bench: Bench) -> None:
+    assert bench.refuses(0, 8, 0x1234)
+
+
+def test_a_device_that_is_not_there_is_a_transport_error() -> None:
+    with pytest.raises(TransportError, match="no RDMA device"):
+        Device("mlx5_77")
