@@ -201,7 +201,7 @@ class Agent:
                 "unclaimed_s": self._source.unclaimed_s(self._clock.now()),
                 "under_way_bytes": self._source.credits_taken(),
                 "links": len(self._board),
-                "bytes_per_s": self._sink.bandwidth.all(),
+                "bytes_per_s": self._source.bandwidth.all(),
             }
 
     # ---- what handles ask for
@@ -232,7 +232,7 @@ class Agent:
 
     def incoming(self, link: Link, head: WindowHead) -> Slice | None:
         with self._lock:
-            return self._sink.incoming(link, head, self._clock.now())
+            return self._sink.incoming(link, head)
 
     def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
         with self._lock:

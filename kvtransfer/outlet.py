@@ -71,11 +71,36 @@ class Offer:
         return self.head
 
 
+class Flow:
+    """How fast bytes go while any are under way: a spell ends when none are, or after `most_s` to begin another."""
+
+    def __init__(self, seen: Callable[[int, float], None], most_s: float = 0.1) -> None:
+        self._seen, self._most_s = seen, most_s
+        self._since: float | None = None
+        self._bytes = 0
+
+    def begun(self, now: float) -> None:
+        """Something is under way."""
+        if self._since is None:
+            self._since = now
+
+    def arrived(self, n_bytes: int, now: float, *, idle: bool) -> None:
+        """So much has been taken in; `idle`: and nothing else is under way."""
+        self._bytes += n_bytes
+        if self._since is None or not (idle or now - self._since > self._most_s):
+            return
+        if self._bytes:
+            self._seen(self._bytes, now - self._since)
+        self._since, self._bytes = None if idle else now, 0
+
+
 class Outlet:
     """`claimed`: by transfer; `waiting`: names of invitations that came before their offers, by transfer; `newest`: the
     last transfer's number, for numbers only grow: what is said of an old one is never taken for a new one's."""
 
-    def __init__(self, link: Link, card: Card, budget_bytes: int, regions: list[Region]) -> None:
+    def __init__(
+        self, link: Link, card: Card, budget_bytes: int, regions: list[Region], seen: Callable[[int, float], None]
+    ) -> None:
         self.card = card
         self.claimed: dict[int, Offer] = {}
         self.waiting: dict[int, str] = {}
@@ -83,6 +108,7 @@ class Outlet:
         self.credits = Credits(max(1, budget_bytes))
         self._link, self._regions = link, regions
         self._turns = Turns()
+        self._flow = Flow(seen)
 
     def claim(self, offer: Offer, plan: Plan, transfer: int, window_bytes: int) -> None:
         """The offer is this peer's from now on."""
@@ -90,11 +116,17 @@ class Outlet:
         offer.link, offer.plan, offer.transfer, offer.window_bytes = self._link, plan, transfer, window_bytes
         offer.windows = _windows(offer, plan)
 
-    def release(self, offer: Offer) -> None:
+    def release(self, offer: Offer, now: float, *, landed: bool) -> None:
         """The offer is over: its place in line and its credit are free."""
         del self.claimed[offer.transfer]
         self._turns.remove(offer.transfer)
-        self.credits.forget(offer.transfer)
+        left = self.credits.forget(offer.transfer)
+        self._flow.arrived(left if landed else 0, now, idle=not self.credits.taken_bytes)
+
+    def give(self, transfer: int, n_bytes: int, now: float) -> None:
+        """The peer has taken in so much. ValueError if it was never sent so much."""
+        self.credits.give(transfer, n_bytes)
+        self._flow.arrived(n_bytes, now, idle=not self.credits.taken_bytes)
 
     def line_up(self, offer: Offer, now: float) -> None:
         """The offer may have windows to send."""
@@ -110,6 +142,7 @@ class Outlet:
             if head is None:
                 self._turns.remove(transfer)
             elif self.credits.take(transfer, head.n_bytes):
+                self._flow.begun(now)
                 puts.append(self._put(offer, head))
             else:
                 break

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.commands import Command, Dial, Fence, Progress, Resolve, Send, SendInvite
-from kvtransfer.credits import Bandwidth, Klass
+from kvtransfer.credits import Klass
 from kvtransfer.ends import Reason, end
 from kvtransfer.landing import Arrivals, WindowError
 from kvtransfer.layout import KvLayout
@@ -61,32 +61,12 @@ class SinkState(StrEnum):
     FENCING = "fencing"
 
 
-class Busy:
-    """For how long at least one window was on its way in. What waits for layers to be computed does not count."""
-
-    __slots__ = ("_since", "_under_way", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds = self._since = 0.0
-        self._under_way = 0
-
-    def begin(self, now: float) -> None:
-        if not self._under_way:
-            self._since = now
-        self._under_way += 1
-
-    def end(self, now: float) -> None:
-        self._under_way -= 1
-        if not self._under_way:
-            self.seconds += now - self._since
-
-
 class Reservation:
     """One landing. Owned by the SinkBook."""
 
     __slots__ = (
-        "arrivals", "began", "busy", "deadline", "end", "layers", "layout", "link", "number", "peer", "plan", "state",
-        "wish",
+        "arrivals", "began", "began_moving", "deadline", "end", "layers", "layout", "link", "number", "peer", "plan",
+        "state", "wish",
     )  # fmt: skip
 
     def __init__(self, number: int, wish: Wish, now: float) -> None:
@@ -98,7 +78,7 @@ class Reservation:
         self.layout: KvLayout | None = None
         self.plan: Plan | None = None
         self.arrivals: Arrivals | None = None
-        self.busy = Busy()
+        self.began_moving = now
         self.layers = 0
         self.end: tuple[Reason, str] | None = None
 
@@ -112,7 +92,6 @@ class SinkBook:
         self._links: dict[str, tuple[Link, KvLayout, str]] = {}
         self._waiting: dict[str, list[Reservation]] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self.bandwidth = Bandwidth()
 
     @property
     def held(self) -> dict[str, int]:
@@ -182,7 +161,7 @@ class SinkBook:
         except (LayoutMismatch, ValueError) as wrong:
             return self._over(reservation, Reason.LAYOUT, str(wrong), now)
         reservation.arrivals = Arrivals(reservation.plan)
-        reservation.state = SinkState.MOVING
+        reservation.state, reservation.began_moving = SinkState.MOVING, now
         return []
 
     def stopped(self, link: Link, message: Stop, now: float) -> list[Command]:
@@ -194,7 +173,7 @@ class SinkBook:
             return []
         return self._over(reservation, message.reason, message.detail, now, tell=False)
 
-    def incoming(self, link: Link, head: WindowHead, now: float) -> Slice | None:
+    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
         """Where a window goes: once, as planned, and only while its transfer is moving."""
         reservation = self._moving(link, head.transfer)
         if reservation is None or reservation.arrivals is None or reservation.plan is None:
@@ -205,7 +184,6 @@ class SinkBook:
         except WindowError:
             self._tally.discarded["unplanned"] += 1
             return None
-        reservation.busy.begin(now)
         src_rank, dst_rank = reservation.plan.pairs(head.group)[head.pair]
         return Slice(runs, self._regions[dst_rank], src_rank, dst_rank)
 
@@ -214,7 +192,6 @@ class SinkBook:
         reservation = self._moving(link, head.transfer)
         if reservation is None or reservation.arrivals is None:
             return []
-        reservation.busy.end(now)
         if verdict is not Verdict.OK:
             return self._over(reservation, Reason(verdict.value), f"layer group {head.group}", now)
         try:
@@ -225,7 +202,7 @@ class SinkBook:
         commands = self._progress(reservation)
         if not reservation.arrivals.complete:
             return [*commands, Send(link, Credit(head.transfer, head.n_bytes))]
-        self._measure(reservation, link)
+        self._measure(reservation, link, now)
         reservation.state, reservation.end = SinkState.FENCING, (Reason.LANDED, "")
         done = Landed(head.transfer, reservation.arrivals.n_bytes)
         return [*commands, Send(link, done), Fence(link, head.transfer)]
@@ -308,12 +285,10 @@ class SinkBook:
         reservation.layers = layers
         return [Progress(reservation.number, layers)]
 
-    def _measure(self, reservation: Reservation, link: Link) -> None:
-        n_bytes, seconds = _moved(reservation), reservation.busy.seconds
+    def _measure(self, reservation: Reservation, link: Link, now: float) -> None:
         pair = (reservation.peer, link.transport)
-        self._tally.moved_bytes[pair] += n_bytes
-        self._tally.moved_s[pair] += seconds
-        self.bandwidth.seen(*pair, n_bytes, seconds)
+        self._tally.moved_bytes[pair] += _moved(reservation)
+        self._tally.moved_s[pair] += now - reservation.began_moving
 
     def _over(
         self, reservation: Reservation, reason: Reason, detail: str, now: float, *, tell: bool = True

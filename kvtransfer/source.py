@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.commands import Admit, Bump, Command, Drop, Resolve, Send
-from kvtransfer.credits import Klass
+from kvtransfer.credits import Bandwidth, Klass
 from kvtransfer.ends import Reason, end
 from kvtransfer.lease import Lease, LeaseError, LeaseEvent, LeaseState, advance
 from kvtransfer.messages import Accept, Card, Credit, Invite, Landed, ProtocolError, Stop, pack_blocks, unpack_blocks
@@ -51,6 +51,7 @@ class SourceBook:
         self._outlets: dict[Link, Outlet] = {}
         self._guests: dict[str, _Guest] = {}
         self._used = Used()
+        self.bandwidth = Bandwidth()
         self._holders = np.zeros(min(region.blocks for region in regions), np.int32)
         self._deadlines: list[tuple[float, int, str]] = []
 
@@ -123,7 +124,14 @@ class SourceBook:
 
     def linked(self, link: Link, card: Card, budget_bytes: int) -> None:
         """A peer that dialled us has proven itself."""
-        self._outlets[link] = Outlet(link, card, budget_bytes, list(self._regions))
+        pair = (card.agent, link.transport)
+
+        def seen(n_bytes: int, seconds: float) -> None:
+            self.bandwidth.seen(*pair, n_bytes, seconds)
+            self._tally.sent_bytes[pair] += n_bytes
+            self._tally.sent_s[pair] += seconds
+
+        self._outlets[link] = Outlet(link, card, budget_bytes, list(self._regions), seen)
 
     def lost(self, link: Link, reason: Reason, detail: str, now: float) -> list[Command]:
         """A peer is gone: what it had claimed is nobody's, and free at once."""
@@ -195,7 +203,7 @@ class SourceBook:
         if message.transfer not in outlet.claimed:
             return []
         try:
-            outlet.credits.give(message.transfer, message.n_bytes)
+            outlet.give(message.transfer, message.n_bytes, now)
         except ValueError as wrong:
             raise ProtocolError(str(wrong)) from wrong
         return self._pumped(outlet, now)
@@ -339,7 +347,7 @@ class SourceBook:
         else:
             transport = offer.link.transport
             if offer.link in self._outlets:
-                self._outlets[offer.link].release(offer)
+                self._outlets[offer.link].release(offer, now, landed=reason is Reason.LANDED)
                 others = self._pumped(self._outlets[offer.link], now)
             if reason is not Reason.LANDED:
                 commands.append(Drop(offer.link, offer.transfer))

@@ -59,7 +59,7 @@ def test_a_transfer_takes_what_the_wire_gives() -> None:
     wire_s = 100 * BLOCK_BYTES / 100e6
     # Beyond the wire's own time: dialling, three messages of greeting, the invitation, and the last window's latency.
     assert wire_s < landing.end.seconds < wire_s + 8 * 0.002 + 0.005
-    assert sink.figures()["bytes_per_s"]["a0", "inproc"] == pytest.approx(100e6, rel=0.1)
+    assert source.figures()["bytes_per_s"]["a1", "inproc"] == pytest.approx(100e6, rel=0.1)
 
 
 def test_a_small_urgent_transfer_overtakes_a_large_one() -> None:

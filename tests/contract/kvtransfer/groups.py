@@ -86,6 +86,11 @@ class Group:
     def snapshot(self) -> list[NDArray[np.uint8]]:
         return [region.bytes.copy() for region in self.regions]
 
+    def forget(self) -> None:
+        """Its memory: descriptors are not waited for."""
+        for region in self.regions:
+            region.close()
+
     @property
     def held(self) -> int:
         """Leases, invitations, reservations and credit that are not free."""
@@ -127,6 +132,7 @@ async def groups(
             chosen = options[at] if at < len(options) else PATIENT
             key = keys[at] if at < len(keys) else KEY
             made.append(group(f"p{at}", layout, [make(transport, wire)], options=chosen, key=key))
+            stack.callback(made[-1].forget)
             await made[-1].agent.start()
             stack.push_async_callback(made[-1].agent.close)
         yield made

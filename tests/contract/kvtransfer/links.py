@@ -167,6 +167,8 @@ def linked_pair(name: str) -> Iterator[Pair]:
         for end in (link, far):
             end.secure(bytes(32))
         yield Pair(name, link, far, hears, gives, into, out_of, sink_end, source_end)
+    into.close()
+    out_of.close()
 
 
 def window(transfer: int, runs: Runs, group: int = 0, first: int = 0) -> WindowHead:

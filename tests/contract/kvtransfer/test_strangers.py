@@ -91,11 +91,13 @@ class Town:
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
         await asyncio.wait_for(offer.ended(), PATIENCE_S)
         await peer.agent.close()
+        peer.forget()
 
     async def close(self) -> None:
         await self.source.agent.close()
         for end in self._ends:
             end.close()  # type: ignore[attr-defined]
+        self.source.forget()
         self._clock.close()
 
 

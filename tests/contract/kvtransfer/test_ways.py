@@ -42,6 +42,7 @@ async def two(ours: list[Transport], theirs: list[Transport], **changes: object)
         options = msgspec.structs.replace(PATIENT, **changes)
         made = [group(name, SMALL, ways, options=options) for name, ways in (("p", theirs), ("d", ours))]
         for each in made:
+            stack.callback(each.forget)
             await each.agent.start()
             stack.push_async_callback(each.agent.close)
         yield made[0], made[1]

@@ -135,7 +135,7 @@ class World:
             if heads and self.rng.random() < 0.5:
                 head = heads[-1] if self.rng.random() < 0.1 else heads.pop()
                 link = self.invited[number]
-                if self.book.incoming(link, head, self.now) is not None:
+                if self.book.incoming(link, head) is not None:
                     assert number not in self.resolved
                     assert (link, number) not in self.fencing
                     self.begun.append((link, head))
@@ -173,7 +173,7 @@ class World:
         number = self.rng.randrange(self.numbers + 3)
         if self.invited.get(number) is not link:
             head = WindowHead(number, 0, 0, 0, 1, 8)
-            assert self.book.incoming(link, head, self.now) is None
+            assert self.book.incoming(link, head) is None
             assert self.book.landed(link, head, Verdict.OK, self.now) == []
             assert self.book.fenced(link, number, self.now) == []
             assert self.book.stopped(link, Stop(number, Reason.STALE), self.now) == []
@@ -184,7 +184,7 @@ class World:
                 WindowHead(number, 0, 0, 0, 1, 7),
                 WindowHead(number, 0, 9, 0, 1, 8),
             ):
-                assert self.book.incoming(link, head, self.now) is None
+                assert self.book.incoming(link, head) is None
 
     def wait(self) -> None:
         self.now += self.rng.choice([0.0, 0.1, 2.0])

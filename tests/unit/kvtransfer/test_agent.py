@@ -11,8 +11,9 @@ from kvtransfer.agent import Agent
 from kvtransfer.clock import VirtualClock
 from kvtransfer.ends import Reason
 from kvtransfer.handles import Handle
+from kvtransfer.regions import Region
 from kvtransfer.transports.inproc import Inproc, InprocLink, Wire
-from tests.contract.kvtransfer.groups import KEY, SMALL, groups, memory
+from tests.contract.kvtransfer.groups import KEY, SMALL, groups
 
 
 class Book:
@@ -25,12 +26,18 @@ class Book:
         self.rung.append((handle.name, handle.end is not None))
 
 
+def regions() -> list[Region]:
+    """Of plain memory: nobody maps it."""
+    size = SMALL.rank_block_bytes(0)
+    return [Region.over(bytearray(8 * size), size, name="r") for _ in range(SMALL.ranks)]
+
+
 def in_simulation() -> tuple[VirtualClock, Agent, Agent, Book]:
     clock = VirtualClock()
     wire = Wire(clock)
     ends = [Inproc(wire), Inproc(wire)]
     source, sink = (
-        Agent(name, SMALL, memory(SMALL, 8, name), key=KEY, transports=[end], clock=end.agent_clock)
+        Agent(name, SMALL, regions(), key=KEY, transports=[end], clock=end.agent_clock)
         for name, end in zip(("p", "d"), ends, strict=True)
     )
     book = Book()
@@ -49,16 +56,15 @@ def test_without_an_event_loop_a_bell_hears_of_every_change() -> None:
 
 
 def test_an_agent_needs_a_region_for_every_rank_and_a_way() -> None:
-    regions = memory(SMALL, 8, "p")
     with pytest.raises(ValueError, match="regions"):
-        Agent("p", SMALL, regions[:1], key=KEY, transports=[Inproc(Wire(VirtualClock()))])
+        Agent("p", SMALL, regions()[:1], key=KEY, transports=[Inproc(Wire(VirtualClock()))])
     with pytest.raises(ValueError, match="transports"):
-        Agent("p", SMALL, regions, key=KEY, transports=[])
+        Agent("p", SMALL, regions(), key=KEY, transports=[])
 
 
 def test_before_it_is_open_it_offers_nothing() -> None:
     end = Inproc(Wire(VirtualClock()))
-    agent = Agent("p", SMALL, memory(SMALL, 8, "p"), key=KEY, transports=[end], clock=end.agent_clock)
+    agent = Agent("p", SMALL, regions(), key=KEY, transports=[end], clock=end.agent_clock)
     with pytest.raises(RuntimeError, match="not open"):
         agent.offer("r", [1], 16)
 
