@@ -368,8 +368,11 @@ class PairAttempt:
             self.suspects.append(self._pair.decode.candidate.endpoint.name)
 
     def _blame_nobody(self) -> None:
+        """It may have been either. The decoder is asked again only where it can do without the prefiller."""
         self.recompute = True
         self.suspects.append(self._pair.prefill.candidate.endpoint.name)
+        if not self._work.split.dialect.decode_alone:
+            self.suspects.append(self._pair.decode.candidate.endpoint.name)
 
     # The end
 

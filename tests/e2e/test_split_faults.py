@@ -1,0 +1,84 @@
+"""Deaths and harm at every stage of split requests, seen from the client: the right words or a clean error."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from tests.e2e.split_house import SENTENCE, split_house
+
+DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
+FAST = {"wait_s": 0.5, "lease_s": 0.5}
+
+
+def long(number: int, **members: Any) -> dict[str, Any]:
+    return {"prompt": f"{number} " + SENTENCE * 20, "max_tokens": 12} | members
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("role", "what"),
+    [
+        ("prefill", "die-in-prefill"),
+        ("prefill", "die-in-transfer"),
+        ("prefill", "kv-lost"),
+        ("prefill", "5xx:status=500"),
+        ("prefill", "refuse"),
+        ("decode", "die-in-pull"),
+        ("decode", "die-mid-decode:after=3"),
+        ("decode", "5xx:status=503"),
+        ("decode", "refuse"),
+    ],
+)
+async def test_whoever_fails_the_client_gets_the_right_answer_and_nothing_stays_held(
+    dialect: str, role: str, what: str
+) -> None:
+    async with split_house(dialect, kv=FAST, split={"transfer_timeout": "500ms"}) as house:
+        await house.right(long(0))
+        member = (house.prefill if role == "prefill" else house.decode)[0]
+        member.faults.set(what)
+        await asyncio.gather(*(house.right(long(number)) for number in range(1, 9)))
+        member.faults.clear()
+        await house.at_rest()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_stream_that_dies_after_its_first_words_ends_with_an_error(dialect: str) -> None:
+    async with split_house(dialect, kv=FAST) as house:
+        for member in house.decode:
+            member.faults.set("die-mid-decode:after=3")
+        body = {"model": "m", "stream": True} | long(1)
+        async with house.http.post(f"{house.app.url}/v1/completions", json=body) as answer:
+            raw = await answer.read()
+        assert b'data: {"error"' in raw or b'"code":500' in raw
+        for member in house.members:
+            member.faults.clear()
+        await house.at_rest()
+
+
+@pytest.mark.parametrize("harm", ["wire-corrupt:after=300", "wire-cut:after=300", "wire-replay:after=0"])
+async def test_harm_on_the_wire_costs_time_and_never_a_word(harm: str) -> None:
+    kv = FAST | {"transport": "tcp", "wire_faults": True}
+    async with split_house("vllm_nixl", kv=kv, split={"transfer_timeout": "500ms"}) as house:
+        house.prefill[0].faults.set(harm)
+        await asyncio.gather(*(house.right(long(number)) for number in range(8)))
+        house.prefill[0].faults.clear()
+        await house.at_rest()
+
+
+async def test_a_frozen_prefiller_is_noticed_and_the_request_computed_elsewhere() -> None:
+    kv = FAST | {"transport": "tcp", "wire_faults": True}
+    async with split_house("vllm_nixl", kv=kv, split={"transfer_timeout": "500ms"}) as house:
+        for number in range(4):
+            await house.right(long(number))
+        house.prefill[0].faults.set("wire-stall")
+        house.prefill[1].faults.set("wire-stall")
+        began = time.monotonic()
+        await house.right(long(10))
+        assert time.monotonic() - began < 2.5
+        for member in house.prefill:
+            member.faults.clear()
+        await house.at_rest()
