@@ -1,6 +1,6 @@
 """Frames: what a connection between two agents carries, as bytes. Length-limited, checked, sans-IO.
 
-    magic "KVF2" | kind u8 | proof u8 | 0 u16 | header bytes u32 | payload bytes u64 | xxh3-64 of this and the header
+    magic "KVF2" | xxh3-64 of the rest and the header | kind u8 | proof u8 | 0 u16 | header bytes u32 | payload u64
     header
     payload, and behind it (windows alone) a trailer: verdict u8 | 0 | 16 bytes of proof
 
@@ -21,10 +21,11 @@ import xxhash
 from kvtransfer.transports.base import Verdict, WindowHead
 
 _MAGIC = b"KVF2"
-_FIELDS = struct.Struct("<4sBBHIQ")
-_CHECKSUM = struct.Struct("<Q")
-_PREAMBLE = struct.Struct("<4sBBHIQQ")
+_CHECKED = struct.Struct("<4sQ")
+_FIELDS = struct.Struct("<BBHIQ")
+_PREAMBLE = struct.Struct("<4sQBBHIQ")
 _HEAD = struct.Struct("<QIIIIQ")
+_FIELDS_AND_HEAD = struct.Struct("<BBHIQQIIIIQ")
 _TRAILER = struct.Struct("<B7x16s")
 _VERDICTS = (Verdict.OK, Verdict.STALE, Verdict.CORRUPT)
 
@@ -79,13 +80,21 @@ class Opening(NamedTuple):
 
 def frame(kind: Kind, header: bytes, payload_bytes: int = 0, proof: Proof = Proof.NONE) -> bytes:
     """Preamble and header. The payload is to follow."""
-    fields = _FIELDS.pack(_MAGIC, kind, proof, 0, len(header), payload_bytes)
-    return fields + _CHECKSUM.pack(_checksum(fields, header)) + header
+    return _checked(_FIELDS.pack(kind, proof, 0, len(header), payload_bytes) + header)
+
+
+def window_frame(head: WindowHead, payload_bytes: int, proof: Proof) -> bytes:
+    """The frame ahead of a window's bytes. FrameError for a head of numbers that nobody has."""
+    try:
+        fields = (head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes)
+        return _checked(_FIELDS_AND_HEAD.pack(Kind.WINDOW, proof, 0, _HEAD.size, payload_bytes, *fields))
+    except struct.error as wrong:
+        raise FrameError(f"{head} does not fit into a header: {wrong}") from wrong
 
 
 def opening(data: memoryview, limits: FrameLimits) -> Opening:
     """What the first PREAMBLE_BYTES of `data` announce. FrameError if that is nothing, or too much."""
-    magic, kind, proof, zero, header_bytes, payload_bytes, checksum = _PREAMBLE.unpack_from(data)
+    magic, checksum, kind, proof, zero, header_bytes, payload_bytes = _PREAMBLE.unpack_from(data)
     if magic != _MAGIC or zero:
         raise FrameError("this is no frame: wrong magic")
     if header_bytes > limits.header_bytes:
@@ -97,9 +106,9 @@ def opening(data: memoryview, limits: FrameLimits) -> Opening:
     return Opening(_KINDS[kind], _PROOFS[proof], header_bytes, payload_bytes, checksum)
 
 
-def verify_header(preamble: memoryview, header: bytes | bytearray | memoryview, announced: Opening) -> None:
-    """FrameError unless header and preamble are what was sent."""
-    if _checksum(preamble[: _FIELDS.size], header) != announced.checksum:
+def verify(whole: memoryview, announced: Opening) -> None:
+    """FrameError unless preamble and header, behind each other, are what was sent."""
+    if xxhash.xxh3_64_intdigest(whole[_CHECKED.size :]) != announced.checksum:
         raise FrameError("the frame is damaged: checksum differs")
 
 
@@ -130,5 +139,5 @@ def read_trailer(data: memoryview) -> tuple[Verdict, bytes]:
     return _VERDICTS[verdict], proof
 
 
-def _checksum(fields: bytes | memoryview, header: bytes | bytearray | memoryview) -> int:
-    return xxhash.xxh3_64_intdigest(header, seed=xxhash.xxh3_64_intdigest(fields))
+def _checked(data: bytes) -> bytes:
+    return _CHECKED.pack(_MAGIC, xxhash.xxh3_64_intdigest(data)) + data

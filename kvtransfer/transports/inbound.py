@@ -24,7 +24,7 @@ from kvtransfer.frame import (
     opening,
     read_trailer,
     unpack_head,
-    verify_header,
+    verify,
 )
 from kvtransfer.transports.base import Slice, Verdict, WindowHead
 from kvtransfer.transports.scatter import NOTHING, Iovecs, Pieces, Stretch, address_of, readv
@@ -61,7 +61,7 @@ class _Arrival:
         self.pieces = pieces
         self.head = head
         self.window = window
-        self.message: tuple[Opening, bytes, bytearray] | None = None
+        self.message: tuple[Opening, bytearray] | None = None
         self.digest: xxhash.xxh3_64 | None = None
         self.opening = b""
         self.sealed: bytearray | None = None
@@ -149,7 +149,7 @@ class Inbound:
         if arrival.pieces.left:
             return False
         if arrival.message is not None:
-            return self._close_message(arrival.message)
+            return self._close_message(*arrival.message)
         if have < TRAILER_BYTES:
             return False
         self._close_window(arrival)
@@ -157,21 +157,20 @@ class Inbound:
 
     def _open(self, have: int) -> bool:
         """A frame begins."""
-        preamble = self._stage[self._begin : self._begin + PREAMBLE_BYTES]
-        announced = opening(preamble, self.limits)
+        whole = self._stage[self._begin : self._end]
+        announced = opening(whole, self.limits)
         size = PREAMBLE_BYTES + announced.header_bytes
         if size > _STAGE_BYTES:
-            self._open_message(announced, bytes(preamble))
+            self._open_message(announced, whole)
             return True
         if have < size:
             return False
-        header = bytes(self._stage[self._begin + PREAMBLE_BYTES : self._begin + size])
-        verify_header(preamble, header, announced)
+        verify(whole[:size], announced)
         self._begin += size
         if announced.kind is Kind.WINDOW:
-            self._open_window(announced, preamble, header)
+            self._open_window(announced, whole[:size])
         else:
-            self._framed(announced, header)
+            self._framed(announced, bytes(whole[PREAMBLE_BYTES:size]))
         return True
 
     def _framed(self, announced: Opening, header: bytes) -> None:
@@ -179,24 +178,24 @@ class Inbound:
             raise FrameError(f"a frame of kind {announced.kind.name} has no payload")
         self._hearer.framed(announced.kind, header)
 
-    def _open_message(self, announced: Opening, preamble: bytes) -> None:
-        """A header too large for the stage gets memory of its own, within the limits that were just checked."""
-        message = bytearray(announced.header_bytes)
+    def _open_message(self, announced: Opening, whole: memoryview) -> None:
+        """A frame too large for the stage gets memory of its own, within the limits that were just checked."""
+        message = bytearray(PREAMBLE_BYTES + announced.header_bytes)
+        message[: len(whole)] = whole
         self._arrival = _Arrival(Pieces.of_buffer(message, self._iovecs))
-        self._arrival.message = (announced, preamble, message)
-        self._begin += PREAMBLE_BYTES
-        self._fill(self._arrival)
+        self._arrival.message = (announced, message)
+        self._arrival.pieces.advance(len(whole))
+        self._begin = self._end
 
-    def _close_message(self, message: tuple[Opening, bytes, bytearray]) -> bool:
-        announced, preamble, data = message
-        verify_header(memoryview(preamble), data, announced)
+    def _close_message(self, announced: Opening, data: bytearray) -> bool:
+        verify(memoryview(data), announced)
         self._arrival = None
-        self._framed(announced, bytes(data))
+        self._framed(announced, bytes(data[PREAMBLE_BYTES:]))
         return True
 
-    def _open_window(self, announced: Opening, preamble: memoryview, header: bytes) -> None:
+    def _open_window(self, announced: Opening, whole: memoryview) -> None:
         """Where it goes is our own plan's answer; its size must be that plan's before a byte is read into memory."""
-        head = unpack_head(header)
+        head = unpack_head(whole[PREAMBLE_BYTES:])
         if (announced.proof is Proof.GCM) != (self.seal is not None):
             raise FrameError("windows are sealed at both ends of a link, or at neither")
         if announced.payload_bytes not in (0, head.n_bytes):
@@ -210,7 +209,7 @@ class Inbound:
                 raise FrameError(f"a window of {head.n_bytes} bytes where the plan has {pieces.size}")
         arrival = _Arrival(pieces, head, window)
         if self.seal is not None:
-            arrival.opening, arrival.sealed = bytes(preamble) + header, bytearray(announced.payload_bytes)
+            arrival.opening, arrival.sealed = bytes(whole), bytearray(announced.payload_bytes)
             arrival.pieces = Pieces.of_buffer(arrival.sealed, self._iovecs)
         elif announced.proof is Proof.XXH3 and window is not None:
             arrival.digest = xxhash.xxh3_64()

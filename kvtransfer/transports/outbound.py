@@ -13,14 +13,15 @@ from collections.abc import Callable
 import numpy as np
 import xxhash
 
-from kvtransfer.frame import Kind, Proof, frame, pack_head, trailer
+from kvtransfer.frame import Proof, trailer, window_frame
 from kvtransfer.transports.base import Slice, Verdict, WindowHead
 from kvtransfer.transports.scatter import NOTHING, Iovecs, Pieces, address_of, writev
 from kvtransfer.transports.seal import Seal
 
-_SMALL_BYTES = 160 << 10
-_STAGED_BYTES = 64 << 10  # a window this small is copied, to leave in one call with its header and trailer
-_WORTH_AHEAD_BYTES = 16 << 10
+_SMALL_BYTES = 96 << 10
+_FULL_BYTES = 64 << 10  # no more is laid out before it has been sent
+_STAGED_BYTES = 16 << 10  # a window this small is copied, to leave in one call with its header and trailer
+_AHEAD_BYTES = 256 << 10
 _ZEROS_BYTES = 64 << 10
 
 
@@ -103,17 +104,17 @@ class Outbound:
                 self.blocked = True
                 break
             moved = True
-            if large is not self._body:
+            if large is not self._body and self._queue:
                 break
         return moved
 
     def _next(self) -> bool:
         """Lay out what follows, until there are bytes of a body or the small frames fill their buffer."""
-        while self._body is None and self._queue and self._end < _STAGED_BYTES:
+        while self._body is None and self._queue and self._end < _FULL_BYTES:
             item = self._queue.popleft()
             if isinstance(item, tuple):
                 self._begin_window(*item)
-            elif len(item) > _STAGED_BYTES // 2:
+            elif len(item) > _STAGED_BYTES:
                 self._body = _Body(Pieces.of_buffer(item, self._iovecs))
             else:
                 self._lay(item)
@@ -131,10 +132,10 @@ class Outbound:
             return self._begin_sealed(self.seal, _Body(pieces, head, window.current))
         proof = Proof.XXH3 if self._checked else Proof.NONE
         if window.current is not None and not window.current():
-            self._lay(frame(Kind.WINDOW, pack_head(head), 0, proof))
+            self._lay(window_frame(head, 0, proof))
             pieces = Pieces.over(self._zeros, 0, self._iovecs)
         else:
-            self._lay(frame(Kind.WINDOW, pack_head(head), pieces.size, proof))
+            self._lay(window_frame(head, pieces.size, proof))
         body = _Body(pieces, head, window.current)
         if proof is Proof.XXH3:
             body.digest = xxhash.xxh3_64()
@@ -142,20 +143,23 @@ class Outbound:
             self._stage(body)
         else:
             self._body = body
+            if pieces.size <= _AHEAD_BYTES and not self._queue:
+                # It is short and nothing follows: the way counts. The peer makes ready while the bytes are copied.
+                self._write_small()
         return None
 
     def _begin_sealed(self, seal: Seal, body: _Body) -> None:
         """Sealing copies in any case, so it is known before anything is sent whether the memory was read in time. If it
         was not, nothing is sent of it: the header says so, and the header is sealed."""
         assert body.head is not None
-        header, size = pack_head(body.head), body.pieces.size
-        opening = frame(Kind.WINDOW, header, size, Proof.GCM)
+        head, size = body.head, body.pieces.size
+        opening = window_frame(head, size, Proof.GCM)
         sealed = memoryview(b"")
         began = body.still_current()
         if began:
             sealed, body.tag = seal.close(body.pieces.parts(), size, opening)
         if not body.still_current():
-            opening, sealed = frame(Kind.WINDOW, header, 0, Proof.GCM), memoryview(b"")
+            opening, sealed = window_frame(head, 0, Proof.GCM), memoryview(b"")
             body.tag = seal.void(opening, instead=began)
         self._lay(opening)
         body.current, body.pieces = None, Pieces.of_buffer(sealed, self._iovecs)
@@ -165,9 +169,6 @@ class Outbound:
             self._finish(body)
 
     def _stage(self, body: _Body) -> None:
-        if body.pieces.size >= _WORTH_AHEAD_BYTES and not self._queue:
-            # Nothing follows, so it is the way that counts: the peer makes itself ready while we copy.
-            self._write_small()
         end = self._end + body.pieces.size
         body.pieces.gather(self._small[self._end : end])
         self._end = end

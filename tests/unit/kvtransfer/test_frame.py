@@ -20,7 +20,8 @@ from kvtransfer.frame import (
     read_trailer,
     trailer,
     unpack_head,
-    verify_header,
+    verify,
+    window_frame,
 )
 from kvtransfer.transports.base import Verdict, WindowHead
 
@@ -32,9 +33,9 @@ u32 = st.integers(0, (1 << 32) - 1)
 def read(data: bytes, limits: FrameLimits = LIMITS) -> tuple[Kind, bytes, int]:
     view = memoryview(data)
     announced = opening(view, limits)
-    header = data[PREAMBLE_BYTES : PREAMBLE_BYTES + announced.header_bytes]
-    verify_header(view[:PREAMBLE_BYTES], header, announced)
-    return announced.kind, header, announced.payload_bytes
+    size = PREAMBLE_BYTES + announced.header_bytes
+    verify(view[:size], announced)
+    return announced.kind, data[PREAMBLE_BYTES:size], announced.payload_bytes
 
 
 @given(st.sampled_from(Kind), st.binary(max_size=1000), st.integers(0, 1 << 20))
@@ -69,6 +70,12 @@ def test_a_windows_head_survives_the_way(
     head = WindowHead(transfer, group, pair, first, count, size)
     assert len(pack_head(head)) == WINDOW_HEADER_BYTES
     assert unpack_head(pack_head(head)) == head
+
+
+def test_a_windows_frame_is_its_head_in_a_frame() -> None:
+    assert window_frame(HEAD, 9, Proof.XXH3) == frame(Kind.WINDOW, pack_head(HEAD), 9, Proof.XXH3)
+    with pytest.raises(FrameError, match="does not fit"):
+        window_frame(HEAD, -1, Proof.NONE)
 
 
 def test_a_head_that_does_not_fit_or_is_too_short_is_an_error() -> None:
