@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -91,14 +90,16 @@ class Half:
         """Become an engine that can be reached. Raises OSError or TransportError when a port is taken."""
         spec, transfer = self.group.spec, self.transfer
         self._starts += 1
-        name = f"{spec.role}-{secrets.token_hex(4)}"
+        name, transports = f"{spec.role}-{secrets.token_hex(4)}", self._transports()
         self.agent = Agent(
             name,
             self.memory.layout,
             self.memory.regions,
             key=hashlib.sha256(transfer.key.encode()).digest(),
-            transports=self._transports(),
-            options=Options(patience_s=self._wait_s, family=_family(spec.model.name, transfer), host=_machine()),
+            transports=transports,
+            # On a wire of this process the agent's time stops with it.
+            clock=next((each.agent_clock for each in transports if isinstance(each, Inproc)), None),
+            options=Options(patience_s=self._wait_s, family=_family(spec.model.name, transfer)),
         )
         await self.agent.start()
         host, port = _host_and_port(self.agent.address)
@@ -238,14 +239,6 @@ def _family(model: str, transfer: Transfer) -> str:
     """What the handshake of two engines compares: kind and version, and whose weights the cache is of."""
     kind = "vllm" if transfer.dialect.startswith(("vllm", "mooncake")) else transfer.dialect
     return f"{kind}/{transfer.version[0]}.{transfer.version[1]}/{model}"
-
-
-def _machine() -> str:
-    """What tells this machine from others, to those who might share memory."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

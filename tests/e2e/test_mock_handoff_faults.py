@@ -113,6 +113,25 @@ async def test_a_silent_giver_is_noticed_within_a_second_and_its_late_bytes_touc
         await groups.at_rest()
 
 
+async def test_a_frozen_giver_is_noticed_and_thaws_without_harm() -> None:
+    async with pair(kv={"recompute": True, "lease_s": 2.0}) as groups:
+        assert await attempt(groups) == WORDS
+        body = LONG | {"prompt": "fresh " + PROMPT * 20}
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        one = body | {"max_tokens": 1, "min_tokens": 1, "kv_transfer_params": params}
+        _, first = await groups.post(groups.prefill, one)
+        await fault(groups, groups.prefill, "freeze")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        take = body | {"kv_transfer_params": first["kv_transfer_params"]}
+        _, answer = await groups.post(groups.decode, take)
+        assert answer["choices"][0]["text"] == expected_text(body, 12)
+        assert 0.4 < loop.time() - began < 2.5
+        await fault(groups, groups.prefill, "")
+        assert await attempt(groups, LONG | {"prompt": "later " + PROMPT * 20}) is not None
+        await groups.at_rest()
+
+
 async def test_faults_of_the_wire_need_a_wire_of_ours() -> None:
     async with (
         pair() as groups,
