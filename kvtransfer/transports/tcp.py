@@ -24,22 +24,28 @@ class TcpLink(StreamLink):
 
 
 class Tcp:
-    """Listens on `host`, on a port of the kernel's choice unless one is given."""
+    """Listens on `host`, on a port of the kernel's choice unless one is given.
+
+    advertise   the name or address under which peers reach `host`, where that is another (0.0.0.0, behind a NAT)
+    """
 
     name = "tcp"
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, manner: Manner | None = None) -> None:
-        self._host, self._port, self._manner = host, port, manner or Manner()
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, manner: Manner | None = None, *, advertise: str | None = None
+    ) -> None:
+        self._host, self._port, self._manner, self._advertise = host, port, manner or Manner(), advertise
         self._listening: Listening[TcpLink] = Listening(self._link)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
         try:
-            listener = socket.create_server((self._host, self._port), backlog=_BACKLOG)
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            listener = socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
         except OSError as wrong:
             raise TransportError(f"cannot listen on {self._host}:{self._port}: {wrong}") from wrong
         self._listening.start(owner, listener, "kv-tcp-listen")
         host, port = listener.getsockname()[:2]
-        return f"{host}:{port}"
+        return f"{self._advertise or host}:{port}"
 
     def dial(self, address: str) -> Link:
         host, _, port = address.rpartition(":")

@@ -195,6 +195,14 @@ def test_an_address_that_leads_nowhere_is_a_transport_error(address: str) -> Non
     end.close()
 
 
+def test_peers_are_told_the_address_that_reaches_us() -> None:
+    end = Tcp("0.0.0.0", advertise="localhost")
+    address = end.start(Owner(), [])
+    assert address.startswith("localhost:")
+    end.dial(address)
+    end.close()
+
+
 def test_a_port_that_is_taken_is_a_transport_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(TransportError, match="cannot listen"):
         Tcp(port=taken.getsockname()[1]).start(Owner(), [])
