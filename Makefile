@@ -6,7 +6,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 DEMO   ?=
 TESTS  ?=
-RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer
+RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
