@@ -1,5 +1,8 @@
-"""KV cache between TP groups: an Agent (agent.py) that an engine embeds offers blocks to peers and fetches theirs.
+"""KV cache between TP groups: the agent that an engine embeds, and the engines' own dialects of a handoff.
 
-What is moved where is pure (layout.py, reshard.py), who may and when is decided without I/O (source.py, sink.py), bytes
-move in transports/. dialects/ is the gateway's side: how each engine wants to be told. Nothing of the gateway here.
+layout, reshard, regions    what lies where, which bytes go where, the memory itself
+source, sink, lease, ends   who may fetch what, until when, and how it ends: sans-IO
+session, ticket, messages   who is who, and what is said
+transports/                 how bytes move
+Nothing of the gateway is here; docs/kvtransfer.md tells how it works together and what it defends against.
 """
