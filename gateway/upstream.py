@@ -75,10 +75,11 @@ class Connection(asyncio.Protocol):
         self._relay, self._downstream = relay, downstream
         self.heard_at = monotonic()
         downstream.set_source(self)
-        if len(payload.body) > JOIN_LIMIT:
-            transport.writelines((head, payload.body))
+        body = payload.body
+        if len(body) > JOIN_LIMIT:
+            transport.writelines((head, body))
         else:
-            self._pool.outbox.post(transport, head + payload.body)
+            self._pool.outbox.post(transport, head + body)
         return done
 
     def abort(self) -> None:
@@ -168,13 +169,14 @@ class Connection(asyncio.Protocol):
         Who waits for it goes on at once, or `later`, when the caller is through with whatever made it end the answer.
         """
         relay, done = self._relay, self._done
-        if done is None or done.done():
+        if done is None:
             return
         self._done = None
         if error is None and relay is not None and relay.reusable and self.open:
             self._downstream.set_source(None)  # type: ignore[union-attr]  # set together with _relay
             self._relay = self._downstream = None
-            self.resume()  # the client may have been slow to the end; the next one is not
+            if self._paused:  # the client may have been slow to the end; the next one is not
+                self.resume()
             self._pool.give_back(self)
         else:
             self.abort()

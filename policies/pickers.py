@@ -30,13 +30,14 @@ class Rotation:
         self._last_turn: dict[int, float] = {}
 
     def __call__(self, ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
-        last, top = self._last_turn, max(scores)
+        last, top = self._last_turn, scores[0]
         try:
             turns = [last[candidate.load.slot] for candidate in candidates]
         except KeyError:
             self._welcome(ask, candidates)
             return self(ask, candidates, scores)
-        if top != min(scores):
+        if scores.count(top) != len(scores):
+            top = max(scores)
             turns = [turn if score == top else inf for turn, score in zip(turns, scores, strict=True)]
         chosen = turns.index(min(turns))
         self._turn += 1.0

@@ -20,7 +20,9 @@ def pick(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Pick | No
         kept = keep(ask, kept)
     if not kept:
         return None
-    scores = _scores(policy, ask, kept)
+    first = policy.scorers[0]
+    single = len(policy.scorers) == 1 and first.weight == 1.0
+    scores = first.scorer(ask, kept) if single else _weighed(policy, ask, kept)
     index = policy.picker(ask, kept, scores)
     chosen, cached = kept[index], ask.cached
     cached_tokens = cached[chosen.load.slot] if chosen.load.slot < len(cached) else 0
@@ -39,12 +41,10 @@ def refusal(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> str:
     raise ValueError(f"policy {policy.name} refuses nobody here")
 
 
-def _scores(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Sequence[float]:
+def _weighed(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Sequence[float]:
     """Weighted sum of all scorers, aligned with the candidates."""
     first = policy.scorers[0]
     total = first.scorer(ask, candidates)
-    if first.weight == 1.0 and len(policy.scorers) == 1:
-        return total
     total = [score * first.weight for score in total]
     for part in policy.scorers[1:]:
         total = [sum_ + score * part.weight for sum_, score in zip(total, part.scorer(ask, candidates), strict=True)]
