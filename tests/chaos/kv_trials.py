@@ -1,6 +1,6 @@
 """Seeded fault trials of KV transfer: two sources and two sinks, requests that come and go, and something that breaks.
 
-    python -m tests.chaos.kv_trials --trials 10000 --transport inproc,shm,tcp [--seed 0] [--jobs 2]
+    python -m tests.chaos.kv_trials --trials 10000 --transport inproc,shm,tcp [--seed 0] [--jobs 4]
 
 Whatever is drawn, it must hold that LANDED means the source's bytes of that offer and no other, that nobody writes into
 blocks that were given back, that every offer and landing ends once with a named reason, and that nothing stays held.
@@ -468,7 +468,7 @@ def main() -> None:
         "--seed", type=int, default=0, help="the first; a trial is made again by its seed and transport"
     )
     parser.add_argument("--transport", default="inproc,shm,tcp", help="taken in turn")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=4)
     chosen = parser.parse_args()
     names = chosen.transport.split(",")
     tasks = [(seed, names[seed % len(names)]) for seed in range(chosen.seed, chosen.seed + chosen.trials)]
