@@ -55,6 +55,7 @@ app = typer.Typer(
 )
 
 _POLICIES = "round_robin, least_loaded or prefix_aware."
+_DIALECTS = "vllm_nixl, vllm_push, mooncake, sglang or trtllm."
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PolicyName = Annotated[str | None, typer.Option("--policy", help=_POLICIES)]
@@ -75,12 +76,14 @@ def demo(
     admin_port: Annotated[int, typer.Option("--admin-port", min=1, max=65535, help="Port of the admin server.")] = 8081,
     model: Annotated[str, typer.Option("--model", help="The model the mock TP groups serve.")] = "demo-8b",
     speed: Annotated[float, typer.Option("--speed", min=0.01, help="How much faster than real the mocks run.")] = 1.0,
+    split: Annotated[bool, typer.Option("--split", help="Half of the groups prefill for the other half.")] = False,
+    dialect: Annotated[str, typer.Option("--dialect", help=f"With --split: {_DIALECTS}")] = "vllm_nixl",
 ) -> None:
     """Start mock TP groups and the gateway here, no GPU needed, and show what to try. Ctrl-C ends everything."""
     from gateway.demo import Demo, DemoError, run
 
     try:
-        raise typer.Exit(run(Demo(groups, policy, port, admin_port, model, speed)))
+        raise typer.Exit(run(Demo(groups, policy, port, admin_port, model, speed, dialect if split else None)))
     except DemoError as error:
         _fail(str(error))
 

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from gateway.config import ConfigError, json_schema, load
 from gateway.ports import is_free
+from kvtransfer.dialects import DIALECTS, Needs
 
 FOLDER = Path("penstock-demo")
 _HOST = "127.0.0.1"
@@ -37,7 +38,8 @@ class DemoError(Exception):
 
 
 class Demo(msgspec.Struct, frozen=True):
-    """What was asked for. `speed` is how much faster than real time the mocks run."""
+    """What was asked for. `speed` is how much faster than real time the mocks run; `dialect` that of split requests,
+    None: every request goes to one group."""
 
     groups: int
     policy: str
@@ -45,6 +47,12 @@ class Demo(msgspec.Struct, frozen=True):
     admin_port: int
     model: str
     speed: float
+    dialect: str | None = None
+
+    @property
+    def halves(self) -> int:
+        """Groups that prefill for the others; 0 when nothing is split."""
+        return self.groups // 2 if self.dialect is not None else 0
 
 
 def run(demo: Demo) -> int:
@@ -61,7 +69,9 @@ def _run(demo: Demo, console: Console) -> int:
         raise DemoError("the API and the admin server need different ports: choose with --port and --admin-port")
     _refuse_taken(demo.port, "--port")
     _refuse_taken(demo.admin_port, "--admin-port")
-    first = _free_run(demo.groups)
+    if demo.dialect is not None and (demo.groups < 2 or demo.dialect not in DIALECTS):
+        raise DemoError(f"splitting needs two groups or more and a dialect of {', '.join(DIALECTS)}")
+    first = _free_run(demo.groups + demo.halves)  # the last ones for bootstrap servers
     FOLDER.mkdir(exist_ok=True)
     file = _write_config(demo, first)
     try:
@@ -70,12 +80,20 @@ def _run(demo: Demo, console: Console) -> int:
         raise DemoError(str(error)) from None
     for number in (signal.SIGTERM, signal.SIGHUP):  # without a handler they would leave the mocks behind
         signal.signal(number, _leave)
-    with _mocks(demo, first) as process:
+    with _mocks(demo, first) as processes:
         with console.status(f"Starting {demo.groups} mock TP groups"):
-            _wait_until_ready(process, range(first, first + demo.groups))
+            _wait_until_ready(processes, range(first, first + demo.groups))
         from gateway import app  # after the wait, so that the mocks start while nothing else wants the processor
 
-        return app.run(config, ready=lambda _: console.print(_welcome(demo, file), markup=False, soft_wrap=True))
+        return app.run(config, ready=lambda started: _ready(demo, file, started.url, started.admin_url, console))
+
+
+def _ready(demo: Demo, file: Path, url: str, admin_url: str, console: Console) -> None:
+    console.print(_welcome(demo, file), markup=False, soft_wrap=True)
+    if demo.dialect is not None:
+        from gateway import sample
+
+        sample.show(url, admin_url, demo.model, lambda line: console.print(line, markup=False, soft_wrap=True))
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:
@@ -100,16 +118,34 @@ def _free_run(length: int) -> int:
 
 
 @contextmanager
-def _mocks(demo: Demo, first: int) -> Iterator[subprocess.Popen[bytes]]:
-    """The mock TP groups as one process in a group of its own, which is gone when the block is left."""
-    command = [*_with_us(), sys.executable, "-m", "gateway", "mock", "--port", str(first), "--groups", str(demo.groups)]
-    command += ["--model", demo.model, "--speed", str(demo.speed)]
-    with _log().open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)  # noqa: S603
+def _mocks(demo: Demo, first: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The mock TP groups, each kind as one process in a group of its own, which is gone when the block is left."""
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        yield process
+        with _log().open("wb") as log:
+            for options in _kinds(demo, first):
+                command = [*_with_us(), sys.executable, "-m", "gateway", "mock", *options]
+                command += ["--model", demo.model, "--speed", str(demo.speed)]
+                processes.append(
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)  # noqa: S603
+                )
+        yield processes
     finally:
-        _end(process)
+        for process in processes:
+            _end(process)
+
+
+def _kinds(demo: Demo, first: int) -> list[list[str]]:
+    """Options of each process of mocks: all alike, or those that prefill and those that decode."""
+    if demo.dialect is None:
+        return [["--port", str(first), "--groups", str(demo.groups)]]
+    shared = ["--dialect", demo.dialect]
+    bootstrap = ["--bootstrap-port", str(first + demo.groups)]
+    rest = demo.groups - demo.halves
+    return [
+        ["--port", str(first), "--groups", str(demo.halves), "--role", "prefill", *shared, *bootstrap],
+        ["--port", str(first + demo.halves), "--groups", str(rest), "--role", "decode", *shared],
+    ]
 
 
 def _with_us() -> list[str]:
@@ -132,11 +168,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         return
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], ports: range) -> None:
+def _wait_until_ready(processes: list[subprocess.Popen[bytes]], ports: range) -> None:
     deadline = time.monotonic() + _READY_WITHIN_S
     waiting = list(ports)
     while waiting:
-        if process.poll() is not None:
+        if any(process.poll() is not None for process in processes):
             raise DemoError(f"the mock TP groups ended at once:\n{_tail()}")
         if time.monotonic() > deadline:
             raise DemoError(f"the mock TP groups were not ready within {_READY_WITHIN_S:.0f} s:\n{_tail()}")
@@ -168,21 +204,35 @@ def _tail() -> str:
 def _write_config(demo: Demo, first: int) -> Path:
     """Writes the configuration and its schema into FOLDER; the configuration's path."""
     (FOLDER / "gateway.schema.json").write_text(json.dumps(json_schema(), indent=1) + "\n")
-    endpoints = "\n".join(
-        f"      - {{name: group-{number}, url: http://127.0.0.1:{first + number}}}" for number in range(demo.groups)
-    )
+    endpoints = "\n".join(f"      - {{{_endpoint(demo, first, number)}}}" for number in range(demo.groups))
+    split = f"    split: {{dialect: {demo.dialect}, threshold_tokens: 512}}\n" if demo.dialect is not None else ""
     file = FOLDER / "gateway.yaml"
     file.write_text(
         _CONFIG.format(
             port=demo.port,
             admin_port=demo.admin_port,
             model=json.dumps(demo.model),
+            split=split,
             policy=json.dumps(demo.policy),
             endpoints=endpoints,
             log=json.dumps(str(FOLDER / "access.log")),
         )
     )
     return file
+
+
+def _endpoint(demo: Demo, first: int, number: int) -> str:
+    """One endpoint's mapping, braces left out."""
+    where = f"url: http://127.0.0.1:{first + number}"
+    if demo.dialect is None:
+        return f"name: group-{number}, {where}"
+    engine = f", engine: {DIALECTS[demo.dialect].engine}"
+    if number >= demo.halves:
+        return f"name: decode-{number - demo.halves}, {where}, role: decode{engine}"
+    bootstrap = ""
+    if DIALECTS[demo.dialect].needs in (Needs.ADDRESS, Needs.QUERY):
+        bootstrap = f", bootstrap: 127.0.0.1:{first + demo.groups + number}"
+    return f"name: prefill-{number}, {where}, role: prefill{engine}{bootstrap}"
 
 
 _CONFIG = """\
@@ -200,7 +250,7 @@ models:
   - name: {model}
     pool: chat
     aliases: [demo]
-
+{split}
 pools:
   chat:
     policy: {policy}      # round_robin, least_loaded or prefix_aware
@@ -238,6 +288,7 @@ def _next_steps(url: str, admin: str) -> str:
         f"{penstock} bench --url {url}": "measure it: TTFT, TPOT, goodput",
         f"curl {admin}/endpoints": "who is doing what right now",
         f"{penstock} demo --policy round_robin": "the same with another policy",
+        f"{penstock} demo --split": "one group computes the prompt, another the answer",
         f"{penstock} serve --engine http://HOST:8000": "your own engines, no file needed",
     }
     width = max(map(len, steps))

@@ -31,6 +31,7 @@ from gateway.rename import Renamer
 
 ERROR_BODY_LIMIT = 64 * 1024
 CARRY_LIMIT = 64 * 1024
+HELD_BYTES = 64 * 1024  # no engine says so much before its first token
 FIRST_EVENT = 256  # bytes of a stream that are waited for, to see whether it begins with an error
 TAIL = 16 * 1024
 
@@ -43,6 +44,7 @@ _ERROR_EVENT = re.compile(rb'(?:^|\n)data:\s*\{\s*"error"')
 _CONTENT = re.compile(
     rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
 )
+_TELLS = re.compile(_CONTENT.pattern + rb'|"finish_reason":\s*"|\[DONE\]|' + _ERROR_EVENT.pattern)
 _FINISH = re.compile(rb'"finish_reason":"(\w+)"')
 _COUNTS = re.compile(r'"((?:prompt|completion|cached)_tokens)":\s*(\d{1,15})(?!\d)')
 
@@ -79,6 +81,7 @@ class Relay(msgspec.Struct, eq=False):
     headers    our own response headers, each ending in CRLF, without status line and framing
     on_first   called once, at the first generated token
     http_1_0   the client cannot read chunks: it gets the bare body and a close
+    patient    a stream is held until its first token: engines show a role before they know whether there will be one
     renamer    puts the client's alias in place of the engine's model name; None when they are the same
 
     committed  a byte of the answer was handed to the client: from there on nothing can be retried
@@ -90,6 +93,7 @@ class Relay(msgspec.Struct, eq=False):
     on_first: Callable[[], None] | None = None
     http_1_0: bool = False
     renamer: Renamer | None = None
+    patient: bool = False
 
     state: State = State.HEAD
     head: Head | None = None
@@ -228,6 +232,8 @@ class Relay(msgspec.Struct, eq=False):
             return not self._body.ended
         if not self._sse or not isinstance(self._body, ChunkedBody):
             return False
+        if self.patient:
+            return len(data) < HELD_BYTES and _TELLS.search(data) is None and not data.endswith(LAST_CHUNK)
         return len(data) < FIRST_EVENT and b"\n\n" not in data and b"\r\n\r\n" not in data
 
     def _open(self, head: Head) -> None:
@@ -256,7 +262,7 @@ class Relay(msgspec.Struct, eq=False):
     def _commit(self, data: bytes, now: float) -> bytes:
         """The first body byte: from here the client sees this engine. An error as first event is a failure."""
         assert self.head is not None
-        if self._sse and _ERROR_EVENT.search(data[:FIRST_EVENT]):
+        if self._sse and _ERROR_EVENT.search(data if self.patient else data[:FIRST_EVENT]):
             raise UpstreamBroke("engine_error", "the engine answered with an error event")
         self.state = State.FLOWING
         self.committed = True

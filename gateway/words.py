@@ -106,7 +106,7 @@ class Words:
         elif served != asked:
             renamer = Renamer(served, asked)
         headers = answer_headers(work.x, endpoint.name) + b"x-penstock-prefill: %b\r\n" % self._prefill.name.encode()
-        return Relay(headers, None, work.client.http_1_0, renamer)
+        return Relay(headers, None, work.client.http_1_0, renamer, patient=handover is not None)
 
     def meaning(self, answer: Answer | Unusable, *, alone: bool) -> Handover | Unusable | Finished | None:
         """What a prefill answer means; `alone` while no decoder has the request yet. None: all is as it should be."""

@@ -109,6 +109,21 @@ def test_demo_serves_what_its_welcome_says_and_ctrl_c_ends_everything(tmp_path: 
     assert subprocess.run(checked, env=ENV, capture_output=True).returncode == 0
 
 
+def test_a_demo_that_splits_tells_who_prefilled_and_who_decoded(tmp_path: Path) -> None:
+    with demo(tmp_path, "--split", "--groups", "2", "--speed", "20") as (process, _, _port):
+        assert process.stdout
+        said = next(line for line in process.stdout if "sample request" in line)
+        assert re.search(r"prefilled by prefill-0, decoded by decode-0, handed over in [0-9.]+ ms over \w+", said), said
+    checked = command("check", str(tmp_path / "penstock-demo" / "gateway.yaml"))
+    assert subprocess.run(checked, env=ENV, capture_output=True).returncode == 0
+
+
+def test_a_demo_of_one_group_cannot_be_split(tmp_path: Path) -> None:
+    done = failing_demo(tmp_path, "--split", "--groups", "1")
+    assert done.returncode == 1
+    assert "two groups or more" in done.stderr
+
+
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
 def test_a_demo_that_is_killed_outright_leaves_no_mock_behind(tmp_path: Path) -> None:
     with demo(tmp_path, "--groups", "1") as (process, _, _port), watched(mocks_of(process.pid)) as mocks:

@@ -147,8 +147,7 @@ async def test_a_request_that_one_half_calls_wrong_is_answered_once() -> None:
         await f.at_rest()
 
 
-async def test_a_prefill_that_breaks_after_the_decoder_began_breaks_the_answer_off() -> None:
-    """SGLang may show a role before the KV is there: then nothing can be tried again."""
+async def test_a_role_shown_before_the_kv_is_there_is_held_and_the_request_tried_again() -> None:
 
     async def shows_a_role(asked: Asked) -> None:
         asked.open_stream()
@@ -157,10 +156,12 @@ async def test_a_prefill_that_breaks_after_the_decoder_began_breaks_the_answer_o
         await asked.closed.wait()
 
     began = asyncio.Event()
-    async with sglang([after(began, resets)], [shows_a_role]) as f:
+    async with sglang([after(began, resets), decodes], [each(shows_a_role, decodes)]) as f:
+        f.app.gateway.endpoints.all()[1].load.prefill_tokens += 10**6
         reply = await f.ask(stream=True)
-        assert b'"error"' in (reply.body or b"")
-        assert len(f.prefill[0].asked) == 1
+        assert reply.text == WHOLE
+        assert len(f.decode[0].asked) == 2
+        f.app.gateway.endpoints.all()[1].load.prefill_tokens -= 10**6
         await f.at_rest()
 
 

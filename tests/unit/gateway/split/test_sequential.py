@@ -11,6 +11,7 @@ from gateway.upstream import Connection, Upstream
 from tests.unit.gateway.split.halves import (
     OBJECT,
     TEXT,
+    Asked,
     after,
     begins,
     breaks_after_a_token,
@@ -174,6 +175,39 @@ async def test_a_decoder_that_could_not_load_the_kv_gets_the_request_without_the
         assert "kv_transfer_params" not in second.json
         assert f.blamed(f.decode[0]) == f.blamed(f.prefill[0]) == 0
         assert f.metric("penstock_split_decisions_total", reason="recompute") == 1
+        await f.at_rest()
+
+
+async def test_a_stream_that_fails_after_its_role_is_computed_without_the_handoff() -> None:
+    """vLLM answers 200 and a role before it knows that the KV will never come."""
+
+    async def role_then_error(asked: Asked) -> None:
+        asked.open_stream()
+        asked.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "pad": "x" * 400})
+        await asked.writer.drain()
+        await asyncio.sleep(0.01)
+        asked.event({"error": {"message": "KV load failed", "type": "InternalServerError", "code": 500}})
+        asked.end_stream()
+
+    async with front(NIXL, [prefills()], [each(role_then_error, decodes)]) as f:
+        reply = await f.ask(stream=True)
+        assert reply.text == WHOLE
+        assert b"error" not in (reply.body or b"")
+        assert "kv_transfer_params" not in f.decode[0].asked[1].json
+        assert f.blamed(f.decode[0]) == 0
+        await f.at_rest()
+
+
+async def test_an_answer_without_a_single_token_is_an_answer() -> None:
+    async def nothing(asked: Asked) -> None:
+        asked.open_stream()
+        asked.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        asked.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        asked.end_stream()
+
+    async with front(NIXL, [prefills()], [nothing]) as f:
+        reply = await f.ask(stream=True)
+        assert (reply.status, reply.text, len(reply.events)) == (200, "", 2)
         await f.at_rest()
 
 
