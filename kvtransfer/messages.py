@@ -17,13 +17,14 @@ from kvtransfer.layout import KvLayout
 
 VERSION = 1
 MOST_BLOCKS = 1 << 20
-MOST_MESSAGE_BYTES = 4 * MOST_BLOCKS + (64 << 10)
+MOST_MESSAGE_BYTES = 4 * MOST_BLOCKS + (96 << 10)
+_MOST_NAME, _MOST_TICKET = 256, 1024
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=_MOST_NAME)]
 Word = Annotated[str, msgspec.Meta(max_length=256)]
 Detail = Annotated[str, msgspec.Meta(max_length=512)]
-TicketText = Annotated[str, msgspec.Meta(max_length=1024)]
+TicketText = Annotated[str, msgspec.Meta(max_length=_MOST_TICKET)]
 Address = Annotated[str, msgspec.Meta(max_length=512)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Blocks = Annotated[bytes, msgspec.Meta(max_length=4 * MOST_BLOCKS)]
@@ -140,6 +141,13 @@ def decode(data: bytes | memoryview) -> Message:
         return _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as wrong:
         raise ProtocolError(f"this is no message: {wrong}") from wrong
+
+
+def check_words(name: str, ticket: str | None = None) -> None:
+    """ValueError for what no message can carry: names come from outside, and a peer that hears such ends the link."""
+    if not 1 <= len(name) <= _MOST_NAME or len(ticket or "") > _MOST_TICKET:
+        raise ValueError(f"a name has 1 to {_MOST_NAME} characters, a ticket at most {_MOST_TICKET}")
+    (name + (ticket or "")).encode()  # a lone surrogate is no text
 
 
 def pack_blocks(blocks: Any) -> bytes:
