@@ -31,6 +31,7 @@ from kvtransfer.transports.scatter import NOTHING, Iovecs, Pieces, Stretch, addr
 from kvtransfer.transports.seal import Seal
 
 _STAGE_BYTES = 4096
+_READS = 8  # of a payload, before anything else is looked at
 _SCRATCH_BYTES = 64 << 10
 # What may be read along with the end of a window: exactly up to where the next one's bytes begin.
 _BEHIND_WINDOW = TRAILER_BYTES + PREAMBLE_BYTES + WINDOW_HEADER_BYTES
@@ -99,41 +100,51 @@ class Inbound:
         arrival.window = arrival.digest = None
 
     def pump(self) -> bool:
-        """Read once and act on what came. False: nothing came. EOFError, FrameError, OSError: the end."""
-        count = self._read()
-        if count is None:
+        """Read and act on what came. False: no more is there. EOFError, FrameError, OSError: the end."""
+        arrival = self._arrival
+        if arrival is not None and arrival.pieces.left:
+            if not self._read_body(arrival):
+                return False
+        elif not self._read_frames():
             return False
-        if count == 0:
-            raise EOFError("the peer closed the link")
-        self._hearer.received_bytes += count
-        while self._take():
-            pass
-        self._tidy()
+        if arrival is None or not arrival.pieces.left:
+            while self._take():
+                pass
+            self._tidy()
         return True
 
-    def _read(self) -> int | None:
-        arrival = self._arrival
-        if arrival is None or not arrival.pieces.left:
-            return self._read_frames()
+    def _read_body(self, arrival: _Arrival) -> bool:
+        """Read a payload until it is whole, or for a few reads. False when the socket is empty."""
         pieces = arrival.pieces
         behind: Stretch = (self._address, _BEHIND_WINDOW) if arrival.head is not None else NOTHING
-        count = pieces.call(readv, self._fd, NOTHING, behind)
-        if count is None and arrival.digest is not None:
-            # There is time, and what came in is in the cache.
-            pieces.feed(arrival.digest.update, pieces.done)
-        if count:
+        for _ in range(_READS):
+            count = pieces.call(readv, self._fd, NOTHING, behind)
+            if count is None:
+                if arrival.digest is not None:
+                    # There is time, and what came in is in the cache.
+                    pieces.feed(arrival.digest.update, pieces.done)
+                return False
+            self._received(count)
             within = min(count, pieces.left)
             self._end = count - within
             self._arrived(arrival, within)
-        return count
+            if not pieces.left:
+                break
+        return True
 
-    def _read_frames(self) -> int | None:
+    def _read_frames(self) -> bool:
         try:
             count = self._receive(self._stage[self._end :])
         except BlockingIOError:
-            return None
+            return False
+        self._received(count)
         self._end += count
-        return count
+        return True
+
+    def _received(self, count: int) -> None:
+        if not count:
+            raise EOFError("the peer closed the link")
+        self._hearer.received_bytes += count
 
     def _arrived(self, arrival: _Arrival, count: int) -> None:
         pieces = arrival.pieces
