@@ -148,7 +148,8 @@ class TpGroup:
 
     def submit(self, job: Job, sink: Sink, reason: str) -> None:
         """Take a job; `reason` is how it will have finished. ApiError 500 when dead, 503 when the queue is full."""
-        if self.dead and not self.hanging:
+        starting = job.leg is not None and self.desk is None
+        if starting or (self.dead and not self.hanging):
             raise _engine_dead()
         if self.spec.max_queued is not None and self._queued() >= self.spec.max_queued:
             self.metrics.rejections += 1
@@ -352,8 +353,10 @@ class TpGroup:
                 memory.write(job.blocks, chunk.start, job.content.states(chunk.start, chunk.start + chunk.tokens))
         for job in self.scheduler.to_fetch():
             if self.desk is None:
-                self.fail(job, "the agent is not there yet")
-                self.scheduler.let_go(job)
+                # The engine has only just come back. Who found everything here is in the step and goes on.
+                if job.state is State.FETCHING:
+                    self.fail(job, "KV load failed: the engine has no agent yet")
+                    self.scheduler.let_go(job)
                 continue
             self.desk.fetch(job)
             if self._doom is not None:

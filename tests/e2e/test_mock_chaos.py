@@ -1,0 +1,90 @@
+"""Split mock requests in bad weather: faults of every kind come and go, clients leave, and no word is ever wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import Any
+
+import aiohttp
+import pytest
+
+from mockgpu.text import expected_text
+from tests.e2e.mock_pair import PROMPT, Pair, pair
+
+ANYWHERE = ("", "kv-lost@0.3", "die-in-pull@0.1", "die-in-transfer@0.1", "die-in-prefill@0.1", "freeze@0-0.3")
+ON_THE_WIRE = (
+    "wire-corrupt:after=100@0-0.2",
+    "wire-cut:after=50@0-0.2",
+    "wire-stall@0-0.9",
+    "die-mid-decode:after=3@0.1",
+)
+
+
+class Weather:
+    """Sets one fault after another on one group after the other, and mends each."""
+
+    def __init__(self, groups: Pair, faults: tuple[str, ...], rng: Random) -> None:
+        self._groups, self._faults, self._rng = groups, faults, rng
+
+    async def blow(self) -> None:
+        while True:
+            member = self._rng.choice([self._groups.prefill, self._groups.decode])
+            url = member.url + "/mock/fault"
+            async with self._groups.http.post(url, json={"spec": self._rng.choice(self._faults)}) as response:
+                assert response.status == 200
+            await asyncio.sleep(self._rng.random() * 0.4)
+            async with self._groups.http.delete(url):
+                pass
+
+    async def clear(self) -> None:
+        for member in (self._groups.prefill, self._groups.decode):
+            async with self._groups.http.delete(member.url + "/mock/fault"):
+                pass
+
+
+async def told(groups: Pair, body: dict[str, Any], patience_s: float | None) -> str | None:
+    """The words of one request; None when it failed, or its client left."""
+    request = asyncio.create_task(groups.split(body))
+    if patience_s is not None:
+        await asyncio.sleep(patience_s)
+        request.cancel()
+    try:
+        status, answer = await request
+    except (AssertionError, aiohttp.ClientError, asyncio.CancelledError):
+        return None
+    return answer["choices"][0]["text"] if status == 200 else None
+
+
+@pytest.mark.parametrize(
+    ("dialect", "transport", "recompute"),
+    [("vllm_nixl", "tcp", True), ("mooncake", "tcp", False), ("sglang", "auto", False), ("trtllm", "inproc", True)],
+)
+async def test_no_word_is_wrong_in_any_weather_and_all_is_given_back_after_it(
+    dialect: str, transport: str, recompute: bool
+) -> None:
+    rng = Random(f"{dialect}/{transport}")
+    kv = {"transport": transport, "wait_s": 1.0, "lease_s": 1.0, "wire_faults": transport == "tcp"}
+    faults = ANYWHERE + (ON_THE_WIRE if transport == "tcp" else ())
+    options: dict[str, Any] = {"kv": kv, "speed": 30.0, "kv_tokens": 12_000, "decode": {"recompute": recompute}}
+    async with pair(dialect, (2, 4), **options) as groups:
+        weather = Weather(groups, faults, rng)
+        blowing = asyncio.create_task(weather.blow())
+        right, room = 0, asyncio.Semaphore(12)
+
+        async def ask() -> None:
+            nonlocal right
+            prompt = f"{rng.randrange(30)} " + PROMPT * rng.randrange(1, 10)
+            body = {"prompt": prompt, "max_tokens": rng.randrange(1, 40)}
+            async with room:
+                words = await told(groups, body, rng.random() * 0.1 if rng.random() < 0.3 else None)
+            assert words in (None, expected_text(body, body["max_tokens"]))
+            right += words is not None
+
+        await asyncio.gather(*(ask() for _ in range(60)))
+        assert not blowing.done()
+        blowing.cancel()
+        await asyncio.gather(blowing, return_exceptions=True)
+        await weather.clear()
+        await groups.at_rest(within_s=10)
+        assert right > 5
