@@ -15,6 +15,7 @@ import typer.main
 from gateway import cli
 from gateway.config import json_schema
 from gateway.config.tree import Config
+from gateway.life import KEPT, TABLE
 from gateway.metrics import Metrics
 from policies import registry
 
@@ -27,6 +28,7 @@ def pages() -> Mapping[str, str]:
         "docs/reference/config.md": config_page(),
         "docs/reference/metrics.md": metrics_page(),
         "docs/reference/cli.md": cli_page(),
+        "docs/reference/split-states.md": states_page(),
         "deploy/config/gateway.schema.json": json.dumps(json_schema(), indent=1) + "\n",
     }
 
@@ -67,6 +69,20 @@ def cli_page() -> str:
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         shown += [f"## penstock {name}\n", (command.help or "").strip() + "\n", _options(command)]
+    return "\n".join(shown)
+
+
+def states_page() -> str:
+    """The table of a split request's life, state by state."""
+    shown = [_MADE, _STATES_INTRO]
+    for state, (owner, deadline) in KEPT.items():
+        rows = [
+            (event.value, row.state.replace("_", " "), "; ".join(act.value for act in row.acts) or "nothing")
+            for (at, event), row in TABLE.items()
+            if at is state
+        ]
+        shown.append(f"## {state.replace('_', ' ')}\n\nOwner: {owner}. Deadline: `{deadline}`.\n")
+        shown.append(_table(("what happens", "then", "due"), rows))
     return "\n".join(shown)
 
 
@@ -224,6 +240,12 @@ descriptors of the process besides.
 
 _LABELS_INTRO = """\
 A label that has shown as many values as it may says `other` for all further ones, so that a scrape stays bounded.
+"""
+
+_STATES_INTRO = """# States of a split request
+
+P prefills, D decodes (docs/life-of-a-split-request.md). The table is `gateway/life.py`; `done`, `failed` and `gone` are
+ends. After `failed` comes another attempt, if the client has no byte yet and the retry budget allows it.
 """
 
 _CLI_INTRO = """\
