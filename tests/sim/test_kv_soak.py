@@ -1,0 +1,39 @@
+"""One fleet for a long simulated time: requests come in waves, something breaks in each; every ebb finds all free."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.chaos.kv_trials import FAULTS, Trial
+
+# What ends with the wave that it came in. The dead stay dead, and dice are cast for a whole world.
+PASSING = ["none", "freeze source", "freeze sink", "stall", "steal blocks", "hang up"]
+
+
+def test_twenty_minutes_of_waves_leaves_nothing_behind() -> None:
+    world = Trial(next(seed for seed in range(1000) if Trial(seed, "inproc").fault == FAULTS[0]), "inproc")
+    ends: Counter[str] = Counter()
+    for wave in range(120):
+        world.undisturbed.clear()
+        world.fault = world.rng.choice(PASSING)
+        for number in range(world.rng.randrange(2, 8)):
+            world.request(f"{wave}/{number}")
+        if world.fault == "hang up":
+            victim = world.rng.choice(world.engines)
+            world.at(world.moment(), lambda: world.hang_up(victim))  # noqa: B023  (it happens in this wave)
+        else:
+            world.breakage()
+        assert world.settled(30), wave
+        world.rest(10)
+        for engine in world.engines:
+            engine.check()
+            assert not engine.wrong, (wave, world.fault, engine.wrong)
+            ends.update(str(handle.end.reason) for handle in engine.handles.values() if handle.end)
+            engine.handles.clear()
+    assert world.clock.now() > 1200
+    assert ends["landed"] > 200
+    assert len(ends) > 10
+    for engine in world.engines:
+        assert engine.agent.figures()["links"] <= 4
+        assert len(engine.agent._source._deadlines) < 50
+        assert not engine.agent._sink._waiting
