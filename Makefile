@@ -6,12 +6,14 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 DEMO   ?=
 TESTS  ?=
+TRIALS ?=
+comma  := ,
 RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma bench bench-kv real compiled load policies docs lock clean
+.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv real compiled load policies docs lock clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +38,9 @@ e2e: $(VENV)/.dev ## whole processes against each other
 
 rdma: $(VENV)/.dev build/rdma/initrd.gz ## KV transfer over real RDMA verbs, in a guest with soft-RoCE (Debian 12; no KVM, no hardware)
 	sh deploy/rdma/test.sh $(PY) $(RDMA_TESTS)
+
+kv-trials: $(VENV)/.dev ## 10,000 seeded faults of KV transfer over inproc, shm and tcp (TRIALS="--trials 500 --seed 7")
+	$(PY) -m tests.chaos.kv_trials $(or $(TRIALS),--trials 10000 --transport inproc$(comma)shm$(comma)tcp)
 
 bench: $(VENV)/.dev ## this gateway and its peers on the same load, in alternation (docs/performance.md)
 	$(PY) tests/bench/peers.py
