@@ -77,12 +77,17 @@ def states_page() -> str:
     shown = [_MADE, _STATES_INTRO]
     for state, (owner, deadline) in KEPT.items():
         rows = [
-            (event.value, row.state.replace("_", " "), "; ".join(act.value for act in row.acts) or "nothing")
+            (
+                f"`{event.name.lower()}`",
+                event.value,
+                row.state.replace("_", " "),
+                "; ".join(act.value for act in row.acts) or "nothing",
+            )
             for (at, event), row in TABLE.items()
             if at is state
         ]
         shown.append(f"## {state.replace('_', ' ')}\n\nOwner: {owner}. Deadline: `{deadline}`.\n")
-        shown.append(_table(("what happens", "then", "due"), rows))
+        shown.append(_table(("event", "what has happened", "then", "due"), rows))
     return "\n".join(shown)
 
 
