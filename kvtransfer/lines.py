@@ -40,9 +40,9 @@ class Line:
 
     def silent(self, now: float, late_s: float, options: Options) -> bool:
         """Whether the peer has said nothing for too long. Asked twice a beat; `late_s`: by how much we are late
-        ourselves, which is no fault of the peer's."""
+        ourselves, which is no fault of the peer's. Who has proven nothing buys no time by a byte now and then."""
         received = self.link.received_bytes
-        if received != self._received:
+        if self.up and received != self._received:
             self._received, self._heard_at = received, now
         self._heard_at += late_s
         limit_s = options.silence_s if self.up else options.handshake_s
@@ -57,3 +57,11 @@ def unfit(mine: Card, theirs: Card, version: int) -> tuple[Reason, str] | None:
         return Reason.LAYOUT, f"family differs: {mine.family} here, {theirs.family} there"
     mismatch = mine.layout.mismatch(theirs.layout)
     return None if mismatch is None else (Reason.LAYOUT, mismatch)
+
+
+def astray(line: Line) -> tuple[Reason, str] | None:
+    """A better way that led to somebody else than the way we learnt of it: an address means little on another host."""
+    peer, meant = line.session.peer, None if line.fallback is None else line.fallback.session.peer
+    if peer is None or meant is None or (peer.agent, peer.epoch) == (meant.agent, meant.epoch):
+        return None
+    return Reason.UNREACHABLE, f"{peer.agent} answers there, and not {meant.agent}"

@@ -29,6 +29,7 @@ from kvtransfer.messages import (
     Landed,
     ProtocolError,
     Stop,
+    check_words,
     pack_blocks,
     unpack_blocks,
 )
@@ -224,6 +225,7 @@ class SinkBook:
         return [each for each in self._waiting.pop(address, []) if each.number in self._held]
 
     def _check(self, wish: Wish) -> None:
+        check_words(wish.name, wish.ticket)
         if not 0 <= wish.skip_tokens < wish.tokens:
             raise ValueError(f"tokens {wish.skip_tokens} to {wish.tokens} are none")
         if wish.blocks.size * self._layout.block_tokens < wish.tokens:

@@ -17,7 +17,18 @@ from kvtransfer.commands import Admit, Bump, Command, Drop, Resolve, Send
 from kvtransfer.credits import Bandwidth, Klass
 from kvtransfer.ends import Reason, end
 from kvtransfer.lease import Lease, LeaseError, LeaseEvent, LeaseState, advance
-from kvtransfer.messages import Accept, Card, Credit, Invite, Landed, ProtocolError, Stop, pack_blocks, unpack_blocks
+from kvtransfer.messages import (
+    Accept,
+    Card,
+    Credit,
+    Invite,
+    Landed,
+    ProtocolError,
+    Stop,
+    check_words,
+    pack_blocks,
+    unpack_blocks,
+)
 from kvtransfer.options import Options
 from kvtransfer.outlet import Offer, Outlet, Ware
 from kvtransfer.regions import Region
@@ -88,7 +99,7 @@ class SourceBook:
         if guest is None:
             return offer.ticket, []
         self._outlets[guest.link].waiting.pop(guest.invite.transfer)
-        return offer.ticket, self._claim(offer, guest.link, guest.invite, now)
+        return offer.ticket, self._answer(offer, guest.link, guest.invite, now)
 
     def ready(self, number: int, layers: int, now: float) -> list[Command]:
         """The first `layers` layers are computed: whatever groups that completes may leave."""
@@ -170,16 +181,12 @@ class SourceBook:
                 return self._refuse(link, invite.transfer, reason)
         if offer is None:
             return self._seat(link, invite, now)
-        if offer.link is not None:
-            return self._refuse(link, invite.transfer, Reason.NAME_TAKEN)
-        if offer.ware.sink not in (None, outlet.card.agent):
-            return self._refuse(link, invite.transfer, Reason.BAD_TICKET)
-        return self._claim(offer, link, invite, now)
+        return self._answer(offer, link, invite, now)
 
     def stopped(self, link: Link, message: Stop, now: float) -> list[Command]:
         """The sink gave up."""
-        if message.reason is Reason.LANDED:
-            raise ProtocolError("Landed has a message of its own")
+        if message.reason in (Reason.LANDED, Reason.LEASE_EXPIRED):
+            raise ProtocolError(f"{message.reason} is no sink's reason to stop")
         outlet = self._outlets[link]
         name = outlet.waiting.pop(message.transfer, None)
         if name is not None:
@@ -219,6 +226,7 @@ class SourceBook:
             self._renew(offer, now + offer.ware.ttl_s, now)
 
     def _check(self, ware: Ware) -> None:
+        check_words(ware.name)
         size = self._card.layout.block_tokens
         if ware.name in self._names:
             raise ValueError(f"{ware.name} is on offer already")
@@ -277,6 +285,14 @@ class SourceBook:
     def _refuse(self, link: Link, transfer: int, reason: Reason, detail: str = "") -> list[Command]:
         self._tally.refused[reason] += 1
         return [Send(link, Stop(transfer, reason, detail[:256]))]
+
+    def _answer(self, offer: Offer, link: Link, invite: Invite, now: float) -> list[Command]:
+        """An invitation meets its offer, whichever came first: is it free, and for this sink?"""
+        if offer.link is not None:
+            return self._refuse(link, invite.transfer, Reason.NAME_TAKEN)
+        if offer.ware.sink not in (None, self._outlets[link].card.agent):
+            return self._refuse(link, invite.transfer, Reason.BAD_TICKET)
+        return self._claim(offer, link, invite, now)
 
     def _claim(self, offer: Offer, link: Link, invite: Invite, now: float) -> list[Command]:
         """One offer becomes one sink's. What does not fit is refused before a byte moves, and stays on offer."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from kvtransfer.clock import Clock, Timer
 from kvtransfer.commands import Command
 from kvtransfer.ends import Reason
-from kvtransfer.lines import Line, unfit
+from kvtransfer.lines import Line, astray, unfit
 from kvtransfer.messages import Accept, Beat, Card, Credit, Invite, Landed, Message, ProtocolError, Stop
 from kvtransfer.options import Options
 from kvtransfer.session import Session, Unproven
@@ -77,12 +77,11 @@ class Switchboard:
 
     def dial(self, address: str) -> None:
         """Aside: a link to the agent there. The sink's book hears `linked` or `unlinked`."""
-        first = next(iter(self._transports.values()))
-        self._clock.aside(lambda: self._dial(first, address, address))
+        self._seek(next(iter(self._transports.values())), address, address)
 
     def linked(self, link: Link) -> None:
         with self._lock:
-            strangers = sum(not line.up for line in self._lines.values())
+            strangers = sum(line.address is None and not line.up for line in self._lines.values())
             if self._closed or strangers >= self.options.most_strangers:
                 self._tally.faults["strangers"] += 1
                 return link.close()
@@ -129,11 +128,18 @@ class Switchboard:
             self._key, secrets.token_bytes(16), self.card, dialled=dialled, budget_bytes=self.options.budget_bytes
         )
 
-    def _dial(self, transport: Transport, where: str, address: str, fallback: Line | None = None) -> None:
-        """On a thread that may wait: a link to the peer that engines know as `address`."""
+    def _seek(self, transport: Transport, where: str, address: str, fallback: Line | None = None) -> None:
+        """Under the lock: dial on a thread that may wait."""
+        try:
+            self._clock.aside(lambda: self._dial(transport, where, address, fallback))
+        except RuntimeError as wrong:  # there is no thread to be had
+            self._do(self._settle(address, fallback, Reason.UNREACHABLE, str(wrong)))
+
+    def _dial(self, transport: Transport, where: str, address: str, fallback: Line | None) -> None:
+        """Aside: a link to the peer that engines know as `address`."""
         try:
             link = transport.dial(where)
-        except TransportError as wrong:
+        except (TransportError, RuntimeError) as wrong:
             with self._lock:
                 self._do(self._settle(address, fallback, Reason.UNREACHABLE, str(wrong)))
             return
@@ -149,7 +155,7 @@ class Switchboard:
         """The other end is who it says. Is it one that we can work with?"""
         line.up, peer = True, line.session.peer
         assert peer is not None
-        reason = unfit(self.card, peer, line.session.version)
+        reason = unfit(self.card, peer, line.session.version) or astray(line)
         if reason is not None:
             self._tally.refused[reason[0]] += 1
             self.lose(line.link, *reason)
@@ -162,8 +168,7 @@ class Switchboard:
         if name is None:
             self._do(self._use(line))
         else:
-            address, where = line.address, peer.addresses[name]
-            self._clock.aside(lambda: self._dial(self._transports[name], where, address, line))
+            self._seek(self._transports[name], peer.addresses[name], line.address, line)
 
     def _use(self, line: Line) -> list[Command]:
         """Sink: this line it is. The one that led to it is not needed any more."""
@@ -212,12 +217,14 @@ class Switchboard:
         not. A freeze is thus noticed within the silence that is allowed and half a beat."""
         now, beat_s = self._clock.now(), self.options.beat_s
         late_s = now - due if now - due > beat_s else 0.0
-        for line in list(self._lines.values()):
-            if line.silent(now, late_s, self.options):
-                self.lose(line.link, Reason.SILENT, f"nothing heard for {self.options.silence_s} s")
-            elif line.up and say:
-                line.say(Beat())
-        self._set_pulse(now + beat_s / 2, not say)
+        try:
+            for line in list(self._lines.values()):
+                if line.silent(now, late_s, self.options):
+                    self.lose(line.link, Reason.SILENT, f"nothing heard for {self.options.silence_s} s")
+                elif line.up and say:
+                    line.say(Beat())
+        finally:
+            self._set_pulse(now + beat_s / 2, not say)
 
     def _set_pulse(self, when: float, say: bool = True) -> None:
         if not self._closed or self._lines:

@@ -83,10 +83,16 @@ class StreamLink:
     # ---- from any thread ----
 
     def open(self, *, dialled: bool) -> None:
-        """Begin. The owner of a link that was dialled to us hears `linked` first."""
+        """Begin. The owner of a link that was dialled to us hears `linked` first. TransportError: nothing is left."""
         if not dialled:
             self._orders.append(lambda: self._owner.linked(self))
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as wrong:
+            self._closing = True
+            self._orders.clear()
+            self._end()
+            raise TransportError(f"no thread for the link to {self.peer}: {wrong}") from wrong
 
     def send(self, message: bytes) -> None:
         if len(message) > _MOST_MESSAGE_BYTES:

@@ -78,6 +78,8 @@ class World:
                     self.over.add((link, transfer))
                 case Send(link, Accept(transfer)):
                     assert (link, transfer) not in self.accepted
+                    outlet = self.book._outlets[link]
+                    assert outlet.claimed[transfer].ware.sink in (None, outlet.card.agent)
                     self.accepted[link, transfer] = transfer
                 case Send(_, Stop(_, reason)):
                     assert reason is not Reason.LANDED

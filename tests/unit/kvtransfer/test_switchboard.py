@@ -1,0 +1,168 @@
+"""Who may stand at the door, for how long, and whether a better way leads to the same peer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import pytest
+
+from kvtransfer.clock import ThreadClock
+from kvtransfer.ends import Reason
+from kvtransfer.lines import Line
+from kvtransfer.messages import Card
+from kvtransfer.options import Options
+from kvtransfer.regions import Region
+from kvtransfer.session import Session
+from kvtransfer.transports.base import LinkOwner
+from kvtransfer.transports.shm import Shm
+from kvtransfer.transports.tcp import Tcp
+from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, group, groups
+from tests.contract.kvtransfer.links import PATIENCE_S
+
+
+class FakeLink:
+    """As much of a link as a line looks at."""
+
+    transport, peer, received_bytes, window_bytes = "fake", "x", 0, 1 << 20
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(4000):
+        if holds():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it has not come about")
+
+
+def test_who_has_proven_nothing_buys_no_time_by_a_byte_now_and_then() -> None:
+    link, options = FakeLink(), Options(handshake_s=2.0)
+    line = Line(link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 10.0)  # type: ignore[arg-type]
+    for at in range(1, 19):
+        link.received_bytes = at
+        assert not line.silent(10.0 + at / 10, 0.0, options)
+    assert line.silent(12.0, 0.0, options)
+    line.up = True
+    assert not line.silent(12.0, 0.0, options)
+
+
+class Misled(Shm):
+    """Shared memory that tells peers the address of another agent, as 127.0.0.1 on another host would."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._wrong = address
+
+    def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
+        super().start(owner, regions)
+        return self._wrong
+
+
+async def started(name: str, *ways: Tcp | Shm) -> Group:
+    made = group(name, SMALL, list(ways), options=PATIENT)
+    await made.agent.start()
+    return made
+
+
+async def test_a_better_way_that_leads_to_another_agent_is_not_taken() -> None:
+    other_way = Shm()
+    other = await started("other", Tcp(), other_way)
+    meant = await started("meant", Tcp(), Misled(other.agent._board.card.addresses["shm"]))
+    sink = await started("d", Tcp(), Shm())
+    other.agent.offer("r", [1], 16)
+    offer = meant.agent.offer("r", [1], 16)
+    end = await asyncio.wait_for(sink.agent.fetch(meant.agent.address, "r", [1], 16).ended(), PATIENCE_S)
+    assert (end.landed, end.transport) == (True, "tcp")
+    assert (await asyncio.wait_for(offer.ended(), PATIENCE_S)).landed
+    assert sink.agent.figures()["faults"] == {"fallback": 1}
+    for each in (sink, meant, other):
+        await each.agent.close()
+
+
+async def test_those_we_dial_do_not_stand_at_our_door() -> None:
+    async with groups("tcp", SMALL, SMALL, options=[Options(most_strangers=1, handshake_s=15.0), PATIENT]) as (
+        one,
+        two,
+    ):
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            waits = one.agent.fetch(f"127.0.0.1:{mute.getsockname()[1]}", "r", [1], 16)
+            await until(lambda: bool(one.agent.figures()["links"]))
+            one.agent.offer("r", [1], 16)
+            assert (await asyncio.wait_for(two.agent.fetch(one.agent.address, "r", [2], 16).ended(), PATIENCE_S)).landed
+            waits.cancel()
+
+
+async def test_a_heart_that_missed_a_beat_beats_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = threading.Event()
+
+    def fails(line: Line, *_: object) -> bool:
+        if line.address is not None or failed.is_set():
+            return False
+        failed.set()
+        raise RuntimeError("once")
+
+    brisk = Options(beat_s=0.02, misses=500)
+    async with groups("tcp", SMALL, SMALL, options=[brisk, brisk]) as (source, sink):
+        offer = source.agent.offer("r", [1], 16, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
+        await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
+        (link,) = sink.agent._board._lines
+        monkeypatch.setattr(Line, "silent", fails)
+        assert await asyncio.to_thread(failed.wait, PATIENCE_S)
+        heard = link.received_bytes
+        await until(lambda: link.received_bytes > heard + 100)
+        offer.ready(SMALL.layers)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+
+
+async def test_where_there_is_no_thread_for_a_link_the_next_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process at its limit of threads must not go deaf for good."""
+    start, refused = threading.Thread.start, threading.Event()
+
+    def no_more(thread: threading.Thread) -> None:
+        if thread.name.startswith("kv-tcp-127.0.0.1"):
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async with groups("tcp", SMALL, SMALL) as (source, sink):
+        host, _, port = source.agent.address.rpartition(":")
+        monkeypatch.setattr(threading.Thread, "start", no_more)
+        with socket.create_connection((host, int(port))) as sock:
+            assert await asyncio.to_thread(refused.wait, PATIENCE_S)
+            assert await asyncio.to_thread(sock.recv, 1) == b""
+        monkeypatch.undo()
+        source.agent.offer("r", [1], 16)
+        landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+
+
+async def test_where_there_is_no_thread_to_dial_a_landing_ends_and_the_next_is_dialled_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with groups("tcp", SMALL, SMALL) as (source, sink):
+        source.agent.offer("r", [1], 16)
+
+        def aside(clock: ThreadClock, call: object) -> NoReturn:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(ThreadClock, "aside", aside)
+        end = await asyncio.wait_for(sink.agent.fetch(source.agent.address, "r", [2], 16).ended(), PATIENCE_S)
+        assert end.reason is Reason.UNREACHABLE
+        monkeypatch.undo()
+        landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+
+
+@pytest.mark.parametrize("words", [{"name": ""}, {"name": "x" * 257}, {"name": "\ud800"}, {"ticket": "t" * 1025}])
+async def test_words_that_no_message_carries_end_no_link(words: dict[str, str]) -> None:
+    async with groups("inproc", SMALL, SMALL) as (source, sink):
+        offer = source.agent.offer("r", [1], 16, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
+        with pytest.raises(ValueError, match=r"characters|surrogates"):
+            sink.agent.fetch(source.agent.address, words.get("name", "n"), [3], 16, ticket=words.get("ticket"))
+        offer.ready(SMALL.layers)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
