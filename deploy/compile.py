@@ -17,8 +17,8 @@ from setuptools import Distribution
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("gateway", "policies", "kvtransfer", "mockgpu", "planner")
 HOT = (
-    *("account", "endpoints", "exchange", "framing", "front", "gate", "legs", "meters", "openai", "outbox", "prefixes"),
-    *("relay", "serve", "upstream"),
+    *("account", "endpoints", "exchange", "framing", "front", "gate", "head", "legs", "meters", "openai", "outbox"),
+    *("prefixes", "relay", "serve", "talk", "upstream"),
 )
 DECISIONS = ("admission", "filters", "health", "pickers", "prefix_index", "run", "scorers")
 # Annotations stay annotations: a compiled module must behave as its source does, not faster at the price of meaning.

@@ -297,10 +297,8 @@ def _line(x: Exchange, relay: Relay | None, now: float) -> AccessLine:
 
 def _tell(line: AccessLine, split: SplitRecord, relay: Relay | None, start: float) -> None:
     """How the request was split, or why it was not."""
-    line.split_reason, line.prefill, line.dialect, line.transport = (
-        *(split.reason, split.prefill, split.dialect),
-        split.transport,
-    )
+    line.split_reason, line.prefill = split.reason, split.prefill
+    line.dialect, line.transport = split.dialect, split.transport
     line.prefilled_us, line.handed_over_us = [
         None if stamp is None else int((stamp - start) * 1e6) for stamp in (split.prefilled_at, split.handed_over_at)
     ]
