@@ -82,3 +82,19 @@ async def test_a_frozen_prefiller_is_noticed_and_the_request_computed_elsewhere(
         for member in house.prefill:
             member.faults.clear()
         await house.at_rest()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_storm_of_clients_that_leave_at_the_first_byte_leaves_nothing_and_harms_nobody(dialect: str) -> None:
+    async with split_house(dialect, speed=50.0) as house:
+
+        async def leave_at_first_byte(number: int) -> None:
+            body = {"model": "m", "stream": True} | long(number, max_tokens=200)
+            async with house.http.post(f"{house.app.url}/v1/completions", json=body) as answer:
+                await answer.content.readany()
+                answer.close()
+
+        stays = [house.right(long(number)) for number in range(0, 60, 10)]
+        leaves = [leave_at_first_byte(number) for number in range(60) if number % 10]
+        await asyncio.gather(*stays, *leaves)
+        await house.at_rest(within_s=10)
