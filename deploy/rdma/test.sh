@@ -18,4 +18,4 @@ if ! "$python" -c 'import pyverbs.qp' 2>/dev/null; then
 fi
 # The limit is for a guest that hangs; on a quiet machine it is done in a third of it.
 exec sh "$here/guest.sh" "$out" 600 env PENSTOCK_RDMA=1 PENSTOCK_KV_TRANSPORTS=rdma PENSTOCK_PATIENCE_S=60 PY_COLORS=0 \
-    "$python" -X faulthandler -m pytest -o faulthandler_timeout=120 "$@"
+    "$python" -X faulthandler -m pytest -o faulthandler_timeout=300 "$@"
