@@ -242,12 +242,12 @@ class StreamLink:
         """Look for more for a while. True when there is something to do."""
         until_s = time.perf_counter() + self._manner.spin_s
         while time.perf_counter() < until_s:
+            # Whoever we wait for may have been woken on this very core.
+            os.sched_yield()
             if self._in.pump() or self._orders or not self._out.idle or self._closing:
                 return True
             if done is None and self._drivers:
                 return True
-            # Whoever we wait for may have been woken on this very core.
-            os.sched_yield()
         return False
 
     def _want_out(self, want: bool) -> None:
