@@ -75,11 +75,4 @@ class Dial(msgspec.Struct, frozen=True):
     address: str
 
 
-class Hangup(msgspec.Struct, frozen=True):
-    """Close a link for the peer's misbehaviour; `why` is for the log. The books hear of the loss at once."""
-
-    link: Link
-    why: str
-
-
-Command = Send | SendInvite | Admit | Put | Drop | Fence | Bump | Resolve | Progress | Dial | Hangup
+Command = Send | SendInvite | Admit | Put | Drop | Fence | Bump | Resolve | Progress | Dial

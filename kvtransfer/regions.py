@@ -1,6 +1,6 @@
 """Regions: the memory that a rank's KV blocks lie in, and a generation per block that tells one owner from the next.
 
-Not here: who owns a block (the engine's allocator), or when it may be given to the next (book.py).
+Not here: who owns a block (the engine's allocator), or when it may be given to the next (source.py, sink.py).
 """
 
 from __future__ import annotations

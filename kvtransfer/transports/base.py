@@ -1,6 +1,6 @@
 """What a transport is: links between agents that carry small messages in order and windows of KV bytes.
 
-A transport moves bytes and stops moving them; it decides nothing. Who may move what is the book's business (book.py),
+A transport moves bytes and stops moving them; it decides nothing. Who may move what is the books' business,
 which the owner of a link asks. Not here: any concrete transport.
 """
 

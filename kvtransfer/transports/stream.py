@@ -30,7 +30,6 @@ from kvtransfer.transports.seal import Seal, SealBroken
 _MOST_MESSAGE_BYTES = (4 << 20) + (128 << 10)
 _STRANGER = FrameLimits(header_bytes=24 << 10, payload_bytes=0)
 _NEVER = float("inf")
-_JOIN_S = 2.0
 _LOOK_MS = 5  # a driver looks so often whether it is done for reasons of its own
 _log = logging.getLogger("penstock")
 
@@ -125,9 +124,10 @@ class StreamLink:
         self._wake(always=True)
 
     def join(self) -> None:
-        """Wait until the thread has ended, unless that is the caller's own, or has yet to begin."""
+        """Wait until the thread has ended, however long it is at its last copy: whoever closes takes it that nobody
+        writes any more. Not if that is the caller's own, or has yet to begin."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_S)
+            self._thread.join()
 
     def drive(self, done: Callable[[], bool], timeout_s: float) -> bool:
         """Move this link's bytes on the calling thread until `done()`: what waits anyway needs no wake-up.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvtransfer import agent as agent_module
 from kvtransfer.agent import Agent
@@ -12,6 +15,8 @@ from kvtransfer.clock import VirtualClock
 from kvtransfer.ends import Reason
 from kvtransfer.handles import Handle
 from kvtransfer.regions import Region
+from kvtransfer.reshard import Runs
+from kvtransfer.transports import shm
 from kvtransfer.transports.inproc import Inproc, InprocLink, Wire
 from tests.contract.kvtransfer.groups import KEY, SMALL, groups
 
@@ -103,3 +108,29 @@ async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
         offer.revoke()
         assert (await asyncio.wait_for(other, 5)).reason is Reason.REVOKED
         assert one.cancelled() or one.cancelling()
+
+
+async def test_an_agent_that_closes_waits_for_the_last_copy_into_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, copy, go_on = threading.Event(), shm.copy_runs, threading.Event()
+
+    def halts(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs) -> None:
+        begun.set()
+        go_on.wait(20)
+        copy(source, sink, runs)
+
+    monkeypatch.setattr(agent_module, "_FENCES_S", 0.05)
+    monkeypatch.setattr(shm, "copy_runs", halts)
+    async with groups("shm", SMALL, SMALL) as (source, sink):
+        source.regions[0].bytes[:] = 9
+        source.agent.offer("r", [0], 16)
+        landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
+        assert await asyncio.to_thread(begun.wait, 20)
+        closing = asyncio.create_task(sink.agent.close())
+        await asyncio.wait({closing}, timeout=2.4)  # longer than any thread was ever waited for
+        assert landing.end is None
+        go_on.set()
+        await asyncio.wait_for(closing, 20)
+        assert landing.end is not None
+        before = sink.snapshot()
+        await asyncio.sleep(0.05)
+        assert all((now == then).all() for now, then in zip(sink.snapshot(), before, strict=True))
