@@ -157,6 +157,7 @@ class Proxy:
         self._target, self._rng = target, rng
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
         self._spoil = 0
         self._flows = threading.Event()
         self._flows.set()
@@ -184,6 +185,10 @@ class Proxy:
         self._listener.close()
         self._flows.set()
         self.sever()
+        for thread in self._threads:
+            thread.join(2)
+        for each in self._sockets:
+            each.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -193,7 +198,9 @@ class Proxy:
                 far = socket.create_connection((host, int(port)))
                 self._sockets += [near, far]
                 for one, other in ((near, far), (far, near)):
-                    threading.Thread(target=self._carry, args=(one, other), daemon=True, name="proxy").start()
+                    self._threads.append(threading.Thread(target=self._carry, args=(one, other), name="proxy"))
+                    self._threads[-1].daemon = True
+                    self._threads[-1].start()
 
     def _carry(self, one: socket.socket, other: socket.socket) -> None:
         with contextlib.suppress(OSError):

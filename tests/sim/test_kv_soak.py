@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 from tests.chaos.kv_trials import FAULTS, Trial
 
@@ -11,7 +12,9 @@ PASSING = ["none", "freeze source", "freeze sink", "stall", "steal blocks", "han
 
 
 def test_twenty_minutes_of_waves_leaves_nothing_behind() -> None:
-    world = Trial(next(seed for seed in range(1000) if Trial(seed, "inproc").fault == FAULTS[0]), "inproc")
+    # The fault is the first thing that a seed draws.
+    world = Trial(next(seed for seed in range(1000) if Random(seed).choice(FAULTS) == "none"), "inproc")
+    assert world.fault == "none"
     ends: Counter[str] = Counter()
     for wave in range(120):
         world.undisturbed.clear()
@@ -37,3 +40,4 @@ def test_twenty_minutes_of_waves_leaves_nothing_behind() -> None:
         assert engine.agent.figures()["links"] <= 4
         assert len(engine.agent._source._deadlines) < 50
         assert not engine.agent._sink._waiting
+    world.leave()
