@@ -57,6 +57,7 @@ def everyone() -> list[Contestant]:
     """All contestants. NIXL without its progress thread: with it every size is slower and dearer here."""
     return [
         Contestant("memcpy", "side_memcpy", "sink"),
+        Contestant("memcpy, memory files", "side_memcpy", "sink", {"files": True}),
         Contestant("raw tcp", "side_raw"),
         *(Contestant(name, "side_ours", settings=settings) for name, settings in OURS.items()),
         Contestant("ours agents tcp", "side_agent", "sink", {"transport": "tcp"}, sizes=(64 << 10,)),

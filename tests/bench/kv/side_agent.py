@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+import numpy as np
 from pool import Bytes, Draw
 
 from kvtransfer.agent import Agent
@@ -33,7 +34,10 @@ class Agents:
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
         self.role = role
         block_bytes = self.LAYOUT.rank_block_bytes(0)
-        self.region = Region.create(pool_bytes // block_bytes, block_bytes, name=role, populate=True)
+        if settings["transport"] == "tcp":
+            self.region = Region.over(np.zeros(pool_bytes, np.uint8), block_bytes, name=role)
+        else:
+            self.region = Region.create(pool_bytes // block_bytes, block_bytes, name=role, populate=True)
         self.pool: Bytes = self.region.bytes
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()

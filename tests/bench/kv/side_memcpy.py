@@ -1,7 +1,12 @@
-"""The floor: numpy copies block after block inside one process. The other process has nothing to do."""
+"""The floor: numpy copies block after block inside one process. The other has nothing to do.
+
+Settings: files (memory files in place of numpy's memory, which has huge pages)."""
 
 from __future__ import annotations
 
+import mmap
+import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,10 +16,10 @@ from pool import Bytes, Draw
 class Memcpy:
     """The sink copies from a private pool of its own; what that holds is the source's reference."""
 
-    def __init__(self, role: str, pool_bytes: int) -> None:
+    def __init__(self, role: str, pool_bytes: int, make: Callable[[int], Bytes]) -> None:
         self.role = role
-        self.pool: Bytes = np.zeros(pool_bytes, np.uint8)
-        self.source: Bytes = np.zeros(pool_bytes if role == "sink" else 0, np.uint8)
+        self.pool = make(pool_bytes)
+        self.source = make(pool_bytes if role == "sink" else 8)
         self.pairs: list[tuple[Bytes, Bytes]] = []
 
     def address(self) -> dict[str, Any]:
@@ -44,4 +49,15 @@ class Memcpy:
 
 
 def open_side(role: str, pool_bytes: int, settings: dict[str, Any]) -> Memcpy:
-    return Memcpy(role, pool_bytes)
+    return Memcpy(role, pool_bytes, _file if settings.get("files") else _huge)
+
+
+def _huge(n_bytes: int) -> Bytes:
+    """numpy asks for huge pages."""
+    return np.zeros(n_bytes, np.uint8)
+
+
+def _file(n_bytes: int) -> Bytes:
+    fd = os.memfd_create("memcpy")
+    os.ftruncate(fd, n_bytes)
+    return np.frombuffer(mmap.mmap(fd, n_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), np.uint8)

@@ -30,7 +30,7 @@ class Ours:
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
         self.role = role
-        self.region = Region.create(pool_bytes // BLOCK_BYTES, BLOCK_BYTES, name=role, populate=True)
+        self.region = _region(role, pool_bytes, settings["transport"])
         self.pool: Bytes = self.region.bytes
         self.transport = _transport(**settings)
         self.here = self.transport.start(self, [self.region])
@@ -149,6 +149,13 @@ class Ours:
 
     def lost(self, link: Link, reason: str) -> None:
         self.wrong = f"the link is lost: {reason}"
+
+
+def _region(role: str, pool_bytes: int, transport: str) -> Region:
+    """Over tcp memory as everybody has it, numpy's with huge pages; shm needs memory files, which have none."""
+    if transport == "tcp":
+        return Region.over(np.zeros(pool_bytes, np.uint8), BLOCK_BYTES, name=role)
+    return Region.create(pool_bytes // BLOCK_BYTES, BLOCK_BYTES, name=role, populate=True)
 
 
 def _transport(transport: str, checked: bool = False, sealed: bool = False) -> Transport:
