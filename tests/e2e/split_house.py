@@ -142,6 +142,8 @@ async def split_house(
                 "version": 1,
                 "listeners": {"api": {"port": 0}, "admin": {"port": 0}},
                 "observability": {"access_log": log, "access_flush": "10ms"},
+                "timeouts": {"connect": "5s"},  # engines and gateway share this loop, and the machine with others
+                "health": {"timeout": "5s"},
                 "models": [{"name": MODEL, "pool": "main", "split": rule}],
                 "pools": {"main": {"endpoints": [_endpoint(dialect, member) for member in members]}},
             }
