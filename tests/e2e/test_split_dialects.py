@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
 
-REQUESTS = int(os.environ.get("PENSTOCK_SPLIT_REQUESTS", "120"))
+REQUESTS = int(os.environ.get("PENSTOCK_SPLIT_REQUESTS", "500"))
 DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
 
 
