@@ -31,7 +31,7 @@ from gateway.rename import Renamer
 
 ERROR_BODY_LIMIT = 64 * 1024
 CARRY_LIMIT = 64 * 1024
-HELD_BYTES = 64 * 1024  # no engine says so much before its first token
+HELD_BYTES, HELD_EVENTS = 64 * 1024, 3  # an engine that says more before its first token says what we do not know
 FIRST_EVENT = 256  # bytes of a stream that are waited for, to see whether it begins with an error
 TAIL = 16 * 1024
 
@@ -233,7 +233,8 @@ class Relay(msgspec.Struct, eq=False):
         if not self._sse or not isinstance(self._body, ChunkedBody):
             return False
         if self.patient:
-            return len(data) < HELD_BYTES and _TELLS.search(data) is None and not data.endswith(LAST_CHUNK)
+            few = len(data) < HELD_BYTES and data.count(_EVENT) <= HELD_EVENTS
+            return few and _TELLS.search(data) is None and not data.endswith(LAST_CHUNK)
         return len(data) < FIRST_EVENT and b"\n\n" not in data and b"\r\n\r\n" not in data
 
     def _open(self, head: Head) -> None:

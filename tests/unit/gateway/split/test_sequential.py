@@ -198,6 +198,22 @@ async def test_a_stream_that_fails_after_its_role_is_computed_without_the_handof
         await f.at_rest()
 
 
+async def test_events_that_nobody_here_knows_are_not_held_back_for_ever() -> None:
+    async def sings(asked: Asked) -> None:
+        asked.open_stream()
+        for note in range(6):
+            asked.event({"choices": [{"index": 0, "delta": {"audio": f"note {note}"}}]})
+        await asked.closed.wait()
+
+    async with front(NIXL, [prefills()], [sings], split={"transfer_timeout": "100ms"}) as f:
+        body = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "word " * 400}]}
+        async with f.http.post(f"{f.app.url}/v1/chat/completions", json=body) as answer:
+            assert b"note 3" in await answer.content.readany()
+            await asyncio.sleep(0.2)
+            assert len(f.decode[0].asked) == 1
+        await f.at_rest()
+
+
 async def test_an_answer_without_a_single_token_is_an_answer() -> None:
     async def nothing(asked: Asked) -> None:
         asked.open_stream()
