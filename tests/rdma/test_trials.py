@@ -11,7 +11,6 @@ import logging
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
@@ -50,8 +49,8 @@ def one(seed: int) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Iterator[list[Outcome]]:
-    yield []
+def outcomes() -> list[Outcome]:
+    return []
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
