@@ -59,7 +59,7 @@ class Arrivals:
     @property
     def layers(self) -> int:
         """How many layers, from the first on without a gap, are complete."""
-        return min(self._groups_in_order * self._plan.group_layers, self._plan.src.layers)
+        return self._plan.layers_there(self._groups_in_order)
 
 
 class _Spans:

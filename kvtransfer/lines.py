@@ -16,15 +16,18 @@ from kvtransfer.transports.base import Link
 
 class Line:
     """`address`: what we dialled; None: we were dialled. `up`: both ends have proven themselves. `linked`: the sink's
-    book uses it. `fallback`: the line to use in its place if it does not come up."""
+    book uses it. `fallback`: the line to use in its place if it does not come up. `hearing`: its thread has something
+    from the peer in hand, and maybe waits for our lock with it."""
 
-    __slots__ = ("_heard_at", "_received", "_sending", "address", "fallback", "link", "linked", "session", "up")
+    __slots__ = (
+        "_heard_at", "_received", "_sending", "address", "fallback", "hearing", "link", "linked", "session", "up",
+    )  # fmt: skip
 
     def __init__(
         self, link: Link, session: Session, address: str | None, now: float, fallback: Line | None = None
     ) -> None:
         self.link, self.session, self.address, self.fallback = link, session, address, fallback
-        self.up = self.linked = False
+        self.up = self.linked = self.hearing = False
         self._sending = threading.Lock()
         self._received = -1
         self._heard_at = now
@@ -40,9 +43,10 @@ class Line:
 
     def silent(self, now: float, late_s: float, options: Options) -> bool:
         """Whether the peer has said nothing for too long. Asked twice a beat; `late_s`: by how much we are late
-        ourselves, which is no fault of the peer's. Who has proven nothing buys no time by a byte now and then."""
+        ourselves, which is no fault of the peer's, and neither is a message that we have yet to take in. Who has proven
+        nothing buys no time by a byte now and then."""
         received = self.link.received_bytes
-        if self.up and received != self._received:
+        if self.up and (received != self._received or self.hearing):
             self._received, self._heard_at = received, now
         self._heard_at += late_s
         limit_s = options.silence_s if self.up else options.handshake_s

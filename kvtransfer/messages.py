@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvtransfer.ends import Reason
 from kvtransfer.layout import KvLayout
 
-VERSION = 1
+VERSION = 2
 MOST_BLOCKS = 1 << 20
 MOST_MESSAGE_BYTES = 4 * MOST_BLOCKS + (96 << 10)
 _MOST_NAME, _MOST_TICKET = 256, 1024

@@ -16,7 +16,7 @@ from kvtransfer.credits import Credits, Klass, Turns
 from kvtransfer.lease import Lease
 from kvtransfer.messages import Card
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Plan, Runs
+from kvtransfer.reshard import MOST_RUNS, Plan, Runs
 from kvtransfer.transports.base import Link, Slice, WindowHead
 
 
@@ -134,9 +134,11 @@ class Outlet:
             self._turns.add(offer.transfer, offer.klass, offer.urgent_at, now)
 
     def pump(self, now: float) -> list[Put]:
-        """The windows that may go now: the most urgent first, as many as the peer takes."""
+        """The windows that may go now: the most urgent first, as many as the peer takes. And no more than so many runs:
+        other links wait meanwhile. As something is under way then, credit comes back and asks again."""
         puts: list[Put] = []
-        while (transfer := self._turns.next(now)) is not None:
+        runs = 0
+        while runs < MOST_RUNS and (transfer := self._turns.next(now)) is not None:
             offer = self.claimed[transfer]
             head = offer.peek()
             if head is None:
@@ -144,6 +146,7 @@ class Outlet:
             elif self.credits.take(transfer, head.n_bytes):
                 self._flow.begun(now)
                 puts.append(self._put(offer, head))
+                runs += head.count
             else:
                 break
         return puts

@@ -35,7 +35,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
-from kvtransfer.reshard import LayoutMismatch, Plan, plan
+from kvtransfer.reshard import LayoutMismatch, Plan, distinct, plan
 from kvtransfer.tally import Tally
 from kvtransfer.transports.base import Link, Slice, Verdict, WindowHead
 
@@ -233,7 +233,7 @@ class SinkBook:
         most = min(region.blocks for region in self._regions)
         if wish.blocks.size > MOST_BLOCKS or wish.blocks.min() < 0 or wish.blocks.max() >= most:
             raise ValueError(f"blocks lie between 0 and {most}")
-        if np.unique(wish.blocks).size != wish.blocks.size:
+        if distinct(wish.blocks).size != wish.blocks.size:
             raise ValueError("a block is named twice")
 
     def _invite(self, reservation: Reservation, now: float) -> Command:

@@ -32,7 +32,7 @@ from kvtransfer.messages import (
 from kvtransfer.options import Options
 from kvtransfer.outlet import Offer, Outlet, Ware
 from kvtransfer.regions import Region
-from kvtransfer.reshard import LayoutMismatch, Plan, plan
+from kvtransfer.reshard import LayoutMismatch, Plan, distinct, plan
 from kvtransfer.tally import Tally
 from kvtransfer.ticket import Refusal, Refused, Ticket, Used, check, digest_of, mint
 from kvtransfer.transports.base import Link
@@ -93,7 +93,7 @@ class SourceBook:
         offer = Offer(number, ware, generations, now)
         offer.ticket = self._ticket(offer)
         self._offers[number] = self._names[ware.name] = offer
-        self._holders[np.unique(ware.blocks)] += 1
+        self._holders[distinct(ware.blocks)] += 1
         self._watch(offer)
         guest = self._guests.pop(ware.name, None)
         if guest is None:
@@ -375,7 +375,7 @@ class SourceBook:
 
     def _let_go(self, offer: Offer) -> NDArray[np.int64]:
         """The blocks that no other offer protects: requests share the blocks of a common prefix."""
-        blocks = np.unique(offer.ware.blocks)
+        blocks = distinct(offer.ware.blocks)
         self._holders[blocks] -= 1
         last: NDArray[np.int64] = blocks[self._holders[blocks] == 0]
         return last

@@ -92,6 +92,7 @@ class Switchboard:
         line = self._lines.get(link)
         if line is None:
             return
+        line.hearing = True
         try:
             message, reply = line.session.answer(data)
             if reply is not None:
@@ -106,6 +107,8 @@ class Switchboard:
             self._tally.faults["unproven" if forged else "protocol"] += 1
             reason = Reason.WRONG_KEY if forged and not line.up else Reason.PROTOCOL
             self.lose(link, reason, str(wrong))
+        finally:
+            line.hearing = False
 
     def lose(self, link: Link, reason: Reason, detail: str) -> None:
         """The link is of no more use: whatever was on it ends, each behind its own fence."""

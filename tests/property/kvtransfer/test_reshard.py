@@ -122,6 +122,7 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
         skip_tokens=skip,
         group_layers=data.draw(st.none() | st.integers(1, src.layers), "group_layers"),
         most_run_bytes=data.draw(st.sampled_from([64, 200, 1 << 20]), "most_run_bytes"),
+        most_runs=data.draw(st.sampled_from([1, 7, 1 << 16]), "most_runs"),
     )
     assert (made.tokens.start, made.tokens.stop >= tokens) == (skip, True)
     assert any(made.tokens.stop - tokens < size for size in (src.block_tokens, dst.block_tokens))

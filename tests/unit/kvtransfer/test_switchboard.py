@@ -49,6 +49,15 @@ def test_who_has_proven_nothing_buys_no_time_by_a_byte_now_and_then() -> None:
     assert not line.silent(12.0, 0.0, options)
 
 
+def test_a_peer_whose_message_waits_for_us_is_not_silent() -> None:
+    line = Line(FakeLink(), Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0)  # type: ignore[arg-type]
+    line.up = line.hearing = True
+    assert not line.silent(100.0, 0.0, Options())
+    line.hearing = False
+    assert not line.silent(100.5, 0.0, Options())
+    assert line.silent(101.0, 0.0, Options())
+
+
 class Misled(Shm):
     """Shared memory that tells peers the address of another agent, as 127.0.0.1 on another host would."""
 
