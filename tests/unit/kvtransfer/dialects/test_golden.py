@@ -9,7 +9,18 @@ import msgspec
 import pytest
 
 from kvtransfer import dialects
-from kvtransfer.dialects import Answer, Bootstrap, Edits, Finished, Handover, Identity, Terms, Unusable, as_events, read_answer
+from kvtransfer.dialects import (
+    Answer,
+    Bootstrap,
+    Edits,
+    Finished,
+    Handover,
+    Identity,
+    Terms,
+    Unusable,
+    as_events,
+    read_answer,
+)
 
 ROOM = 6917529027641081856
 TERMS = Terms("req_1", ROOM, True, "10.0.0.7", Bootstrap("10.0.0.7", 8998), Identity("engine-p", rank=0))
