@@ -143,6 +143,15 @@ async def test_faults_of_the_wire_need_a_wire_of_ours() -> None:
 # --- deaths
 
 
+async def comes_back(groups: Pair) -> bool:
+    """Whether right words come again. A pushing decode group may remember the address of the engine that died once; an
+    attempt on a starved machine may run out of its second."""
+    for _ in range(6):
+        if await attempt(groups) == WORDS:
+            return True
+    return False
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize(
     ("where", "what"),
@@ -166,8 +175,7 @@ async def test_a_death_at_any_stage_leaves_nothing_held_and_the_groups_come_back
         async with groups.http.delete(victim.url + "/mock/fault") as response:
             assert response.status == 200
         await groups.at_rest()
-        # A pushing decode group may remember the address of the engine that died, once.
-        assert WORDS in [await attempt(groups) for _ in range(2)]
+        assert await comes_back(groups)
         await groups.at_rest()
 
 
