@@ -22,6 +22,7 @@ from kvtransfer.commands import Admit, Bump, Command, Dial, Drop, Fence, Progres
 from kvtransfer.credits import Klass
 from kvtransfer.ends import Reason
 from kvtransfer.handles import Bell, Doorbell, Handle, Landing, Offer
+from kvtransfer.landing import WindowError
 from kvtransfer.layout import KvLayout
 from kvtransfer.messages import Card
 from kvtransfer.options import Options
@@ -232,7 +233,11 @@ class Agent:
 
     def incoming(self, link: Link, head: WindowHead) -> Slice | None:
         with self._lock:
-            return self._sink.incoming(link, head)
+            try:
+                return self._sink.incoming(link, head)
+            except WindowError as wrong:
+                self._do(self._sink.misled(link, head.transfer, str(wrong), self._clock.now()))
+                return None
 
     def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
         with self._lock:

@@ -14,6 +14,10 @@ class WindowError(Exception):
     """The peer announced a window that is not in the plan, not of the size it says, or that came before."""
 
 
+class CameBefore(WindowError):
+    """Runs of it have been begun already. What is written once is not written again, and no harm is done."""
+
+
 class Arrivals:
     """Counts the windows of a plan. A window is first `begun`, when its head is read, and `landed` when all its bytes
     are in place and verified: no run is written twice, and only verified bytes count. Not thread-safe.
@@ -36,7 +40,7 @@ class Arrivals:
         if runs.n_bytes != n_bytes:
             raise WindowError(f"a window of {n_bytes} bytes, by the plan it has {runs.n_bytes}")
         if not self._begun.setdefault((group, pair), _Spans()).add(first, first + count):
-            raise WindowError(f"runs {first} to {first + count} of group {group}, pair {pair} came before")
+            raise CameBefore(f"runs {first} to {first + count} of group {group}, pair {pair} came before")
         self._under_way[group, pair, first, count] = n_bytes
         return runs
 

@@ -5,6 +5,7 @@ Not here: whether an offer may be fetched at all (source.py).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -19,11 +20,13 @@ from kvtransfer.regions import Region
 from kvtransfer.reshard import MOST_RUNS, Plan, Runs
 from kvtransfer.transports.base import Link, Slice, WindowHead
 
+_MOST_TICKETS = 8  # of one offer that are good at a time: a renewed one does not end those that are on their way
+
 
 class Ware(msgspec.Struct, frozen=True):
     """What an engine offers: the KV of `tokens` tokens in `blocks`, of which `ready_layers` are computed.
 
-    `sink`: the only agent that may have it; None: any of the fleet. `nonce`: 16 random bytes for the ticket.
+    `sink`: the only agent that may have it; None: any of the fleet. `nonce`: 16 random bytes for the first ticket.
     """
 
     name: str
@@ -37,10 +40,11 @@ class Ware(msgspec.Struct, frozen=True):
 
 class Offer:
     """One offer and the lease that protects it. `generations`: of its blocks, by rank, as they were promised;
-    `sorted_blocks` and their `order`: to find a block's promise in microseconds, once per window."""
+    `sorted_blocks` and their `order`: to find a block's promise in microseconds, once per window; `nonces`: of its
+    latest tickets."""
 
     __slots__ = (
-        "began", "generations", "head", "klass", "lease", "link", "number", "order", "plan", "put_bytes",
+        "began", "generations", "head", "klass", "lease", "link", "nonces", "number", "order", "plan", "put_bytes",
         "ready_layers", "sorted_blocks", "ticket", "transfer", "urgent_at", "ware", "window_bytes", "windows",
     )  # fmt: skip
 
@@ -50,6 +54,7 @@ class Offer:
         self.sorted_blocks = ware.blocks[self.order]
         self.lease = Lease(ware.name, now + ware.ttl_s)
         self.ticket = ""
+        self.nonces = deque([ware.nonce], _MOST_TICKETS)
         self.ready_layers = ware.ready_layers
         self.link: Link | None = None
         self.transfer = 0

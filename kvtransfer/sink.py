@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvtransfer.commands import Command, Dial, Fence, Progress, Resolve, Send, SendInvite
 from kvtransfer.credits import Klass
 from kvtransfer.ends import Reason, end
-from kvtransfer.landing import Arrivals, WindowError
+from kvtransfer.landing import Arrivals, CameBefore, WindowError
 from kvtransfer.layout import KvLayout
 from kvtransfer.messages import (
     MOST_BLOCKS,
@@ -175,18 +175,27 @@ class SinkBook:
         return self._over(reservation, message.reason, message.detail, now, tell=False)
 
     def incoming(self, link: Link, head: WindowHead) -> Slice | None:
-        """Where a window goes: once, as planned, and only while its transfer is moving."""
+        """Where a window goes: once, as planned, and only while its transfer is moving. Raises WindowError for one that
+        is not in the plan: then `misled` is due."""
         reservation = self._moving(link, head.transfer)
         if reservation is None or reservation.arrivals is None or reservation.plan is None:
             self._tally.discarded["late"] += 1
             return None
         try:
             runs = reservation.arrivals.begin(head.group, head.pair, head.first, head.count, head.n_bytes)
+        except CameBefore:
+            self._tally.discarded["repeated"] += 1
+            return None
         except WindowError:
             self._tally.discarded["unplanned"] += 1
-            return None
+            raise
         src_rank, dst_rank = reservation.plan.pairs(head.group)[head.pair]
         return Slice(runs, self._regions[dst_rank], src_rank, dst_rank)
+
+    def misled(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
+        """The source's plan is not ours: what is missing would never come."""
+        reservation = self._moving(link, transfer)
+        return [] if reservation is None else self._over(reservation, Reason.PROTOCOL, detail, now)
 
     def landed(self, link: Link, head: WindowHead, verdict: Verdict, now: float) -> list[Command]:
         """A window is in place, or what is there must not be used."""
@@ -198,7 +207,7 @@ class SinkBook:
         try:
             reservation.arrivals.land(head.group, head.pair, head.first, head.count)
         except WindowError:
-            self._tally.discarded["unplanned"] += 1
+            self._tally.discarded["repeated"] += 1
             return []
         commands = self._progress(reservation)
         if not reservation.arrivals.complete:

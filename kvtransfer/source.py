@@ -34,7 +34,7 @@ from kvtransfer.outlet import Offer, Outlet, Ware
 from kvtransfer.regions import Region
 from kvtransfer.reshard import LayoutMismatch, Plan, distinct, plan
 from kvtransfer.tally import Tally
-from kvtransfer.ticket import Refusal, Refused, Ticket, Used, check, digest_of, mint
+from kvtransfer.ticket import Refusal, Refused, Ticket, Used, check, digest_of, mint, renewed
 from kvtransfer.transports.base import Link
 
 _REASON = {
@@ -117,6 +117,7 @@ class SourceBook:
         offer = self._offers.get(number)
         if offer is None or not self._renew(offer, now + ttl_s, now):
             return None
+        offer.nonces.append(renewed(offer.nonces[-1]))
         offer.ticket = self._ticket(offer)
         return offer.ticket
 
@@ -175,13 +176,18 @@ class SourceBook:
             raise ProtocolError(f"transfer {invite.transfer} is not new")
         outlet.newest = invite.transfer
         offer = self._names.get(invite.name)
+        ticket: Ticket | None = None
         if invite.ticket is not None:
-            reason = self._present(invite.ticket, offer, invite.name, outlet.card.agent, now)
-            if reason is not None:
-                return self._refuse(link, invite.transfer, reason)
+            shown = self._present(invite.ticket, offer, invite.name, outlet.card.agent, now)
+            if isinstance(shown, Reason):
+                return self._refuse(link, invite.transfer, shown)
+            ticket = shown
         if offer is None:
             return self._seat(link, invite, now)
-        return self._answer(offer, link, invite, now)
+        commands = self._answer(offer, link, invite, now)
+        if ticket is not None and outlet.claimed.get(invite.transfer) is offer:
+            self._used.spend(ticket, now)
+        return commands
 
     def stopped(self, link: Link, message: Stop, now: float) -> list[Command]:
         """The sink gave up."""
@@ -245,23 +251,24 @@ class SourceBook:
             digest=digest,
             most_bytes=ware.blocks.size * rank_bytes,
             not_after=offer.lease.deadline,
-            nonce=ware.nonce,
+            nonce=offer.nonces[-1],
             sink=ware.sink,
         )
         return mint(self._key, ticket)
 
-    def _present(self, text: str, offer: Offer | None, name: str, sink: str, now: float) -> Reason | None:
-        """Why a ticket is not honoured; None if it is. What has a ticket and no offer has had its time."""
+    def _present(self, text: str, offer: Offer | None, name: str, sink: str, now: float) -> Ticket | Reason:
+        """The ticket, not yet spent: only a claim does that. Or why it is not honoured: what has a ticket and no offer
+        has had its time."""
         try:
             ticket = check(self._key, text, now, epoch=self._card.epoch, sink=sink)
             if ticket.offer != name:
                 return Reason.BAD_TICKET
-            self._used.spend(ticket, now)
-            if offer is None or offer.ware.nonce != ticket.nonce:
+            self._used.look(ticket, now)
+            if offer is None or ticket.nonce not in offer.nonces:
                 return Reason.GONE
         except Refused as refused:
             return _REASON.get(refused.reason, Reason.BAD_TICKET)
-        return None
+        return ticket
 
     def _seat(self, link: Link, invite: Invite, now: float) -> list[Command]:
         """Let an invitation wait for its offer, if there is room, one to a name."""

@@ -71,6 +71,11 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     sink: _Name | None = None
 
 
+def renewed(nonce: bytes) -> bytes:
+    """The nonce of the next ticket for the same offer: another ticket, which serves once of its own."""
+    return hashlib.blake2b(nonce, digest_size=16, person=b"kv-renewed").digest()
+
+
 def digest_of(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bytes:
     """16 bytes that stand for these blocks, in this order, at these generations."""
     hashed = hashlib.blake2b(digest_size=16, person=b"kv-blocks")
@@ -125,14 +130,18 @@ class Used:
     def __len__(self) -> int:
         return len(self._nonces)
 
-    def spend(self, ticket: Ticket, now: float) -> None:
-        """Use a checked ticket. Raises Refused if it was used before, or if too many are remembered."""
+    def look(self, ticket: Ticket, now: float) -> None:
+        """Raises Refused if a checked ticket was used before, or if too many are remembered."""
         while self._by_end and self._by_end[0][0] <= now:
             self._nonces.discard(heappop(self._by_end)[1])
         if ticket.nonce in self._nonces:
             raise Refused(Refusal.SPENT, "the ticket has been used")
         if len(self._nonces) >= self._most:
             raise Refused(Refusal.TOO_MANY, f"{self._most} tickets are in use")
+
+    def spend(self, ticket: Ticket, now: float) -> None:
+        """Use a checked ticket: it has served. Raises Refused as `look` does."""
+        self.look(ticket, now)
         self._nonces.add(ticket.nonce)
         heappush(self._by_end, (ticket.not_after, ticket.nonce))
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.commands import Command, Dial, Fence, Progress, Resolve, Send, SendInvite
 from kvtransfer.credits import Klass
 from kvtransfer.ends import How, Reason
+from kvtransfer.landing import WindowError
 from kvtransfer.layout import KvDtype, KvLayout
 from kvtransfer.messages import Accept, Landed, ProtocolError, Stop, pack_blocks
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.reshard import plan
-from kvtransfer.sink import SinkBook, Wish
+from kvtransfer.sink import SinkBook, SinkState, Wish
 from kvtransfer.tally import Tally
 from kvtransfer.transports.base import Verdict, WindowHead
 
@@ -184,7 +186,17 @@ class World:
                 WindowHead(number, 0, 0, 0, 1, 7),
                 WindowHead(number, 0, 9, 0, 1, 8),
             ):
-                assert self.book.incoming(link, head) is None
+                if self.moving(number):
+                    with pytest.raises(WindowError):
+                        self.book.incoming(link, head)
+                else:
+                    assert self.book.incoming(link, head) is None
+            if self.rng.random() < 0.2:
+                self.obey(self.book.misled(link, number, "no such window", self.now))
+
+    def moving(self, number: int) -> bool:
+        held = self.book._held.get(number)
+        return held is not None and held.state is SinkState.MOVING
 
     def wait(self) -> None:
         self.now += self.rng.choice([0.0, 0.1, 2.0])

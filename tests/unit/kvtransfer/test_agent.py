@@ -17,6 +17,7 @@ from kvtransfer.handles import Handle
 from kvtransfer.regions import Region
 from kvtransfer.reshard import Runs
 from kvtransfer.transports import shm
+from kvtransfer.transports.base import WindowHead
 from kvtransfer.transports.inproc import Inproc, InprocLink, Wire
 from tests.contract.kvtransfer.groups import KEY, SMALL, groups
 
@@ -58,6 +59,22 @@ def test_without_an_event_loop_a_bell_hears_of_every_change() -> None:
     assert clock.run(1, lambda: bool(landing.end and offer.end))
     assert book.rung == [("r", False), ("r", True)]
     assert landing.layers == SMALL.layers
+
+
+def test_peers_whose_plans_differ_do_not_wait_for_what_never_comes() -> None:
+    clock, source, sink, _ = in_simulation()
+    offer = source.offer("r", [1], 16, ready_layers=0)
+    landing = sink.fetch(source.address, "r", [2], 16, timeout_s=60)
+    assert clock.run(
+        1, lambda: bool(source.figures()["leases"]["claimed"] and sink.figures()["reservations"]["moving"])
+    )
+    (link,) = sink._board._lines
+    assert sink.incoming(link, WindowHead(1, 99, 0, 0, 1, 8)) is None
+    assert clock.run(1, lambda: bool(landing.end and offer.end))
+    assert landing.end is not None
+    assert offer.end is not None
+    assert (landing.end.reason, offer.end.reason) == (Reason.PROTOCOL, Reason.PROTOCOL)
+    assert "group 99" in landing.end.detail
 
 
 def test_an_agent_needs_a_region_for_every_rank_and_a_way() -> None:
