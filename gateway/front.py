@@ -210,6 +210,9 @@ class Front(Talk, asyncio.Protocol):
         lobby = self._lobby()
         transport.set_protocol(lobby)
         lobby.connection_made(transport)
+        if self.paused_at is not None:  # transports tell of a change alone, and this one has told it already
+            lobby.pause_writing()
+            lobby.paused_at = self.paused_at
         lobby.take_over(data, self.since if self.phase is Phase.HEAD else None)
 
     # Bodies that come in pieces
@@ -250,7 +253,7 @@ class Front(Talk, asyncio.Protocol):
     def _end(self) -> None:
         if self.transport is not None:
             self._outbox.flush()
-            self.phase = Phase.CLOSING
+            self._enter(Phase.CLOSING)
             self.transport.close()
 
     def _close_gently(self) -> None:

@@ -140,8 +140,10 @@ class Talk:
             too_slow = age > 1 and self._arrived < (age - 1) * limits.body_min_rate
             if age > limits.body_timeout or too_slow:
                 self._fail_body(GatewayError(Failure.REQUEST_TIMEOUT, "The request's body did not arrive in time."))
-        elif self.phase is Phase.CLOSING and age > LINGER_S:
-            self.cut()
+        elif self.phase is Phase.CLOSING and self.transport is not None:
+            leaving = self.transport.is_closing()  # all that is left is an answer on its way to who asked for it
+            if age > (limits.slow_reader if leaving else LINGER_S):
+                self.cut()
 
     @property
     def _silent(self) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from time import monotonic
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.lobby import Lobby
 from tests.unit.gateway.seam import LAST, ODD, ORDINARY, House, Pipe, Seen, request, turns
 
 SEQUENCES = st.tuples(
@@ -125,3 +127,51 @@ async def test_a_stopping_gateway_lets_the_answer_under_way_end() -> None:
     assert pipe.closed
     assert gone.done()
     assert b"connection: close" in pipe.text
+
+
+async def test_a_client_that_does_not_read_stays_one_in_the_lobby() -> None:
+    """The transport tells of a change alone: without being told, the lobby would let an engine fill memory."""
+    house = House()
+    front = house.front()
+    pipe = Pipe(front)
+    front.connection_made(pipe)
+    front.pause_writing()
+    front.paused_at = since = 7.0
+    front.data_received(ODD[1])
+    lobby = pipe.protocol
+    assert isinstance(lobby, Lobby)
+    assert lobby.writing_paused
+    assert lobby.paused_at == since
+    pipe.close()
+    await turns()
+
+
+class Unread(Pipe):
+    """Closed, but for an answer that its client has not read to the end."""
+
+    cuts = 0
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.cuts += 1
+        asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
+
+
+async def test_a_stopping_gateway_lets_a_slow_client_read_its_answer_to_the_end() -> None:
+    house = House(slow=True)
+    front = house.front()
+    pipe = Unread(front)
+    front.connection_made(pipe)
+    front.since = monotonic() - 100  # of an age: what counts is when it closed
+    front.data_received(request())
+    front.finish()
+    await turns()
+    assert pipe.closed
+    patience_s = house.limits.slow_reader
+    front.sweep(monotonic() + patience_s - 1)
+    assert pipe.cuts == 0
+    front.sweep(monotonic() + patience_s + 1)
+    assert pipe.cuts == 1
+    await turns()
