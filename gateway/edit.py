@@ -6,6 +6,7 @@ closing brace.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -18,6 +19,7 @@ Members = Mapping[str, msgspec.Raw]
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _any = msgspec.json.Decoder().decode
+_LISTED = re.compile(rb'\[[ \t\r\n]*+["\[]')  # however much blank a client puts there
 _NOTHING = frozenset((b"null", b"false"))
 
 
@@ -106,9 +108,6 @@ def _number(raw: msgspec.Raw | None) -> int | None:
 
 def _prompts(raw: msgspec.Raw) -> int:
     """Prompts in a completions request: a text or one list of ids is one, a list of texts or of lists as many."""
-    if bytes(memoryview(raw)[:1]) != b"[":
-        return 1
-    inner = bytes(memoryview(raw)[1:64]).lstrip()[:1]
-    if inner not in (b'"', b"["):
+    if _LISTED.match(raw) is None:
         return 1
     return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))

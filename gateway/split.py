@@ -68,7 +68,11 @@ def _decide(work: Work, recompute: bool) -> tuple[Decision, Ask]:
 async def _whole(work: Work, ask: Ask, decision: Decision) -> UpstreamBroke | None:
     """One endpoint for all of it; what broke, or None. Raises GatewayError when nobody may."""
     x, route, endpoints, request = work.x, work.route, work.gateway.endpoints, work.call.request
-    pick = x.pick = run.pick(route.policy, ask, work.split.pools.alone)
+    alone = work.split.pools.alone
+    pick = run.pick(route.policy, ask, alone)
+    if pick is None:  # a split request's permit is one and its places are two: who has a permit too may find all taken
+        pick = run.pick(work.split.splitter.crowded, ask, alone)
+    x.pick = pick
     if pick is None:
         raise _nobody(work, decision)
     x.picked_at = monotonic()

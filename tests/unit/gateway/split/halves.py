@@ -324,6 +324,7 @@ async def front(
     bootstrap: str | None = None,
     split: Mapping[str, Any] | None = None,
     decode_role: str = "decode",
+    max_concurrency: int | None = None,
     **sections: Any,
 ) -> AsyncIterator[Front]:
     """A gateway that splits prompts of 100 tokens and more between so many scripted halves."""
@@ -333,9 +334,11 @@ async def front(
             await half.start()
             stack.callback(half.stop)
         roles = ["prefill"] * len(prefill) + [decode_role] * len(decode)
-        endpoints = [
+        endpoints: list[dict[str, Any]] = [
             {"url": half.url, "role": role, "engine": engine} for half, role in zip(halves, roles, strict=True)
         ]
+        if max_concurrency is not None:
+            endpoints = [spec | {"max_concurrency": max_concurrency} for spec in endpoints]
         for spec in endpoints[: len(prefill)]:
             if bootstrap is not None:
                 spec["bootstrap"] = bootstrap

@@ -73,6 +73,38 @@ async def test_what_must_not_be_split_is_served_whole_by_a_decoder(reason: str, 
         assert f.metric("penstock_split_decisions_total", decision="whole", reason=reason) == 1
 
 
+async def test_no_amount_of_blank_hides_that_there_are_several_prompts() -> None:
+    async with front(NIXL, [prefills()], [decodes]) as f:
+        body = b'{"model":"demo","prompt":[%b"%b","word"]}' % (b" \t\n" * 100, b"word " * 400)
+        headers = {"content-type": "application/json"}
+        async with f.http.post(f"{f.app.url}/v1/completions", data=body, headers=headers) as answer:
+            assert answer.status == 200
+        assert not f.prefill[0].asked
+        assert f.metric("penstock_split_decisions_total", decision="whole", reason="prompts") == 1
+
+
+async def test_a_request_that_holds_a_permit_is_served_whole_though_split_ones_fill_every_place() -> None:
+    """Endpoints of both roles: one split request takes two places, and its permit only one."""
+    gate = asyncio.Event()
+
+    async def slow_prefill(asked: Asked) -> None:
+        if asked.json["max_tokens"] == 1:
+            await gate.wait()
+            await prefills()(asked)
+        else:
+            await decodes(asked)
+
+    async with front(NIXL, [], [slow_prefill] * 2, decode_role="both", max_concurrency=1) as f:
+        long = asyncio.ensure_future(f.ask())
+        async with asyncio.timeout(5):
+            while not any(half.asked for half in f.decode):
+                await asyncio.sleep(0.001)
+        assert (await f.ask(words=1)).status == 200
+        gate.set()
+        assert (await long).status == 200
+        await f.at_rest()
+
+
 async def test_a_prompt_that_the_decoder_holds_already_is_not_handed_over_again() -> None:
     async with front(NIXL, [prefills()], [decodes]) as f:
         said = [{"role": "user", "content": "word " * 2000}]
