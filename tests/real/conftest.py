@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -18,6 +19,7 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
         pytest.fail("the real engines are not installed; `make real` does it")
     ports = free_ports(4)
     pair = Engine("P", ports[0], ports[1]), Engine("D", ports[2], ports[3])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines end with us, whoever ends us
     try:
         for engine in pair:
             engine.start()
