@@ -17,7 +17,7 @@ from types import MappingProxyType
 from gateway import legs
 from gateway.endpoints import Booking
 from gateway.errand import Landing, landing
-from gateway.handoffs import BOOTSTRAP_PATIENCE, SEEN_S, STEP_S
+from gateway.handoffs import BOOTSTRAP_PATIENCE
 from gateway.leg import Leg
 from gateway.life import ENDS, TABLE, Act, Event, State
 from gateway.relay import Relay, UpstreamBroke
@@ -319,8 +319,9 @@ class PairAttempt:
         leg, sink = self._prefill, self._sink
         if leg is None or sink is None or leg.over or leg.sent_at is None:
             return  # it was still connecting: _leave() closes it
-        leg.close_in(2 * STEP_S, self._too_late)
-        self._handoffs.outbox.loop.call_later(STEP_S, sink.call_off)
+        step_s = self._handoffs.figures(self._pair).step_s
+        leg.close_in(2 * step_s, self._too_late)
+        self._handoffs.outbox.loop.call_later(step_s, sink.call_off)
         self._handoffs.count("prefill", "closed")
 
     def _too_late(self, problem: UpstreamBroke | None) -> None:
@@ -342,7 +343,7 @@ class PairAttempt:
             self._give_up(self._handover)
         else:
             since = leg.sent_at if self._work.record.prefilled_at is not None else now
-            leg.close_in(since + SEEN_S - now)
+            leg.close_in(since + self._handoffs.figures(self._pair).seen_s - now)
         self._handoffs.count("decode", "closed")
 
     def _give_up(self, handover: Handover | None) -> None:
@@ -369,8 +370,10 @@ class PairAttempt:
 
     def _blame_nobody(self) -> None:
         """It may have been either. The decoder is asked again only where it can do without the prefiller."""
+        name = self._pair.prefill.candidate.endpoint.name
         self.recompute = True
-        self.suspects.append(self._pair.prefill.candidate.endpoint.name)
+        self._handoffs.forget(name)  # the decoder may have been told of the engine that it was before a restart
+        self.suspects.append(name)
         if not self._work.split.dialect.decode_alone:
             self.suspects.append(self._pair.decode.candidate.endpoint.name)
 

@@ -116,14 +116,19 @@ class Words:
         record.cached_tokens = answer.cached_tokens or 0
         if self._corrector is not None:
             self._corrector.cached_tokens = record.cached_tokens
-        if dialect.needs is Needs.FIRST_ANSWER and self.terms.identity is None:
-            self.introduced(dialect.identify(answer.body))
+        if dialect.needs is Needs.FIRST_ANSWER:
+            found, told = dialect.identify(answer.body), self.terms.identity
+            if told is None:
+                self.introduced(found)
+            elif found and told not in found:
+                self.introduced(found)
+                return Unusable("the prefill engine is not the one that its decoder was told of")
         if not alone:
             return dialect.check(answer)
-        found = dialect.decode(self.terms, answer)
-        if isinstance(found, Handover):
-            record.transport = found.transport
-        return found
+        meant = dialect.decode(self.terms, answer)
+        if isinstance(meant, Handover):
+            record.transport = meant.transport
+        return meant
 
     def finished(self, answer: Finished) -> bytes:
         """The prefill answer as an engine's answer to the client's own request: an event stream if it asked for one."""

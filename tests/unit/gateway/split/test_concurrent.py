@@ -269,6 +269,24 @@ async def test_a_push_whose_prefill_broke_is_never_left_waiting_and_the_engine_i
         await f.at_rest()
 
 
+async def test_a_push_of_an_engine_that_restarted_unseen_is_not_waited_for_and_the_next_names_the_new_one() -> None:
+    reborn = PUSHED | {"remote_engine_id": "engine-reborn"}
+    gate = asyncio.Event()
+    prefill = each(prefills(PUSHED), after(gate, prefills(reborn)))
+    async with front("vllm_push", [prefill], [each(decodes, holds, decodes)]) as f:
+        await f.ask()
+        asking = asyncio.ensure_future(f.ask())
+        waiting = await f.decode[0].was_asked(2)  # for an engine that is no more
+        gate.set()
+        await asyncio.wait_for(waiting.closed.wait(), 1)
+        assert (await asking).text == WHOLE
+        assert "kv_transfer_params" not in f.decode[0].asked[2].json
+        assert (await f.ask()).text == WHOLE
+        assert f.decode[0].asked[3].json["kv_transfer_params"]["remote_engine_id"] == "engine-reborn"
+        assert f.blamed(f.prefill[0]) == f.blamed(f.decode[0]) == 0
+        await f.at_rest()
+
+
 async def test_a_push_that_its_prefiller_does_not_promise_is_computed_by_the_decoder() -> None:
     gate = asyncio.Event()
     prefill = each(prefills(PUSHED), after(gate, prefills(None)))
@@ -371,6 +389,17 @@ async def test_after_a_failure_the_bootstrap_server_is_asked_again() -> None:
             for _ in range(2):
                 assert (await f.ask()).text == WHOLE
             assert (await f.ask()).text == WHOLE
+            assert len(asked) == 2
+            assert f.decode[0].asked[-1].json["kv_transfer_params"]["remote_engine_id"] == "two"
+            await f.at_rest()
+
+
+async def test_a_decoder_that_could_not_load_the_kv_may_have_been_told_of_an_engine_that_is_no_more() -> None:
+    async with bootstrap_server([page("one"), page("two")]) as (address, asked):
+        decode = each(decodes, refuses(500), decodes)
+        async with front("mooncake", [prefills(None)], [decode], bootstrap=address) as f:
+            for _ in range(3):
+                assert (await f.ask()).text == WHOLE
             assert len(asked) == 2
             assert f.decode[0].asked[-1].json["kv_transfer_params"]["remote_engine_id"] == "two"
             await f.at_rest()
