@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 import threading
 from collections import deque
@@ -35,6 +36,8 @@ from kvtransfer.switchboard import Switchboard
 from kvtransfer.tally import Tally
 from kvtransfer.transports.base import Link, Slice, Transport, TransportError, Verdict, WindowHead
 from kvtransfer.transports.choose import this_host
+
+log = logging.getLogger("penstock")
 
 _FENCES_S = 5.0  # how long a closing agent waits for its fences before it ends the transports themselves
 
@@ -95,9 +98,20 @@ class Agent:
         self.open(self._doorbell)
 
     def open(self, bell: Bell | None = None) -> None:
-        """Listen, without an event loop: handles can be looked at, not awaited, and `bell` hears of every change."""
+        """Listen, without an event loop: handles can be looked at, not awaited, and `bell` hears of every change.
+
+        A better way that does not start is left out, and the log says so. Raises TransportError if the first does not.
+        """
         self._bell = bell
-        addresses = {name: transport.start(self, self._regions) for name, transport in self._transports.items()}
+        addresses: dict[str, str] = {}
+        for name, transport in list(self._transports.items()):
+            try:
+                addresses[name] = transport.start(self, self._regions)
+            except TransportError as wrong:
+                if not addresses:
+                    raise
+                log.warning("kv %s: no %s here: %s", self._name, name, wrong)
+                del self._transports[name]
         self.address = next(iter(addresses.values()))
         self._board.open(msgspec.structs.replace(self._card, addresses=addresses))
 

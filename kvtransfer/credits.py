@@ -98,19 +98,22 @@ class Turns:
 class Bandwidth:
     """Bytes per second by (peer, transport), the recent counting more: weights halve with every `half_life_s` seconds
     of sending. Bytes and seconds are faded apart, so that many small transfers do not outvote a large one.
+    `most`: where there are more, the one that was not used for longest is forgotten.
     """
 
-    def __init__(self, half_life_s: float = 1.0) -> None:
-        self._half_life_s = half_life_s
+    def __init__(self, half_life_s: float = 1.0, most: int = 1024) -> None:
+        self._half_life_s, self._most = half_life_s, most
         self._faded: dict[tuple[str, str], tuple[float, float]] = {}
 
     def seen(self, peer: str, transport: str, n_bytes: int, seconds: float) -> None:
         """A transfer of `n_bytes` kept the way busy for `seconds`. One too short to be timed is not counted."""
         if seconds <= 0:
             return
-        old_bytes, old_seconds = self._faded.get((peer, transport), (0.0, 0.0))
+        old_bytes, old_seconds = self._faded.pop((peer, transport), (0.0, 0.0))
         fade = 0.5 ** (seconds / self._half_life_s)
         self._faded[peer, transport] = (old_bytes * fade + n_bytes, old_seconds * fade + seconds)
+        if len(self._faded) > self._most:
+            del self._faded[next(iter(self._faded))]
 
     def bytes_per_s(self, peer: str, transport: str) -> float | None:
         """The measured rate; None where nothing has been measured."""

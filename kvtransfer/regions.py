@@ -89,7 +89,8 @@ class Region:
 
     def bump(self, blocks: Blocks) -> None:
         """These blocks have changed hands: whoever was promised their old content can no longer be given it."""
-        self.generations[np.unique(np.asarray(blocks, np.int64))] += np.uint32(1)
+        # A block that is named twice is raised once all the same: numpy adds to a copy, and puts that back.
+        self.generations[np.asarray(blocks, np.int64)] += np.uint32(1)
 
     def generations_of(self, blocks: Blocks) -> NDArray[np.uint32]:
         """A copy, in the order of `blocks`."""

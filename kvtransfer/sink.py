@@ -298,8 +298,7 @@ class SinkBook:
 
     def _measure(self, reservation: Reservation, link: Link, now: float) -> None:
         pair = (reservation.peer, link.transport)
-        self._tally.moved_bytes[pair] += _moved(reservation)
-        self._tally.moved_s[pair] += now - reservation.began_moving
+        self._tally.moved(pair, _moved(reservation), now - reservation.began_moving)
 
     def _over(
         self, reservation: Reservation, reason: Reason, detail: str, now: float, *, tell: bool = True

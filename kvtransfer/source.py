@@ -18,6 +18,7 @@ from kvtransfer.credits import Bandwidth, Klass
 from kvtransfer.ends import Reason, end
 from kvtransfer.lease import Lease, LeaseError, LeaseEvent, LeaseState, advance
 from kvtransfer.messages import (
+    MOST_BLOCKS,
     Accept,
     Card,
     Credit,
@@ -140,8 +141,7 @@ class SourceBook:
 
         def seen(n_bytes: int, seconds: float) -> None:
             self.bandwidth.seen(*pair, n_bytes, seconds)
-            self._tally.sent_bytes[pair] += n_bytes
-            self._tally.sent_s[pair] += seconds
+            self._tally.sent(pair, n_bytes, seconds)
 
         self._outlets[link] = Outlet(link, card, budget_bytes, list(self._regions), seen)
 
@@ -238,6 +238,8 @@ class SourceBook:
             raise ValueError(f"{ware.name} is on offer already")
         if not 0 < ware.tokens <= ware.blocks.size * size:
             raise ValueError(f"{ware.tokens} tokens do not fit into {ware.blocks.size} blocks")
+        if ware.blocks.size > MOST_BLOCKS:
+            raise ValueError(f"an offer has at most {MOST_BLOCKS} blocks, not {ware.blocks.size}")
         if ware.blocks.min() < 0 or ware.blocks.max() >= self._holders.size:
             raise ValueError(f"blocks lie between 0 and {self._holders.size}")
 

@@ -14,9 +14,12 @@ from kvtransfer.messages import Card
 
 def this_host() -> str:
     """16 hex digits, equal for processes that could share memory: one boot of one kernel, one network namespace (the
-    names of shm's sockets live there), one user."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    network = os.stat("/proc/self/ns/net").st_ino
+    names of shm's sockets live there), one user. "", which never shares, where /proc does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return ""
     return hashlib.blake2b(f"{boot} {network} {os.getuid()}".encode(), digest_size=8).hexdigest()
 
 

@@ -41,9 +41,12 @@ class _Body:
         self.tag = b""
 
     def trailer(self) -> bytes:
-        """Made when the last byte has been read from memory: what was read until now was read in time, or was not."""
-        self.still_current()
-        return trailer(self.verdict, self.tag or (self.digest.intdigest() if self.digest else 0))
+        """Made when the last byte has been read from memory: what was read until now was read in time, or was not.
+
+        The right digest goes along with OK alone: a bit that breaks on the way must not make OK of another verdict.
+        """
+        digest = self.digest.intdigest() if self.still_current() and self.digest is not None else 0
+        return trailer(self.verdict, self.tag or digest)
 
     def still_current(self) -> bool:
         if self.current is not None and not self.current():
@@ -81,7 +84,8 @@ class Outbound:
     def drop(self, transfer: int) -> None:
         """Forget its windows. Of one that has begun, zeros follow and the verdict is STALE: its memory is not ours.
 
-        A sealed one had been read when it was sealed: it goes on as it is.
+        A sealed one had been read, in time, when it was sealed: it goes on as it is, and is OK. If it is the last that
+        the sink has missed, the sink has landed what it was promised.
         """
         with self._gate:
             kept = [item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer]

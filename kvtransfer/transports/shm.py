@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import platform
 import secrets
 import socket
 import struct
@@ -192,7 +193,10 @@ class Shm:
         self._listening: Listening[ShmLink] = Listening(self._link)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-        """Raises TransportError for regions over the engine's own memory: it has no descriptor to hand over."""
+        """Raises TransportError for regions over the engine's own memory (it has no descriptor to hand over), and on
+        processors whose loads overtake each other: a block that changed hands could be taken for one that did not."""
+        if platform.machine() not in ("x86_64", "AMD64"):
+            raise TransportError(f"shm is for x86-64 alone, not for {platform.machine()}")
         if any(region.fd is None for region in regions) or len(regions) > _MOST_REGIONS:
             raise TransportError("shm needs regions that are memory files, and at most 253")
         self._regions = regions
@@ -233,7 +237,8 @@ class Shm:
 
 def generation_mark(region: Region, runs: Runs) -> int:
     """The sum of the generations of all blocks that these runs read. Generations only grow: an equal sum is equal
-    generations. Loads are not reordered with the copy before them on x86; elsewhere the call between is a barrier."""
+    generations. On x86-64 no load overtakes another, so this is taken before or after a copy as it is written; on other
+    processors nothing here sees to that, so Shm does not start there."""
     size = region.block_bytes
     blocks = runs.src // size
     if int(np.maximum.reduce(runs.src + runs.length - blocks * size)) > size:

@@ -7,6 +7,7 @@ waits anyway may do the moving itself (`drive`). Not here: listening and diallin
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import os
 import select
@@ -68,7 +69,7 @@ class StreamLink:
         self._orders: deque[Callable[[], None]] = deque()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lead, self._gate, self._telling = threading.Lock(), threading.Lock(), threading.Lock()
-        self._asleep = self._closing = self._ended = False
+        self._asleep = self._closing = self._ended = self._dialled = False
         self._drivers, self._driven_s = 0, -_NEVER
         self._broken: str | None = None
         self._poll = select.poll()
@@ -83,6 +84,7 @@ class StreamLink:
 
     def open(self, *, dialled: bool) -> None:
         """Begin. The owner of a link that was dialled to us hears `linked` first. TransportError: nothing is left."""
+        self._dialled = dialled
         if not dialled:
             self._orders.append(lambda: self._owner.linked(self))
         try:
@@ -112,7 +114,8 @@ class StreamLink:
 
     def secure(self, window_key: bytes) -> None:
         if self._manner.sealed and self._in.seal is None:
-            self._out.seal, self._in.seal = Seal(window_key), Seal(window_key)
+            ours, theirs = (hmac.digest(window_key, label, "sha256") for label in (b"dialled", b"answered"))
+            self._out.seal, self._in.seal = (Seal(ours), Seal(theirs)) if self._dialled else (Seal(theirs), Seal(ours))
         self._in.limits = FrameLimits(header_bytes=_MOST_MESSAGE_BYTES)
 
     def fence(self, transfer: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from kvtransfer.handles import Handle
 from kvtransfer.regions import Region
 from kvtransfer.reshard import Runs
 from kvtransfer.transports import shm
-from kvtransfer.transports.base import WindowHead
+from kvtransfer.transports.base import LinkOwner, TransportError, WindowHead
 from kvtransfer.transports.inproc import Inproc, InprocLink, Wire
 from tests.contract.kvtransfer.groups import KEY, SMALL, groups
 
@@ -82,6 +83,35 @@ def test_an_agent_needs_a_region_for_every_rank_and_a_way() -> None:
         Agent("p", SMALL, regions()[:1], key=KEY, transports=[Inproc(Wire(VirtualClock()))])
     with pytest.raises(ValueError, match="transports"):
         Agent("p", SMALL, regions(), key=KEY, transports=[])
+
+
+class Absent(Inproc):
+    """As RDMA on a machine without a card."""
+
+    name = "absent"
+
+    def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
+        raise TransportError("there is no device")
+
+
+def test_a_better_way_that_does_not_start_is_left_out_and_the_first_must(caplog: pytest.LogCaptureFixture) -> None:
+    clock = VirtualClock()
+    wire = Wire(clock)
+    end, far = Inproc(wire), Inproc(wire)
+    one = Agent("p", SMALL, regions(), key=KEY, transports=[end, Absent(wire)], clock=end.agent_clock)
+    two = Agent("d", SMALL, regions(), key=KEY, transports=[far], clock=far.agent_clock)
+    for agent in (one, two):
+        agent.open()
+    assert "no absent here: there is no device" in caplog.text
+    assert list(one._board.card.addresses) == ["inproc"]
+    one.offer("r", [1], 16)
+    landing = two.fetch(one.address, "r", [2], 16)
+    assert clock.run(1, lambda: landing.end is not None)
+    assert landing.end is not None
+    assert landing.end.landed
+    alone = Agent("x", SMALL, regions(), key=KEY, transports=[Absent(wire)], clock=end.agent_clock)
+    with pytest.raises(TransportError, match="no device"):
+        alone.open()
 
 
 def test_before_it_is_open_it_offers_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +44,11 @@ def test_who_met_by_the_best_way_stays_with_it() -> None:
 def test_another_process_of_this_host_says_the_same() -> None:
     command = [sys.executable, "-c", "from kvtransfer.transports.choose import this_host; print(this_host())"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == this_host()
+
+
+def test_where_proc_is_masked_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def masked(path: Path) -> str:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "read_text", masked)
+    assert this_host() == ""

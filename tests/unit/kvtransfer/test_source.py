@@ -8,7 +8,7 @@ import pytest
 from kvtransfer.commands import Command, Send
 from kvtransfer.ends import Reason
 from kvtransfer.layout import KvDtype, KvLayout
-from kvtransfer.messages import Card, Invite, ProtocolError, Stop, pack_blocks
+from kvtransfer.messages import MOST_BLOCKS, Card, Invite, ProtocolError, Stop, pack_blocks
 from kvtransfer.options import Options
 from kvtransfer.outlet import Ware
 from kvtransfer.regions import Region
@@ -77,3 +77,10 @@ def test_a_renewed_ticket_is_another_one_and_does_not_end_the_one_on_its_way() -
     assert refusals(book.invited(link, invite(1, first), 0.2)) == []  # type: ignore[arg-type]
     assert refusals(book.invited(link, invite(2, first), 0.3)) == [Reason.TICKET_SPENT]  # type: ignore[arg-type]
     assert refusals(book.invited(link, invite(3, second), 0.3)) == [Reason.NAME_TAKEN]  # type: ignore[arg-type]
+
+
+def test_no_more_blocks_are_offered_than_a_message_can_name() -> None:
+    book, _ = book_and_link("d1")
+    ware = Ware("r", np.zeros(MOST_BLOCKS + 1, np.int64), 4, 30.0, 4, bytes(16))
+    with pytest.raises(ValueError, match="at most"):
+        book.offer(7, ware, 0.0)

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.frame import PREAMBLE_BYTES, FrameError, FrameLimits, Kind, Proof, frame, pack_head, trailer
+from kvtransfer.frame import (
+    PREAMBLE_BYTES,
+    TRAILER_BYTES,
+    FrameError,
+    FrameLimits,
+    Kind,
+    Proof,
+    frame,
+    pack_head,
+    trailer,
+)
 from kvtransfer.reshard import Runs
 from kvtransfer.transports.base import Slice, TransportError, Verdict, WindowHead
 from kvtransfer.transports.seal import Seal, SealBroken
@@ -154,6 +164,18 @@ def test_blocks_that_changed_hands_make_a_window_stale(proof: str, answers: list
         assert made.ear.heard == [(head, Verdict.STALE), (after, Verdict.OK)]
         if not answers[0]:
             assert np.array_equal(made.sink.bytes, made.expected(scattered(2, 3, 50))), "nothing was read"
+
+
+@pytest.mark.parametrize("longest", [50, 12_000])
+def test_one_broken_bit_does_not_make_a_stale_window_a_good_one(longest: int) -> None:
+    with pipe() as made:
+        said = iter([True, *[False] * 9])
+        head = made.put(scattered(1, 20, longest), current=lambda: next(said))
+        data = wire(made)
+        assert data[-TRAILER_BYTES] == 1
+        data[-TRAILER_BYTES] ^= 1
+        feed(made, data)
+        assert made.ear.heard == [(head, Verdict.CORRUPT)]
 
 
 def test_of_a_window_dropped_midway_only_zeros_follow_and_the_stream_goes_on() -> None:

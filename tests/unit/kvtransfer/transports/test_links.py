@@ -208,6 +208,23 @@ def test_a_port_that_is_taken_is_a_transport_error() -> None:
         Tcp(port=taken.getsockname()[1]).start(Owner(), [])
 
 
+def test_the_two_directions_of_a_link_are_sealed_under_two_keys() -> None:
+    pytest.importorskip("cryptography")
+    hears, gives = Owner(), Owner()
+    one, other = Tcp(manner=Manner(sealed=True)), Tcp(manner=Manner(sealed=True))
+    one.start(hears, [])
+    link = one.dial(other.start(gives, []))
+    gives.wait("linked")
+    far = gives.heard[0].link
+    for end in (link, far):
+        end.secure(bytes(range(32)))
+    keys = [(end._out.seal._key.key, end._in.seal._key.key) for end in (link, far)]
+    assert keys[0] == keys[1][::-1]
+    assert keys[0][0] != keys[0][1]
+    one.close()
+    other.close()
+
+
 @pytest.mark.parametrize("manner", [Manner(checked=False), Manner(checked=True), Manner(sealed=True), Manner(spin_s=0)])
 def test_windows_arrive_in_every_manner(manner: Manner) -> None:
     if manner.sealed:
