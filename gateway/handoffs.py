@@ -23,25 +23,40 @@ from kvtransfer.dialects import Bootstrap, Identity
 from policies.split import Pair, Reason
 
 LEAST_NUMBER = 2**40  # with 63 bits in all: a room of SGLang's, and an id that TensorRT-LLM takes for a snowflake
-SEEN_S = 0.2  # how long a decode request stays open so that its engine has surely asked for the KV
-STEP_S = 0.1  # how long a prefill answer is waited for that nobody needs any more
-TAKEN_S = 1.0  # how long a decoder may take to fetch KV that is only to be freed
+SEEN_S = 0.2  # how long a decode request stays open, at least, so that its engine has surely asked for the KV
+STEP_S = 0.1  # how long a prefill answer is waited for, at least, that nobody needs any more
+MOST_WAIT_S = 2.0  # either, at most
+TAKEN_S = 5.0  # how long a decoder may take to fetch KV that is only to be freed
 WEIGHT = 0.2  # of the newest handoff in a pair's mean
 BOOTSTRAP_PATIENCE = Patience(1.0, 1.0, 1.0)
 
 
 class PairFigures(msgspec.Struct):
-    """How handoffs between two endpoints went. `handoff_s` is a moving mean, from the prefill answer to the first
-    token; None before the first."""
+    """How handoffs between two endpoints went, with moving means; None before the first.
+
+    prefill_s  from the prefill request to its answer     handoff_s  from there to the first token
+    """
 
     served: int = 0
     failed: int = 0
+    prefill_s: float | None = None
     handoff_s: float | None = None
     transport: str | None = None
 
-    def took(self, seconds: float) -> None:
-        before = seconds if self.handoff_s is None else self.handoff_s
-        self.handoff_s = before + WEIGHT * (seconds - before)
+    def took(self, prefill_s: float, handoff_s: float) -> None:
+        self.prefill_s = _nearer(self.prefill_s, prefill_s)
+        self.handoff_s = _nearer(self.handoff_s, handoff_s)
+
+    @property
+    def step_s(self) -> float:
+        """How long a prefill answer may still come that nobody needs. No engine breaks off a step, and a prompt of one
+        chunk is one step: told to abort, it finishes the step and then keeps KV that nobody knows of."""
+        return min(max(STEP_S, 2.0 * (self.prefill_s or 0.0)), MOST_WAIT_S)
+
+    @property
+    def seen_s(self) -> float:
+        """Until when a decoder's engine has surely seen a request: it looks between two steps."""
+        return min(max(SEEN_S, 2.0 * (self.handoff_s or 0.0)), MOST_WAIT_S)
 
 
 class Handoffs:
@@ -126,20 +141,32 @@ class Handoffs:
         self._running.discard(leg)
         leg.close()
 
+    def figures(self, pair: Pair) -> PairFigures:
+        """How handoffs between these two went so far."""
+        names = pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
+        found = self.pairs.get(names)
+        if found is None:
+            found = self.pairs[names] = PairFigures()
+        return found
+
     def ended(self, pair: Pair, state: State, record: SplitRecord, relay: Relay | None) -> None:
         """A pair's attempt is over."""
-        names = pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
-        figures = self.pairs.setdefault(names, PairFigures())
+        figures = self.figures(pair)
         figures.transport = record.transport or figures.transport
         if state is State.FAILED:
             figures.failed += 1
         elif state is State.DONE:
             figures.served += 1
-            if relay is not None and relay.first_token_at is not None and record.prefilled_at is not None:
-                figures.took(max(0.0, relay.first_token_at - record.prefilled_at))
+            began, done = record.prefill_sent_at, record.prefilled_at
+            if relay is not None and relay.first_token_at is not None and began is not None and done is not None:
+                figures.took(done - began, max(0.0, relay.first_token_at - done))
 
     def close(self) -> None:
         for leg in tuple(self._running):
             leg.close()
         for server in self._bootstraps.values():
             server.close()
+
+
+def _nearer(mean_s: float | None, newest_s: float) -> float:
+    return newest_s if mean_s is None else mean_s + WEIGHT * (newest_s - mean_s)
