@@ -162,7 +162,8 @@ class Agent:
 
         ready_layers   computed so far; None: all. A name is one offer's at a time, and best never used again
         sink           the only agent that may fetch it; None: any of the fleet
-        Raises ValueError. Until it has `ended` the blocks must stay as they are.
+        Raises ValueError. Until it has `ended` the blocks must stay as they are; it ends at once, as CANCELLED, when a
+        sink had waited for it and given up.
         """
         layers = self._layout.layers if ready_layers is None else ready_layers
         ware = Ware(name, np.array(blocks, np.int64), tokens, ttl_s, layers, secrets.token_bytes(16), sink)
@@ -202,9 +203,9 @@ class Agent:
         return landing
 
     def decline(self, name: str, detail: str = "") -> None:
-        """Say that no offer of this name will come, to whoever waits for it."""
+        """Say that no offer of this name will come, to whoever waits for it, or comes to within some seconds."""
         with self._lock:
-            self._do(self._source.decline(name, detail))
+            self._do(self._source.decline(name, detail, self._clock.now()))
 
     def figures(self) -> dict[str, Any]:
         """Counters since the start, and what is held now."""

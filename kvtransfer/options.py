@@ -12,6 +12,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     window_bytes     the most that is sent at once; a link may want less
     budget_bytes     what a source may have under way to this agent on one link
     patience_s       how long an invitation may wait here for its offer
+    memory_s         how long a name is remembered that was declined, revoked, or given up by who waited for it
     most_waiting     invitations that wait here, all in all
     most_strangers   links on which nobody has proven anything yet
     family           what must be equal on both sides besides the layout: weights, quantisation
@@ -24,6 +25,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     window_bytes: int = 4 << 20
     budget_bytes: int = 16 << 20
     patience_s: float = 60.0
+    memory_s: float = 30.0
     most_waiting: int = 1024
     most_strangers: int = 64
     family: str = ""

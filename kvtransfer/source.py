@@ -33,6 +33,7 @@ from kvtransfer.messages import (
 from kvtransfer.options import Options
 from kvtransfer.outlet import Offer, Outlet, Ware
 from kvtransfer.regions import Region
+from kvtransfer.remembered import Remembered
 from kvtransfer.reshard import LayoutMismatch, Plan, distinct, plan
 from kvtransfer.tally import Tally
 from kvtransfer.ticket import Refusal, Refused, Ticket, Used, check, digest_of, mint, renewed
@@ -63,6 +64,8 @@ class SourceBook:
         self._outlets: dict[Link, Outlet] = {}
         self._guests: dict[str, _Guest] = {}
         self._used = Used()
+        self._ended: Remembered[Reason] = Remembered(options.memory_s)
+        self._unwanted: Remembered[str] = Remembered(options.memory_s)
         self.bandwidth = Bandwidth()
         self._holders = np.zeros(min(region.blocks for region in regions), np.int32)
         self._deadlines: list[tuple[float, int, str]] = []
@@ -88,7 +91,10 @@ class SourceBook:
         return self._deadlines[0][0] if self._deadlines else None
 
     def offer(self, number: int, ware: Ware, now: float) -> tuple[str, list[Command]]:
-        """Protect blocks until fetched: (the ticket, what is due). Raises ValueError for what cannot be offered."""
+        """Protect blocks until fetched: (the ticket, what is due). Raises ValueError for what cannot be offered.
+
+        An offer that its sink has given up waiting for ends at once: nobody would come for the blocks.
+        """
         self._check(ware)
         generations = [region.generations_of(ware.blocks) for region in self._regions]
         offer = Offer(number, ware, generations, now)
@@ -96,7 +102,11 @@ class SourceBook:
         self._offers[number] = self._names[ware.name] = offer
         self._holders[distinct(ware.blocks)] += 1
         self._watch(offer)
+        self._ended.take(ware.name, now)
+        gave_up = self._unwanted.take(ware.name, now)
         guest = self._guests.pop(ware.name, None)
+        if guest is None and gave_up is not None and ware.sink in (None, gave_up):
+            return offer.ticket, self._over(offer, Reason.CANCELLED, f"{gave_up} gave up before", now)
         if guest is None:
             return offer.ticket, []
         self._outlets[guest.link].waiting.pop(guest.invite.transfer)
@@ -127,8 +137,10 @@ class SourceBook:
         offer = self._offers.get(number)
         return [] if offer is None else self._over(offer, reason, detail, now)
 
-    def decline(self, name: str, detail: str) -> list[Command]:
-        """No such offer will come: who waits for it need not."""
+    def decline(self, name: str, detail: str, now: float) -> list[Command]:
+        """No such offer will come: who waits for it need not, nor who comes to wait."""
+        if name not in self._names:
+            self._ended.put(name, Reason.DECLINED, now)
         return self._dismiss(name, Reason.DECLINED, detail)
 
     def close(self, now: float) -> list[Command]:
@@ -183,7 +195,8 @@ class SourceBook:
                 return self._refuse(link, invite.transfer, shown)
             ticket = shown
         if offer is None:
-            return self._seat(link, invite, now)
+            ended = self._ended.look(invite.name, now)
+            return self._seat(link, invite, now) if ended is None else self._refuse(link, invite.transfer, ended)
         commands = self._answer(offer, link, invite, now)
         if ticket is not None and outlet.claimed.get(invite.transfer) is offer:
             self._used.spend(ticket, now)
@@ -197,6 +210,8 @@ class SourceBook:
         name = outlet.waiting.pop(message.transfer, None)
         if name is not None:
             del self._guests[name]
+            if message.reason is Reason.CANCELLED:
+                self._unwanted.put(name, outlet.card.agent, now)
             return []
         offer = outlet.claimed.get(message.transfer)
         return [] if offer is None else self._over(offer, message.reason, message.detail, now, tell=False)
@@ -278,6 +293,7 @@ class SourceBook:
             return self._refuse(link, invite.transfer, Reason.NAME_TAKEN)
         if len(self._guests) >= self._options.most_waiting:
             return self._refuse(link, invite.transfer, Reason.TOO_MANY_WAITING)
+        self._unwanted.take(invite.name, now)
         until = now + min(invite.wait_s, self._options.patience_s)
         self._guests[invite.name] = _Guest(link, invite, until)
         self._outlets[link].waiting[invite.transfer] = invite.name
@@ -364,6 +380,8 @@ class SourceBook:
         if reason is Reason.LANDED and offer.lease.state is LeaseState.EXPIRED:
             reason = Reason.LEASE_EXPIRED
         del self._offers[offer.number], self._names[offer.ware.name]
+        if reason in (Reason.REVOKED, Reason.LEASE_EXPIRED):
+            self._ended.put(offer.ware.name, Reason.GONE, now)
         commands: list[Command] = []
         others: list[Command] = []
         transport = ""

@@ -13,8 +13,8 @@ N = TypeVar("N", int, float)
 
 
 class Tally:
-    """Written by the books, under the agent's lock. Sums by (peer, transport) are kept for the latest of them alone: names
-    of peers are theirs to choose."""
+    """Written by the books, under the agent's lock. Sums by (peer, transport) are kept for the latest of them alone: a
+    peer's name is its own choice."""
 
     def __init__(self) -> None:
         self.offers: Counter[tuple[str, str]] = Counter()

@@ -181,7 +181,7 @@ class World:
             self.tickets.append(ticket)
 
     def decline(self) -> None:
-        self.obey(self.book.decline(f"r{self.rng.randrange(4)}", "prefill failed"))
+        self.obey(self.book.decline(f"r{self.rng.randrange(4)}", "prefill failed", self.now))
 
     def wait(self) -> None:
         self.now += self.rng.choice([0.0, 0.1, 1.0, 6.0])

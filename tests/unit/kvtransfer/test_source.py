@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtransfer.commands import Command, Send
+from kvtransfer.commands import Command, Resolve, Send
 from kvtransfer.ends import Reason
 from kvtransfer.layout import KvDtype, KvLayout
 from kvtransfer.messages import MOST_BLOCKS, Card, Invite, ProtocolError, Stop, pack_blocks
 from kvtransfer.options import Options
 from kvtransfer.outlet import Ware
 from kvtransfer.regions import Region
+from kvtransfer.remembered import Remembered
 from kvtransfer.source import SourceBook
 from kvtransfer.tally import Tally
 from kvtransfer.ticket import check
@@ -84,3 +85,63 @@ def test_no_more_blocks_are_offered_than_a_message_can_name() -> None:
     ware = Ware("r", np.zeros(MOST_BLOCKS + 1, np.int64), 4, 30.0, 4, bytes(16))
     with pytest.raises(ValueError, match="at most"):
         book.offer(7, ware, 0.0)
+
+
+@pytest.mark.parametrize("way", ["declined", "revoked", "expired"])
+def test_who_comes_to_wait_for_what_has_ended_is_told_so_at_once(way: str) -> None:
+    book, link = book_and_link("d1")
+    if way == "declined":
+        book.decline("r", "", 1.0)
+    else:
+        book.offer(7, Ware("r", np.array([1]), 4, 0.5, 4, bytes(16)), 0.5)
+        if way == "revoked":
+            book.revoke(7, Reason.REVOKED, "", 1.0)
+        book.tick(1.0)
+    reason = Reason.DECLINED if way == "declined" else Reason.GONE
+    assert refusals(book.invited(link, invite(1), 20.0)) == [reason]  # type: ignore[arg-type]
+    assert book.invited(link, invite(2), 31.0) == []  # type: ignore[arg-type]
+    assert book.held["waiting_invitations"] == 1, "some time later the name is like any other"
+
+
+def test_a_name_that_is_on_offer_again_is_not_refused_for_what_was() -> None:
+    book, link = book_and_link("d1")
+    book.decline("r", "", 0.0)
+    book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.1)
+    assert refusals(book.invited(link, invite(1), 0.2)) == []  # type: ignore[arg-type]
+    assert book.held["moving"] == 1
+
+
+def test_an_offer_that_its_sink_has_given_up_waiting_for_ends_at_once() -> None:
+    book, link = book_and_link("d1")
+    book.invited(link, invite(1), 0.0)  # type: ignore[arg-type]
+    book.stopped(link, Stop(1, Reason.CANCELLED), 0.1)  # type: ignore[arg-type]
+    _, other = book.offer(6, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), "d2"), 0.2)
+    assert other == [], "this one is for somebody else"
+    book.revoke(6, Reason.CLOSED, "", 0.2)
+    book.invited(link, invite(2), 0.3)  # type: ignore[arg-type]
+    book.stopped(link, Stop(2, Reason.CANCELLED), 0.4)  # type: ignore[arg-type]
+    _, commands = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.5)
+    assert [each.end.reason for each in commands if isinstance(each, Resolve)] == [Reason.CANCELLED]
+    assert not any(book.held.values())
+    assert book.offer(8, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.6)[1] == [], "it was the word on one offer"
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_an_offer_stays_for_who_waits_again_or_only_ran_out_of_time(again: bool) -> None:
+    book, link = book_and_link("d1")
+    book.invited(link, invite(1), 0.0)  # type: ignore[arg-type]
+    book.stopped(link, Stop(1, Reason.CANCELLED if again else Reason.TIMEOUT), 0.1)  # type: ignore[arg-type]
+    if again:
+        book.invited(link, invite(2), 0.2)  # type: ignore[arg-type]
+    book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.3)
+    assert book.held["moving" if again else "offered"] == 1
+
+
+def test_names_are_remembered_for_a_while_and_not_too_many() -> None:
+    names: Remembered[int] = Remembered(10.0, most=3)
+    for at in range(5):
+        names.put(f"n{at}", at, float(at))
+    assert [names.look(f"n{at}", 4.0) for at in range(5)] == [None, None, 2, 3, 4]
+    assert (names.take("n3", 5.0), names.take("n3", 5.0)) == (3, None)
+    names.put("new", 5, 13.5)
+    assert (len(names), names.look("n4", 13.9), names.look("n4", 14.0)) == (2, 4, None)
