@@ -68,7 +68,7 @@ class Errand:
             awaited.errand = self
             self._landing = awaited
         else:
-            self._task = asyncio.get_running_loop().create_task(_rest(self._steps, awaited))
+            self._task = asyncio.get_running_loop().create_task(_Rest(self._steps, awaited))
             self._task.add_done_callback(lambda _: self._ended())
 
     def cancel(self) -> None:
@@ -82,20 +82,38 @@ class Errand:
             self.step(asyncio.CancelledError())
 
 
-@coroutine
-def _rest(steps: Steps, awaited: Any) -> Generator[Any, None, None]:
-    """What is left of a coroutine that was stepped elsewhere and has come to wait for `awaited`."""
-    while True:
-        try:
-            yield awaited
-        except BaseException as error:  # the Task's word to the coroutine, cancellation included
-            problem: BaseException | None = error
-        else:
-            problem = None
-        try:
-            awaited = steps.send(None) if problem is None else steps.throw(problem)
-        except StopIteration:
-            return
+class _Rest(Coroutine[Any, Any, None]):
+    """What is left of a coroutine that was stepped elsewhere and has come to wait for `awaited`.
+
+    No generator: one that has not begun lets no cancellation in, and a Task may be cancelled before its first step.
+    """
+
+    __slots__ = ("_awaited", "_begun", "_steps")
+
+    def __init__(self, steps: Steps, awaited: Any) -> None:
+        self._steps = steps
+        self._awaited = awaited
+        self._begun = False
+
+    def send(self, value: Any) -> Any:
+        if self._begun:
+            return self._steps.send(value)
+        self._begun = True
+        awaited, self._awaited = self._awaited, None
+        return awaited
+
+    def throw(self, *error: Any) -> Any:
+        awaited, self._awaited = self._awaited, None
+        self._begun = True
+        if isinstance(awaited, asyncio.Future):  # as the Task would have done, had it known what it waits for
+            awaited.cancel()
+        return self._steps.throw(*error)
+
+    def close(self) -> None:
+        self._steps.close()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        raise TypeError("only a Task runs it")
 
 
 @coroutine

@@ -240,10 +240,15 @@ class Upstream:
         return None
 
     async def _connect(self) -> Connection:
+        connection = Connection(self)
         try:
             async with within(self.patience.connect_s):
-                loop = self.outbox.loop
-                _, connection = await loop.create_connection(lambda: Connection(self), self._host, self._port)
+                try:
+                    await self.outbox.loop.create_connection(lambda: connection, self._host, self._port)
+                except asyncio.CancelledError:  # it may stand already, and uvloop would tell nobody of its end
+                    connection.abort()
+                    self.forget(connection)
+                    raise
         except TimeoutError:
             raise UpstreamBroke("connect_timeout", f"no connection within {self.patience.connect_s:g} s") from None
         except OSError as error:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from time import monotonic
 
 import pytest
+import uvloop
 
 from gateway.outbox import Outbox
 from gateway.relay import Relay, State, UpstreamBroke
@@ -343,3 +344,37 @@ async def test_an_engine_known_to_be_dead_is_waited_for_by_nobody() -> None:
         made.upstream.fail_all("ejected", "gone")
         found = await asyncio.gather(*asking, return_exceptions=True)
         assert [error.kind for error in found if isinstance(error, UpstreamBroke)] == ["ejected"] * 3
+
+
+def test_a_connection_that_stands_when_its_asker_leaves_is_closed_and_forgotten() -> None:
+    """On uvloop, which tells nobody of the end of a connection whose making was cancelled."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        upstream = Upstream(url, None, PATIENCE, Outbox(loop))
+        standing = loop.create_future()
+        upstream.connections = Noticing(standing)
+        sending = asyncio.ensure_future(upstream.send(b"", Body(), Relay(b""), Client()))
+        await standing
+        sending.cancel()
+        await asyncio.wait((sending,))
+        assert sending.cancelled()
+        assert not upstream.connections
+        server.close()
+
+    uvloop.run(run())
+
+
+class Noticing(set[Connection]):
+    """Connections; tells of the first before anybody else knows."""
+
+    def __init__(self, standing: asyncio.Future[None]) -> None:
+        super().__init__()
+        self._standing = standing
+
+    def add(self, connection: Connection) -> None:
+        super().add(connection)
+        if not self._standing.done():
+            self._standing.set_result(None)
