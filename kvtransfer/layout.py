@@ -141,3 +141,8 @@ class KvLayout(msgspec.Struct, frozen=True):
             if mine != theirs:
                 return f"{name} differs: {mine} here, {theirs} there"
         return None
+
+
+def fingerprint_of(src: KvLayout, dst: KvLayout) -> str:
+    """Of the two layouts between which a plan is made: both ends must mean the same ones."""
+    return f"{src.fingerprint()}-{dst.fingerprint()}"

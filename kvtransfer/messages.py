@@ -93,12 +93,14 @@ class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
-    """Source: here it comes. With both sides' blocks and layouts known, both compute the same plan."""
+    """Source: here it comes. With both sides' blocks and layouts known, both compute the same plan. `layouts`: the
+    fingerprint of the two that the source means."""
 
     transfer: Id
     blocks: Blocks
     group_layers: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
     window_bytes: Bytes
+    layouts: Word = ""
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):

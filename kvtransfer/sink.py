@@ -20,7 +20,7 @@ from kvtransfer.commands import Command, Dial, Fence, Progress, Resolve, Send, S
 from kvtransfer.credits import Klass
 from kvtransfer.ends import Reason, end
 from kvtransfer.landing import Arrivals, CameBefore, WindowError
-from kvtransfer.layout import KvLayout
+from kvtransfer.layout import KvLayout, fingerprint_of
 from kvtransfer.messages import (
     MOST_BLOCKS,
     Accept,
@@ -268,6 +268,9 @@ class SinkBook:
         """What the source plans as well: from its blocks and layout, and ours."""
         wish = reservation.wish
         assert reservation.layout is not None
+        ours = fingerprint_of(reservation.layout, self._layout)
+        if message.layouts != ours:
+            raise LayoutMismatch(f"the source plans from other layouts: {ours} here, {message.layouts or 'none'} there")
         if message.window_bytes > self._options.window_bytes:
             raise ValueError(f"windows of {message.window_bytes} bytes are too large")
         return plan(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvtransfer.commands import Admit, Bump, Command, Drop, Resolve, Send
 from kvtransfer.credits import Bandwidth, Klass
 from kvtransfer.ends import Reason, end
+from kvtransfer.layout import fingerprint_of
 from kvtransfer.lease import Lease, LeaseError, LeaseEvent, LeaseState, advance
 from kvtransfer.messages import (
     MOST_BLOCKS,
@@ -259,14 +260,13 @@ class SourceBook:
             raise ValueError(f"blocks lie between 0 and {self._holders.size}")
 
     def _ticket(self, offer: Offer) -> str:
-        ware, rank_bytes = offer.ware, sum(region.block_bytes for region in self._regions)
+        ware = offer.ware
         digest = digest_of(ware.blocks, np.concatenate(offer.generations))
         ticket = Ticket(
             offer=ware.name,
             agent=self._card.agent,
             epoch=self._card.epoch,
             digest=digest,
-            most_bytes=ware.blocks.size * rank_bytes,
             not_after=offer.lease.deadline,
             nonce=offer.nonces[-1],
             sink=ware.sink,
@@ -283,9 +283,17 @@ class SourceBook:
             self._used.look(ticket, now)
             if offer is None or ticket.nonce not in offer.nonces:
                 return Reason.GONE
+            if ticket.digest != self._digest_now(offer):
+                return Reason.STALE
         except Refused as refused:
             return _REASON.get(refused.reason, Reason.BAD_TICKET)
         return ticket
+
+    def _digest_now(self, offer: Offer) -> bytes:
+        """Of the offer's blocks as they are now: not what its tickets say if one has changed hands meanwhile."""
+        return digest_of(
+            offer.ware.blocks, np.concatenate([each.generations_of(offer.ware.blocks) for each in self._regions])
+        )
 
     def _seat(self, link: Link, invite: Invite, now: float) -> list[Command]:
         """Let an invitation wait for its offer, if there is room, one to a name."""
@@ -337,7 +345,13 @@ class SourceBook:
         outlet.claim(offer, made, invite.transfer, window_bytes)
         offer.klass, offer.urgent_at = Klass(invite.klass), now + invite.slack_s
         outlet.line_up(offer, now)
-        accept = Accept(invite.transfer, pack_blocks(offer.ware.blocks), made.group_layers, window_bytes)
+        accept = Accept(
+            transfer=invite.transfer,
+            blocks=pack_blocks(offer.ware.blocks),
+            group_layers=made.group_layers,
+            window_bytes=window_bytes,
+            layouts=fingerprint_of(made.src, made.dst),
+        )
         commands: list[Command] = [Admit(link, invite.transfer, invite.grant), Send(link, accept)]
         return commands + self._pumped(outlet, now)
 

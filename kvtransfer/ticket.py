@@ -1,7 +1,7 @@
 """Tickets: a source's written leave to fetch one offer, once. Opaque text that travels through gateways and engines.
 
-A ticket says which offer of which agent's which life, for whom, which blocks of which generations, how much, until
-when; an HMAC says that the agent itself wrote it. Not here: the offers (source.py), or proof of who presents a ticket.
+A ticket says which offer of which agent's which life, for whom, which blocks of which generations, until when; an HMAC
+says that the agent itself wrote it. Not here: the offers (source.py), or proof of who presents a ticket.
 """
 
 from __future__ import annotations
@@ -53,19 +53,18 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     offer       name of the offer at its source
     agent       name of the source, and `epoch`, 16 bytes drawn anew at every start of it
     digest      `digest_of` the blocks and generations that were promised
-    most_bytes  that may move by it
     not_after   seconds on the source's own monotonic clock, which minted it and will check it
     nonce       16 random bytes: what "once" is counted by
     sink        the only agent that may present it; None for any of the fleet
 
-    No direction: it is always the source that writes, into blocks that the sink has named.
+    No direction: it is always the source that writes, into blocks that the sink has named. And no size:
+    it is the offer that says how many tokens there are.
     """
 
     offer: _Name
     agent: _Name
     epoch: _Nonce
     digest: _Nonce
-    most_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     not_after: float
     nonce: _Nonce
     sink: _Name | None = None

@@ -13,7 +13,7 @@ from kvtransfer.commands import Command, Dial, Fence, Progress, Resolve, Send, S
 from kvtransfer.credits import Klass
 from kvtransfer.ends import How, Reason
 from kvtransfer.landing import WindowError
-from kvtransfer.layout import KvDtype, KvLayout
+from kvtransfer.layout import KvDtype, KvLayout, fingerprint_of
 from kvtransfer.messages import Accept, Landed, ProtocolError, Stop, pack_blocks
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
@@ -119,10 +119,12 @@ class World:
             group, size = self.rng.choice([1, 2, 4]), self.rng.choice([1, WINDOW, WINDOW, WINDOW, WINDOW + 1])
             wish, source = self.wishes[number], self.rng.sample(range(BLOCKS), BLOCKS)
             source = source if self.rng.random() < 0.95 else []
-            said = Accept(number, pack_blocks(source), group, size)
+            known = self.rng.random() < 0.95
+            said = Accept(number, pack_blocks(source), group, size, fingerprint_of(LAYOUT, LAYOUT) if known else "")
             if (
                 self.told(lambda: self.book.accepted(self.invited[number], said, self.now), self.invited[number])
                 and source
+                and known
             ):
                 made = plan(
                     LAYOUT, LAYOUT, source, wish.blocks, wish.tokens, skip_tokens=wish.skip_tokens, group_layers=group

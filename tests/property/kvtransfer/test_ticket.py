@@ -19,7 +19,6 @@ tickets = st.builds(
     agent=short_names,
     epoch=st.just(EPOCH),
     digest=nonces,
-    most_bytes=st.integers(0, (1 << 62) - 1),
     not_after=st.floats(1, 1e9),
     nonce=nonces,
     sink=st.none() | short_names,
@@ -60,7 +59,7 @@ def test_whatever_is_forgotten_each_ticket_serves_at_most_once(
 ) -> None:
     used, served, now = Used(), [], 0.0
     minted = [
-        mint(KEY, Ticket("o", "a", EPOCH, b"d" * 16, 1, float(seconds), number.to_bytes(16)))
+        mint(KEY, Ticket("o", "a", EPOCH, b"d" * 16, float(seconds), number.to_bytes(16)))
         for number, seconds in enumerate(lifetimes)
     ]
     for number, pause in presented:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvtransfer import agent as agent_module
@@ -15,6 +16,8 @@ from kvtransfer.agent import Agent
 from kvtransfer.clock import VirtualClock
 from kvtransfer.ends import Reason
 from kvtransfer.handles import Handle
+from kvtransfer.layout import fingerprint_of
+from kvtransfer.messages import Accept, pack_blocks
 from kvtransfer.regions import Region
 from kvtransfer.reshard import Runs
 from kvtransfer.transports import shm
@@ -76,6 +79,20 @@ def test_peers_whose_plans_differ_do_not_wait_for_what_never_comes() -> None:
     assert offer.end is not None
     assert (landing.end.reason, offer.end.reason) == (Reason.PROTOCOL, Reason.PROTOCOL)
     assert "group 99" in landing.end.detail
+
+
+def test_a_source_that_plans_from_another_layout_is_refused_before_a_byte_moves() -> None:
+    clock, source, sink, _ = in_simulation()
+    source.offer("r", [1], 16, ready_layers=0)
+    landing = sink.fetch(source.address, "r", [2], 16)
+    assert clock.run(1, lambda: bool(sink.figures()["reservations"]["invited"]))
+    (link,) = sink._board._lines
+    other = fingerprint_of(replace(SMALL, block_tokens=8), SMALL)
+    sink._do(sink._sink.accepted(link, Accept(1, pack_blocks([1]), 1, 100, other), 0.0))
+    assert clock.run(1, lambda: landing.end is not None)
+    assert landing.end is not None
+    assert (landing.end.reason, landing.end.n_bytes) == (Reason.LAYOUT, 0)
+    assert other in landing.end.detail
 
 
 def test_an_agent_needs_a_region_for_every_rank_and_a_way() -> None:

@@ -145,3 +145,13 @@ def test_names_are_remembered_for_a_while_and_not_too_many() -> None:
     assert (names.take("n3", 5.0), names.take("n3", 5.0)) == (3, None)
     names.put("new", 5, 13.5)
     assert (len(names), names.look("n4", 13.9), names.look("n4", 14.0)) == (2, 4, None)
+
+
+def test_a_ticket_for_blocks_that_have_changed_hands_is_refused_before_a_byte_moves() -> None:
+    book, link = book_and_link("d1")
+    ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
+    book._regions[0].bump([2])
+    assert refusals(book.invited(link, invite(1, ticket, tokens=8), 0.1)) == [Reason.TOKENS]  # type: ignore[arg-type]
+    book._regions[0].bump([1])
+    assert refusals(book.invited(link, invite(2, ticket), 0.2)) == [Reason.STALE]  # type: ignore[arg-type]
+    assert book.held["offered"] == 1

@@ -17,7 +17,6 @@ TICKET = Ticket(
     agent="prefill-0",
     epoch=EPOCH,
     digest=digest_of(BLOCKS, GENERATIONS),
-    most_bytes=1 << 20,
     not_after=130.0,
     nonce=b"n" * 16,
 )
