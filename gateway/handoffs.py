@@ -51,12 +51,12 @@ class PairFigures(msgspec.Struct):
     def step_s(self) -> float:
         """How long a prefill answer may still come that nobody needs. No engine breaks off a step, and a prompt of one
         chunk is one step: told to abort, it finishes the step and then keeps KV that nobody knows of."""
-        return min(max(STEP_S, 2.0 * (self.prefill_s or 0.0)), MOST_WAIT_S)
+        return _patience(STEP_S, self.prefill_s)
 
     @property
     def seen_s(self) -> float:
         """Until when a decoder's engine has surely seen a request: it looks between two steps."""
-        return min(max(SEEN_S, 2.0 * (self.handoff_s or 0.0)), MOST_WAIT_S)
+        return _patience(SEEN_S, self.handoff_s)
 
 
 class Handoffs:
@@ -170,3 +170,8 @@ class Handoffs:
 
 def _nearer(mean_s: float | None, newest_s: float) -> float:
     return newest_s if mean_s is None else mean_s + WEIGHT * (newest_s - mean_s)
+
+
+def _patience(least_s: float, mean_s: float | None) -> float:
+    """Twice what is usual; of a pair that nobody has seen at work yet, the most."""
+    return MOST_WAIT_S if mean_s is None else min(max(least_s, 2.0 * mean_s), MOST_WAIT_S)

@@ -7,6 +7,7 @@ may answer, hold, refuse or hang up. A health probe or a list of models is answe
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,9 +15,11 @@ from time import monotonic
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from gateway.app import App
 from gateway.config import Config
+from gateway.handoffs import PairFigures
 
 MODEL = "demo"
 TEXT = ["one", " two", " three"]
@@ -270,6 +273,12 @@ class Front:
             load = live.load
             held += [load.in_flight, load.prefill_tokens, load.decode_tokens, load.expected_tokens]
         return held
+
+    def have_met(self) -> None:
+        """All pairs have been seen at work, and are quick."""
+        names = itertools.product((half.name for half in self.prefill), (half.name for half in self.decode))
+        quick = PairFigures(served=1, prefill_s=0.01, handoff_s=0.01)
+        self.app.gateway.handoffs.pairs |= {pair: msgspec.structs.replace(quick) for pair in names}
 
     async def at_rest(self) -> None:
         async with asyncio.timeout(5):

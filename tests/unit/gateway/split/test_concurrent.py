@@ -170,6 +170,7 @@ async def test_a_client_that_leaves_takes_both_legs_along(stage: str) -> None:
     prefill = decodes if stage == "transferring" else holds
     decode = begins if stage == "decoding" else holds
     async with sglang([prefill], [decode]) as f:
+        f.have_met()
 
         async def there() -> None:
             await f.prefill[0].was_asked()

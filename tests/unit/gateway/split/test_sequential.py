@@ -298,6 +298,7 @@ async def test_a_client_that_leaves_takes_both_legs_along(stage: str) -> None:
     prefill = holds if stage == "prefilling" else prefills()
     decode = {"prefilling": decodes, "transferring": holds, "decoding": begins}[stage]
     async with front(NIXL, [prefill], [decode]) as f:
+        f.have_met()
         half = f.prefill[0] if stage == "prefilling" else f.decode[0]
         left_at = await f.ask_and_leave(half.was_asked, stream=True)
         (asked,) = half.asked
