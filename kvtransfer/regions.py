@@ -98,7 +98,7 @@ class Region:
 
     def current(self, blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bool:
         """Whether every one of these blocks is still of its generation. 2 us for 1,000 blocks."""
-        return bool((self.generations[blocks] == generations).all())
+        return self.generations.take(blocks).tobytes() == generations.tobytes()
 
     def close(self) -> None:
         """Let go of the memory; it is unmapped once nobody holds a view of it. May be called twice."""

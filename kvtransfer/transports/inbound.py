@@ -102,16 +102,25 @@ class Inbound:
     def pump(self) -> bool:
         """Read and act on what came. False: no more is there. EOFError, FrameError, OSError: the end."""
         arrival = self._arrival
-        if arrival is not None and arrival.pieces.left:
-            if not self._read_body(arrival):
-                return False
-        elif not self._read_frames():
-            return False
         if arrival is None or not arrival.pieces.left:
-            while self._take():
-                pass
-            self._tidy()
+            if not self._read_frames():
+                return False
+            self._take_all()
+            arrival = self._arrival
+            if arrival is None or not arrival.pieces.left:
+                return True
+            # A window's bytes come with its header, or right behind.
+            self._read_body(arrival)
+        elif not self._read_body(arrival):
+            return False
+        if not arrival.pieces.left:
+            self._take_all()
         return True
+
+    def _take_all(self) -> None:
+        while self._take():
+            pass
+        self._tidy()
 
     def _read_body(self, arrival: _Arrival) -> bool:
         """Read a payload until it is whole, or for a few reads. False when the socket is empty."""

@@ -18,9 +18,10 @@ from kvtransfer.transports.base import Slice, Verdict, WindowHead
 from kvtransfer.transports.scatter import NOTHING, Iovecs, Pieces, address_of, writev
 from kvtransfer.transports.seal import Seal
 
-_SMALL_BYTES = 96 << 10
 _FULL_BYTES = 64 << 10  # no more is laid out before it has been sent
-_STAGED_BYTES = 16 << 10  # a window this small is copied, to leave in one call with its header and trailer
+_STAGED_BYTES = 64 << 10  # a window this small is copied, to leave in one call with its header and trailer,
+_STAGED_PIECES = 64  # unless it is of so many pieces that copying each would cost more than the calls
+_SMALL_BYTES = _FULL_BYTES + _STAGED_BYTES + (4 << 10)
 _AHEAD_BYTES = 256 << 10
 _ZEROS_BYTES = 64 << 10
 
@@ -136,20 +137,17 @@ class Outbound:
             return self._begin_sealed(self.seal, _Body(pieces, head, window.current))
         proof = Proof.XXH3 if self._checked else Proof.NONE
         if window.current is not None and not window.current():
-            self._lay(window_frame(head, 0, proof))
-            pieces = Pieces.over(self._zeros, 0, self._iovecs)
-        else:
-            self._lay(window_frame(head, pieces.size, proof))
-        body = _Body(pieces, head, window.current)
-        if proof is Proof.XXH3:
+            self._lay(window_frame(head, 0, proof) + trailer(Verdict.STALE))
+            return self._sent(head)
+        self._lay(window_frame(head, pieces.size, proof))
+        if pieces.size <= _STAGED_BYTES and pieces.count <= _STAGED_PIECES:
+            return self._stage(pieces, head, window.current)
+        self._body = body = _Body(pieces, head, window.current)
+        if self._checked:
             body.digest = xxhash.xxh3_64()
-        if pieces.size <= _STAGED_BYTES:
-            self._stage(body)
-        else:
-            self._body = body
-            if pieces.size <= _AHEAD_BYTES and not self._queue:
-                # It is short and nothing follows: the way counts. The peer makes ready while the bytes are copied.
-                self._write_small()
+        if pieces.size <= _AHEAD_BYTES and not self._queue:
+            # It is short and nothing follows: the way counts. The peer makes ready while the bytes are copied.
+            self._write_small()
         return None
 
     def _begin_sealed(self, seal: Seal, body: _Body) -> None:
@@ -172,11 +170,17 @@ class Outbound:
         else:
             self._finish(body)
 
-    def _stage(self, body: _Body) -> None:
-        end = self._end + body.pieces.size
-        body.pieces.gather(self._small[self._end : end])
+    def _stage(self, pieces: Pieces, head: WindowHead, current: Callable[[], bool] | None) -> None:
+        """The digest is taken from the copy, which is in the cache. It goes along with OK alone, as in any trailer."""
+        end = self._end + pieces.size
+        copy = self._small[self._end : end]
+        pieces.gather(copy)
         self._end = end
-        self._finish(body)
+        if current is None or current():
+            self._lay(trailer(Verdict.OK, xxhash.xxh3_64_intdigest(copy) if self._checked else 0))
+        else:
+            self._lay(trailer(Verdict.STALE))
+        self._sent(head)
 
     def _write(self) -> bool:
         body = self._body

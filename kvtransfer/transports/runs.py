@@ -6,6 +6,7 @@ Not here: whose memory it is, or when (shm.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +15,14 @@ from kvtransfer.regions import Region
 from kvtransfer.reshard import Offsets, Runs
 
 _LARGE = 16 << 10  # from here on a copy costs more than the step that asks for it
+_SHORT = 256 << 10  # up to here a copy is over before another thread could use the interpreter in the meantime
 _AT_ONCE = 256 << 10  # gathered and scattered again while it is still in the cache
 
 
 def within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
     """Whether all of these runs lie in the region, and are runs."""
     if len(lengths) == 1:
-        at, length = int(offsets[0]), int(lengths[0])
+        at, length = offsets.item(), lengths.item()
         return at >= 0 and length > 0 and at + length <= region.bytes.size
     if not len(lengths) or np.minimum.reduce(offsets) < 0 or np.minimum.reduce(lengths) < 1:
         return False
@@ -40,12 +42,16 @@ def in_steps(runs: Runs, step_bytes: int) -> Iterator[Runs]:
 
 def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs) -> None:
     """Copy every run. Both must hold all of them (`within`)."""
-    length = int(runs.length[0])
+    length = runs.length.item(0)
     if length < _LARGE and runs.count > 2 and _regular(source, sink, runs, length):
         _copy_regular(source, sink, runs, length)
         return
+    # Of two ways that copy alike, numpy's takes twice the steps and lets other threads run.
+    short = int(np.maximum.reduce(runs.length)) <= _SHORT
+    into: Any = sink.data if short else sink
+    out_of: Any = source.data if short else source
     for src, dst, size in zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True):
-        sink[dst : dst + size] = source[src : src + size]
+        into[dst : dst + size] = out_of[src : src + size]
 
 
 def _regular(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs, length: int) -> bool:

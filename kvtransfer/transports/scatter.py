@@ -90,9 +90,10 @@ class Pieces:
         self.done = self.fed = 0
         self._row = 1
         if len(lengths) == 1:
-            self.size = int(lengths[0])
-            self._ends = [self.size]
-            iovecs.words[2], iovecs.words[3] = address + int(offsets[0]), self.size
+            self.size = size = lengths.item()
+            self._ends = [size]
+            words = iovecs.words
+            words[2], words[3] = address + offsets.item(), size
         else:
             self._ends = np.add.accumulate(lengths).tolist()
             self.size = self._ends[-1] if self._ends else 0
@@ -122,6 +123,10 @@ class Pieces:
     @property
     def left(self) -> int:
         return self.size - self.done
+
+    @property
+    def count(self) -> int:
+        return len(self._ends)
 
     def call(self, function: Any, fd: int, ahead: Stretch, behind: Stretch) -> int | None:
         """readv or writev: `ahead` (before the first piece alone), pieces, `behind` once all are in.
@@ -170,6 +175,10 @@ class Pieces:
 
     def gather(self, into: memoryview) -> None:
         """Copy all pieces to the front of a buffer, behind each other."""
+        if len(self._ends) == 1:
+            start = self._offsets.item()
+            into[: self.size] = self._memory.data[start : start + self.size]
+            return
         at = 0
         for part in self.parts():
             into[at : at + len(part)] = part

@@ -240,6 +240,10 @@ def generation_mark(region: Region, runs: Runs) -> int:
     generations. On x86-64 no load overtakes another, so this is taken before or after a copy as it is written; on other
     processors nothing here sees to that, so Shm does not start there."""
     size = region.block_bytes
+    if runs.count == 1:
+        src, length = runs.src.item(), runs.length.item()
+        if src % size + length <= size:
+            return int(region.generations[src // size])
     blocks = runs.src // size
     if int(np.maximum.reduce(runs.src + runs.length - blocks * size)) > size:
         blocks = _all_blocks(runs, size)
