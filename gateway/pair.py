@@ -369,12 +369,15 @@ class PairAttempt:
             self.suspects.append(self._pair.decode.candidate.endpoint.name)
 
     def _blame_nobody(self) -> None:
-        """It may have been either. The decoder is asked again only where it can do without the prefiller."""
+        """It may have been either. A decoder that can do without a prefiller is asked again and shows whether it was;
+        one that cannot is held to account: success with others clears an innocent one, and a broken one must leave."""
         name = self._pair.prefill.candidate.endpoint.name
         self.recompute = True
         self._handoffs.forget(name)  # the decoder may have been told of the engine that it was before a restart
         self.suspects.append(name)
         if not self._work.split.dialect.decode_alone:
+            assert self._problem is not None
+            self._decode_place.failed(self._problem)
             self.suspects.append(self._pair.decode.candidate.endpoint.name)
 
     # The end

@@ -414,3 +414,12 @@ async def test_a_mooncake_prefill_that_ended_early_sends_nothing_and_the_decoder
             assert (await f.ask()).text == WHOLE
             assert "kv_transfer_params" not in f.decode[0].asked[1].json
             await f.at_rest()
+
+
+async def test_a_decoder_that_fails_every_handoff_and_cannot_do_without_one_is_held_to_account() -> None:
+    async with sglang([decodes, decodes], [refuses(500), decodes]) as f:
+        for _ in range(12):
+            assert (await f.ask()).text == WHOLE
+        assert f.blamed(f.decode[0]) == 3, "three failures in a row, then nobody asks it"
+        assert f.blamed(f.decode[1]) == f.blamed(f.prefill[0]) == f.blamed(f.prefill[1]) == 0
+        await f.at_rest()
