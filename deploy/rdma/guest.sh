@@ -17,7 +17,6 @@ cd '$PWD' && export HOME=/tmp PYTHONDONTWRITEBYTECODE=1 PYTHONPATH='${PYTHONPATH
 echo \$? >/run/penstock/status.new && mv /run/penstock/status.new /run/penstock/status
 SCRIPT
 
-ended=0
 timeout -k 5 "$seconds" qemu-system-x86_64 \
     -M q35 -accel "${QEMU_ACCEL:-tcg,thread=multi}" -cpu max -smp 2 -m "${GUEST_MB:-2048}" \
     -display none -monitor none -serial stdio -no-reboot -nic none \
@@ -27,7 +26,11 @@ timeout -k 5 "$seconds" qemu-system-x86_64 \
     -device virtio-9p-pci,fsdev=host,mount_tag=host \
     -fsdev local,id=exchange,path="$exchange",security_model=none,multidevs=remap \
     -device virtio-9p-pci,fsdev=exchange,mount_tag=exchange \
-    -device virtio-rng-pci </dev/null || ended=$?
+    -device virtio-rng-pci </dev/null &
+guest=$!
+trap 'kill "$guest" 2>/dev/null; exit 130' INT TERM
+ended=0
+wait "$guest" || ended=$?
 
 if [ -s "$exchange/status" ]; then
     exit "$(cat "$exchange/status")"

@@ -146,9 +146,11 @@ class Rdma:
         raise TransportError("the transport is closing, or has too many links")
 
     def _forget(self, link: RdmaLink, domain: Domain | None) -> None:
-        with self._gate:
-            self._links.discard(link)
-        _let_go(None, domain)
+        try:
+            _let_go(None, domain)
+        finally:
+            with self._gate:  # not before: `close` waits for those it finds here, and then lets the device go
+                self._links.discard(link)
 
 
 def _let_go(side: socket.socket | None, domain: Domain | None) -> None:

@@ -36,7 +36,6 @@ class Bench:
         self.sink = QueuePair(self.far, self.completions, 1, 8, 8)
         self.writer.connect(self.sink.card)
         self.sink.connect(self.writer.card)
-        self.sink.expect()
         self.source, self.place = (Region.create(4, PAGE, name=name) for name in ("source", "place"))
         self.source.bytes[:] = np.arange(self.source.bytes.size, dtype=np.uint8)
         self.open: list[Memory] = []
@@ -49,6 +48,7 @@ class Bench:
     def write(self, at: int, length: int, key: int) -> list[Completion]:
         """Write the source's beginning to `at` of the sink's memory; what the writer is told, and the sink."""
         piece = Piece(self.source.address, length, self.near.key_of(self.source))
+        self.sink.expect()
         self.completions.arm()
         self.writer.write(5, [piece], (self.place.address + at, key), tell=True, immediate=0xFFFF_FFFF)
         told: list[Completion] = []
