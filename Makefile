@@ -13,7 +13,7 @@ RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv real compiled load policies docs lock clean
+.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split real compiled load policies docs lock clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ compiled: $(VENV)/.dev ## optional: the hot path through Cython, into build/comp
 bench-kv: $(VENV)/.dev ## KV transfers: ours beside NIXL, Mooncake, raw TCP and memcpy (docs/performance.md)
 	@$(PY) -c "import cryptography" 2>/dev/null || $(PY) -m pip install -q "cryptography>=45"
 	$(PY) tests/bench/kv/bench_kv.py
+
+bench-split: $(VENV)/.dev ## the gateway's CPU for a split request beside that for a whole one
+	$(PY) tests/bench/split.py
 
 real: $(VENV)/.dev ## the gateway before two real vLLM engines, without a GPU (3.5 GB; docs/real-engines.md)
 	@sh deploy/real/install.sh $(PYTHON) build/real

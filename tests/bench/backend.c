@@ -1,7 +1,8 @@
 /* A static OpenAI-speaking HTTP/1.1 server: canned answers on several ports, one thread, one epoll.
  *
  * It stands in for TP groups when a gateway is measured, so it does as little as it can: no JSON is parsed. A body holding
- * "stream":true gets server-sent events in HTTP chunks, any other POST a small chat completion. The pace of a stream is set on the
+ * "stream":true gets server-sent events in HTTP chunks, one that asks for a remote decode what vLLM answers to a prefill over NIXL, any
+ * other POST a small chat completion. The pace of a stream is set on the
  * command line, or per request by a note in the prompt (which every gateway passes on, as opposed to unknown fields and headers):
  *     @bench chunks=300 every_us=10000 first_us=5000 burst=1 join=0@
  * burst = chunks sent back to back at each beat; join=1 sends a beat's chunks in one write, join=0 each in its own.
@@ -32,7 +33,7 @@ static int heap_n, heap_cap;
 /* ---- canned bytes ---- */
 #define CHUNK_HEAD "{\"id\":\"chatcmpl-bench0123456789abcdef\",\"object\":\"chat.completion.chunk\",\"created\":1760000000,\"model\":\"bench-model\",\"choices\":"
 #define USAGE "\"usage\":{\"prompt_tokens\":128,\"total_tokens\":192,\"completion_tokens\":64,\"prompt_tokens_details\":null}"
-static bytes_t role_chunk, token_chunk, finish_chunk, usage_chunk, done_chunk, stream_head, answer;
+static bytes_t role_chunk, token_chunk, finish_chunk, usage_chunk, done_chunk, stream_head, answer, prefilled;
 
 static bytes_t frame(const char *event) {
     bytes_t b = {0};
@@ -64,6 +65,13 @@ static void make_canned(void) {
         "{\"id\":\"chatcmpl-bench0123456789abcdef\",\"object\":\"chat.completion\",\"created\":1760000000,\"model\":\"bench-model\",\"choices\":[{\"index\":0,"
         "\"message\":{\"role\":\"assistant\",\"content\":\"A penstock carries the water to the wheel.\",\"refusal\":null,\"tool_calls\":[]},"
         "\"logprobs\":null,\"finish_reason\":\"stop\",\"stop_reason\":null}]," USAGE "}");
+    prefilled = with_length("application/json",
+        "{\"id\":\"chatcmpl-bench0123456789abcdef\",\"object\":\"chat.completion\",\"created\":1760000000,\"model\":\"bench-model\",\"choices\":[{\"index\":0,"
+        "\"message\":{\"role\":\"assistant\",\"content\":\"A\",\"refusal\":null,\"tool_calls\":[]},"
+        "\"logprobs\":null,\"finish_reason\":\"length\",\"stop_reason\":null}]," USAGE ","
+        "\"kv_transfer_params\":{\"do_remote_prefill\":true,\"do_remote_decode\":false,\"remote_block_ids\":[[7,8,9,10,11,12,13,14]],"
+        "\"remote_engine_id\":\"3f1c0e5a-bench\",\"remote_request_id\":\"chatcmpl-bench0123456789abcdef\",\"remote_host\":\"127.0.0.1\","
+        "\"remote_port\":5600,\"tp_size\":4,\"remote_num_tokens\":128,\"remote_prefill_cached_tokens\":0}}");
 }
 
 static const struct { const char *path, *type, *body; } pages[] = {
@@ -196,6 +204,7 @@ static bool is_true(const char *body, size_t n, const char *name) {
 }
 
 static bool answer_post(conn_t *c, const char *body, size_t n) {
+    if (is_true(body, n, "\"do_remote_decode\"")) return say(c, &prefilled);
     if (!is_true(body, n, "\"stream\"")) return say(c, &answer);
     c->pace = pace_of(body, n);
     c->wants_usage = is_true(body, n, "\"include_usage\"");
