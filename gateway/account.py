@@ -312,4 +312,4 @@ def _usage(split: SplitRecord, relay: Relay) -> Usage:
     usage = relay.usage
     if split.cached_tokens is None:
         return usage
-    return msgspec.structs.replace(usage, cached_tokens=split.cached_tokens)
+    return Usage(usage.prompt_tokens, usage.completion_tokens, split.cached_tokens)

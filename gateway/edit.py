@@ -72,32 +72,32 @@ class Body:
         """The body with `edits`, for an engine that knows the model as `model`; None: as the body says."""
         if model is None and not edits.drop and edits.keep is None and edits.put.keys() <= ENGINE_INTERNAL:
             return self._spliced(edits.put)
-        kept: dict[str, bytes | msgspec.Raw] = {
-            name: value
-            for name, value in self.members.items()
-            if name not in edits.drop and (edits.keep is None or name in edits.keep)
-        }
-        kept.update(edits.put)
+        put, drop, keep = edits.put, edits.drop, edits.keep
         if model is not None:
-            kept["model"] = msgspec.json.encode(model)
-        return _joined(kept)
+            put = {**put, "model": msgspec.json.encode(model)}
+        parts: list[bytes | msgspec.Raw] = []
+        for name, value in self.members.items():
+            if name not in drop and name not in put and (keep is None or name in keep):
+                parts += (_key(name), value)
+        for name, new in put.items():
+            parts += (_key(name), new)
+        parts[0] = b"{" + bytes(parts[0])[1:]
+        parts.append(b"}")
+        return b"".join(parts)
 
     def _spliced(self, put: Mapping[str, bytes]) -> bytes:
         raw = self._call.body
-        end = raw.rindex(b"}")
-        return b"".join((memoryview(raw)[:end], *(part for name in put for part in (_key(name), put[name])), b"}"))
+        parts: list[bytes | memoryview] = [memoryview(raw)[: raw.rindex(b"}")]]
+        for name, new in put.items():
+            parts += (_key(name), new)
+        parts.append(b"}")
+        return b"".join(parts)
 
 
 def _key(name: str) -> bytes:
+    if name.isidentifier() and name.isascii():  # as all are but strange ones, and then nothing is to be escaped
+        return f',"{name}":'.encode()
     return b"," + msgspec.json.encode(name) + b":"
-
-
-def _joined(members: Mapping[str, bytes | msgspec.Raw]) -> bytes:
-    parts: list[bytes | msgspec.Raw] = []
-    for name, value in members.items():
-        parts += (_key(name), value)
-    parts[0] = b"{" + bytes(parts[0])[1:]
-    return b"".join((*parts, b"}"))
 
 
 def _number(raw: msgspec.Raw | None) -> int | None:

@@ -75,11 +75,11 @@ class Handoffs:
         self._bootstraps: dict[str, Upstream] = {}
         self._running: set[Leg] = set()
 
-    def count(self, role: str, outcome: str) -> None:
-        """A leg has ended."""
-        counter = self._legs.get((role, outcome))
+    def count(self, end: tuple[str, str]) -> None:
+        """A leg has ended: its role, and how."""
+        counter = self._legs.get(end)
         if counter is None:
-            counter = self._legs[role, outcome] = self.metrics.split_legs_total.labels(role, outcome)
+            counter = self._legs[end] = self.metrics.split_legs_total.labels(*end)
         counter.value += 1.0
 
     def decided(self, split: bool, reason: Reason) -> None:

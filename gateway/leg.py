@@ -6,28 +6,26 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
-from gateway.errand import Errand
+from gateway.errand import Errand, Landing
 from gateway.relay import Relay, UpstreamBroke
-from gateway.upstream import Downstream, Upstream
+from gateway.upstream import Connection, Downstream, Upstream
 
 log = logging.getLogger("penstock")
 
 Ended = Callable[[UpstreamBroke | None], None]
 
 
-class Leg:
+class Leg(Errand):
     """start() it; `ended` hears its end unless it is closed before. It is its own payload: so it knows when it left.
+
+    On a connection it is an errand without a coroutine: the answer's end steps it, and that is its own end. Only
+    connecting is a coroutine.
 
     sent_at  when its bytes were asked for to be written; None: no engine has seen anything of it
     """
 
     __slots__ = (
-        "_body",
-        "_downstream",
-        "_ended",
-        "_errand",
-        "_leaving",
-        "_on_sent",
+        *("_body", "_connecting", "_connection", "_done", "_downstream", "_tell", "_leaving", "_on_sent", "_pooled"),
         "head",
         "relay",
         "sent_at",
@@ -43,23 +41,31 @@ class Leg:
         self.sent_at: float | None = None
         self._body = body
         self._downstream = downstream
-        self._ended: Ended | None = ended
+        self._tell: Ended | None = ended
         self._on_sent: Callable[[], None] | None = None
         self._leaving = False
-        self._errand = Errand(self._run(), _nothing)
+        self._connecting: Errand | None = None
+        self._connection: Connection | None = None
+        self._done: Landing | None = None
+        self._pooled = True
 
     def start(self, on_sent: Callable[[], None] | None = None) -> None:
         """Send it now."""
         self._on_sent = on_sent
-        self._errand.step()
+        connection = self.upstream._pooled()
+        if connection is not None:
+            self._ride(connection)
+        else:
+            self._connect()
 
     @property
     def body(self) -> bytes:
         """What upstream writes after the head."""
         if self.sent_at is None:
             self.sent_at = monotonic()
-            if self._on_sent is not None:
-                self._on_sent()
+            on_sent, self._on_sent = self._on_sent, None  # it knows the pair, which knows this: no ring may be left
+            if on_sent is not None:
+                on_sent()
         return self._body
 
     def release(self) -> None:
@@ -69,18 +75,29 @@ class Leg:
     @property
     def over(self) -> bool:
         """It has ended, or is about to be closed: nothing more will be heard of it."""
-        return self._ended is None or self._leaving
+        return self._tell is None or self._leaving
 
     def close(self) -> None:
         """Close its connection if it is still open; nothing is heard of it any more."""
-        if self._ended is not None:
-            self._ended = None
-            self._errand.cancel()
+        if self._tell is not None:
+            self._tell = None
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Wherever it is: the connection is closed, or never made."""
+        connection, done, connecting = self._connection, self._done, self._connecting
+        self._connection = self._done = self._connecting = None
+        if connecting is not None:
+            connecting.cancel()
+        if connection is not None and done is not None:
+            done.errand = None
+            done.cancel()
+            connection.abort()
 
     def close_in(self, seconds: float, ended: Ended | None = None) -> None:
         """As close(), but a little later. Until then it tells `ended` alone; without one its first token closes it."""
         if not self.over:
-            self._ended, self._leaving = ended or _nobody, True
+            self._tell, self._leaving = ended or _nobody, True
             self.relay.on_first = None if ended is not None else self._close_next
             self.upstream.outbox.loop.call_later(max(0.0, seconds), self.close)
 
@@ -88,16 +105,59 @@ class Leg:
         """Not within the callback that brings the token."""
         self.upstream.outbox.loop.call_soon(self.close)
 
-    async def _run(self) -> None:
-        problem: UpstreamBroke | None = None
+    def _ride(self, connection: Connection) -> None:
+        """Send it on this connection, and hear of the answer's end."""
+        self._connection = connection
         try:
-            await self.upstream.send(self.head, self, self.relay, self._downstream)
-        except UpstreamBroke as broke:
-            problem = broke
+            done = self._done = connection.carry(self.head, self, self.relay, self._downstream)
         except Exception:
             log.exception("a leg failed inside the gateway")
-            problem = UpstreamBroke("internal", "the leg failed inside the gateway")
-        ended, self._ended = self._ended, None
+            connection.abort()
+            self._end(UpstreamBroke("internal", "the leg failed inside the gateway"))
+            return
+        if done.done():
+            self.step()
+        else:
+            done.errand = self
+
+    def step(self, error: BaseException | None = None) -> None:
+        """The answer is over. A pooled connection that turns out dead before a byte came back costs nothing."""
+        done, self._done, self._connection = self._done, None, None
+        if done is None:
+            return
+        problem = done.exception()
+        if problem is None:
+            self._end(None)
+        elif not isinstance(problem, UpstreamBroke):
+            raise problem
+        elif self._pooled and self.relay.untouched and problem.kind in ("reset", "no_answer"):
+            self._connect()
+        else:
+            self._end(problem)
+
+    def _connect(self) -> None:
+        self._pooled = False
+        self._connecting = Errand(self._reach(), _nothing)
+        self._connecting.step()
+
+    async def _reach(self) -> None:
+        try:
+            connection = await self.upstream._connect()
+        except UpstreamBroke as broke:
+            self._end(broke)
+        except Exception:
+            log.exception("a leg failed inside the gateway")
+            self._end(UpstreamBroke("internal", "the leg failed inside the gateway"))
+        else:
+            self._connecting = None
+            if self._tell is None:
+                connection.abort()
+            else:
+                self._ride(connection)
+
+    def _end(self, problem: UpstreamBroke | None) -> None:
+        self._connection = self._done = self._connecting = None
+        ended, self._tell = self._tell, None
         if ended is not None:
             ended(problem)
 

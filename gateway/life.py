@@ -14,6 +14,8 @@ from typing import NamedTuple
 class State(StrEnum):
     """Where a pair is with its request."""
 
+    __hash__ = str.__hash__  # Enum's own is a call of Python, and the table is looked up at every event
+
     BOOKED = "booked"  # both places are taken, nothing was sent
     ASKING = "asking"  # the prefill endpoint's bootstrap server is asked who it is
     PREFILLING = "prefilling"  # P computes; D knows of nothing yet
@@ -29,6 +31,8 @@ class State(StrEnum):
 
 class Event(StrEnum):
     """What can happen to a pair."""
+
+    __hash__ = str.__hash__  # Enum's own is a call of Python, and the table is looked up at every event
 
     START_PREFILL = "sequential, or the first request to a prefill endpoint nobody knows yet"
     START_BOTH = "concurrent"
@@ -52,6 +56,8 @@ class Event(StrEnum):
 
 class Act(StrEnum):
     """What is due."""
+
+    __hash__ = str.__hash__  # Enum's own is a call of Python, and the table is looked up at every event
 
     ASK = "ask the bootstrap server"
     SEND_PREFILL = "send the prefill request"

@@ -94,12 +94,12 @@ class PairAttempt:
     def _post(self, event: Event) -> None:
         """Something has happened. What follows is done at once, in the callback that brought the news; the line, which
         only waits for the end, goes on when it has come."""
-        self._events.append(event)
         if self._catching_up:
+            self._events.append(event)
             return
         self._catching_up = True
         try:
-            self._catch_up()
+            self._catch_up(event)
         except Exception as bug:  # it must not end in the callback of a leg, with the line waiting for ever
             self._bug, self.state = bug, State.FAILED
         finally:
@@ -107,18 +107,20 @@ class PairAttempt:
         if self.state in ENDS and self._waiting is not None and not self._waiting.done():
             self._waiting.land()
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, event: Event) -> None:
         """The one interpreter of the table."""
-        while self._events and self.state not in ENDS:
-            event = self._events.popleft()
+        while self.state not in ENDS:
             before, (self.state, acts) = self.state, TABLE[self.state, event]
-            if self.state is not before:
+            if self.state is not before and (self._timer is not None or self.state in _TIMED):
                 self._enter()
             ended = _LEG_ENDS.get(event)
             if ended is not None:
-                self._handoffs.count(*ended)
+                self._handoffs.count(ended)
             for act in acts:
                 _DO[act](self)
+            if not self._events:
+                return
+            event = self._events.popleft()
 
     def _enter(self) -> None:
         """A state that upstream's sweep does not watch has a timer of its own."""
@@ -306,12 +308,12 @@ class PairAttempt:
     def _close_prefill(self) -> None:
         if self._prefill is not None and not self._prefill.over:
             self._prefill.close()
-            self._handoffs.count("prefill", "closed")
+            self._handoffs.count(("prefill", "closed"))
 
     def _close_decode(self) -> None:
         if self._decode is not None and not self._decode.over:
             self._decode.close()
-            self._handoffs.count("decode", "closed")
+            self._handoffs.count(("decode", "closed"))
 
     def _call_off_prefill(self) -> None:
         """An engine that is told to abort finishes its step first, and then holds KV that nobody knows of. So its
@@ -322,7 +324,7 @@ class PairAttempt:
         step_s = self._handoffs.figures(self._pair).step_s
         leg.close_in(2 * step_s, self._too_late)
         self._handoffs.outbox.loop.call_later(step_s, sink.call_off)
-        self._handoffs.count("prefill", "closed")
+        self._handoffs.count(("prefill", "closed"))
 
     def _too_late(self, problem: UpstreamBroke | None) -> None:
         assert self._prefill is not None
@@ -344,7 +346,7 @@ class PairAttempt:
         else:
             since = leg.sent_at if self._work.record.prefilled_at is not None else now
             leg.close_in(since + self._handoffs.figures(self._pair).seen_s - now)
-        self._handoffs.count("decode", "closed")
+        self._handoffs.count(("decode", "closed"))
 
     def _give_up(self, handover: Handover | None) -> None:
         if handover is not None:
@@ -397,6 +399,8 @@ class PairAttempt:
         self._handoffs.give_back(self._number)
         self._handoffs.ended(self._pair, self.state, self._work.record, self._x.relay)
 
+
+_TIMED = (State.TRANSFERRING, State.ASKING)
 
 _LEG_ENDS: Mapping[Event, tuple[str, str]] = MappingProxyType(
     {

@@ -35,6 +35,7 @@ HELD_BYTES, HELD_EVENTS = 64 * 1024, 3  # an engine that says more before its fi
 FIRST_EVENT = 256  # bytes of a stream that are waited for, to see whether it begins with an error
 TAIL = 16 * 1024
 
+_CLOSED = b"connection: close\r\n\r\n"
 _EVENT = b"\ndata:"
 _DONE = b"[DONE]"
 _USAGE = b'"usage":'
@@ -216,7 +217,7 @@ class Relay(msgspec.Struct, eq=False):
             except FramingError as error:
                 raise UpstreamBroke("framing", str(error)) from error
             data = data[end + 4 :]
-            if head.plain and head.length == len(data) and not self.http_1_0 and self.renamer is None:
+            if head.plain and head.length == len(data) and self.renamer is None:
                 return self._whole(head, data, now)
             self._open(head)
         if self.state is State.REFUSED:
@@ -279,14 +280,14 @@ class Relay(msgspec.Struct, eq=False):
         self.first_byte_at = self.first_token_at = self.last_at = now
         self._last = self._usage = self._reason = payload
         self._first()
-        out = b"".join((head.start, self.headers, head.sized, payload))
+        out = b"".join((head.start, self.headers, _CLOSED if self.http_1_0 else head.sized, payload))
         self.bytes_out = len(out)
         return out
 
     def _framing(self) -> bytes:
         assert self.head is not None
         if self.http_1_0:
-            return b"connection: close\r\n\r\n"
+            return _CLOSED
         if self._rebuild or isinstance(self._body, ChunkedBody):
             return b"transfer-encoding: chunked\r\n\r\n"
         return self.head.sized

@@ -13,11 +13,12 @@ class Sink:
     With `keep` False nothing is kept. Too long an answer is failed rather than kept.
     """
 
-    __slots__ = ("_keep", "_kept", "source")
+    __slots__ = ("_keep", "_kept", "_size", "source")
 
     def __init__(self, *, keep: bool = True) -> None:
         self._keep = keep
-        self._kept = bytearray()
+        self._kept: list[bytes] = []
+        self._size = 0
         self.source: Connection | None = None
 
     @property
@@ -27,14 +28,16 @@ class Sink:
     @property
     def body(self) -> bytes:
         """The answer's body as far as it has come."""
-        at = self._kept.find(b"\r\n\r\n")
-        return bytes(memoryview(self._kept)[at + 4 :]) if at >= 0 else b""
+        kept = self._kept[0] if len(self._kept) == 1 else b"".join(self._kept)
+        at = kept.find(b"\r\n\r\n")
+        return kept[at + 4 :] if at >= 0 else b""
 
     def write(self, data: bytes) -> None:
         if not self._keep:
             return
-        self._kept += data
-        if len(self._kept) > MOST_BYTES and self.source is not None:
+        self._kept.append(data)
+        self._size += len(data)
+        if self._size > MOST_BYTES and self.source is not None:
             self.source.fail("framing", "the engine's answer to the gateway is too long")
 
     def call_off(self) -> None:

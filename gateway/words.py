@@ -51,7 +51,7 @@ class Work(msgspec.Struct, frozen=True, eq=False):
 
 def one_token(request: Request) -> Request:
     """What a prefill endpoint is asked for."""
-    return msgspec.structs.replace(request, output_tokens=1)
+    return Request(request.id, request.model, request.tenant, request.prompt_tokens, 1, request.stream)
 
 
 class Words:
@@ -66,12 +66,12 @@ class Words:
         self._lines = forwarded(work.client.headers)  # they may be needed when the client has gone
         self._corrector: Corrector | None = None
         self.terms = Terms(
-            request_id=f"{x.id}-{len(x.retries)}" if x.retries else x.id,  # a copy of it may still live on an engine
-            number=number,
-            chat=work.call.api is Api.CHAT,
-            prefill_host=facts.host,
-            bootstrap=facts.bootstrap,
-            identity=work.gateway.handoffs.identity(prefill.name, number),
+            f"{x.id}-{len(x.retries)}" if x.retries else x.id,  # a copy of it may still live on an engine
+            number,
+            work.call.api is Api.CHAT,
+            facts.host,
+            facts.bootstrap,
+            work.gateway.handoffs.identity(prefill.name, number),
         )
 
     def introduced(self, identities: tuple[Identity, ...]) -> None:

@@ -21,6 +21,8 @@ from policies.presets import DecodeLoad
 class Reason(StrEnum):
     """Why a request was split, or was not. The label in metrics and the word in the access log."""
 
+    __hash__ = str.__hash__  # Enum's own is a call of Python, and every decision is counted by its reason
+
     LONG = "long"  # split: enough of the prompt is not cached where it would be decoded
     NOBODY_ALONE = "nobody_alone"  # split: nobody may serve it whole
     SHORT = "short"
@@ -148,8 +150,10 @@ class Splitter(msgspec.Struct, frozen=True):
 
     def pair(self, pools: Pools, ask: Ask) -> Pair | None:
         """The least loaded decode endpoint that has somebody to prefill for it, and the best of those."""
-        groups = [group for group in pools.groups if _anybody(group.prefills, ask)]
-        if not groups:
+        groups: Sequence[Group] = pools.groups
+        if len(groups) > 1:
+            groups = [group for group in groups if _anybody(group.prefills, ask)]
+        if not groups or (len(groups) == 1 and not _anybody(groups[0].prefills, ask)):
             return None
         decode = run.pick(self.decode, ask, groups[0].decodes if len(groups) == 1 else _together(groups))
         if decode is None:
