@@ -31,6 +31,7 @@ from kvtransfer.transports.seal import Seal, SealBroken
 _MOST_MESSAGE_BYTES = (4 << 20) + (128 << 10)
 _STRANGER = FrameLimits(header_bytes=24 << 10, payload_bytes=0)
 _NEVER = float("inf")
+_PATIENT = 4  # times as long a spin after a sleep that this would have spared
 _LOOK_MS = 5  # a driver looks so often whether it is done for reasons of its own
 _log = logging.getLogger("penstock")
 
@@ -40,7 +41,8 @@ class Manner(msgspec.Struct, frozen=True):
 
     checked        windows carry an xxh3-64 of their bytes, taken from the source's memory and again from the sink's
     sealed         windows are encrypted and authenticated (AES-128-GCM); both ends must want it
-    spin_s         how long to look for more before sleeping; 0 on machines with no core to spare
+    spin_s         how long to look for more before sleeping, four times as long where that has just been too short;
+                   0 on machines with no core to spare
     window_bytes   what a window should measure here: larger ones cost less, smaller ones are fairer
     """
 
@@ -71,6 +73,7 @@ class StreamLink:
         self._lead, self._gate, self._telling = threading.Lock(), threading.Lock(), threading.Lock()
         self._asleep = self._closing = self._ended = self._dialled = False
         self._drivers, self._driven_s = 0, -_NEVER
+        self._spin_s = manner.spin_s
         self._broken: str | None = None
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -242,8 +245,12 @@ class StreamLink:
             if done is None and self._drivers:
                 return
             self._want_out(self._out.blocked)
+            since_s = time.perf_counter()
             if any(fd == self._bell for fd, _ in self._poll.poll(None if done is None else _LOOK_MS)):
                 self._silence()
+            # To sleep and be woken costs both ends more than it took: an exchange of short words would stay slow.
+            short = time.perf_counter() - since_s < _PATIENT * self._manner.spin_s
+            self._spin_s = self._manner.spin_s * (_PATIENT if short else 1)
         finally:
             self._asleep = False
 
@@ -252,12 +259,12 @@ class StreamLink:
 
         A look at the poll costs a third of a read that finds nothing.
         """
-        clock, look, let_run, out = time.perf_counter, self._poll.poll, os.sched_yield, self._out
+        clock, look, out = time.perf_counter, self._poll.poll, self._out
         self._want_out(False)
-        until_s = clock() + self._manner.spin_s
+        until_s = clock() + self._spin_s
         while clock() < until_s:
             # Whoever we wait for may have been woken on this very core.
-            let_run()
+            os.sched_yield()
             if look(0):
                 return self._turn()
             if not out.idle or self._closing or (done is None and self._drivers):
