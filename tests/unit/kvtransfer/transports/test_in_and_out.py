@@ -87,6 +87,18 @@ def test_runs_land_in_their_places_and_messages_keep_their_order(
 
 
 @pytest.mark.parametrize("proof", PROOFS)
+@pytest.mark.parametrize(("count", "longest"), [(1, 16 << 10), (64, 1000), (65, 1000), (300, 50)])
+def test_small_windows_arrive_whole_whether_they_are_copied_first_or_not(proof: str, count: int, longest: int) -> None:
+    with piped(proof) as made:
+        runs = scattered(7, count, longest)
+        heads = [made.put(runs, first=at) for at in range(5)]
+        made.flow()
+        assert made.ear.heard == [(head, Verdict.OK) for head in heads]
+        assert made.sent == heads
+        assert np.array_equal(made.sink.bytes, made.expected(runs))
+
+
+@pytest.mark.parametrize("proof", PROOFS)
 def test_a_message_of_megabytes_between_windows_arrives_whole(proof: str) -> None:
     with piped(proof) as made:
         large = np.random.default_rng(2).bytes(3 << 20)
