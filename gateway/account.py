@@ -299,9 +299,8 @@ def _tell(line: AccessLine, split: SplitRecord, relay: Relay | None, start: floa
     """How the request was split, or why it was not."""
     line.split_reason, line.prefill = split.reason, split.prefill
     line.dialect, line.transport = split.dialect, split.transport
-    line.prefilled_us, line.handed_over_us = [
-        None if stamp is None else int((stamp - start) * 1e6) for stamp in (split.prefilled_at, split.handed_over_at)
-    ]
+    line.prefilled_us = None if (stamp := split.prefilled_at) is None else int((stamp - start) * 1e6)
+    line.handed_over_us = None if (stamp := split.handed_over_at) is None else int((stamp - start) * 1e6)
     first = relay.first_token_at if relay is not None else None
     if first is not None and split.prefilled_at is not None:
         line.handoff_us = int(max(0.0, first - split.prefilled_at) * 1e6)

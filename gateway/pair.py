@@ -110,14 +110,13 @@ class PairAttempt:
     def _catch_up(self, event: Event) -> None:
         """The one interpreter of the table."""
         while self.state not in ENDS:
-            before, (self.state, acts) = self.state, TABLE[self.state, event]
+            before, (self.state, end, acts) = self.state, _ROWS[self.state, event]
             if self.state is not before and (self._timer is not None or self.state in _TIMED):
                 self._enter()
-            ended = _LEG_ENDS.get(event)
-            if ended is not None:
-                self._handoffs.count(ended)
+            if end is not None:
+                self._handoffs.count(end)
             for act in acts:
-                _DO[act](self)
+                act(self)
             if not self._events:
                 return
             event = self._events.popleft()
@@ -433,4 +432,14 @@ _DO: Mapping[Act, Callable[[PairAttempt], None]] = MappingProxyType(
         Act.BLAME_DECODE: PairAttempt._blame_decode,
         Act.BLAME_NOBODY: PairAttempt._blame_nobody,
     }
+)
+
+# The table with everything looked up once: the next state, the leg's end that the event is, and what is due.
+_ROWS: Mapping[tuple[State, Event], tuple[State, tuple[str, str] | None, tuple[Callable[[PairAttempt], None], ...]]] = (
+    MappingProxyType(
+        {
+            (state, event): (row.state, _LEG_ENDS.get(event), tuple(_DO[act] for act in row.acts))
+            for (state, event), row in TABLE.items()
+        }
+    )
 )
