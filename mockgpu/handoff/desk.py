@@ -21,7 +21,8 @@ from mockgpu.handoff.tally import Tally
 from mockgpu.job import Job, State
 from mockgpu.scheduler import Scheduler
 
-# How long a decline waits for an offer that may never come, where offers are known by name alone.
+# How long a decline waits for an offer that may never come, where offers are known by name alone. Then it is called off,
+# and the giver's agent remembers that: an offer that comes later still ends at once.
 DECLINING_S = 1.0
 
 
@@ -283,8 +284,11 @@ class Desk:
             return
         # The memory has one block more than the scheduler knows: a single token fetched into it lets the giver go.
         spare = [self._owner.scheduler.pool.total]
-        wait_s = take.wait_s if take.ticket else min(take.wait_s, DECLINING_S)
-        await self.agent.fetch(address, take.name, spare, 1, ticket=take.ticket, timeout_s=wait_s).ended()
+        landing = self.agent.fetch(address, take.name, spare, 1, ticket=take.ticket, timeout_s=take.wait_s)
+        calling_off = None if take.ticket else asyncio.get_running_loop().call_later(DECLINING_S, landing.cancel)
+        await landing.ended()
+        if calling_off is not None:
+            calling_off.cancel()
 
     def _free(self, job: Job) -> None:
         self._owner.scheduler.let_go(job)

@@ -76,6 +76,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(dialect: st
 
         for batch in range(6):
             await asyncio.gather(*(leave(batch * 100 + number) for number in range(6)))
-        await house.at_rest(within_s=2.0)
+        # A leg that was closed before its engine saw it declines by name, for a second, and a busy machine is slow.
+        await house.at_rest(within_s=5.0)
         await house.right({"prompt": "and still " + SENTENCE * 20, "max_tokens": 8})
         await house.at_rest()
