@@ -21,8 +21,8 @@ from mockgpu.handoff.tally import Tally
 from mockgpu.job import Job, State
 from mockgpu.scheduler import Scheduler
 
-# How long a decline waits for an offer that may never come, where offers are known by name alone. Then it is called off,
-# and the giver's agent remembers that: an offer that comes later still ends at once.
+# How long a decline waits for an offer that may never come, where offers are known by name alone. Then it is called
+# off, and the giver's agent remembers that: an offer that comes later still ends at once.
 DECLINING_S = 1.0
 
 
