@@ -15,9 +15,9 @@ from gateway.openai import LINE, Api
 MAX_HEAD = 8 * 1024  # bytes; longer ones are for the full parser, which knows what to say about them
 MAX_FIELDS = 64
 
-# No blank before a value's end or its line's, nothing outside printable ASCII, no continuation lines, no bare CR or LF, no
-# blank before a colon. Every byte can be part of one thing only, so matching is linear. Not possessive, although it could
-# be: CPython before 3.11.5 matches possessive repeats wrongly (gh-106052), and would admit empty values.
+# No blank before a value's end or its line's, nothing outside printable ASCII, no continuation lines, no bare CR or LF,
+# no blank before a colon. Every byte can be part of one thing only, so matching is linear. Not possessive, although it
+# could be: CPython before 3.11.5 matches possessive repeats wrongly (gh-106052), and would admit empty values.
 _LINE = rb"POST (/v1/chat/completions|/v1/completions) HTTP/1\.1\r\n"
 _NAME, _VALUE = rb"[A-Za-z][A-Za-z0-9-]*", rb"[!-~]+(?: [!-~]+)*"
 _HEAD = re.compile(rb"%b((?:%b: ?%b\r\n){1,%d})\r\n" % (_LINE, _NAME, _VALUE, MAX_FIELDS))
