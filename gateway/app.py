@@ -24,7 +24,6 @@ from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
 from gateway.front import Front
 from gateway.gate import Gate
-from gateway.handoffs import Handoffs
 from gateway.lobby import Lobby
 from gateway.metrics import Metrics
 from gateway.openai import Api
@@ -32,6 +31,7 @@ from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
 from gateway.serve import Gateway, serve
 from gateway.snapshot import build
+from gateway.split.handoffs import Handoffs
 from gateway.talk import Talk
 from gateway.watch.watcher import Watcher
 

@@ -15,8 +15,8 @@ import typer.main
 from gateway import cli
 from gateway.config import json_schema
 from gateway.config.tree import Config
-from gateway.life import KEPT, TABLE
 from gateway.metrics import Metrics
+from gateway.split.life import KEPT, TABLE
 from policies import registry
 
 _MADE = "<!-- Written by `make docs` from the code; do not edit. -->\n"
@@ -249,8 +249,8 @@ A label that has shown as many values as it may says `other` for all further one
 
 _STATES_INTRO = """# States of a split request
 
-P prefills, D decodes (docs/life-of-a-split-request.md). The table is `gateway/life.py`; `done`, `failed` and `gone` are
-ends. After `failed` comes another attempt, if the client has no byte yet and the retry budget allows it.
+P prefills, D decodes (docs/life-of-a-split-request.md). The table is `gateway/split/life.py`; `done`, `failed` and
+`gone` are ends. After `failed` comes another attempt, if the client has no byte yet and the retry budget allows it.
 """
 
 _CLI_INTRO = """\

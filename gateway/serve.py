@@ -13,7 +13,7 @@ import logging
 from functools import partial
 from time import monotonic
 
-from gateway import legs, split
+from gateway import legs
 from gateway.account import Accounts
 from gateway.answer import Failure, GatewayError
 from gateway.attempts import break_off, nobody, retry
@@ -21,10 +21,11 @@ from gateway.client import Client
 from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
 from gateway.gate import Gate
-from gateway.handoffs import Handoffs
 from gateway.openai import Call, parse
 from gateway.relay import UpstreamBroke
 from gateway.snapshot import Route, Snapshot
+from gateway.split import dispatch as split
+from gateway.split.handoffs import Handoffs
 from policies import run
 
 log = logging.getLogger("penstock")

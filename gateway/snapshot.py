@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from gateway import pairing
 from gateway.answer import Failure, GatewayError
 from gateway.config import Config, Model
 from gateway.endpoints import EndpointTable
 from gateway.gate import Gate, Room
-from gateway.pairing import SplitRoute
+from gateway.split import pairing
+from gateway.split.pairing import SplitRoute
 from policies import registry
 from policies.contract import Policy
 from policies.model import Candidate

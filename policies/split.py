@@ -1,7 +1,7 @@
 """Split or not, and between whom: a pair of prefill and decode endpoint, or one endpoint for the whole request.
 
 Lives here: what may not be split, the rule by uncached tokens, and the choice of a pair. Not here: how the two speak
-(kvtransfer.dialects) or what becomes of a pair that fails (gateway/split.py).
+(kvtransfer.dialects) or what becomes of a pair that fails (gateway/split/).
 """
 
 from __future__ import annotations

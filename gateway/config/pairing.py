@@ -1,7 +1,7 @@
 """Rules about roles: somebody must serve whole requests, or somebody prefill and somebody decode, in one dialect.
 
 Lives here: what a configuration must say for splitting to be possible. Not here: who is paired with whom at run time
-(gateway/pairing.py, by the same key).
+(gateway/split/pairing.py, by the same key).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import msgspec
 
 from gateway.app import App
 from gateway.config import Config
-from gateway.handoffs import PairFigures
+from gateway.split.handoffs import PairFigures
 
 MODEL = "demo"
 TEXT = ["one", " two", " three"]

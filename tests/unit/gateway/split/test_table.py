@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.life import ENDS, KEPT, TABLE, Act, Event, State
+from gateway.split.life import ENDS, KEPT, TABLE, Act, Event, State
 
 LIVE = sorted(KEPT)
 

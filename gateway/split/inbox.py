@@ -7,7 +7,7 @@ from gateway.upstream import Connection
 MOST_BYTES = 16 * 1024 * 1024  # a million token ids, or block ids of far more
 
 
-class Sink:
+class Inbox:
     """What an engine answers to the gateway itself, as a relay for HTTP/1.0 clients writes it: a head, then the body.
 
     With `keep` False nothing is kept. Too long an answer is failed rather than kept.

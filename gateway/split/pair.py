@@ -17,12 +17,12 @@ from types import MappingProxyType
 from gateway import legs
 from gateway.endpoints import Booking
 from gateway.errand import Landing, landing
-from gateway.handoffs import BOOTSTRAP_PATIENCE
-from gateway.leg import Leg
-from gateway.life import ENDS, TABLE, Act, Event, State
 from gateway.relay import Relay, UpstreamBroke
-from gateway.sink import Sink
-from gateway.words import Words, Work, one_token
+from gateway.split.handoffs import BOOTSTRAP_PATIENCE
+from gateway.split.inbox import Inbox
+from gateway.split.leg import Leg
+from gateway.split.life import ENDS, TABLE, Act, Event, State
+from gateway.split.words import Words, Work, one_token
 from kvtransfer.dialects import Finished, Handover, Needs, Order, Unusable, read_answer
 from policies import run
 from policies.split import Pair
@@ -39,7 +39,7 @@ class PairAttempt:
 
     __slots__ = (
         *("_bug", "_catching_up", "_decode", "_decode_place", "_events", "_finished", "_handoffs", "_handover"),
-        *("_number", "_pair", "_prefill", "_prefill_place", "_problem", "_refused", "_sink", "_timer", "_waiting"),
+        *("_number", "_pair", "_prefill", "_prefill_place", "_problem", "_refused", "_inbox", "_timer", "_waiting"),
         *("_words", "_work", "_x", "recompute", "state", "suspects"),
     )
 
@@ -54,7 +54,7 @@ class PairAttempt:
         self._timer: TimerHandle | None = None
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
-        self._sink: Sink | None = None
+        self._inbox: Inbox | None = None
         self._handover: Handover | None = None
         self._finished: Finished | None = None
         self._refused: Relay | None = None
@@ -162,9 +162,9 @@ class PairAttempt:
         place = self._prefill_place
         assert place is not None
         head, body = self._words.prefill(place)
-        sink = self._sink = Sink(keep=self._work.split.dialect.reads_answer)
+        inbox = self._inbox = Inbox(keep=self._work.split.dialect.reads_answer)
         relay = Relay(b"", http_1_0=True)
-        self._prefill = Leg(place.upstream, head, body, relay, sink, self._prefilled)
+        self._prefill = Leg(place.upstream, head, body, relay, inbox, self._prefilled)
         self._work.record.prefill_sent_at = now = monotonic()
         self._x.sent_at = self._x.sent_at or now
         self._prefill.start()
@@ -205,8 +205,8 @@ class PairAttempt:
             self._leave_prefill()
         if not self._work.split.dialect.reads_answer:
             return Event.PREFILLED
-        assert self._sink is not None
-        meaning = self._words.meaning(read_answer(self._sink.body), alone=self._decode is None)
+        assert self._inbox is not None
+        meaning = self._words.meaning(read_answer(self._inbox.body), alone=self._decode is None)
         if isinstance(meaning, Finished):
             self._finished = meaning
             return Event.FINISHED
@@ -317,20 +317,20 @@ class PairAttempt:
     def _call_off_prefill(self) -> None:
         """An engine that is told to abort finishes its step first, and then holds KV that nobody knows of. So its
         answer is waited for as long as a step may take; then it is called off, and what crosses that is still read."""
-        leg, sink = self._prefill, self._sink
-        if leg is None or sink is None or leg.over or leg.sent_at is None:
+        leg, inbox = self._prefill, self._inbox
+        if leg is None or inbox is None or leg.over or leg.sent_at is None:
             return  # it was still connecting: _leave() closes it
         step_s = self._handoffs.figures(self._pair).step_s
         leg.close_in(2 * step_s, self._too_late)
-        self._handoffs.outbox.loop.call_later(step_s, sink.call_off)
+        self._handoffs.outbox.loop.call_later(step_s, inbox.call_off)
         self._handoffs.count(("prefill", "closed"))
 
     def _too_late(self, problem: UpstreamBroke | None) -> None:
         assert self._prefill is not None
-        assert self._sink is not None
+        assert self._inbox is not None
         if problem is not None or self._prefill.relay.refused:
             return
-        meaning = self._words.meaning(read_answer(self._sink.body), alone=True)
+        meaning = self._words.meaning(read_answer(self._inbox.body), alone=True)
         if isinstance(meaning, Handover):
             self._give_up(meaning)
 

@@ -11,13 +11,13 @@ from random import Random
 import msgspec
 
 from gateway.exchange import SplitRecord
-from gateway.leg import Leg
-from gateway.life import State
 from gateway.meters import Counter
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
 from gateway.relay import Relay, UpstreamBroke
-from gateway.sink import Sink
+from gateway.split.inbox import Inbox
+from gateway.split.leg import Leg
+from gateway.split.life import State
 from gateway.upstream import Patience, Upstream
 from kvtransfer.dialects import Bootstrap, Identity
 from policies.split import Pair, Reason
@@ -120,19 +120,19 @@ class Handoffs:
         if server is None:
             server = Upstream(f"http://{bootstrap.netloc}", None, BOOTSTRAP_PATIENCE, self.outbox)
             self._bootstraps[bootstrap.netloc] = server
-        relay, sink = Relay(b"", http_1_0=True), Sink()
+        relay, inbox = Relay(b"", http_1_0=True), Inbox()
 
         def ended(problem: UpstreamBroke | None) -> None:
-            told(problem, b"" if relay.refused else sink.body)
+            told(problem, b"" if relay.refused else inbox.body)
 
-        return Leg(server, b"GET" + server.head("/query")[4:] + b"\r\n", b"", relay, sink, ended)
+        return Leg(server, b"GET" + server.head("/query")[4:] + b"\r\n", b"", relay, inbox, ended)
 
     # What outlives a request
 
     def give_up(self, upstream: Upstream, words: tuple[bytes, bytes], reason: str) -> None:
         """Free a prefiller's KV that nobody will read: only a decoder that fetches it, or declines to, can say so."""
         self.metrics.split_leases_given_up_total.labels(reason).inc()
-        leg = Leg(upstream, *words, Relay(b""), Sink(keep=False), lambda _: self._running.discard(leg))
+        leg = Leg(upstream, *words, Relay(b""), Inbox(keep=False), lambda _: self._running.discard(leg))
         self._running.add(leg)
         leg.start()
         self.outbox.loop.call_later(TAKEN_S, self._let_go, leg)

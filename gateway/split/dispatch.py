@@ -12,14 +12,14 @@ from gateway import legs
 from gateway.answer import Failure, GatewayError
 from gateway.attempts import break_off, nobody, retry
 from gateway.client import Client
-from gateway.edit import Body
 from gateway.exchange import Exchange, SplitRecord
 from gateway.openai import Call
-from gateway.pair import PairAttempt
-from gateway.pairing import SplitRoute
 from gateway.relay import UpstreamBroke
 from gateway.snapshot import Route
-from gateway.words import Work
+from gateway.split.edit import Body
+from gateway.split.pair import PairAttempt
+from gateway.split.pairing import SplitRoute
+from gateway.split.words import Work
 from policies import run
 from policies.model import Ask
 from policies.split import Decision, Pair, Reason

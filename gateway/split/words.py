@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gateway.client import Client
-from gateway.edit import Body
 from gateway.endpoints import Booking
 from gateway.exchange import Exchange, SplitRecord
 from gateway.legs import answer_headers, forwarded
 from gateway.openai import Api, Call
-from gateway.pairing import SplitRoute
 from gateway.relay import Relay
 from gateway.rename import Corrector, Renamer
 from gateway.snapshot import Route
+from gateway.split.edit import Body
+from gateway.split.pairing import SplitRoute
 from kvtransfer.dialects import Answer, Edits, Finished, Handover, Identity, Needs, Terms, Unusable, as_events
 from policies.fingerprint import Fingerprint
 from policies.model import Endpoint, Request
