@@ -20,7 +20,6 @@ from gateway.head import Head, begins_head, read_head
 from gateway.lobby import Lobby
 from gateway.outbox import Outbox
 from gateway.talk import Phase, Serve, Talk
-from gateway.upstream import Connection
 
 MAX_AHEAD = 64 * 1024  # bytes of further requests that may lie here while one is served; more stays in the socket
 MAX_READS = 16  # reads that a head may take; who drips it is for the lobby
@@ -43,26 +42,18 @@ class Front(Talk, asyncio.Protocol):
     def __init__(
         self, serve: Serve, fronts: set[Talk], limits: Limits, outbox: Outbox, lobby: Callable[[], Lobby]
     ) -> None:
-        self._outbox = outbox
-        self._serve = serve
-        self._fronts = fronts
-        self._limits = limits
+        self._set_up(serve, fronts, limits, outbox)
         self._lobby = lobby
         self._head: Head | None = None
         self._errand: Errand | None = None
         self._landing: Landing | None = None
         self._hold: Callable[[int], None] | None = None
-        self._source: Connection | None = None
         self._gone: asyncio.Future[None] | None = None
         self._ahead = b""
         self._pieces: list[bytes] = []
         self._body_bytes = self._missing = self._reads = 0
-        self._must_close = self._pumping = self._reading_paused = False
+        self._pumping = self._reading_paused = False
         self.transport: asyncio.Transport | None = None
-        self.address = ""
-        self.phase = Phase.IDLE
-        self.since = 0.0
-        self.paused_at: float | None = None
 
     # What the line sees of a client, besides what Talk has
 

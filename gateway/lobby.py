@@ -22,7 +22,6 @@ from gateway.config import Limits
 from gateway.openai import LINE
 from gateway.outbox import Outbox
 from gateway.talk import Phase, Serve, Talk
-from gateway.upstream import Connection
 
 ALLOWED = frozenset({"POST"})
 SPOKEN = (HttpVersion11, HttpVersion10)  # the parser lets 0.9 and 2.0 pass as well
@@ -50,19 +49,10 @@ class Lobby(Talk, RequestHandler):
             max_line_size=MAX_URI,
             max_field_size=MAX_FIELD,
         )
-        self._serve = serve
-        self._fronts = fronts
-        self._limits = limits
-        self._outbox = outbox
+        self._set_up(serve, fronts, limits, outbox)
         self._message: RawRequestMessage | None = None
         self._payload: StreamReader | None = None
-        self._source: Connection | None = None
-        self._must_close = False
         self._body_read = False
-        self.address = ""
-        self.phase = Phase.IDLE
-        self.since = 0.0
-        self.paused_at: float | None = None
 
     # What the line sees of a client
 

@@ -6,6 +6,7 @@ gateway/front.py serves ordinary requests, gateway/lobby.py all others; neither 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from enum import Enum, auto
 from time import monotonic
@@ -37,7 +38,7 @@ class Phase(Enum):
 Serve = Callable[["Client", Api], Coroutine[Any, Any, None]]
 
 
-class Talk:
+class Talk(ABC):
     """One client connection. Subclasses read; they have slots for what is named here.
 
     phase, since       what is waited for, and from when (monotonic seconds)
@@ -54,18 +55,32 @@ class Talk:
     paused_at: float | None
     _fronts: set[Talk]
     _limits: Limits
+    _serve: Serve
     _source: Connection | None
     _must_close: bool
     _outbox: Outbox
+
+    def _set_up(self, serve: Serve, fronts: set[Talk], limits: Limits, outbox: Outbox) -> None:
+        """The beginning of a connection's state. `fronts` are all connections: those that the sweep looks at."""
+        self._serve = serve
+        self._fronts = fronts
+        self._limits = limits
+        self._outbox = outbox
+        self._source = None
+        self._must_close = False
+        self.address = ""
+        self.phase = Phase.IDLE
+        self.since = 0.0
+        self.paused_at = None
 
     @property
     def http_1_0(self) -> bool:
         return False
 
     @property
+    @abstractmethod
     def _body_left(self) -> bool:
         """Whether a part of the request's body was not read: what follows on the connection cannot be told from it."""
-        raise NotImplementedError
 
     @property
     def _last(self) -> bool:
@@ -146,18 +161,18 @@ class Talk:
                 self.cut()
 
     @property
+    @abstractmethod
     def _silent(self) -> bool:
         """Whether the client has never asked for anything."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def _arrived(self) -> int:
         """Bytes of the body that have come."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _fail_body(self, error: GatewayError) -> None:
         """Whoever waits for the rest of the body gets this instead."""
-        raise NotImplementedError
 
     def _time_out(self, message: str) -> None:
         self._must_close = True
@@ -167,9 +182,9 @@ class Talk:
 
     # Closing
 
+    @abstractmethod
     def _end(self) -> None:
         """Close when everything written is out."""
-        raise NotImplementedError
 
     def cut(self) -> None:
         """Close at once, whatever is still to be written."""
