@@ -215,9 +215,9 @@ class Upstream:
 
     async def send(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> None:
         """One request, one answer. A pooled connection that turns out dead before a byte came back costs nothing."""
-        pooled = self._pooled()
+        pooled = self.pooled()
         while True:
-            connection = pooled or await self._connect()
+            connection = pooled or await self.connect()
             done = connection.carry(head, payload, relay, downstream)
             try:
                 return await done
@@ -230,7 +230,8 @@ class Upstream:
                     connection.abort()
                 raise
 
-    def _pooled(self) -> Connection | None:
+    def pooled(self) -> Connection | None:
+        """A connection out of the pool, to be carried on or aborted; None: connect()."""
         oldest = monotonic() - IDLE_S
         while self._idle:
             connection = self._idle.pop()
@@ -239,7 +240,8 @@ class Upstream:
             connection.abort()
         return None
 
-    async def _connect(self) -> Connection:
+    async def connect(self) -> Connection:
+        """A new connection. Raises UpstreamBroke."""
         connection = Connection(self)
         try:
             async with within(self.patience.connect_s):

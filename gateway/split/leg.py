@@ -52,7 +52,7 @@ class Leg(Errand):
     def start(self, on_sent: Callable[[], None] | None = None) -> None:
         """Send it now."""
         self._on_sent = on_sent
-        connection = self.upstream._pooled()
+        connection = self.upstream.pooled()
         if connection is not None:
             self._ride(connection)
         else:
@@ -142,7 +142,7 @@ class Leg(Errand):
 
     async def _reach(self) -> None:
         try:
-            connection = await self.upstream._connect()
+            connection = await self.upstream.connect()
         except UpstreamBroke as broke:
             self._end(broke)
         except Exception:

@@ -317,7 +317,7 @@ async def test_a_client_that_leaves_before_the_decode_request_left_has_the_kv_fr
     """The decoder is connecting: it gets the handoff all the same, for one token, so that it fetches and tells P."""
     async with front(NIXL, [prefills()], [decodes]) as f:
         connecting, upstream = asyncio.Event(), f.app.gateway.endpoints.all()[1].upstream
-        connect, go = Upstream._connect, asyncio.Event()
+        connect, go = Upstream.connect, asyncio.Event()
 
         async def slowly(to: Upstream) -> Connection:
             if to is upstream:
@@ -325,7 +325,7 @@ async def test_a_client_that_leaves_before_the_decode_request_left_has_the_kv_fr
                 await go.wait()
             return await connect(to)
 
-        monkeypatch.setattr(Upstream, "_connect", slowly)
+        monkeypatch.setattr(Upstream, "connect", slowly)
         await f.ask_and_leave(connecting.wait, stream=True, stream_options={"include_usage": True})
         await f.at_rest()
         go.set()
