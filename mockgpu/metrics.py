@@ -64,15 +64,16 @@ class GroupMetrics:
 
     def render(self, scheduler: Scheduler, desk: Desk | None = None, engine: Engine = Engine.VLLM) -> str:
         """The whole exposition: vLLM's names, those of transfers where there are any, another engine's besides."""
-        lines = [*self._lines(scheduler)]
+        lines = [*self._gauges(scheduler), *self._counters(scheduler), *self._latencies()]
         if desk is not None:
             lines += [*_fetching(scheduler, self.labels), *desk.lines(self.labels)]
         if engine is not Engine.VLLM:
             lines += _foreign(scheduler, engine)
         return "\n".join(lines) + "\n"
 
-    def _lines(self, scheduler: Scheduler) -> Iterator[str]:
-        labels, pool, totals = self.labels, scheduler.pool, scheduler.totals
+    def _gauges(self, scheduler: Scheduler) -> Iterator[str]:
+        """What it has in hand now."""
+        labels, pool = self.labels, scheduler.pool
         gauges = {
             "vllm:num_requests_running": scheduler.running,
             "vllm:num_requests_waiting": scheduler.queued,
@@ -89,6 +90,10 @@ class GroupMetrics:
         yield f'vllm:num_requests_waiting_by_reason{{{labels},reason="deferred"}} {deferred}'
         yield "# TYPE vllm:cache_config_info gauge"
         yield f'vllm:cache_config_info{{{labels},block_size="{pool.block_tokens}",num_gpu_blocks="{pool.total}"}} 1'
+
+    def _counters(self, scheduler: Scheduler) -> Iterator[str]:
+        """What it has done since it started."""
+        labels, totals = self.labels, scheduler.totals
         counters = {
             "vllm:prefix_cache_queries": totals.prefix_queries,
             "vllm:prefix_cache_hits": totals.prefix_hits,
@@ -108,6 +113,10 @@ class GroupMetrics:
             yield f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {self.finished[reason]}'
         yield "# TYPE vllm:admission_rejections counter"
         yield f'vllm:admission_rejections_total{{{labels},reason="max_num_queued_reqs"}} {self.rejections}'
+
+    def _latencies(self) -> Iterator[str]:
+        """How long requests and tokens took, as histograms in seconds."""
+        labels = self.labels
         histograms = {
             "vllm:time_to_first_token_seconds": self.ttft_s,
             "vllm:inter_token_latency_seconds": self.itl_s,
