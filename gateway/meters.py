@@ -73,10 +73,6 @@ class Gauge:
         """Adds `amount`."""
         self.value += amount
 
-    def dec(self, amount: float = 1.0) -> None:
-        """Takes `amount` away."""
-        self.value -= amount
-
     def follow(self, source: Callable[[], float]) -> None:
         """From now on `source` is asked at each scrape; it must be quick and must not fail."""
         self._source = source

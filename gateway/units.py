@@ -1,4 +1,4 @@
-"""Durations and sizes as people write them: "250ms", "1m30s", "32MiB", and back again.
+"""Durations and sizes as people write them: "250ms", "1m30s", "32MiB".
 
 A bare number is refused: seconds or milliseconds is a guess nobody should have to make. Arithmetic is decimal, so
 "0.1s" is the float 0.1 and a size is always a whole number of bytes.
@@ -70,34 +70,6 @@ def size_bytes(text: str) -> int:
     if size > LARGEST_BYTES:
         raise UnitError(f"{text!r} is more than an exbibyte")
     return int(size)
-
-
-def show_duration(seconds: float) -> str:
-    """The shortest exact way to write `seconds` (>= 0): duration_s(show_duration(x)) == x."""
-    exact = Decimal(repr(float(seconds)))
-    if exact >= 60 and exact == int(exact):
-        return _clock(int(exact))
-    for unit in ("s", "ms", "us"):
-        amount = exact / _SECONDS[unit]
-        if amount >= 1 or unit == "us" or amount == 0:
-            return f"{_plain(amount)}{unit}"
-    raise AssertionError("unreachable: the last unit takes every amount")
-
-
-def show_size(size: int) -> str:
-    """The shortest exact way to write `size` bytes (>= 0): size_bytes(show_size(n)) == n."""
-    for unit in ("TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB", "KB"):
-        if size and size % _BYTES[unit] == 0:
-            return f"{size // _BYTES[unit]}{unit}"
-    return f"{size}B"
-
-
-def _clock(seconds: int) -> str:
-    shown = ""
-    for unit in ("d", "h", "m", "s"):
-        amount, seconds = divmod(seconds, int(_SECONDS[unit]))
-        shown += f"{amount}{unit}" if amount else ""
-    return shown
 
 
 def _plain(amount: Decimal) -> str:

@@ -79,11 +79,6 @@ class Lease(msgspec.Struct, frozen=True):
     state: LeaseState = LeaseState.OFFERED
     left: LeaseState | None = None
 
-    @property
-    def needs_fence(self) -> bool:
-        """Ended while a reader may still be at it: its blocks are reused only behind a fence (a new generation)."""
-        return self.state is not LeaseState.RELEASED and self.left in (LeaseState.CLAIMED, LeaseState.MOVING)
-
 
 def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None = None) -> Lease:
     """The lease after `event` at `now`; RENEW takes the new `deadline`. Raises LeaseError if illegal.

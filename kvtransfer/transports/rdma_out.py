@@ -70,10 +70,6 @@ class Departures:
         self._untold = 0
         self._told: deque[tuple[int, Departure | None]] = deque()
 
-    @property
-    def under_way(self) -> bool:
-        return bool(self._flying)
-
     def accept(self, transfer: int, grant: bytes) -> None:
         """Raises TransportError for bytes that are no grant."""
         self._grants[transfer] = Grant(grant)

@@ -10,7 +10,6 @@ from typing import Any
 
 from kvtransfer.transports.base import TransportError
 
-TAG_BYTES = 16
 _KEY_BYTES = 16
 _SLACK = 16  # the cipher wants room for a block more than it writes
 

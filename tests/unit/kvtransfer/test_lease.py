@@ -18,10 +18,9 @@ def walked(*events: LeaseEvent, now: float = 0.0) -> Lease:
     return lease
 
 
-def test_the_good_path_ends_released_without_a_fence() -> None:
+def test_the_good_path_ends_released() -> None:
     lease = walked(LeaseEvent.CLAIM, LeaseEvent.START, LeaseEvent.LAND, LeaseEvent.RELEASE)
     assert lease.state is LeaseState.RELEASED
-    assert not lease.needs_fence
 
 
 @pytest.mark.parametrize(("state", "event"), sorted(set(product(LeaseState, LeaseEvent)) - TRANSITIONS.keys()))
@@ -61,11 +60,16 @@ def test_a_heartbeat_moves_the_deadline_forward_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "fence"), [((), False), ((LeaseEvent.CLAIM,), True), ((LeaseEvent.CLAIM, LeaseEvent.START), True)]
+    ("before", "left"),
+    [
+        ((), LeaseState.OFFERED),
+        ((LeaseEvent.CLAIM,), LeaseState.CLAIMED),
+        ((LeaseEvent.CLAIM, LeaseEvent.START), LeaseState.MOVING),
+    ],
 )
-def test_what_ends_under_a_reader_needs_a_fence(before: tuple[LeaseEvent, ...], fence: bool) -> None:
-    assert advance(walked(*before), LeaseEvent.REVOKE, 1.0).needs_fence is fence
-    assert advance(walked(*before), LeaseEvent.EXPIRE, 10.0).needs_fence is fence
+def test_an_end_tells_which_state_it_came_from(before: tuple[LeaseEvent, ...], left: LeaseState) -> None:
+    assert advance(walked(*before), LeaseEvent.REVOKE, 1.0).left is left
+    assert advance(walked(*before), LeaseEvent.EXPIRE, 10.0).left is left
 
 
 @given(st.lists(st.tuples(st.sampled_from(LeaseEvent), st.floats(0, 4)), max_size=20))
