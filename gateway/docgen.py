@@ -86,7 +86,7 @@ def states_page() -> str:
             for (at, event), row in TABLE.items()
             if at is state
         ]
-        shown.append(f"## {state.replace('_', ' ')}\n\nOwner: {owner}. Deadline: `{deadline}`.\n")
+        shown.append(f"## {state.replace('_', ' ')}\n\nOwner: {owner}. Deadline: {deadline}.\n")
         shown.append(_table(("event", "what has happened", "then", "due"), rows))
     return "\n".join(shown)
 

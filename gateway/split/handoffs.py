@@ -5,7 +5,6 @@ A reload forgets nothing of it. One owner, the event loop; pair.py is its only w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 
 import msgspec
@@ -14,12 +13,13 @@ from gateway.exchange import SplitRecord
 from gateway.meters import Counter
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
-from gateway.relay import Relay, UpstreamBroke
+from gateway.relay import Relay
+from gateway.split.bootstrap import Bootstraps
 from gateway.split.inbox import Inbox
 from gateway.split.leg import Leg
 from gateway.split.life import State
-from gateway.upstream import Patience, Upstream
-from kvtransfer.dialects import Bootstrap, Identity
+from gateway.upstream import Upstream
+from kvtransfer.dialects import Identity
 from policies.split import Pair, Reason
 
 LEAST_NUMBER = 2**40  # with 63 bits in all: a room of SGLang's, and an id that TensorRT-LLM takes for a snowflake
@@ -28,7 +28,6 @@ STEP_S = 0.1  # how long a prefill answer is waited for, at least, that nobody n
 MOST_WAIT_S = 2.0  # either, at most
 TAKEN_S = 5.0  # how long a decoder may take to fetch KV that is only to be freed
 WEIGHT = 0.2  # of the newest handoff in a pair's mean
-BOOTSTRAP_PATIENCE = Patience(1.0, 1.0, 1.0)
 
 
 class PairFigures(msgspec.Struct):
@@ -65,6 +64,7 @@ class Handoffs:
     def __init__(self, metrics: Metrics, rng: Random, outbox: Outbox) -> None:
         self.metrics = metrics
         self.outbox = outbox
+        self.bootstraps = Bootstraps(outbox)
         self.splitting: dict[str, bool] = {}
         self.pairs: dict[tuple[str, str], PairFigures] = {}
         self._legs: dict[tuple[str, str], Counter] = {}
@@ -72,7 +72,6 @@ class Handoffs:
         self._rng = rng
         self._numbers: set[int] = set()
         self._identities: dict[str, tuple[Identity, ...]] = {}
-        self._bootstraps: dict[str, Upstream] = {}
         self._running: set[Leg] = set()
 
     def count(self, end: tuple[str, str]) -> None:
@@ -114,19 +113,6 @@ class Handoffs:
         """A leg failed there: engine ids change with a restart."""
         self._identities.pop(endpoint, None)
 
-    def asking(self, bootstrap: Bootstrap, told: Callable[[UpstreamBroke | None, bytes], None]) -> Leg:
-        """A leg that asks a bootstrap server who its engine's ranks are; `told` hears what broke, or the page."""
-        server = self._bootstraps.get(bootstrap.netloc)
-        if server is None:
-            server = Upstream(f"http://{bootstrap.netloc}", None, BOOTSTRAP_PATIENCE, self.outbox)
-            self._bootstraps[bootstrap.netloc] = server
-        relay, inbox = Relay(b"", http_1_0=True), Inbox()
-
-        def ended(problem: UpstreamBroke | None) -> None:
-            told(problem, b"" if relay.refused else inbox.body)
-
-        return Leg(server, b"GET" + server.head("/query")[4:] + b"\r\n", b"", relay, inbox, ended)
-
     # What outlives a request
 
     def give_up(self, upstream: Upstream, words: tuple[bytes, bytes], reason: str) -> None:
@@ -164,8 +150,7 @@ class Handoffs:
     def close(self) -> None:
         for leg in tuple(self._running):
             leg.close()
-        for server in self._bootstraps.values():
-            server.close()
+        self.bootstraps.close()
 
 
 def _nearer(mean_s: float | None, newest_s: float) -> float:

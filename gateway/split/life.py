@@ -60,6 +60,7 @@ class Act(StrEnum):
     __hash__ = str.__hash__  # Enum's own is a call of Python, and the table is looked up at every event
 
     ASK = "ask the bootstrap server"
+    STOP_ASKING = "wait no more for the bootstrap server's answer: it is asked on if another pair waits for it"
     SEND_PREFILL = "send the prefill request"
     SEND_DECODE = "send the decode request with its handoff"
     SEND_WHOLE = "send the client's request to D as it is"
@@ -85,8 +86,13 @@ class Owner(StrEnum):
 
 
 class Deadline(StrEnum):
-    """How long a state may last, in the words of the configuration. Upstream's sweep holds all but TRANSFER."""
+    """How long a state may last; in the words of the configuration, where it has one.
 
+    Connecting holds CONNECT, upstream's sweep FIRST_BYTE and STALL, the pair TRANSFER, the query BOOTSTRAP.
+    """
+
+    TURN = "the turn of the event loop in which it began"
+    BOOTSTRAP = "one second after the bootstrap server was asked"
     CONNECT = "timeouts.connect"
     FIRST_BYTE = "timeouts.first_byte"
     TRANSFER = "split.transfer_timeout"
@@ -102,8 +108,8 @@ class Row(NamedTuple):
 
 KEPT: Mapping[State, tuple[Owner, Deadline]] = MappingProxyType(
     {
-        State.BOOKED: (Owner.LINE, Deadline.CONNECT),
-        State.ASKING: (Owner.LINE, Deadline.CONNECT),
+        State.BOOKED: (Owner.LINE, Deadline.TURN),
+        State.ASKING: (Owner.LINE, Deadline.BOOTSTRAP),
         State.PREFILLING: (Owner.PREFILL, Deadline.FIRST_BYTE),
         State.PAIRED: (Owner.BOTH, Deadline.FIRST_BYTE),
         State.HANDED_OVER: (Owner.DECODE, Deadline.CONNECT),
@@ -122,8 +128,7 @@ TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
         (State.BOOKED, Event.START_ASKING): Row(State.ASKING, (Act.ASK,)),
         (State.ASKING, Event.KNOWN): Row(State.PAIRED, (Act.SEND_DECODE, Act.SEND_PREFILL)),
         (State.ASKING, Event.PREFILL_BROKE): Row(State.FAILED, (Act.BLAME_PREFILL,)),
-        (State.ASKING, Event.OVERDUE): Row(State.FAILED, (Act.CLOSE_PREFILL, Act.BLAME_PREFILL)),
-        (State.ASKING, Event.CLIENT_GONE): Row(State.GONE, (Act.CLOSE_PREFILL,)),
+        (State.ASKING, Event.CLIENT_GONE): Row(State.GONE, (Act.STOP_ASKING,)),
         # One after the other
         (State.PREFILLING, Event.PREFILLED): Row(State.HANDED_OVER, (Act.SEND_DECODE,)),
         (State.PREFILLING, Event.UNUSABLE): Row(State.RECOMPUTING, (Act.SEND_WHOLE,)),
@@ -137,7 +142,6 @@ TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
         (State.HANDED_OVER, Event.CLIENT_GONE): Row(State.GONE, (Act.FREE_BY_DECODE,)),
         # Both at once
         (State.PAIRED, Event.SENT): Row(State.PAIRED),
-        (State.PAIRED, Event.OVERDUE): Row(State.PAIRED),  # the asking before it was
         (State.PAIRED, Event.PREFILLED): Row(State.TRANSFERRING),
         (State.PAIRED, Event.UNUSABLE): Row(State.RECOMPUTING, (Act.CLOSE_DECODE, Act.SEND_WHOLE)),
         (State.PAIRED, Event.PREFILL_REFUSED): Row(State.DONE, (Act.CLOSE_DECODE, Act.PASS_ON)),

@@ -18,7 +18,7 @@ from gateway import legs
 from gateway.endpoints import Booking
 from gateway.errand import Landing, landing
 from gateway.relay import Relay, UpstreamBroke
-from gateway.split.handoffs import BOOTSTRAP_PATIENCE
+from gateway.split.bootstrap import Query
 from gateway.split.inbox import Inbox
 from gateway.split.leg import Leg
 from gateway.split.life import ENDS, TABLE, Act, Event, State
@@ -39,8 +39,8 @@ class PairAttempt:
 
     __slots__ = (
         *("_bug", "_catching_up", "_decode", "_decode_place", "_events", "_finished", "_handoffs", "_handover"),
-        *("_number", "_pair", "_prefill", "_prefill_place", "_problem", "_refused", "_inbox", "_timer", "_waiting"),
-        *("_words", "_work", "_x", "recompute", "state", "suspects"),
+        *("_number", "_pair", "_prefill", "_prefill_place", "_problem", "_query", "_refused", "_inbox", "_timer"),
+        *("_waiting", "_words", "_work", "_x", "recompute", "state", "suspects"),
     )
 
     def __init__(self, work: Work, pair: Pair) -> None:
@@ -52,6 +52,7 @@ class PairAttempt:
         self._catching_up = False
         self._bug: Exception | None = None
         self._timer: TimerHandle | None = None
+        self._query: Query | None = None
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._inbox: Inbox | None = None
@@ -111,7 +112,7 @@ class PairAttempt:
         """The one interpreter of the table."""
         while self.state not in ENDS:
             before, (self.state, end, acts) = self.state, _ROWS[self.state, event]
-            if self.state is not before and (self._timer is not None or self.state in _TIMED):
+            if self.state is not before and (self._timer is not None or self.state is State.TRANSFERRING):
                 self._enter()
             if end is not None:
                 self._handoffs.count(end)
@@ -122,23 +123,18 @@ class PairAttempt:
             event = self._events.popleft()
 
     def _enter(self) -> None:
-        """A state that upstream's sweep does not watch has a timer of its own."""
+        """Fetching KV is not watched by upstream's sweep: it has a timer of its own."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self.state is State.TRANSFERRING:
             seconds = self._work.split.transfer_timeout_s
-        elif self.state is State.ASKING:
-            seconds = BOOTSTRAP_PATIENCE.first_byte_s
-        else:
-            return
-        self._timer = self._handoffs.outbox.loop.call_later(seconds, self._overdue)
+            self._timer = self._handoffs.outbox.loop.call_later(seconds, self._overdue)
 
     def _overdue(self) -> None:
         if self._x.committed:
             return  # it flows: what the relay does not know for a token is one all the same
-        kind = "transfer_timeout" if self.state is State.TRANSFERRING else "bootstrap_failed"
-        self._problem = UpstreamBroke(kind, f"{self.state} for too long")
+        self._problem = UpstreamBroke("transfer_timeout", f"{self.state} for too long")
         self._post(Event.OVERDUE)
 
     # Prefill
@@ -146,8 +142,11 @@ class PairAttempt:
     def _ask(self) -> None:
         bootstrap = self._words.terms.bootstrap
         assert bootstrap is not None
-        self._prefill = self._handoffs.asking(bootstrap, self._told)
-        self._prefill.start()
+        self._query = self._handoffs.bootstraps.ask(bootstrap, self._told)
+
+    def _stop_asking(self) -> None:
+        if self._query is not None:
+            self._query.leave(self._told)
 
     def _told(self, problem: UpstreamBroke | None, page: bytes) -> None:
         found = self._work.split.dialect.identify(page)
@@ -391,6 +390,7 @@ class PairAttempt:
     def _leave(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._stop_asking()
         self._close_prefill()
         self._close_decode()
         self._leave_prefill()
@@ -398,8 +398,6 @@ class PairAttempt:
         self._handoffs.give_back(self._number)
         self._handoffs.ended(self._pair, self.state, self._work.record, self._x.relay)
 
-
-_TIMED = (State.TRANSFERRING, State.ASKING)
 
 _LEG_ENDS: Mapping[Event, tuple[str, str]] = MappingProxyType(
     {
@@ -418,6 +416,7 @@ _LEG_ENDS: Mapping[Event, tuple[str, str]] = MappingProxyType(
 _DO: Mapping[Act, Callable[[PairAttempt], None]] = MappingProxyType(
     {
         Act.ASK: PairAttempt._ask,
+        Act.STOP_ASKING: PairAttempt._stop_asking,
         Act.SEND_PREFILL: PairAttempt._send_prefill,
         Act.SEND_DECODE: PairAttempt._send_decode,
         Act.SEND_WHOLE: PairAttempt._send_whole,

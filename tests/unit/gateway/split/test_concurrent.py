@@ -36,20 +36,35 @@ def sglang(prefill: list[Script], decode: list[Script], **options: object) -> Ab
     return front("sglang", prefill, decode, engine="sglang", bootstrap="10.0.0.7:8998", **options)  # type: ignore[arg-type]
 
 
+class Asks(list[str]):
+    """What a bootstrap server was asked, and how many have hung up."""
+
+    hung_up = 0
+
+
 @asynccontextmanager
-async def bootstrap_server(pages: list[bytes]) -> AsyncIterator[tuple[str, list[str]]]:
-    """Its address and what it was asked; each page once, the last for ever, an empty one is silence."""
-    asked: list[str] = []
+async def bootstrap_server(pages: list[bytes], gate: asyncio.Event | None = None) -> AsyncIterator[tuple[str, Asks]]:
+    """Its address and what it was asked; each page once, the last for ever, an empty one is silence.
+
+    It answers when `gate` is open, if there is one.
+    """
+    asked, answering = Asks(), set[asyncio.Task[None]]()
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        if gate is not None:
+            await gate.wait()
+        page = pages.pop(0) if len(pages) > 1 else pages[0]
+        if page:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(page), page))
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 asked.append(head.split(b"\r\n", 1)[0].decode())
-                page = pages.pop(0) if len(pages) > 1 else pages[0]
-                if page:
-                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(page), page))
+                answering.add(asyncio.ensure_future(answer(writer)))
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            asked.hung_up += 1
             writer.close()
 
     server = await asyncio.start_server(talk, "127.0.0.1", 0)
@@ -57,6 +72,8 @@ async def bootstrap_server(pages: list[bytes]) -> AsyncIterator[tuple[str, list[
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
     finally:
         server.close()
+        for task in answering:
+            task.cancel()
 
 
 def page(engine: str) -> bytes:
@@ -381,6 +398,55 @@ async def test_a_client_may_leave_while_the_bootstrap_server_is_asked() -> None:
         await f.at_rest()
         assert not f.prefill[0].asked
         assert not f.decode[0].asked
+
+
+async def test_requests_that_come_together_ask_the_bootstrap_server_once_whoever_leaves() -> (
+    None
+):
+    gate = asyncio.Event()
+    async with (
+        bootstrap_server([page("one")], gate) as (address, asked),
+        front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
+    ):
+
+        async def are_booked(requests: int) -> None:
+            while f.loads()[0] < requests:
+                await asyncio.sleep(0.001)
+
+        staying = [asyncio.ensure_future(f.ask()) for _ in range(4)]
+        await are_booked(4)
+        await f.ask_and_leave(lambda: are_booked(5))
+        await are_booked(4)
+        gate.set()
+        assert [reply.text for reply in await asyncio.gather(*staying)] == [WHOLE] * 4
+        assert asked == ["GET /query HTTP/1.1"]
+        assert len(f.prefill[0].asked) == 4
+        await f.at_rest()
+
+
+async def test_a_bootstrap_server_is_let_go_of_with_its_answer_or_with_the_last_who_waits() -> None:
+    gate = asyncio.Event()
+    async with (
+        bootstrap_server([page("one")], gate) as (address, asked),
+        front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
+    ):
+
+        async def was_asked() -> None:
+            while not asked:
+                await asyncio.sleep(0.001)
+
+        async def hung_up(times: int) -> None:
+            async with asyncio.timeout(0.5):
+                while asked.hung_up < times:
+                    await asyncio.sleep(0.001)
+
+        await f.ask_and_leave(was_asked)
+        await hung_up(1)
+        gate.set()
+        assert (await f.ask()).text == WHOLE
+        await hung_up(2)
+        assert len(asked) == 2
+        await f.at_rest()
 
 
 async def test_after_a_failure_the_bootstrap_server_is_asked_again() -> None:
