@@ -230,7 +230,7 @@ class EndpointTable:
     def ask(self, request: Request, fingerprint: Fingerprint | None, tried: Sequence[str]) -> Ask:
         """The routing question for a request, with what every endpoint is believed to hold of its prompt."""
         cached = () if fingerprint is None else self.prefixes.cached(fingerprint, request.prompt_tokens)
-        return Ask(request, monotonic(), self.rng, cached, frozenset(tried))
+        return Ask(request, monotonic(), self.rng, cached, frozenset(tried), fingerprint)
 
     def book(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Booking:
         """Take the picked place. Our own picks teach the index: the endpoint will hold this prompt soon."""
@@ -238,15 +238,20 @@ class EndpointTable:
         if fingerprint is not None:
             self._looked_up.value += request.prompt_tokens
             self._hits.value += pick.cached_tokens
-            self.prefixes.index.insert(fingerprint, slot, request.prompt_tokens)
+            self._learn(fingerprint, pick, request)
         return Booking(self, self._by_slot[slot], pick, request, fingerprint)
 
     def reserve(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Reservation:
         """Take a place for decoding what another endpoint prefills; it will hold the prompt as well."""
         slot = pick.candidate.load.slot
         if fingerprint is not None:
-            self.prefixes.index.insert(fingerprint, slot, request.prompt_tokens)
+            self._learn(fingerprint, pick, request)
         return Reservation(self, self._by_slot[slot], pick, request, fingerprint)
+
+    def _learn(self, fingerprint: Fingerprint, pick: Pick, request: Request) -> None:
+        load, index = pick.candidate.load, self.prefixes.index
+        index.insert(fingerprint, load.slot, request.prompt_tokens)
+        load.held_tokens = index.held_tokens(load.slot)
 
     # Evidence
 
@@ -305,6 +310,7 @@ class EndpointTable:
         if after.state in (health.State.EJECTED, health.State.DEAD):
             self._metrics.ejections_total.labels(live.endpoint.name, str(after.cause)).inc()
             self.prefixes.index.forget(live.load.slot)
+            live.load.held_tokens = 0.0
         if after.state is health.State.DEAD:
             live.upstream.fail_all("ejected", "the engine is dead")
         members = [self._by_slot[candidate.load.slot] for candidate in self._pools[live.endpoint.pool]]

@@ -12,6 +12,8 @@ from random import Random
 
 import msgspec
 
+from policies.fingerprint import Fingerprint
+
 
 class Role(StrEnum):
     """What a TP group may be asked to do. BOTH serves whole requests."""
@@ -64,6 +66,7 @@ class EndpointLoad:
     prefill_tokens   uncached prompt tokens booked whose first token has not been seen
     decode_tokens    context tokens of booked requests past their first token
     expected_tokens  output tokens expected of the booked requests (an expectation, given back at the end)
+    held_tokens      prompt tokens that its prefix cache is believed to hold, of all requests together
     available        False while ejected by health or draining: never a candidate
     running, waiting, kv_usage, scraped_at   the engine's own view at its last scrape; None before the first
     strangers        requests in that view beyond in_flight at that moment: what others sent
@@ -73,6 +76,7 @@ class EndpointLoad:
         "available",
         "decode_tokens",
         "expected_tokens",
+        "held_tokens",
         "in_flight",
         "kv_usage",
         "prefill_tokens",
@@ -89,6 +93,7 @@ class EndpointLoad:
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self.expected_tokens = 0
+        self.held_tokens = 0.0
         self.available = True
         self.running: int | None = None
         self.waiting: int | None = None
@@ -119,7 +124,8 @@ class Ask(msgspec.Struct, frozen=True):
     """One routing question: who of the candidates serves this request now?
 
     cached[slot] is how many prompt tokens the endpoint in that slot is believed to hold; empty when the policy
-    does not read prefixes. `tried` holds names of endpoints that failed this request already.
+    does not read prefixes. `fingerprint` is the prompt's chain of block keys, for rules that hash a prefix; None when
+    nobody reads prefixes. `tried` holds names of endpoints that failed this request already.
     """
 
     request: Request
@@ -127,6 +133,7 @@ class Ask(msgspec.Struct, frozen=True):
     rng: Random
     cached: Sequence[int] = ()
     tried: frozenset[str] = frozenset()
+    fingerprint: Fingerprint | None = None
 
 
 class Pick(msgspec.Struct, frozen=True):

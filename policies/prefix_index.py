@@ -144,6 +144,10 @@ class PrefixIndex:
         scale = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
         return [int(blocks * scale) for blocks in reach]
 
+    def held_tokens(self, slot: int) -> float:
+        """How many tokens the endpoint in this slot is believed to hold, of all prompts together."""
+        return self._holders[slot].held if slot < len(self._holders) else 0.0
+
     def _measure(self, fingerprint: Fingerprint, last: int, reach: list[int]) -> None:
         """Writes into `reach` how many blocks each slot holds: halves only where holders change between two rungs."""
         first_holders, last_holders = self._at(fingerprint, 0), self._at(fingerprint, last)

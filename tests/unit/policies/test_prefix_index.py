@@ -167,3 +167,12 @@ def test_impossible_arguments_are_refused() -> None:
         PrefixIndex(1000)
     with pytest.raises(ValueError, match="slot 65536"):
         PrefixIndex(1 << 20).set_capacity(MAX_SLOTS, 1)
+
+
+def test_what_a_slot_holds_is_told_without_walking_anything() -> None:
+    index, prompt = PrefixIndex(1 << 20), prompt_of(1, 20)
+    index.insert(prompt, 3, 2000)
+    assert index.held_tokens(3) == pytest.approx(2000)
+    assert index.held_tokens(0) == index.held_tokens(99) == 0.0
+    index.forget(3)
+    assert index.held_tokens(3) == 0.0
