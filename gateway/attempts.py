@@ -14,16 +14,28 @@ if TYPE_CHECKING:
     from gateway.serve import Gateway
 
 
-async def retry(gateway: Gateway, x: Exchange, broke: UpstreamBroke, retrying: bool) -> bool:
-    """Wait for leave to try again elsewhere; True then. Raises what the client is told when there is none.
+async def retry(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> None:
+    """Wait for leave to try again elsewhere. Raises what the client is told when there is none.
 
-    Who failed stands in `x.retries` already; `retrying` is whether this request holds a turn of the budget.
+    Who failed stands in `x.retries` already. A turn of the budget, once taken, is the request's to its end.
     """
-    if len(x.retries) < gateway.snapshot.config.retries.attempts and (retrying or await gateway.gate.retry_turn()):
-        gateway.accounts.retried(broke.kind)
-        return True
+    if len(x.retries) < gateway.snapshot.config.retries.attempts:
+        x.retrying = x.retrying or await gateway.gate.retry_turn()
+        if x.retrying:
+            gateway.accounts.retried(broke.kind)
+            return
     failure = Failure.UPSTREAM_TIMEOUT if broke.kind == "timeout" else Failure.UPSTREAM_FAILED
     raise GatewayError(failure, f"The engine could not answer ({broke.kind}); {len(x.retries)} tried.")
+
+
+def retry_now(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> bool:
+    """As retry(), for who cannot wait: whether there is leave at once."""
+    if len(x.retries) < gateway.snapshot.config.retries.attempts:
+        x.retrying = x.retrying or gateway.gate.retry_at_once()
+        if x.retrying:
+            gateway.accounts.retried(broke.kind)
+            return True
+    return False
 
 
 def nobody(x: Exchange, route: Route) -> GatewayError:

@@ -52,6 +52,7 @@ class Exchange(msgspec.Struct, eq=False):
     outcome       served | refused | client_gone | interrupted | internal_error
     reason        the short cause when the outcome is not served
     retries       endpoints that failed this request, in order
+    retrying      it holds a turn of the fleet's retry budget
     body_bytes    memory held for the body
     split         whether and how it was split; None for models that are not
     """
@@ -73,6 +74,7 @@ class Exchange(msgspec.Struct, eq=False):
     booking: Booking | None = None
     relay: Relay | None = None
     retries: list[str] = []
+    retrying: bool = False
     body_bytes: int = 0
     status: int = 0
     outcome: str = "served"

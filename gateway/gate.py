@@ -182,7 +182,7 @@ class Gate:
     async def retry_turn(self) -> bool:
         """Take one retry out of the fleet's budget. Over budget a request waits for its turn before it gives up:
         a dead group's requests are spread over time rather than refused. Pair True with give_back_turn()."""
-        if self._retries.try_take(self.active):
+        if self.retry_at_once():
             return True
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._retrying.append(turn)
@@ -199,6 +199,10 @@ class Gate:
             if turn in self._retrying:
                 self._retrying.remove(turn)
         return True
+
+    def retry_at_once(self) -> bool:
+        """As retry_turn(), without waiting: False when the budget is used up."""
+        return self._retries.try_take(self.active)
 
     def give_back_turn(self) -> None:
         self._retries.give_back()

@@ -89,7 +89,6 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
     """Pick, book and send, until an endpoint answers or nothing is left to try."""
     endpoints, request, policy = gateway.endpoints, call.request, route.policy
     fingerprint = endpoints.prefixes.of(call, route.name) if policy.reads_prefix else None
-    retrying = False
     try:
         while True:
             pick = x.pick = run.pick(policy, endpoints.ask(request, fingerprint, x.retries), route.candidates)
@@ -105,9 +104,9 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
             if x.committed:
                 return break_off(x, client, problem)
             x.retries.append(pick.candidate.endpoint.name)
-            retrying = await retry(gateway, x, problem, retrying)
+            await retry(gateway, x, problem)
     finally:
-        if retrying:
+        if x.retrying:
             gateway.gate.give_back_turn()
 
 

@@ -32,7 +32,7 @@ async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Cli
     """Serve it by a pair or whole, until somebody answers or nothing is left to try. Raises GatewayError then."""
     fingerprint = gateway.endpoints.prefixes.of(call, route.name)
     work = Work(gateway, route, split, x, client, call, Body(call), fingerprint)
-    retrying = recompute = False
+    recompute = False
     try:
         while True:
             decision, ask = _decide(work, recompute)
@@ -45,9 +45,9 @@ async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Cli
                 return None
             if x.committed:
                 return break_off(x, client, problem)
-            retrying = await retry(gateway, x, problem, retrying)
+            await retry(gateway, x, problem)
     finally:
-        if retrying:
+        if x.retrying:
             gateway.gate.give_back_turn()
 
 

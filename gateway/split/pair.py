@@ -15,6 +15,7 @@ from time import monotonic
 from types import MappingProxyType
 
 from gateway import legs
+from gateway.attempts import retry_now
 from gateway.endpoints import Booking
 from gateway.errand import Landing, landing
 from gateway.relay import Relay, UpstreamBroke
@@ -273,18 +274,21 @@ class PairAttempt:
 
     def _other_decode(self) -> None:
         """The KV waits for whoever asks with the handoff, and this one never reached a decoder: give it to another."""
-        work, tried = self._work, [*self._x.retries, *self.suspects]
+        work, x, problem = self._work, self._x, self._problem
+        assert problem is not None
+        x.retries += self.suspects  # it stays on record, whoever answers in the end
+        self.suspects = []
         group = next(each for each in work.split.pools.groups if self._pair.decode.candidate in each.decodes)
         others = [each for each in group.decodes if each is not self._pair.prefill.candidate]
-        ask = work.gateway.endpoints.ask(work.call.request, work.fingerprint, tried)
+        ask = work.gateway.endpoints.ask(work.call.request, work.fingerprint, x.retries)
         pick = run.pick(work.split.splitter.decode, ask, others)
-        if pick is None or len(tried) >= work.gateway.snapshot.config.retries.attempts:
+        if pick is None or not retry_now(work.gateway, x, problem):  # over budget a pair waits its turn and begins anew
             self._post(Event.NOBODY)
             return
         self._decode_place.__exit__()
         self._decode_place = work.gateway.endpoints.reserve(pick, work.call.request, work.fingerprint)
         self._pair = Pair(self._pair.prefill, pick)
-        self._x.pick = pick
+        x.pick = pick
         self._send_decode()
 
     # What else is due

@@ -400,9 +400,7 @@ async def test_a_client_may_leave_while_the_bootstrap_server_is_asked() -> None:
         assert not f.decode[0].asked
 
 
-async def test_requests_that_come_together_ask_the_bootstrap_server_once_whoever_leaves() -> (
-    None
-):
+async def test_requests_that_come_together_ask_the_bootstrap_server_once_whoever_leaves() -> None:
     gate = asyncio.Event()
     async with (
         bootstrap_server([page("one")], gate) as (address, asked),

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from gateway.account import Accounts
+from gateway.exchange import Exchange
 from gateway.upstream import Connection, Upstream
 from tests.unit.gateway.split.halves import (
     OBJECT,
@@ -186,7 +188,9 @@ async def test_a_request_that_the_decoder_calls_wrong_is_answered_so() -> None:
         await f.at_rest()
 
 
-async def test_a_decoder_that_cannot_be_reached_passes_the_handoff_to_another() -> None:
+async def test_a_decoder_that_cannot_be_reached_passes_the_handoff_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Exchange] = []
+    monkeypatch.setattr(Accounts, "close", lambda _, x, *__: ended.append(x))
     async with front(NIXL, [prefills()], [decodes, decodes]) as f:
         f.decode[0].stop()
         f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
@@ -195,6 +199,27 @@ async def test_a_decoder_that_cannot_be_reached_passes_the_handoff_to_another() 
         assert len(f.prefill[0].asked) == 1, "nothing was prefilled twice"
         assert f.decode[1].asked[0].json["kv_transfer_params"] == OBJECT
         assert f.blamed(f.decode[0]) == 1
+        assert f.metric("penstock_retries_total") == 1
+        await f.at_rest()
+        assert [each.retries for each in ended] == [[f.decode[0].name]], "it stays on record"
+
+
+async def test_the_same_handoff_takes_a_turn_of_the_retry_budget_and_over_it_the_request_waits() -> None:
+    async with front(NIXL, [prefills()], [decodes, decodes], retries={"budget": 0, "floor": 1}) as f:
+        gate = f.app.gateway.gate
+        assert gate.retry_at_once(), "somebody else's"
+        f.decode[0].stop()
+        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
+        asking = asyncio.ensure_future(f.ask())
+        async with asyncio.timeout(5):
+            while not f.blamed(f.decode[0]):
+                await asyncio.sleep(0.001)
+        assert not f.decode[1].asked
+        gate.give_back_turn()
+        assert (await asking).text == WHOLE
+        f.app.gateway.endpoints.all()[2].load.in_flight -= 1
+        assert len(f.prefill[0].asked) == 2
+        assert f.metric("penstock_retries_total") == 1
         await f.at_rest()
 
 
