@@ -32,6 +32,11 @@ MAY_DO_IO = {
 }
 UNSAFE_MODULES = {"dill", "marshal", "pickle", "shelve"}
 UNSAFE_CALLS = {"compile", "eval", "exec"}
+# A request runs as an errand until it must wait as a Task (gateway/errand.py): what asks for the current Task would find
+# none, or somebody else's. `within` makes one first; the lobby's requests have one.
+NEED_A_TASK = {"current_task", "timeout", "timeout_at", "wait_for"}
+MAY_NEED_A_TASK = {"errand.py": {"timeout"}, "lobby.py": {"current_task"}}
+OFF_THE_REQUESTS_PATH = {"admin.py", "app.py", "cli.py", "config", "demo.py", "docgen.py", "reload.py", "watch"}
 MOST_LINES_OF_A_FUNCTION, MOST_LINES_OF_A_FILE = 60, 450
 
 FILES = sorted(path for room in MAY_IMPORT for path in (ROOT / room).rglob("*.py"))
@@ -103,6 +108,29 @@ def test_kvtransfer_does_io_only_at_its_edge(path: Path) -> None:
     allowed = KVTRANSFER_IO if name.parts[0] == "transports" else MAY_DO_IO.get(name.as_posix(), set())
     used = {module.split(".")[0] for module, _ in imports(ast.parse(path.read_text()))} & KVTRANSFER_IO
     assert used - allowed == set()
+
+
+def taken_from_asyncio(tree: ast.AST) -> set[str]:
+    """Names of asyncio that are used below `tree`, however they are reached."""
+    found = {name for module, names in imports(tree) if module.split(".")[0] == "asyncio" for name in names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "asyncio":
+            found.add(node.attr)
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "gateway").rglob("*.py")), ids=lambda path: path.name)
+def test_nothing_on_a_requests_path_asks_for_a_task_that_may_not_be_there(path: Path) -> None:
+    name = path.relative_to(ROOT / "gateway")
+    if name.parts[0] not in OFF_THE_REQUESTS_PATH:
+        used = taken_from_asyncio(ast.parse(path.read_text())) & NEED_A_TASK
+        assert used == MAY_NEED_A_TASK.get(name.as_posix(), set()), "see `within` in gateway/errand.py"
+
+
+@pytest.mark.parametrize("line", ["async with asyncio.timeout(1): ...", "from asyncio import wait_for as bounded"])
+def test_every_way_to_such_a_name_is_seen(line: str) -> None:
+    tree = ast.parse(f"import asyncio\nasync def waits():\n    {line}")
+    assert taken_from_asyncio(tree) & NEED_A_TASK
 
 
 def test_every_room_was_read() -> None:
