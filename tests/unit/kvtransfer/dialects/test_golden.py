@@ -317,5 +317,15 @@ def test_trtllm_whole_answers_become_streams_for_those_who_asked_for_one() -> No
     assert b"usage" not in as_events(json.dumps(whole).encode(), usage=False)
 
 
+def test_tool_calls_of_a_whole_answer_are_numbered_in_its_stream() -> None:
+    calls = [{"id": f"call_{n}", "type": "function", "function": {"name": "look", "arguments": "{}"}} for n in range(2)]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    whole = {"id": "x", "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}
+    said = json.loads(as_events(json.dumps(whole).encode(), usage=False).split(b"\n\n")[0][6:])
+    assert said["choices"][0]["delta"] == message | {
+        "tool_calls": [{"index": n, **call} for n, call in enumerate(calls)]
+    }
+
+
 def test_every_dialect_is_found_by_its_name() -> None:
     assert [dialects.named(name).name for name in dialects.DIALECTS] == list(dialects.DIALECTS)
