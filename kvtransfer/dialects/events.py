@@ -13,7 +13,7 @@ def as_events(body: bytes, *, usage: bool) -> bytes:
     """SSE bytes of an answer of one choice, [DONE] included.
 
     Chat answers get the role and the content in one delta, then the finish reason; usage comes in an event of its own
-    when the client asked for it (`stream_options.include_usage`). Tool calls are numbered, as they are in streams alone.
+    when the client asked for it (`stream_options.include_usage`). Tool calls get their number, which only streams show.
     """
     whole = _any(body)
     choice = whole["choices"][0]

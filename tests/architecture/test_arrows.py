@@ -32,8 +32,8 @@ MAY_DO_IO = {
 }
 UNSAFE_MODULES = {"dill", "marshal", "pickle", "shelve"}
 UNSAFE_CALLS = {"compile", "eval", "exec"}
-# A request runs as an errand until it must wait as a Task (gateway/errand.py): what asks for the current Task would find
-# none, or somebody else's. `within` makes one first; the lobby's requests have one.
+# A request runs as an errand until it must wait as a Task (gateway/errand.py): what asks for the current Task would
+# find none, or somebody else's. `within` makes one first; the lobby's requests have one.
 NEED_A_TASK = {"current_task", "timeout", "timeout_at", "wait_for"}
 MAY_NEED_A_TASK = {"errand.py": {"timeout"}, "lobby.py": {"current_task"}}
 OFF_THE_REQUESTS_PATH = {"admin.py", "app.py", "cli.py", "config", "demo.py", "docgen.py", "reload.py", "watch"}
