@@ -109,7 +109,7 @@ def serve(
             wanted = load(config, os.environ)
         else:
             choices = (policy or "prefix_aware", host or "127.0.0.1", _or(port, 8080), _or(admin_port, 8081))
-            wanted = from_engines(engine or [], *choices)
+            wanted = from_engines(engine or [], *choices).config
     except ConfigError as error:
         _refuse(error, as_json=False)
     raise typer.Exit(_serve(wanted))

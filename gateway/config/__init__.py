@@ -4,9 +4,11 @@ source.py reads text and keeps places; tree.py is the types; checks.py the rules
 load.py puts them together.
 """
 
-from gateway.config.load import SCHEMA_ID, Loaded, examine, from_engines, json_schema, load
+from gateway.config.load import MASK, SCHEMA_ID, Loaded, examine, examine_text, from_engines, json_schema, load
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.tree import (
+    Admin,
+    AutoRollback,
     Config,
     EndpointSpec,
     Health,
@@ -19,6 +21,7 @@ from gateway.config.tree import (
     PolicySpec,
     Pool,
     Prefix,
+    Reload,
     Retries,
     Scrape,
     Secret,
@@ -29,7 +32,10 @@ from gateway.config.tree import (
 )
 
 __all__ = [
+    "MASK",
     "SCHEMA_ID",
+    "Admin",
+    "AutoRollback",
     "Config",
     "ConfigError",
     "EndpointSpec",
@@ -45,6 +51,7 @@ __all__ = [
     "Pool",
     "Prefix",
     "Problem",
+    "Reload",
     "Retries",
     "Scrape",
     "Secret",
@@ -53,6 +60,7 @@ __all__ = [
     "Timeouts",
     "WaitingRoom",
     "examine",
+    "examine_text",
     "from_engines",
     "json_schema",
     "load",

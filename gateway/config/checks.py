@@ -51,7 +51,16 @@ def _literal_secrets(data: Any) -> Iterator[Finding]:
             yield Finding((*path, key), text)
 
 
-def _secret_owners(data: Any) -> Iterator[tuple[Path, dict[str, Any], str]]:
+def secrets_in_clear(data: Any) -> Iterator[Path]:
+    """Where a secret stands in the text itself, if only as a reference's default."""
+    for path, owner, key in _secret_owners(data):
+        found = get(owner, key)
+        if found is not None and not (isinstance(found, Substituted) and found.all_by_reference):
+            yield (*path, key)
+
+
+def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
+    yield (("admin",), get(data, "admin"), "key")
     yield from ((path, tenant, "key") for path, tenant in items(get(data, "tenants"), ("tenants",)))
     yield from ((path, spec, "api_key") for path, spec in _specs(data))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, Literal, get_args, get_origin
@@ -11,18 +12,31 @@ from pydantic import BaseModel, ValidationError
 
 from gateway.config import checks
 from gateway.config.problems import ConfigError, Path, Problem, did_you_mean
-from gateway.config.source import Source, read
+from gateway.config.source import Source, parse, raw_bytes
 from gateway.config.tree import Config
 
 SCHEMA_ID = "urn:penstock:config:v1"
+MASK = "**********"
 _ENGINES_POOL = "engines"
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """A Config that may be used, and what is doubtful about it."""
+    """A Config that may be used, what is doubtful about it, and what it was made from.
+
+    file        its name as problems show it          text        its bytes, references unfilled
+    references  files that it names                   digest      of the text and all that its references led to
+    written     path -> value as it stands in the text; secrets that stand in it are masked
+    in_clear    whether a secret stands in the text itself
+    """
 
     config: Config
-    warnings: tuple[Problem, ...]
+    warnings: tuple[Problem, ...] = ()
+    file: str = ""
+    text: bytes = b""
+    references: tuple[FilePath, ...] = ()
+    digest: bytes = b""
+    written: Mapping[Path, object] = {}
+    in_clear: bool = False
 
 
 def load(path: FilePath, env: Mapping[str, str]) -> Config:
@@ -32,18 +46,25 @@ def load(path: FilePath, env: Mapping[str, str]) -> Config:
 
 def examine(path: FilePath, env: Mapping[str, str]) -> Loaded:
     """As `load`, together with the warnings that `penstock check` shows."""
-    return _build(read(path, env))
+    return examine_text(raw_bytes(path), str(path), env)
 
 
-def from_engines(urls: Sequence[str], policy: str, host: str, port: int, admin_port: int) -> Config:
-    """The Config of `serve --engine URL ...`: one pool, and models as the engines list them. Raises ConfigError."""
+def examine_text(text: bytes, file: str, env: Mapping[str, str]) -> Loaded:
+    """As `examine`, for a text at hand; `file` is its name in problems, and the place its relative paths start from."""
+    return _build(parse(text, file, env), text)
+
+
+def from_engines(urls: Sequence[str], policy: str, host: str, port: int, admin_port: int) -> Loaded:
+    """What `serve --engine URL ...` asks for: one pool, and models as the engines list them. Raises ConfigError."""
     source = Source("command line")
     source.data = {
         "version": 1,
         "listeners": {"api": {"host": host, "port": port}, "admin": {"port": admin_port}},
         "pools": {_ENGINES_POOL: {"policy": policy, "endpoints": [{"url": url} for url in urls]}},
     }
-    return _build(source).config
+    text = json.dumps(source.data).encode()  # JSON is YAML: it can be read again
+    source.depends_on(text)
+    return _build(source, text)
 
 
 def json_schema() -> dict[str, Any]:
@@ -52,7 +73,7 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, **schema, "title": "Penstock"}
 
 
-def _build(source: Source) -> Loaded:
+def _build(source: Source, text: bytes = b"") -> Loaded:
     config: Config | None = None
     try:
         config = Config.model_validate(source.data)
@@ -61,9 +82,19 @@ def _build(source: Source) -> Loaded:
     for each in checks.errors(source.data):
         source.fail(each.path, each.message, key=each.on_key)
     if source.problems or config is None:
-        raise ConfigError(source.problems.values())
+        raise ConfigError(source.problems.values(), source.references)
     doubts = [source.problem(each.path, each.message, key=each.on_key) for each in checks.warnings(source.data)]
-    return Loaded(config, tuple(sorted(doubts, key=lambda problem: (problem.line, problem.col))))
+    in_clear = list(checks.secrets_in_clear(source.data))
+    return Loaded(
+        config,
+        tuple(sorted(doubts, key=lambda problem: (problem.line, problem.col))),
+        source.file,
+        text,
+        tuple(source.references),
+        source.digest,
+        source.written | dict.fromkeys(in_clear, MASK),
+        bool(in_clear),
+    )
 
 
 def _note(source: Source, error: ValidationError) -> None:
@@ -161,3 +192,14 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     if get_origin(annotation) is Literal:
         return None
     return next((found for inner in get_args(annotation) if (found := _model_in(inner))), None)
+
+
+def default_of(path: Path, value: object) -> object:
+    """The default at `path` the way an operator writes it ("30s"); `value` where the tree has none."""
+    section = _section(path[:-1])
+    if section is None:
+        return value
+    fields = {field.alias or name: field for name, field in section.model_fields.items()}
+    field = fields.get(str(path[-1]))
+    default = field.default if field is not None else None
+    return default if isinstance(default, str | int | float) else value

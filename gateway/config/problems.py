@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path as FilePath
 
 import msgspec
 
@@ -36,10 +37,12 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class ConfigError(Exception):
-    """The configuration is refused. `problems` holds everything found, in the order of the file."""
+    """The configuration is refused. `problems` holds everything found, in the order of the file; `references` the
+    files it names: a change in one of them may be what mends it."""
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[Problem], references: Iterable[FilePath] = ()) -> None:
         self.problems = tuple(sorted(problems, key=lambda p: (p.line, p.col, p.path)))
+        self.references = tuple(references)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 

@@ -6,6 +6,7 @@ Not here: what the values mean (tree.py).
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path as FilePath
@@ -63,6 +64,13 @@ class Substituted(str):
     __slots__ = ("written",)
     written: str
 
+    @property
+    def all_by_reference(self) -> bool:
+        """Whether nothing of it stands in the text: no word around a reference, and no default inside one."""
+        return all(match[1] is None and ":-" not in match[2] for match in _REFERENCE.finditer(self.written)) and not (
+            _REFERENCE.sub("", self.written).strip()
+        )
+
     def __repr__(self) -> str:
         return repr(self.written)
 
@@ -80,12 +88,16 @@ def number_if_substituted(value: object) -> object:
 class Source:
     """One file as data: `data` (plain values), `marks` (path -> place of a value), `keys` (path -> place of its key).
 
-    `problems` collects what is wrong already; a path in it is not worth judging again.
+    `problems` collects what is wrong already; a path in it is not worth judging again. `written` has every value as it
+    stands in the text, references unfilled; `references` the files it names.
     """
 
     def __init__(self, file: str) -> None:
         self.file = file
         self.data: Any = None
+        self.written: dict[Path, object] = {}
+        self.references: dict[FilePath, None] = {}
+        self._digest = hashlib.sha256()
         self.marks: dict[Path, Mark] = {}
         self.keys: dict[Path, Mark] = {}
         self.problems: dict[Path, Problem] = {}
@@ -107,19 +119,34 @@ class Source:
         """Notes a problem at `path`; the first one at a path is kept."""
         self.problems.setdefault(path, self.problem(path, message, key=key))
 
+    def depends_on(self, *facts: bytes) -> None:
+        """What the data was made from; any change of it changes `digest`."""
+        for fact in facts:
+            self._digest.update(b"%d:" % len(fact))
+            self._digest.update(fact)
 
-def read(path: FilePath, env: Mapping[str, str]) -> Source:
-    """Reads `path` as YAML 1.2. Raises ConfigError when it is no YAML at all; lesser problems are in the Source."""
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 over the text and everything that its references led to. Never shown: secrets are in it."""
+        return self._digest.digest()
+
+
+def raw_bytes(path: FilePath) -> bytes:
+    """The file as it is, at most one byte beyond the cap. Raises ConfigError when it cannot be read."""
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+            raise _refused(str(path), _START, "is not a regular file")
         with path.open("rb") as file:
-            raw = file.read(FILE_CAP_BYTES + 1)
+            return file.read(FILE_CAP_BYTES + 1)
     except OSError as error:
         raise _refused(str(path), _START, f"cannot be read: {error.strerror}") from None
-    return parse(raw, str(path), env)
 
 
 def parse(raw: bytes, file: str, env: Mapping[str, str]) -> Source:
-    """As `read`, for bytes already at hand; `file` is the name shown in problems."""
+    """Reads YAML 1.2; `file` is the name shown in problems, and relative references start from its folder.
+
+    Raises ConfigError when it is no YAML at all; lesser problems are in the Source.
+    """
     if len(raw) > FILE_CAP_BYTES:
         raise _refused(file, _START, f"is larger than {FILE_CAP_BYTES >> 20} MiB; is it the right file?")
     try:
@@ -132,6 +159,7 @@ def parse(raw: bytes, file: str, env: Mapping[str, str]) -> Source:
     if node is None:
         raise _refused(file, _START, "is empty; the shortest configuration begins with `version: 1`")
     source = Source(file)
+    source.depends_on(raw)
     source.data = _Reading(source, env).value(node, ())
     return source
 
@@ -177,7 +205,9 @@ class _Reading:
         if isinstance(node, SequenceNode):
             return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
         assert isinstance(node, ScalarNode)
-        return self._scalar(node, path)
+        found = self._scalar(node, path)
+        source.written[path] = found.written if isinstance(found, Substituted) else found
+        return found
 
     def _mapping(self, node: MappingNode, path: Path) -> dict[str, Any]:
         filled: dict[str, Any] = {}
@@ -231,6 +261,7 @@ class _Reading:
             )
             return ""
         found = self._env.get(variable[1])
+        self._source.depends_on(variable[1].encode(), (found or "").encode("utf-8", "surrogateescape"))
         if variable[2] is not None:
             return found or variable[2]  # as in a shell, :- also replaces the empty text
         if found is None:
@@ -241,12 +272,14 @@ class _Reading:
 
     def _file(self, name: str, path: Path) -> str:
         place = FilePath(self._source.file).parent / name
+        self._source.references[place] = None
         if place.exists() and not place.is_file():
             self._source.fail(path, f"{name} is not a regular file")
             return ""
         try:
             with place.open("rb") as file:
                 raw = file.read(SECRET_CAP_BYTES + 1)
+            self._source.depends_on(str(place).encode("utf-8", "surrogateescape"), raw)
             text = raw.decode()
         except OSError as error:
             self._source.fail(path, f"{name} cannot be read: {error.strerror}")

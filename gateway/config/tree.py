@@ -115,6 +115,13 @@ def _set(default: object, text: str) -> Any:
     return Field(default, description=text, validate_default=True)
 
 
+def _sendable(key: Secret | None) -> Secret | None:
+    text = None if key is None else key.reveal()
+    if text is not None and (not text or not text.isascii() or not text.isprintable() or text.strip() != text):
+        raise ValueError("is empty or cannot be sent in a header (printable ASCII without outer blanks)")
+    return key
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, populate_by_name=True)
 
@@ -341,13 +348,7 @@ class Tenant(_Section):
     name: Name = Field(description="How logs and metrics call it.")
     key: Secret = Field(description="Its API key, by reference: ${NAME} or ${file:/path}.")
 
-    @field_validator("key")
-    @classmethod
-    def _sendable(cls, key: Secret) -> Secret:
-        text = key.reveal()
-        if not text or not text.isascii() or not text.isprintable() or text.strip() != text:
-            raise ValueError("is empty or cannot be sent in a header (printable ASCII without outer blanks)")
-        return key
+    _sendable_key = field_validator("key")(_sendable)
 
 
 class Observability(_Section):
@@ -357,6 +358,39 @@ class Observability(_Section):
         "stdout", "One JSON line per request to stdout, off, or the path of a file."
     )
     access_flush: Duration = _set("200ms", "Longest time a line waits to be written with others.")
+
+
+class Admin(_Section):
+    """Who may change something through the admin server. Reading needs no key."""
+
+    key: Secret | None = _set(
+        None, "Its credential, by reference: ${NAME} or ${file:/path}. Without it only this machine may change things."
+    )
+    hosts: tuple[Host, ...] = _set(
+        (), "Further names it is reached by, as in a browser or a scrape; addresses and localhost always are."
+    )
+
+    _sendable_key = field_validator("key")(_sendable)
+
+
+class AutoRollback(_Section):
+    """When a change takes itself back."""
+
+    window: Duration = _set("60s", "Time after a change that is compared with as much time before it.")
+    error_ratio: Annotated[float, Field(gt=0, le=1)] = _set(
+        0.05, "How much larger the share of failed requests may become, as a share of all: 0.05 is five in a hundred."
+    )
+    requests: Count = _set(50, "Requests that must have ended since the change before it is judged.")
+
+
+class Reload(_Section):
+    """How changes of this configuration are taken over."""
+
+    watch: Annotated[bool, Field(strict=True)] = _set(True, "Whether to follow the file and the files it names.")
+    state_dir: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = _set(
+        None, "Folder in which the last 20 versions outlive a restart; they live in memory alone unless given."
+    )
+    auto_rollback: AutoRollback | None = _set(None, "When to take a change back without being asked; never unless set.")
 
 
 class Config(_Section):
@@ -374,3 +408,5 @@ class Config(_Section):
     prefix: Prefix = _set({}, "Memory of who holds which prompt prefix.")
     tenants: tuple[Tenant, ...] = _set((), "Clients with keys; empty leaves the API open.")
     observability: Observability = _set({}, "Access log.")
+    admin: Admin = _set({}, "Who may change something.")
+    reload: Reload = _set({}, "How changes are taken over.")

@@ -130,7 +130,7 @@ def test_doubtful_things_are_warned_of_with_their_place(tmp_path: Path) -> None:
 
 
 def test_engines_alone_make_a_configuration() -> None:
-    made = from_engines(["http://gpu1:8000", "http://gpu2:8000/"], "round_robin", "0.0.0.0", 9000, 9001)
+    made = from_engines(["http://gpu1:8000", "http://gpu2:8000/"], "round_robin", "0.0.0.0", 9000, 9001).config
     (pool,) = made.pools.values()
     assert [endpoint.url for endpoint in pool.endpoints] == ["http://gpu1:8000", "http://gpu2:8000"]
     assert pool.policy.name == "round_robin"

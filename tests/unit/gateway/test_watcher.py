@@ -38,7 +38,7 @@ async def test_long_pages_and_lists_in_pieces_are_read_to_their_end() -> None:
     engine.router.add_get("/v1/models", _in_pieces(b'{"data":', b'[{"id":"m"}]}'))
     engine.router.add_get("/health", _in_pieces(b"ok"))
     async with TestServer(engine, host="127.0.0.1") as server:
-        config = from_engines([str(server.make_url("")).rstrip("/")], "round_robin", "127.0.0.1", 0, 0)
+        config = from_engines([str(server.make_url("")).rstrip("/")], "round_robin", "127.0.0.1", 0, 0).config
         table = EndpointTable(
             config,
             Prefixes(b"s" * 32, 2**20, 512),
