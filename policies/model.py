@@ -1,7 +1,7 @@
 """The vocabulary of routing: frozen values for what is shared, slots for what is counted.
 
-Lives here: Endpoint, Candidate, Request, Ask, Pick and their parts. Not here: how they are read from the wire
-(gateway/openai.py), who writes the live numbers (gateway/endpoints.py), or any decision.
+Lives here: Endpoint, Candidate, Slo, Request, Ask, Pick and their parts. Not here: how they are read from the wire
+(gateway/openai.py), who writes the live numbers (ledger.py), or any decision.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from random import Random
 import msgspec
 
 from policies.fingerprint import Fingerprint
+from policies.latency import Belief
+from policies.timeline import Timeline
 
 
 class Role(StrEnum):
@@ -59,47 +61,58 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class EndpointLoad:
-    """The live numbers of one endpoint. One writer: gateway's EndpointTable (a simulator's table offline).
+    """The live numbers of one endpoint. What is booked there is written by ledger.py alone, the rest by who scrapes.
 
     slot             small stable integer, the endpoint's place in Ask.cached and in the prefix index
     in_flight        requests booked and not yet given back
     prefill_tokens   uncached prompt tokens booked whose first token has not been seen
-    decode_tokens    context tokens of booked requests past their first token
+    decode_tokens    prompt tokens of booked requests past their first token
     expected_tokens  output tokens expected of the booked requests (an expectation, given back at the end)
     held_tokens      prompt tokens that its prefix cache is believed to hold, of all requests together
+    decoding         booked requests past their first token
+    kv_tokens        tokens of KV the endpoint can hold; None while unknown
+    kv_booked        prompt and expected output tokens of all booked requests: what they lock or will lock there
     available        False while ejected by health or draining: never a candidate
     running, waiting, kv_usage, scraped_at   the engine's own view at its last scrape; None before the first
     strangers        requests in that view beyond in_flight at that moment: what others sent
+    belief           how fast the endpoint is, learnt (latency.py)
+    timeline         what its engine is believed to be doing, step by step (timeline.py)
+
+    The outlook, refreshed at every event of the ledger, so that a scorer costs a few attribute loads per candidate:
+
+    ready_at    policy clock at which the booked prompts are expected to be computed; not after now: none are waiting
+    token_s     seconds per further uncached prompt token, its share of the steps' overhead included
+    pair_s      seconds per (prompt token x context token) of prefill attention
+    fixed_s     seconds that any request pays: the API's cost, what is left of a decode step, one step's overhead
+    step_s      seconds per output token as things stand: a decode step, stretched by the prefills in between
+    sequence_s  what one more sequence in the batch adds to step_s
+    context_s   what one more token of context in the batch adds to step_s
     """
 
     __slots__ = (
-        "available",
-        "decode_tokens",
-        "expected_tokens",
-        "held_tokens",
-        "in_flight",
-        "kv_usage",
-        "prefill_tokens",
-        "running",
-        "scraped_at",
-        "slot",
-        "strangers",
-        "waiting",
+        *("available", "belief", "decode_tokens", "decoding", "expected_tokens", "held_tokens", "in_flight"),
+        *("kv_booked", "kv_tokens", "kv_usage", "prefill_tokens", "running", "scraped_at", "slot", "strangers"),
+        *("timeline", "waiting", "context_s", "fixed_s", "pair_s", "ready_at", "sequence_s", "step_s", "token_s"),
     )
 
-    def __init__(self, slot: int) -> None:
+    def __init__(self, slot: int, belief: Belief | None = None) -> None:
         self.slot = slot
-        self.in_flight = 0
-        self.prefill_tokens = 0
-        self.decode_tokens = 0
-        self.expected_tokens = 0
+        self.in_flight = self.decoding = 0
+        self.prefill_tokens = self.decode_tokens = self.expected_tokens = 0
         self.held_tokens = 0.0
+        self.kv_booked = 0
+        self.kv_tokens: float | None = None
         self.available = True
         self.running: int | None = None
         self.waiting: int | None = None
         self.kv_usage: float | None = None
         self.scraped_at: float | None = None
         self.strangers = 0
+        self.belief = Belief() if belief is None else belief
+        self.timeline = Timeline()
+        self.ready_at = self.token_s = self.pair_s = self.fixed_s = 0.0
+        self.step_s = self.sequence_s = self.context_s = 0.0
+        self.timeline.refresh(self)
 
 
 class Candidate(msgspec.Struct, frozen=True, eq=False):
@@ -109,8 +122,29 @@ class Candidate(msgspec.Struct, frozen=True, eq=False):
     load: EndpointLoad
 
 
+class Slo(msgspec.Struct, frozen=True):
+    """A service class: what its requests are promised, and what keeping the promise to one of them is worth.
+
+    ttft_s  budget from arrival to the first token, tpot_s  from there per output token; weight  worth of one request
+    """
+
+    name: str = "standard"
+    ttft_s: float = 5.0
+    tpot_s: float = 0.1
+    weight: float = 1.0
+
+
+STANDARD = Slo()
+
+
 class Request(msgspec.Struct, frozen=True):
-    """What a policy may know of a request. Token counts are estimates unless the client sent token ids."""
+    """What a policy may know of a request. Token counts are estimates unless the client sent token ids.
+
+    priority    higher goes first among those who wait; 0 is everybody's
+    arrived_s   policy clock when it reached the gateway
+    deadline_s  policy clock when its client gives up; None when it did not say
+    session     key of the conversation or agent session it belongs to; "" when unknown
+    """
 
     id: str
     model: str
@@ -118,6 +152,11 @@ class Request(msgspec.Struct, frozen=True):
     prompt_tokens: int
     output_tokens: int
     stream: bool = False
+    slo: Slo = STANDARD
+    priority: int = 0
+    arrived_s: float = 0.0
+    deadline_s: float | None = None
+    session: str = ""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -137,10 +176,15 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Pick(msgspec.Struct, frozen=True):
-    """The routing decision with its reasons. Higher score is better; the unit is the policy's own."""
+    """The routing decision with its reasons. Higher score is better; the unit is the policy's own.
+
+    `scores` and `kept` are aligned: who the filters kept and how each was rated. References, for explaining the pick.
+    """
 
     candidate: Candidate
     cached_tokens: int
     score: float
     considered: int
     reason: str
+    scores: Sequence[float] = ()
+    kept: Sequence[Candidate] = ()

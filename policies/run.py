@@ -26,7 +26,7 @@ def pick(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Pick | No
     index = policy.picker(ask, kept, scores)
     chosen, cached = kept[index], ask.cached
     cached_tokens = cached[chosen.load.slot] if chosen.load.slot < len(cached) else 0
-    return Pick(chosen, cached_tokens, scores[index], len(kept), policy.name)
+    return Pick(chosen, cached_tokens, scores[index], len(kept), policy.name, scores, kept)
 
 
 def refusal(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> str:

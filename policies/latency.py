@@ -1,0 +1,205 @@
+"""Latency beliefs: how long an endpoint's prefill and decode steps take, from a roofline and from what was observed.
+
+Lives here: the analytic step (Shape), its prior from a GPU and a layout, the online correction (Belief), and what both
+say about a request. Not here: what the engine is doing right now (timeline.py), who reports events (ledger.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import exp, log, sqrt
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from policies.model import Candidate, EndpointLoad
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """The constants of one engine step, in seconds per unit of work (perfmodel 3.2):
+
+    step = max(weights_s, token_s (p + B)) + wire_s (p + B) + pair_s area + context_s C + sequence_s B + step_s
+
+    p prompt tokens and B decoding sequences in the step, C the summed context of these, area the sum over prompt chunks
+    of chunk x (start + chunk / 2). `request_s` is what the API costs a request before the engine sees it;
+    `budget_tokens` bounds p + B (vLLM's max_num_batched_tokens).
+    """
+
+    weights_s: float
+    token_s: float
+    wire_s: float
+    pair_s: float
+    context_s: float
+    sequence_s: float
+    step_s: float
+    request_s: float = 0.005
+    budget_tokens: int = 8192
+
+
+class _Gpu(msgspec.Struct, frozen=True):
+    """Public peaks of one GPU kind, and what engines reach of them (perfmodel 3.3, 3.4).
+
+    Bytes/s of memory, FLOP/s dense in bf16 and with 8-bit weights, bytes/s of the link per direction; efficiencies of
+    memory, matrix units, attention and link; microseconds per layer and step, and per sequence of an 80-layer model.
+    """
+
+    memory: float
+    bf16: float
+    fp8: float
+    link: float
+    memory_eff: float
+    flops_eff: float
+    attention_eff: float
+    link_eff: float
+    layer_us: float
+    sequence_us: float
+
+
+GPUS: Mapping[str, _Gpu] = MappingProxyType(
+    {
+        "a100": _Gpu(2.039e12, 312e12, 312e12, 300e9, 0.74, 0.85, 0.71, 0.34, 69, 11),
+        "h100": _Gpu(3.35e12, 989e12, 1978e12, 450e9, 0.88, 0.72, 0.64, 0.51, 52, 7.6),
+        "h200": _Gpu(4.8e12, 989e12, 1978e12, 450e9, 0.84, 0.73, 0.60, 0.58, 53.6, 8.0),
+        "b200": _Gpu(7.7e12, 2250e12, 4500e12, 900e9, 0.93, 0.67, 0.51, 0.47, 59, 10.6),
+        "l40s": _Gpu(0.864e12, 362e12, 733e12, 32e9, 1.0, 0.68, 0.33, 0.11, 190, 50),
+    }
+)
+UNKNOWN_GPU = "h100"
+# A model of unknown size is taken to fill a quarter of its GPUs' memory with 16-bit weights.
+UNKNOWN_PARAMS_PER_GPU = 8.75e9
+
+
+def shape_for(
+    gpu: str | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    params_b: float | None = None,
+    active_b: float | None = None,
+    kv_token_bytes: float | None = None,
+    weight_bytes: float = 2.0,
+    request_s: float = 0.005,
+    budget_tokens: int = 8192,
+) -> Shape:
+    """What a TP group of `tp` x `pp` GPUs may be expected to do before anything was observed; unknowns are neutral.
+
+    params_b, active_b   billions of parameters, and of those that one token touches
+    kv_token_bytes       KV cache per token over all layers; None: 8 heads of 128 per layer in 16 bits
+    Layers and width follow from the parameters as they do for the Llama and Qwen families.
+    """
+    kind = GPUS.get((gpu or UNKNOWN_GPU).lower(), GPUS[UNKNOWN_GPU])
+    params = params_b * 1e9 if params_b is not None else UNKNOWN_PARAMS_PER_GPU * tp * pp
+    active = active_b * 1e9 if active_b is not None else params
+    layers = min(128.0, 32 * (active / 8e9) ** 0.42)
+    width = sqrt(active / (12 * layers))
+    kv_bytes = kv_token_bytes if kv_token_bytes is not None else 4096 * layers
+    flops = kind.fp8 if weight_bytes <= 1 else kind.bf16
+    wire_bytes = 2 * layers * 2 * (tp - 1) / tp * 2 * width
+    # A pipeline works on as many steps at once as it has stages; a single token still passes through all of them.
+    return Shape(
+        weights_s=params * weight_bytes / (tp * kind.memory * kind.memory_eff),
+        token_s=2 * active / (tp * pp * flops * kind.flops_eff),
+        wire_s=wire_bytes / (kind.link * kind.link_eff * pp),
+        pair_s=4 * width * layers / (tp * pp * kind.bf16 * kind.attention_eff),
+        context_s=kv_bytes / (min(tp, 8) * kind.memory * kind.memory_eff),
+        sequence_s=kind.sequence_us * 1e-6 * layers / 80,
+        step_s=layers * kind.layer_us * 1e-6,
+        request_s=request_s,
+        budget_tokens=budget_tokens,
+    )
+
+
+NEUTRAL = shape_for(tp=4)
+MOST_CORRECTION = 4.0  # |ln| of a correction: from 1/55 to 55 times the prior
+PRIOR_VAR = 0.25  # a prior is believed within a factor of e^0.5 or so
+NOISE_VAR = 0.02**2  # of one observation beyond what is known of it
+DRIFT_VAR = 0.003**2  # by which a truth may move between two observations
+
+
+class Gauge:
+    """One correction factor: a scalar Kalman filter on its logarithm, which widens when it is surprised in a row.
+
+    `factor` multiplies the prior. `trend` is the recent mean surprise: noise has none, a GPU that was throttled has.
+    """
+
+    __slots__ = ("factor", "log", "trend", "var")
+
+    def __init__(self) -> None:
+        self.factor, self.log, self.var, self.trend = 1.0, 0.0, PRIOR_VAR, 0.0
+
+    def observe(self, seen: float, noise_var: float) -> None:
+        """`seen` is the factor that would have explained an observation whose logarithm has that variance."""
+        surprise = log(seen) - self.log if seen > 0 else -1.0
+        noise = noise_var + NOISE_VAR
+        most = 3.0 * sqrt(self.var + noise)
+        self.trend += 0.3 * (max(-1.0, min(1.0, surprise)) - self.trend)
+        surprise = max(-most, min(most, surprise))
+        var = self.var + DRIFT_VAR + 0.3 * self.trend * self.trend
+        gain = var / (var + noise)
+        self.var = min(PRIOR_VAR, var * (1.0 - gain))
+        self.log = max(-MOST_CORRECTION, min(MOST_CORRECTION, self.log + gain * surprise))
+        self.factor = exp(self.log)
+
+
+class Belief:
+    """What is believed of one endpoint's speed: a prior, and two factors learnt. Written by its timeline and ledger.
+
+    prefill  factor on what prompts add to a step; step  factor on what decoding takes
+    error    running mean square of ln(actual TTFT / predicted)
+    """
+
+    __slots__ = ("error", "prefill", "shape", "step")
+
+    def __init__(self, shape: Shape = NEUTRAL) -> None:
+        self.shape = shape
+        self.prefill, self.step = Gauge(), Gauge()
+        self.error = PRIOR_VAR
+
+    def missed(self, predicted_s: float, actual_s: float) -> None:
+        """How far a prediction of a time to first token was off: the error bars."""
+        if predicted_s > 0 and actual_s > 0:
+            off = max(-2.0, min(2.0, log(actual_s / predicted_s)))
+            self.error += 0.05 * (off * off - self.error)
+
+
+def backlog_s(load: EndpointLoad, now: float) -> float:
+    """Seconds until the prompts booked so far are computed."""
+    return max(0.0, load.ready_at - now)
+
+
+def prefill_s(load: EndpointLoad, uncached: float, cached: float) -> float:
+    """Seconds that computing so many tokens behind so many cached ones takes at the present batch, waiting apart."""
+    return uncached * load.token_s + uncached * (cached + 0.5 * uncached) * load.pair_s
+
+
+def ttft_s(load: EndpointLoad, uncached: float, cached: float, now: float) -> float:
+    """Expected seconds from arrival at the endpoint to the first token."""
+    return (
+        max(0.0, load.ready_at - now)
+        + load.fixed_s
+        + uncached * load.token_s
+        + uncached * (cached + 0.5 * uncached) * load.pair_s
+    )
+
+
+def tpot_s(load: EndpointLoad, context_tokens: float) -> float:
+    """Expected seconds per output token of a newcomer with that much context."""
+    return load.step_s + load.sequence_s + load.context_s * context_tokens
+
+
+def spread(load: EndpointLoad) -> float:
+    """Relative error that predictions for this endpoint have had: one standard deviation of ln(actual / predicted)."""
+    return sqrt(load.belief.error)
+
+
+def ttfts(candidates: Sequence[Candidate], held: Sequence[int], prompt_tokens: int, now: float) -> list[float]:
+    """`ttft_s` for every candidate, aligned; `held` is how many of the prompt's tokens each has cached."""
+    found = []
+    for candidate, cached in zip(candidates, held, strict=True):
+        load = candidate.load
+        uncached = prompt_tokens - cached
+        wait = load.ready_at - now
+        seconds = load.fixed_s + uncached * (load.token_s + (cached + 0.5 * uncached) * load.pair_s)
+        found.append(seconds + wait if wait > 0.0 else seconds)
+    return found
