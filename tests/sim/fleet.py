@@ -18,8 +18,11 @@ from statistics import fmean
 from mockgpu.blocks import BlockPool
 from mockgpu.roofline import Roofline
 from mockgpu.scheduler import Job, Plan, Scheduler
+from policies import ledger
 from policies.contract import Policy
 from policies.fingerprint import Fingerprint, Fingerprinter
+from policies.latency import Belief, Shape
+from policies.ledger import Entry
 from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request
 from policies.prefix_index import PrefixIndex
 from policies.run import pick
@@ -47,14 +50,15 @@ class Arrival:
 
 @dataclass(slots=True)
 class Served:
-    """What became of one request. `picked` is the group's index."""
+    """What became of one request. `picked` is the group's index; `place` tells what was predicted for it."""
 
     arrival: Arrival
     picked: int
     believed_tokens: int
     job: Job
-    booked_prefill: int
+    place: Entry
     ttft_s: float = -1.0
+    tpot_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -62,6 +66,7 @@ class Group:
     """One TP group and the gateway's view of it."""
 
     scheduler: Scheduler
+    roofline: Roofline
     candidate: Candidate
     plan: Plan | None = None
     jobs: dict[int, Served] = field(default_factory=dict)
@@ -131,26 +136,40 @@ def shared_cache_hit_ratio(arrivals: Iterable[Arrival], capacity_tokens: int) ->
     return hits / total
 
 
-class Fleet:
-    """`groups` equal TP groups behind one policy. `run()` replays arrivals to the last token."""
+@dataclass(slots=True)
+class Kind:
+    """What a TP group is: its true step times, its memory, and what is believed of it at first (None: neutral)."""
 
-    def __init__(self, policy: Policy, roofline: Roofline, kv_tokens: int, groups: int = 4, seed: int = 7) -> None:
-        self.policy, self.roofline = policy, roofline
+    roofline: Roofline
+    kv_tokens: int
+    prior: Shape | None = None
+
+
+class Fleet:
+    """TP groups behind one policy, one for each of `kinds`. `run()` replays arrivals to the last token.
+
+    told: whether the policy knows each request's true output length, or only an average.
+    """
+
+    def __init__(self, policy: Policy, kinds: Sequence[Kind], seed: int = 7, told: bool = False) -> None:
+        self.policy, self.told = policy, told
         self.rng = Random(seed)
-        self.groups = [self._group(slot, kv_tokens) for slot in range(groups)]
+        self.groups = [self._group(slot, kind) for slot, kind in enumerate(kinds)]
         self.candidates = [group.candidate for group in self.groups]
         self.fingerprinter = Fingerprinter(b"a secret of the simulation")
         self.index = PrefixIndex(64 << 20)
-        for slot in range(groups):
-            self.index.set_capacity(slot, kv_tokens)
+        for slot, kind in enumerate(kinds):
+            self.index.set_capacity(slot, kind.kv_tokens)
         self.served: list[Served] = []
         self._events: list[tuple[float, int, Arrival | Group]] = []
         self._order = count()
 
-    def _group(self, slot: int, kv_tokens: int) -> Group:
+    def _group(self, slot: int, kind: Kind) -> Group:
         endpoint = Endpoint(f"tp{slot}", f"http://127.0.0.1:{9000 + slot}", "pool", "model", max_concurrency=10_000)
-        scheduler = Scheduler(BlockPool(kv_tokens // BLOCK_TOKENS, BLOCK_TOKENS))
-        return Group(scheduler, Candidate(endpoint, EndpointLoad(slot)))
+        scheduler = Scheduler(BlockPool(kind.kv_tokens // BLOCK_TOKENS, BLOCK_TOKENS))
+        load = EndpointLoad(slot, None if kind.prior is None else Belief(kind.prior))
+        load.kv_tokens = kind.kv_tokens
+        return Group(scheduler, kind.roofline, Candidate(endpoint, load))
 
     def run(self, arrivals: Iterable[Arrival]) -> Report:
         for arrival in arrivals:
@@ -168,22 +187,28 @@ class Fleet:
         if self.policy.reads_prefix:
             fingerprint = self.fingerprinter.of(b"salt", arrival.text())
             cached = self.index.match(fingerprint, arrival.prompt_tokens)
-        request = Request("id", "model", "tenant", arrival.prompt_tokens, EXPECTED_OUTPUT)
+        output_tokens = arrival.output_tokens if self.told else EXPECTED_OUTPUT
+        request = Request("id", "model", "tenant", arrival.prompt_tokens, output_tokens)
         chosen = pick(self.policy, Ask(request, now, self.rng, cached), self.candidates)
         assert chosen is not None
         group = self.groups[chosen.candidate.load.slot]
-        self._book(group, arrival, chosen.cached_tokens, fingerprint)
+        self._book(group, arrival, request, chosen.cached_tokens, fingerprint, now)
         if group.plan is None:
             self._start(group, now)
 
-    def _book(self, group: Group, arrival: Arrival, believed: int, fingerprint: Fingerprint | None) -> None:
+    def _book(
+        self,
+        group: Group,
+        arrival: Arrival,
+        request: Request,
+        believed: int,
+        fingerprint: Fingerprint | None,
+        now: float,
+    ) -> None:
         job = Job(arrival.prompt_tokens, arrival.output_tokens, arrival.blocks[: arrival.prompt_tokens // BLOCK_TOKENS])
-        one = Served(arrival, group.load.slot, believed, job, arrival.prompt_tokens - believed)
+        one = Served(arrival, group.load.slot, believed, job, ledger.book(group.load, request, believed, now))
         group.scheduler.add(job)
         group.jobs[id(job)] = one
-        group.load.in_flight += 1
-        group.load.prefill_tokens += one.booked_prefill
-        group.load.expected_tokens += EXPECTED_OUTPUT
         group.served_tokens += arrival.prompt_tokens + arrival.output_tokens
         self.served.append(one)
         if fingerprint is not None:
@@ -192,7 +217,7 @@ class Fleet:
     def _start(self, group: Group, now: float) -> None:
         group.plan = group.scheduler.step()
         if group.plan is not None:
-            heapq.heappush(self._events, (now + self.roofline.step_s(group.plan.work), next(self._order), group))
+            heapq.heappush(self._events, (now + group.roofline.step_s(group.plan.work), next(self._order), group))
 
     def _finish(self, group: Group, now: float) -> None:
         assert group.plan is not None
@@ -200,17 +225,16 @@ class Fleet:
         for job in outcome.began:
             self._first_token(group, group.jobs[id(job)], now)
         for job in outcome.ended:
-            del group.jobs[id(job)]
-            group.load.in_flight -= 1
-            group.load.decode_tokens -= job.prompt_tokens
-            group.load.expected_tokens -= EXPECTED_OUTPUT
+            one = group.jobs.pop(id(job))
+            one.place.finished(now, job.output_tokens)
+            if job.output_tokens > 1:
+                one.tpot_s = (now - one.arrival.at_s - one.ttft_s) / (job.output_tokens - 1)
         self._start(group, now)
 
     def _first_token(self, group: Group, one: Served, now: float) -> None:
         if one.ttft_s >= 0:
             return
         one.ttft_s = now - one.arrival.at_s
-        group.load.prefill_tokens -= one.booked_prefill
-        group.load.decode_tokens += one.arrival.prompt_tokens
+        one.place.first_token(now)
         prompt = one.arrival.prompt_tokens
         self.index.confirm(group.load.slot, one.believed_tokens / prompt, one.job.cached / prompt)

@@ -8,7 +8,7 @@ from mockgpu.grids import roofline_for
 from mockgpu.hardware import gpu_named
 from mockgpu.llm import kv_capacity_tokens, model_named
 from policies import registry
-from tests.sim.fleet import Arrival, Fleet, Report, mooncake, shared_cache_hit_ratio
+from tests.sim.fleet import Arrival, Fleet, Kind, Report, mooncake, shared_cache_hit_ratio
 
 GROUPS = 4
 MODEL, GPU, TP = model_named("llama-3.1-70b-fp8"), gpu_named("h200"), 4
@@ -16,7 +16,7 @@ KV_TOKENS = kv_capacity_tokens(MODEL, GPU, TP)
 
 
 def replay(policy: str, arrivals: list[Arrival]) -> Report:
-    return Fleet(registry.build(policy, {}), roofline_for(MODEL, GPU, TP), KV_TOKENS, GROUPS).run(arrivals)
+    return Fleet(registry.build(policy, {}), [Kind(roofline_for(MODEL, GPU, TP), KV_TOKENS)] * GROUPS).run(arrivals)
 
 
 @pytest.fixture(scope="module")
