@@ -13,123 +13,102 @@ from time import monotonic
 from gateway.answer import Failure, GatewayError
 from gateway.config import Config, WaitingRoom
 from gateway.errand import within
-from policies import admission
-from policies.admission import Admit, DrainRate, Shed
-from policies.model import Candidate
+from policies import admission, waiting
+from policies.admission import Admit, Cap, Shed, Verdict, Wait
+from policies.model import Ask, Candidate
 from policies.retry import RetryBudget, RetryLimits
 
 RETRY_PATIENCE_S = 5.0
 
-_WHY = {
-    "no_capacity": "No endpoint is available.",
-    "waiting_room_full": "The waiting room is full.",
-    "too_slow": "The wait would be longer than the waiting room allows.",
-    "waited_too_long": "No endpoint became free in time.",
-}
+# uvloop's timers count whole milliseconds and may come that much early: who is due within this is due.
+TIMER_SLACK_S = 0.002
+
+Turn = asyncio.Future[Verdict]
 
 
 class Room:
-    """The permits of one pool and those who wait for one, first come first served. `with` it to give a permit back."""
+    """The permits of one pool and those who wait for one: policies.waiting's room, whose tickets are futures.
 
-    __slots__ = ("_candidates", "_capacity", "_degraded", "_drain", "_limits", "_waiting", "in_flight", "name")
+    `with` it to give a permit back.
+    """
+
+    __slots__ = ("_candidates", "_room", "name", "take")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.in_flight = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._drain = DrainRate()
-        self._limits = admission.WaitingRoom()
+        self._room: waiting.Room[Turn] = waiting.Room(Cap())
         self._candidates: tuple[Candidate, ...] = ()
-        self._capacity = 0
-        self._degraded = False
+        self.take = self._room.take
 
     def configure(self, limits: WaitingRoom, candidates: tuple[Candidate, ...]) -> None:
-        self._limits = admission.WaitingRoom(limits.size, limits.timeout)
+        self._room.limits = admission.WaitingRoom(limits.size, limits.timeout)
         self._candidates = candidates
         self.refresh()
 
     def refresh(self) -> None:
         """Endpoints came or went: count the capacity anew and let in whom it fits."""
-        self._capacity = admission.capacity(self._candidates)
-        self._degraded = not all(candidate.load.available for candidate in self._candidates)
-        self._let_in()
+        self._room.refresh(self._candidates)
+        self._settle()
+
+    @property
+    def in_flight(self) -> int:
+        return self._room.in_flight
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return self._room.waiting
 
     @property
     def busy(self) -> int:
-        """Permits that weigh on available endpoints; answers still flowing from an ejected one take nobody's place."""
-        if not self._degraded:
-            return self.in_flight
-        elsewhere = sum(each.load.in_flight for each in self._candidates if not each.load.available)
-        return max(0, self.in_flight - elsewhere)
+        return self._room.busy
 
-    def take(self) -> bool:
-        """A Permit, if it can be had without a thought: what nearly always holds."""
-        if self._waiting or self.in_flight >= self._capacity or self._degraded:
-            return False
-        self.in_flight += 1
-        return True
-
-    async def enter(self) -> Room:
+    async def enter(self, ask: Ask) -> Room:
         """A Permit, now or after waiting. Raises GatewayError when the request is shed."""
-        if self.take():
-            return self
-        now = monotonic()
-        verdict = admission.admit(self.busy, self._capacity, len(self._waiting), self._limits, self._drain, now)
+        turn: Turn = asyncio.get_running_loop().create_future()
+        verdict = self._room.arrive(ask, self._candidates, turn)
+        self._settle()
+        if isinstance(verdict, Wait):
+            verdict = await self._wait(turn, verdict.timeout_s)
         if isinstance(verdict, Shed):
-            raise self._shed(verdict)
-        if isinstance(verdict, Admit):
-            self.in_flight += 1
-        else:
-            await self._wait(verdict.timeout_s)
+            raise refusal(verdict)
         return self
 
-    async def _wait(self, timeout_s: float) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+    async def _wait(self, turn: Turn, timeout_s: float) -> Verdict:
+        """What becomes of one in line. The timer only calls settle() at the moment when the room refuses it."""
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._settle)
         try:
-            async with within(timeout_s):
-                await turn
-        except (TimeoutError, asyncio.CancelledError) as problem:
-            if turn.done() and not turn.cancelled():  # the turn came in the same moment: hand it on
-                self._leave()
-            elif turn in self._waiting:
-                self._waiting.remove(turn)
-            if isinstance(problem, TimeoutError):
-                raise self._shed(admission.timed_out(len(self._waiting), self._drain, monotonic())) from None
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and isinstance(turn.result(), Admit):
+                self.__exit__()  # the turn came in the same moment: hand it on
+            else:
+                self._room.cancel(turn)
             raise
-
-    def _shed(self, shed: Shed) -> GatewayError:
-        if shed.reason == "no_capacity":
-            return GatewayError(Failure.NO_CAPACITY, _WHY[shed.reason], retry_after_s=1.0)
-        failure = Failure.QUEUE_TIMEOUT if shed.reason == "waited_too_long" else Failure.OVERLOADED
-        message = (
-            f"{_WHY[shed.reason]} {self.busy} of {self._capacity} places are taken and {self.waiting} requests wait"
-        )
-        expected = "" if shed.retry_after_s is None else f"; a place is expected in {shed.retry_after_s:.1f} s"
-        return GatewayError(failure, f"{message}{expected}.", retry_after_s=shed.retry_after_s, reason=shed.reason)
+        finally:
+            timer.cancel()
 
     def __enter__(self) -> Room:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._leave()
+        self._room.gone(monotonic())
+        if self._room.waiting:
+            self._settle()
 
-    def _leave(self) -> None:
-        self.in_flight -= 1
-        self._drain.completed(monotonic())
-        if self._waiting:
-            self._let_in()
-
-    def _let_in(self) -> None:
-        while self._waiting and self.busy < self._capacity:
-            turn = self._waiting.popleft()
+    def _settle(self) -> None:
+        for turn, verdict in self._room.settle(monotonic() + TIMER_SLACK_S):
             if not turn.done():
-                self.in_flight += 1
-                turn.set_result(None)
+                turn.set_result(verdict)
+            elif isinstance(verdict, Admit):
+                self.__exit__()
+
+
+def refusal(shed: Shed) -> GatewayError:
+    """A verdict as the client hears it."""
+    if shed.reason == "no_capacity":
+        return GatewayError(Failure.NO_CAPACITY, shed.detail, retry_after_s=1.0)
+    failure = Failure.QUEUE_TIMEOUT if shed.reason == "waited_too_long" else Failure.OVERLOADED
+    return GatewayError(failure, shed.detail, retry_after_s=shed.retry_after_s, reason=shed.reason)
 
 
 class Gate:

@@ -77,7 +77,8 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     route = snapshot.routes[call.asked_model]
     x.model = route.name
     x.parsed_at = monotonic()
-    with route.room if route.room.take() else await route.room.enter():
+    room = route.room
+    with room if room.take() else await room.enter(gateway.endpoints.ask(call.request, None, ())):
         x.admitted_at = monotonic()
         if route.split is None:
             await _dispatch(gateway, x, client, route, call)

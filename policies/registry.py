@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
+from typing import TypeVar
 
 import msgspec
 
 from policies.contract import Policy
 from policies.presets import LeastLoaded, PrefixAware, Preset, RoundRobin
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class PolicyConfigError(ValueError):
@@ -40,25 +43,30 @@ def names() -> tuple[str, ...]:
 def params_type(name: str) -> type[Preset]:
     """The msgspec.Struct of a policy's parameters. Raises PolicyConfigError for an unknown name."""
     if name not in _KNOWN:
-        raise PolicyConfigError(f"unknown policy {name!r}{_near(name, names())}; known: {', '.join(names())}")
+        raise PolicyConfigError(f"unknown policy {name!r}{near(name, names())}; known: {', '.join(names())}")
     return _KNOWN[name]
 
 
 def build(name: str, params: Mapping[str, object]) -> Policy:
     """A new policy value from plain parameters. Raises PolicyConfigError naming what is wrong and what was near."""
-    kind = params_type(name)
+    return checked(name, params_type(name), params).build()
+
+
+def checked(name: str, kind: type[T], params: Mapping[str, object]) -> T:
+    """`kind` from plain parameters, for whatever is built by name. Raises PolicyConfigError."""
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for param, value in params.items():
         if param not in fields:
             known = f"it takes {', '.join(fields)}" if fields else "it takes none"
-            raise PolicyConfigError(f"{name} has no parameter {param!r}{_near(param, tuple(fields))}; {known}", param)
+            raise PolicyConfigError(f"{name} has no parameter {param!r}{near(param, tuple(fields))}; {known}", param)
         try:
             msgspec.convert(value, fields[param])
         except msgspec.ValidationError as wrong:
             raise PolicyConfigError(f"{name}.{param}: {wrong}", param) from wrong
-    return msgspec.convert(dict(params), kind).build()
+    return msgspec.convert(dict(params), kind)
 
 
-def _near(given: str, known: tuple[str, ...]) -> str:
+def near(given: str, known: tuple[str, ...]) -> str:
+    """A hint at what may have been meant, as the tail of an error message; empty when nothing is close."""
     close = get_close_matches(given, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

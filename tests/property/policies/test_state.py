@@ -1,4 +1,4 @@
-"""Health, retries and admission: what holds after any history."""
+"""Health and retries: what holds after any history."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.admission import Admit, DrainRate, Shed, Wait, WaitingRoom, admit
 from policies.health import Event, Health, HealthLimits, State, advance, available, probe_due
 from policies.retry import RetryBudget, RetryLimits
 
@@ -82,20 +81,3 @@ def test_retries_running_never_exceed_the_budget_of_any_moment_they_began_in(his
             assert running < 3 + 0.2 * active
             running += 1
         assert budget.running == running
-
-
-@given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 20), st.lists(st.floats(0.001, 5), max_size=30))
-def test_a_verdict_keeps_both_the_cap_and_the_room(in_flight: int, cap: int, waiting: int, gaps: list[float]) -> None:
-    drain, now, room = DrainRate(), 0.0, WaitingRoom(size=10, timeout_s=5.0)
-    for gap in gaps:
-        now += gap
-        drain.completed(now)
-    match admit(in_flight, cap, waiting, room, drain, now):
-        case Admit():
-            assert in_flight < cap
-            assert not waiting
-        case Wait(timeout_s):
-            assert waiting < room.size
-            assert timeout_s == room.timeout_s
-        case Shed(_, retry_after_s):
-            assert retry_after_s is None or retry_after_s > 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from random import Random
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -10,12 +12,16 @@ import pytest
 from gateway.answer import GatewayError
 from gateway.config import Config, WaitingRoom
 from gateway.gate import Gate, Room
-from policies.model import Candidate, Endpoint, EndpointLoad
+from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request
 
 
 def candidate(slot: int, cap: int) -> Candidate:
     endpoint = Endpoint(f"tp{slot}", f"http://127.0.0.1:{9000 + slot}", "pool", "model", max_concurrency=cap)
     return Candidate(endpoint, EndpointLoad(slot))
+
+
+def ask(**request: Any) -> Ask:
+    return Ask(Request("id", "model", "tenant", 1000, 100, **request), monotonic(), Random(1))
 
 
 def room(*caps: int, size: int = 10, timeout: str = "30s") -> tuple[Room, tuple[Candidate, ...]]:
@@ -38,8 +44,8 @@ async def turns(count: int = 5) -> None:
 async def test_permits_are_given_up_to_the_sum_of_caps_and_given_back_on_leaving() -> None:
     made, _ = room(2, 1)
     for _ in range(3):
-        await made.enter()
-    waiting = asyncio.create_task(made.enter())
+        await made.enter(ask())
+    waiting = asyncio.create_task(made.enter(ask()))
     await turns()
     assert (made.in_flight, made.waiting, waiting.done()) == (3, 1, False)
     with made:
@@ -53,11 +59,11 @@ async def test_permits_are_given_up_to_the_sum_of_caps_and_given_back_on_leaving
 
 async def test_those_who_wait_enter_in_the_order_they_came() -> None:
     made, _ = room(1)
-    await made.enter()
+    await made.enter(ask())
     entered: list[int] = []
 
     async def one(number: int) -> None:
-        with await made.enter():
+        with await made.enter(ask()):
             entered.append(number)
             await asyncio.sleep(0)
 
@@ -71,12 +77,12 @@ async def test_those_who_wait_enter_in_the_order_they_came() -> None:
 
 async def test_a_newcomer_does_not_overtake_those_who_wait() -> None:
     made, _ = room(1, 1)
-    await made.enter()
-    await made.enter()
-    first = asyncio.create_task(made.enter())
+    await made.enter(ask())
+    await made.enter(ask())
+    first = asyncio.create_task(made.enter(ask()))
     await turns()
     made.__exit__()
-    second = asyncio.create_task(made.enter())
+    second = asyncio.create_task(made.enter(ask()))
     await turns()
     assert (first.done(), second.done()) == (True, False)
     second.cancel()
@@ -86,8 +92,8 @@ async def test_a_newcomer_does_not_overtake_those_who_wait() -> None:
 
 async def test_who_leaves_the_line_leaves_no_permit_behind() -> None:
     made, _ = room(1)
-    await made.enter()
-    tasks = [asyncio.create_task(made.enter()) for _ in range(3)]
+    await made.enter(ask())
+    tasks = [asyncio.create_task(made.enter(ask())) for _ in range(3)]
     await turns()
     tasks[1].cancel()
     await turns()
@@ -103,8 +109,8 @@ async def test_who_leaves_the_line_leaves_no_permit_behind() -> None:
 
 async def test_a_permit_that_comes_in_the_moment_of_leaving_goes_to_the_next() -> None:
     made, _ = room(1)
-    await made.enter()
-    first, second = [asyncio.create_task(made.enter()) for _ in range(2)]
+    await made.enter(ask())
+    first, second = [asyncio.create_task(made.enter(ask())) for _ in range(2)]
     await turns()
     made.__exit__()  # gives the first its turn, which it has not seen yet
     first.cancel()
@@ -116,11 +122,11 @@ async def test_a_permit_that_comes_in_the_moment_of_leaving_goes_to_the_next() -
 
 async def test_a_full_waiting_room_sheds_with_numbers() -> None:
     made, _ = room(1, size=1)
-    await made.enter()
-    waiting = asyncio.create_task(made.enter())
+    await made.enter(ask())
+    waiting = asyncio.create_task(made.enter(ask()))
     await turns()
     with pytest.raises(GatewayError, match="1 of 1 places are taken and 1 requests wait") as shed:
-        await made.enter()
+        await made.enter(ask())
     assert (shed.value.status, shed.value.reason) == (429, "waiting_room_full")
     waiting.cancel()
     await turns()
@@ -128,10 +134,19 @@ async def test_a_full_waiting_room_sheds_with_numbers() -> None:
 
 async def test_who_waited_too_long_is_shed_and_out_of_the_line() -> None:
     made, _ = room(1, timeout="10ms")
-    await made.enter()
+    await made.enter(ask())
     with pytest.raises(GatewayError) as shed:
-        await made.enter()
+        await made.enter(ask())
     assert (shed.value.status, shed.value.reason) == (429, "waited_too_long")
+    assert (made.in_flight, made.waiting) == (1, 0)
+
+
+async def test_who_cannot_be_served_before_its_client_gives_up_is_not_kept_waiting() -> None:
+    made, _ = room(1)
+    await made.enter(ask())
+    with pytest.raises(GatewayError, match=r"The client gives up in 0\.0 s") as shed:
+        await made.enter(ask(deadline_s=monotonic() + 0.01))
+    assert (shed.value.status, shed.value.reason) == (429, "deadline")
     assert (made.in_flight, made.waiting) == (1, 0)
 
 
@@ -140,16 +155,16 @@ async def test_without_an_available_endpoint_nobody_enters() -> None:
     candidates[0].load.available = False
     made.refresh()
     with pytest.raises(GatewayError) as refused:
-        await made.enter()
+        await made.enter(ask())
     assert (refused.value.status, refused.value.reason) == (503, "no_capacity")
 
 
 async def test_streams_of_an_ejected_endpoint_take_nobodys_place() -> None:
     made, candidates = room(2, 2)
     for slot in (0, 0, 1, 1):
-        await made.enter()
+        await made.enter(ask())
         candidates[slot].load.in_flight += 1
-    waiting = asyncio.create_task(made.enter())
+    waiting = asyncio.create_task(made.enter(ask()))
     await turns()
     candidates[0].load.available = False
     made.refresh()
@@ -168,9 +183,9 @@ async def test_a_returning_endpoint_lets_in_as_many_as_it_has_places() -> None:
     candidates[1].load.available = False
     made.refresh()
     for _ in range(2):
-        await made.enter()
+        await made.enter(ask())
         candidates[0].load.in_flight += 1
-    tasks = [asyncio.create_task(made.enter()) for _ in range(3)]
+    tasks = [asyncio.create_task(made.enter(ask())) for _ in range(3)]
     await turns()
     candidates[1].load.available = True
     made.refresh()
@@ -226,7 +241,7 @@ async def test_a_smaller_budget_forgets_nobody_who_waits() -> None:
     made = gate(retries={"floor": 1, "budget": 0.5})
     place = made.room("main", WaitingRoom(), (candidate(0, 24),))
     for _ in range(2):
-        await place.enter()
+        await place.enter(ask())
     assert await made.retry_turn()
     assert await made.retry_turn()
     waiting = asyncio.create_task(made.retry_turn())

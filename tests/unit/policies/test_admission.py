@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from policies.admission import Admit, DrainRate, Shed, Wait, WaitingRoom, admit, capacity, timed_out
-from tests.unit.policies.builders import candidate
+from policies.admission import Admit, Cap, DrainRate, Open, Shed, Verdict, Wait, WaitingRoom, capacity, full, timed_out
+from policies.admissions import build_admission, names
+from policies.model import Ask
+from policies.registry import PolicyConfigError
+from tests.unit.policies.builders import ask, candidate
 
-ROOM = WaitingRoom(size=3, timeout_s=10.0)
+
+class View:
+    """A room as an admission sees it, with the numbers that a test wants."""
+
+    def __init__(self, busy: int, capacity: int, waiting: int, drain: DrainRate | None = None) -> None:
+        self.busy, self.capacity, self.waiting = busy, capacity, waiting
+        self.at_door = True
+        self.drain = drain or DrainRate()
+        self.limits = WaitingRoom(size=3, timeout_s=10.0)
+
+    def ahead(self, tenant: str) -> float:
+        return self.waiting
 
 
 def draining(per_s: float, seconds: float = 60.0) -> DrainRate:
@@ -17,46 +32,93 @@ def draining(per_s: float, seconds: float = 60.0) -> DrainRate:
     return drain
 
 
+def asking(now: float, deadline_s: float | None = None) -> Ask:
+    question = ask(now=now)
+    return replace(question, request=replace(question.request, deadline_s=deadline_s))
+
+
+def admit(busy: int, room_for: int, waiting: int, drain: DrainRate, now: float) -> Verdict:
+    return Cap().judge(asking(now), (), View(busy, room_for, waiting, drain))
+
+
+def shed(verdict: Verdict) -> Shed:
+    assert isinstance(verdict, Shed)
+    return verdict
+
+
 def test_capacity_is_the_sum_of_the_available_endpoints_caps() -> None:
     assert capacity([candidate(0, cap=24), candidate(1, cap=8), candidate(2, cap=24, available=False)]) == 32
 
 
 def test_there_is_room_until_the_cap() -> None:
-    assert admit(23, 24, 0, ROOM, DrainRate(), 0.0) == Admit()
-    assert admit(24, 24, 0, ROOM, DrainRate(), 0.0) == Wait(10.0)
+    assert admit(23, 24, 0, DrainRate(), 0.0) == Admit()
+    assert admit(24, 24, 0, DrainRate(), 0.0) == Wait(10.0)
 
 
 def test_nobody_overtakes_those_who_wait() -> None:
-    assert admit(20, 24, 1, ROOM, DrainRate(), 0.0) == Wait(10.0)
+    assert admit(20, 24, 1, DrainRate(), 0.0) == Wait(10.0)
+
+
+def test_the_head_of_the_line_enters_as_soon_as_there_is_a_place_and_waits_until_then() -> None:
+    view = View(24, 24, 3, draining(0.01))
+    view.at_door = False
+    assert Cap().judge(asking(60.0), (), view) == Wait(10.0)
+    view.busy = 23
+    assert Cap().judge(asking(60.0), (), view) == Admit()
 
 
 def test_a_full_waiting_room_sheds_without_a_guess_before_anything_was_measured() -> None:
-    assert admit(24, 24, 3, ROOM, DrainRate(), 0.0) == Shed("waiting_room_full", None)
+    verdict = full(View(24, 24, 3), 0.0)
+    assert (verdict.reason, verdict.retry_after_s) == ("waiting_room_full", None)
+    assert verdict.detail == "The waiting room is full. 24 of 24 places are taken and 3 requests wait."
 
 
 def test_a_full_waiting_room_says_when_to_come_back() -> None:
-    verdict = admit(24, 24, 3, ROOM, draining(2.0), 60.0)
-    assert isinstance(verdict, Shed)
+    verdict = full(View(24, 24, 3, draining(2.0)), 60.0)
     assert verdict.retry_after_s == pytest.approx(2.0, rel=0.1)
+    assert verdict.detail.endswith("3 requests wait; a place is expected in 2.0 s.")
 
 
 def test_one_who_would_only_wait_to_time_out_is_refused_at_once() -> None:
-    slow = draining(0.1)
-    verdict = admit(24, 24, 1, ROOM, slow, 60.0)
-    assert isinstance(verdict, Shed)
+    verdict = shed(admit(24, 24, 1, draining(0.1), 60.0))
     assert verdict.reason == "too_slow"
     assert verdict.retry_after_s is not None
-    assert verdict.retry_after_s > ROOM.timeout_s
+    assert verdict.retry_after_s > 10.0
+
+
+def test_one_whose_client_will_have_given_up_is_refused_at_once_with_both_times() -> None:
+    verdict = shed(Cap().judge(asking(60.0, deadline_s=61.5), (), View(24, 24, 2, draining(1.0))))
+    assert verdict.reason == "deadline"
+    assert verdict.detail.startswith("The client gives up in 1.5 s and the first token is expected in 2.9 s.")
 
 
 def test_without_any_endpoint_nobody_waits() -> None:
-    assert admit(0, 0, 0, ROOM, DrainRate(), 0.0) == Shed("no_capacity", None)
+    assert shed(admit(0, 0, 0, DrainRate(), 0.0)).reason == "no_capacity"
 
 
 def test_one_who_waited_its_time_is_told_how_long_the_rest_needs() -> None:
-    verdict = timed_out(4, draining(1.0), 60.0)
+    verdict = timed_out(View(24, 24, 4, draining(1.0)), 60.0)
     assert verdict.reason == "waited_too_long"
     assert verdict.retry_after_s == pytest.approx(5.0, rel=0.1)
+
+
+def test_no_admission_lets_everybody_in_while_anybody_serves() -> None:
+    assert Open().judge(asking(0.0), (), View(1000, 24, 0)) == Admit()
+    assert shed(Open().judge(asking(0.0), (), View(0, 0, 0))).reason == "no_capacity"
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_admission_is_built_by_its_name_and_its_defaults(name: str) -> None:
+    built = build_admission(name, {})
+    assert built.name == name
+    assert built is not build_admission(name, {})
+
+
+def test_a_wrong_name_or_parameter_is_refused_with_what_was_near() -> None:
+    with pytest.raises(PolicyConfigError, match="did you mean 'cap'"):
+        build_admission("cup", {})
+    with pytest.raises(PolicyConfigError, match="it takes none"):
+        build_admission("cap", {"size": 1})
 
 
 def test_a_drain_rate_is_unbiased_from_the_first_seconds() -> None:
