@@ -157,6 +157,36 @@ class Scheduler:
         self.totals.output_tokens += decoded + len(began)
         return Outcome(began, decoded, ended)
 
+    def quiet(self, most: int) -> int:
+        """How many steps from the planned one on (that one included) only decode, end nobody and preempt nobody.
+
+        To be asked after `step()` planned a step without prompts; `leap()` may then take as many. At most `most`.
+        """
+        if not self.decoding or self.prefilling or self.fetched:
+            return 0
+        size, free = self.pool.block_tokens, self.pool.free
+        steps = min(most, min(self._ends) - self.tick - 1)
+        for ahead in range(1, steps + 1):
+            growing = self._grows[(self.tick + ahead) % size]
+            if growing:
+                free -= len(growing)
+                if free < 0 or (self.waiting and any(len(job.blocks) <= len(job.keys) for job in growing)):
+                    return ahead - 1
+        return steps
+
+    def leap(self, steps: int) -> Plan:
+        """Run `steps` quiet steps at once, as that many pairs of `finish()` and `step()` would; the plan after them."""
+        decoded = len(self.decoding)
+        for _ in range(steps):
+            self.tick += 1
+            growing = self._grows[self.tick % self.pool.block_tokens]
+            if growing:
+                for job in list(growing):
+                    self._grow(job)
+        self._context += decoded * steps
+        self.totals.output_tokens += decoded * steps
+        return Plan([], decoded, self._context)
+
     def _admit(self, job: Job) -> bool:
         """Give the head of the queue what is cached of it, if the rest of its prompt fits as well.
 

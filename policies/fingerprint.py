@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -140,3 +140,18 @@ def _secret_numbers(secret: bytes, count: int) -> Keys:
     """`count` independent 64-bit numbers stretched from the secret."""
     stretched = hashlib.shake_256(b"penstock-fingerprint" + secret).digest(8 * count)
     return np.frombuffer(stretched, np.dtype("<u8")).astype(np.uint64)
+
+
+def of_chain(ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0) -> Fingerprint:
+    """The fingerprint of a prompt of which only the chained ids of its whole blocks are known, as in recorded traffic.
+
+    Keys are the ids spread over 64 bits (splitmix64's finish), for the index sorts its entries by their low bits. Not
+    for prompts of clients: whoever knows the ids knows the keys.
+    """
+    keys = np.array(ids, np.uint64)
+    keys += np.uint64(salt & 0xFFFFFFFFFFFFFFFF)
+    for shift, odd in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        keys ^= keys >> np.uint64(shift)
+        keys *= np.uint64(odd)
+    keys ^= keys >> np.uint64(31)
+    return Fingerprint(keys, block_bytes, n_bytes)

@@ -1,0 +1,31 @@
+"""Replay traffic through a fleet of mock TP groups on a virtual clock, behind the gateway's own policies and admission.
+
+Not here: readers of recorded traffic (planner/traces).
+"""
+
+from planner.replay.fleet import replay
+from planner.replay.options import Clients, Fault, Options, Trouble, View
+from planner.replay.record import End, Record, Run
+from planner.replay.spec import FleetError, FleetSpec, Kind, preset, read_fleet
+from planner.replay.traffic import Line, Traffic, traffic, users
+
+__all__ = [
+    "Clients",
+    "End",
+    "Fault",
+    "FleetError",
+    "FleetSpec",
+    "Kind",
+    "Line",
+    "Options",
+    "Record",
+    "Run",
+    "Traffic",
+    "Trouble",
+    "View",
+    "preset",
+    "read_fleet",
+    "replay",
+    "traffic",
+    "users",
+]

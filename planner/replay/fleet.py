@@ -1,0 +1,477 @@
+"""The virtual clock: traffic in, mock TP groups behind the gateway's own decisions, a record per request out.
+
+    run = replay(preset("F1"), traffic(requests), registry.build("prefix_aware", {}))
+
+Events lie on one heap; nothing waits and nothing sleeps, and an equal seed gives an equal run. What the gateway
+believes and decides is front.py's, what a group computes engine.py's, split requests are halves.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from math import inf
+from random import Random
+from time import perf_counter
+from typing import Any
+
+from mockgpu.handoff.legs import Take
+from mockgpu.job import Job, State
+from planner.replay.chain import Ideal, keys_of
+from planner.replay.flight import Flight
+from planner.replay.front import Front
+from planner.replay.group import Group
+from planner.replay.halves import Halves
+from planner.replay.options import Fault, Options, Trouble
+from planner.replay.record import End, Record, Run
+from planner.replay.spec import FleetSpec
+from planner.replay.traffic import Line, Traffic
+from planner.traces.shape import TraceRequest
+from policies import ledger
+from policies.admission import Admission, Admit, Outcome, Shed, WaitingRoom
+from policies.contract import Policy
+from policies.fairness import FairShares
+from policies.model import Ask, Pick, Role
+from policies.waiting import Room
+
+TICK_S = 0.1
+MOST_TRIES = 3
+"""Groups that one request is given before its first token, as the gateway's retries do."""
+NO_RETRY_AFTER = Shed("no_capacity", 1.0)
+SHORT_BACKOFF_S, LONG_BACKOFF_S = 0.5, 8.0
+
+
+def replay(
+    spec: FleetSpec,
+    traffic: Traffic,
+    policy: Policy,
+    admission: Admission | None = None,
+    options: Options | None = None,
+    limits: WaitingRoom | None = None,
+    shares: FairShares | None = None,
+    watch: Callable[[float, int], None] | None = None,
+) -> Run:
+    """Replay the traffic on a cold fleet. `policy` and `admission` learn, so build them anew for every replay.
+
+    admission None: everybody is let in at once. `watch` is told (clock, requests over) every so often.
+    """
+    room = None if admission is None else Room[int](admission, limits, shares)
+    return Fleet(spec, traffic, policy, room, options or Options(), watch).run()
+
+
+class Fleet:
+    """One replay under way. Sole owner of the heap, the flights and the groups."""
+
+    def __init__(
+        self,
+        spec: FleetSpec,
+        traffic: Traffic,
+        policy: Policy,
+        room: Room[int] | None,
+        options: Options,
+        watch: Callable[[float, int], None] | None = None,
+    ) -> None:
+        self.options = options
+        self._spec, self._traffic, self._watch = spec, traffic, watch
+        self.groups = [
+            Group(slot, kind, spec.block_tokens, self, options.leaping) for slot, kind in enumerate(spec.groups)
+        ]
+        self.front = Front(policy, self.groups, options, spec.block_tokens)
+        split = any(kind.role is not Role.BOTH for kind in spec.groups)
+        self.halves = Halves(self, spec.split, policy) if split else None
+        self._room = room
+        self._rng = Random(f"clients {options.seed}")
+        self._ideal = Ideal(spec.block_tokens)
+        self.flights: dict[Job, Flight] = {}
+        self._at_door: dict[int, Flight] = {}
+        self._records: list[Record] = []
+        self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
+        self._order = self._open = self._over = 0
+        self._last_s = 0.0
+
+    def run(self) -> Run:
+        """Everything, to the last token or the horizon."""
+        began = perf_counter()
+        self._prepare()
+        heap, horizon_s = self._heap, self.options.horizon_s
+        while heap:
+            now, _, act, what = heappop(heap)
+            if horizon_s is not None and now > horizon_s:
+                break
+            act(now, what)
+        return self._report(perf_counter() - began)
+
+    def at(self, when_s: float, act: Callable[[float, Any], None], what: Any = None) -> None:
+        """Have something happen then; what is due at one moment happens in the order in which it was said."""
+        self._order += 1
+        heappush(self._heap, (when_s, self._order, act, what))
+
+    def _prepare(self) -> None:
+        for one in sorted(self._traffic.arrivals, key=lambda one: one.arrival_s):
+            self._due(one.arrival_s, one, None)
+        for line in self._traffic.lines:
+            self._next(line.begins_s, line, line.requests(), first=True)
+        for fault in self.options.faults:
+            self.at(fault.at_s, self._befall, fault)
+        for group in self.groups:
+            if not group.alive:
+                self.at(group.kind.up_at_s, self._up, group)
+        if self._room is not None:
+            self._room.refresh(self.front.candidates)
+            self.at(0.0, self._tick)
+        if self.options.scrape_s is not None:
+            self.at(0.0, self._scrape)
+
+    def _due(self, when_s: float, one: TraceRequest, rest: Iterator[TraceRequest] | None) -> None:
+        self._open += 1
+        self.at(when_s, self._arrive, (one, rest))
+
+    def _next(self, now: float, line: Line | None, rest: Iterator[TraceRequest], first: bool = False) -> None:
+        """The next request of a closed loop, if there is one."""
+        one = next(rest, None)
+        if one is not None:
+            self._due(now if first else now + (one.think_s or 0.0), one, rest)
+
+    # At the door
+
+    def _arrive(self, now: float, what: tuple[TraceRequest, Iterator[TraceRequest] | None]) -> None:
+        one, rest = what
+        options = self.options
+        slo = options.classes.get(one.slo, options.standard)
+        record = Record(len(self._records), now, one.input_tokens, one.output_tokens, slo, one.tenant, one.session)
+        self._records.append(record)
+        keys = keys_of(one, self._spec.block_tokens)
+        request = self.front.request(record, one)
+        flight = Flight(record, one, request, keys, self.front.fingerprint(request, keys), rest)
+        if not self.front.fitting(one):
+            self._over_with(now, flight, End.SHED, "too_long")
+            return
+        if options.clients.patience_s is not None:
+            self.at(now + options.clients.patience_s, self._lose_patience, flight)
+        self._knock(now, flight)
+
+    def _knock(self, now: float, flight: Flight) -> None:
+        """One try to be let in: its first, or again after a refusal."""
+        if flight.over:
+            return
+        room = self._room
+        if room is None:
+            self.serve(now, flight, self._ask(now, flight))
+            return
+        if room.take():
+            flight.permit = True
+            self.serve(now, flight, self._ask(now, flight))
+            return
+        ask = self._ask(now, flight)
+        verdict = room.arrive(ask, self.front.fitting(flight.one), flight.record.number)
+        if isinstance(verdict, Admit):
+            flight.permit = True
+            self.serve(now, flight, ask)
+        elif isinstance(verdict, Shed):
+            self._refused(now, flight, verdict)
+        else:
+            self._at_door[flight.record.number] = flight
+            self.at(now + verdict.timeout_s, self._settle)
+
+    def _ask(self, now: float, flight: Flight) -> Ask:
+        return self.front.ask(flight, now)
+
+    def _settle(self, now: float, _: object = None) -> None:
+        """Let in and send away whoever's turn it is."""
+        room = self._room
+        if room is None:
+            return
+        for number, verdict in room.settle(now):
+            flight = self._at_door.pop(number)
+            if isinstance(verdict, Admit):
+                flight.permit = True
+                self.serve(now, flight, self._ask(now, flight))
+            elif isinstance(verdict, Shed):
+                self._refused(now, flight, verdict)
+
+    def _tick(self, now: float, _: object) -> None:
+        assert self._room is not None
+        self._room.tick(now)
+        self._settle(now)
+        if self._open:
+            self.at(now + TICK_S, self._tick)
+
+    def _refused(self, now: float, flight: Flight, shed: Shed) -> None:
+        clients, record = self.options.clients, flight.record
+        record.refusals += 1
+        if record.refusals > clients.retries:
+            self._over_with(now, flight, End.SHED, shed.reason)
+            return
+        wait_s = shed.retry_after_s if clients.obey else None
+        if wait_s is None:
+            backoff_s = min(LONG_BACKOFF_S, SHORT_BACKOFF_S * 2 ** (record.refusals - 1))
+            wait_s = backoff_s * (1 - 0.25 * self._rng.random())
+        self.at(now + wait_s, self._knock, flight)
+
+    def _lose_patience(self, now: float, flight: Flight) -> None:
+        """Its client has waited long enough for a first token."""
+        if not flight.over and flight.record.first_s is None:
+            if self._at_door.pop(flight.record.number, None) is not None and self._room is not None:
+                self._room.cancel(flight.record.number)
+            self.withdraw(now, flight)
+            self._over_with(now, flight, End.LEFT, "patience")
+
+    # To a group
+
+    def serve(self, now: float, flight: Flight, ask: Ask) -> None:
+        """Pick and book in one go, as the gateway does; then the request is on its way to the engine."""
+        if flight.record.entered_s is None:
+            flight.record.entered_s = now
+            flight.record.ideal_tokens = self._ideal.hit(flight.keys, flight.request.prompt_tokens)
+        if self.halves is not None and self.halves.serve(now, flight, ask):
+            return
+        candidates = self.front.fitting(flight.one) if self.halves is None else self.halves.pools.alone
+        chosen = self.front.pick(ask, candidates)
+        if chosen is None:
+            self._nobody(now, flight)
+            return
+        group = self.groups[chosen.candidate.load.slot]
+        self.booked(ask, chosen)
+        entry = ledger.book(group.load, flight.request, chosen.cached_tokens, now)
+        flight.entry, flight.believed = entry, chosen.cached_tokens
+        flight.record.predicted_ttft_s = entry.predicted_ttft_s
+        flight.record.predicted_tpot_s = entry.predicted_tpot_s
+        flight.record.group = group.name
+        self.send(now, flight, group, chosen, Job(flight.one.input_tokens, flight.one.output_tokens, flight.keys))
+
+    def booked(self, ask: Ask, pick: Pick) -> None:
+        """Its tenant pays, if there is a room that counts."""
+        if self._room is not None:
+            self._room.booked(ask, pick)
+
+    def send(self, now: float, flight: Flight, group: Group, pick: Pick, job: Job) -> None:
+        """A job to a group: the index learns, and the engine has it after what the API costs."""
+        flight.group, flight.job = group, job
+        self.front.learn(flight.fingerprint, pick, flight.request.prompt_tokens)
+        group.expect(flight.keys)
+        flight.expected = True
+        self.flights[job] = flight
+        self.at(now + group.kind.software.request_s, self.enter, (group, job))
+
+    def enter(self, now: float, what: tuple[Group, Job]) -> None:
+        """A job reaches the engine's queue, if it is still wanted there."""
+        group, job = what
+        if job in self.flights:
+            group.engine.scheduler.add(job)
+            self.wake(now, group)
+
+    def wake(self, now: float, group: Group) -> None:
+        """Have an engine look at its queue: at the end of its present step, or at once but after all else that is due
+        now, so that what came together begins together."""
+        if group.engine.due_s == inf:
+            self.at(now, self._woken, group)
+        else:
+            group.engine.wake(now)
+            self.watch(group)
+
+    def _woken(self, now: float, group: Group) -> None:
+        if group.alive:
+            group.engine.wake(now)
+            self.watch(group)
+
+    def watch(self, group: Group) -> None:
+        """An engine's next event lies on the heap."""
+        due_s = group.engine.due_s
+        if due_s != group.watched_s:
+            group.watched_s = due_s
+            if due_s < inf:
+                self.at(due_s, self._advance, group)
+
+    def _advance(self, now: float, group: Group) -> None:
+        if group.engine.due_s == now:
+            group.watched_s = inf
+            group.engine.advance(now)
+            self.watch(group)
+
+    # What becomes of it
+
+    def began(self, group: Group, job: Job, now: float) -> None:
+        """A job's first token."""
+        flight = self.flights[job]
+        self.computed(flight)
+        group.totals.prompt_tokens += 0 if isinstance(job.leg, Take) else job.prompt_tokens
+        group.totals.cached_tokens += 0 if isinstance(job.leg, Take) else job.cached
+        if job.keep:
+            assert flight.prefill_entry is not None
+            flight.prefill_entry.first_token(now)
+            return
+        assert flight.entry is not None
+        flight.entry.first_token(now)
+        record = flight.record
+        record.first_s = now
+        if not record.prefilled_by:
+            record.cached_tokens = job.cached
+
+    def fetch(self, group: Group, job: Job, now: float) -> None:
+        """A job whose KV comes from elsewhere has got its blocks."""
+        assert self.halves is not None
+        self.halves.fetch(group, job, now)
+
+    def computed(self, flight: Flight) -> None:
+        """Its keys are in a cache, or never will be: nobody waits for them any more."""
+        if flight.expected:
+            flight.expected = False
+            assert flight.group is not None
+            flight.group.expect_no_more(flight.keys)
+
+    def ended(self, group: Group, job: Job, now: float) -> None:
+        """A job's last token."""
+        flight = self.flights.pop(job)
+        if job.keep:
+            assert self.halves is not None
+            self.halves.prefilled(now, flight, group, job)
+            return
+        record, entry = flight.record, flight.entry
+        assert entry is not None
+        record.longest_gap_s = group.engine.longest_gap_s(record.first_s or now)
+        record.preemptions += job.preemptions
+        record.done_s = now
+        entry.finished(now, record.output_tokens)
+        flight.entry = None
+        if not record.prefilled_by:
+            record.believed_tokens = flight.believed
+            self.front.confirm(group.load.slot, flight.believed, job.cached, job.prompt_tokens)
+        group.totals.output_tokens += job.output_tokens
+        group.totals.requests += 1
+        self._over_with(now, flight, End.SERVED, "")
+
+    def _over_with(self, now: float, flight: Flight, end: End, reason: str) -> None:
+        """The one place where a request ends."""
+        flight.over = True
+        record = flight.record
+        record.end, record.reason = end, reason
+        self._open -= 1
+        self._over += 1
+        self._last_s = now
+        if self._watch is not None:
+            self._watch(now, self._over)
+        if flight.permit:
+            flight.permit = False
+            assert self._room is not None
+            self._room.leave(flight.request, _outcome(now, record))
+            self.at(now, self._settle)
+        if flight.rest is not None:
+            self._next(now, None, flight.rest)
+
+    def _nobody(self, now: float, flight: Flight) -> None:
+        """Nobody may serve it: refused like any other, but its permit was real."""
+        if flight.permit:
+            flight.permit = False
+            assert self._room is not None
+            self._room.gone(now)
+            self.at(now, self._settle)
+        if flight.tried:
+            self._over_with(now, flight, End.LOST, "no_capacity")
+        else:
+            self._refused(now, flight, NO_RETRY_AFTER)
+
+    def withdraw(self, now: float, flight: Flight) -> None:
+        """Take a request back from wherever it is; what was computed of it is wasted."""
+        job, group = flight.job, flight.group
+        self.computed(flight)
+        if job is not None and group is not None and self.flights.pop(job, None) is not None:
+            flight.record.wasted_tokens += max(0, job.computed - max(0, job.cached))
+            scheduler = group.engine.scheduler
+            if group.alive and (job.state is not State.WAITING or job in scheduler.waiting):
+                group.engine.abort(job, now)
+                scheduler.let_go(job)
+                self.wake(now, group)
+            if group.alive:
+                self.front.unlearn(flight.fingerprint, group.load.slot, flight.believed, flight.request.prompt_tokens)
+        if self.halves is not None:
+            self.halves.withdraw(now, flight)
+        if flight.entry is not None:
+            flight.entry.dropped(now)
+            flight.entry = None
+        flight.job = flight.group = None
+
+    # Troubles and news
+
+    def _befall(self, now: float, fault: Fault) -> None:
+        group = self.groups[fault.group]
+        if fault.trouble is Trouble.SLOW:
+            group.engine.slowness = group.kind.slowness * fault.factor
+            if fault.for_s is not None:
+                self.at(now + fault.for_s, self._heal, group)
+            return
+        if not group.alive:
+            return
+        group.alive = group.load.available = False
+        group.engine.stop()
+        group.count()
+        self.front.forget(group)
+        if self._room is not None:
+            self._room.refresh(self.front.candidates)
+        for flight in [flight for flight in self.flights.values() if flight.group is group]:
+            self.failed(now, flight, group)
+        if self.halves is not None:
+            self.halves.died(now, group)
+        if fault.for_s is not None:
+            self.at(now + fault.for_s, self._up, group)
+
+    def failed(self, now: float, flight: Flight, group: Group) -> None:
+        """Its group has died: elsewhere if nothing was said yet, else its answer is broken."""
+        self.withdraw(now, flight)
+        flight.tried |= {group.name}
+        if flight.record.first_s is not None or len(flight.tried) >= MOST_TRIES:
+            self._over_with(now, flight, End.LOST, "engine_dead")
+            return
+        flight.record.moved += 1
+        self.serve(now, flight, self._ask(now, flight))
+
+    def _heal(self, now: float, group: Group) -> None:
+        group.engine.slowness = group.kind.slowness
+
+    def _up(self, now: float, group: Group) -> None:
+        """A group joins, with nothing in its cache."""
+        group.engine = group.new_engine()
+        group.watched_s = inf
+        group.alive = group.load.available = True
+        if self._room is not None:
+            self._room.refresh(self.front.candidates)
+            self._settle(now)
+
+    def _scrape(self, now: float, _: object) -> None:
+        """Every engine's own view of itself, on its way to the gateway."""
+        readings = [
+            (group, scheduler.running, scheduler.queued, scheduler.pool.usage)
+            for group in self.groups
+            if group.alive
+            for scheduler in (group.engine.scheduler,)
+        ]
+        self.at(now + self.options.scrape_age_s, self._scraped, readings)
+        if self._open and self.options.scrape_s is not None:
+            self.at(now + self.options.scrape_s, self._scrape)
+
+    def _scraped(self, now: float, readings: list[tuple[Group, int, int, float]]) -> None:
+        for group, running, waiting, usage in readings:
+            load = group.load
+            load.strangers = max(0, running + waiting - load.in_flight)
+            load.running, load.waiting, load.kv_usage, load.scraped_at = running, waiting, usage, now
+
+    def _report(self, wall_s: float) -> Run:
+        for group in self.groups:
+            if group.alive:
+                group.count()
+        totals = [group.totals for group in self.groups]
+        return Run(
+            policy=self.front.policy.name,
+            fleet=self._spec.name,
+            records=self._records,
+            groups=totals,
+            ended_s=self._last_s,
+            picks=self.front.picks,
+            pick_s=self.front.pick_s,
+            wall_s=wall_s,
+        )
+
+
+def _outcome(now: float, record: Record) -> Outcome:
+    ended = {End.SERVED: "served", End.LEFT: "ignored"}.get(record.end, "dropped")
+    made = record.output_tokens if record.end is End.SERVED else 0
+    return Outcome(now, record.ttft_s, record.tpot_s, made, record.cached_tokens if made else None, ended)

@@ -1,0 +1,47 @@
+"""One request under way in a replay: where it is, and what must be given back when it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mockgpu.job import Job
+from planner.replay.group import Group
+from planner.replay.record import Record
+from planner.traces.shape import TraceRequest
+from policies.fingerprint import Fingerprint
+from policies.ledger import Entry
+from policies.model import Request
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A request between its arrival and its end. Changed by fleet.py and halves.py alone.
+
+    rest      what its client will ask after it, in a closed loop
+    permit    it holds a place that its pool's room gave it
+    believed  prompt tokens that its group was believed to hold when it was picked
+    expected  its keys are counted among those that its group will compute
+    giver, given, prefill_entry, prefill_believed  the other half, of a split request: who computes its prompt, the job
+              there (its blocks are kept until they have been fetched), what is booked there and was believed
+    """
+
+    record: Record
+    one: TraceRequest
+    request: Request
+    keys: tuple[int, ...]
+    fingerprint: Fingerprint | None
+    rest: Iterator[TraceRequest] | None = None
+    permit: bool = False
+    over: bool = False
+    tried: frozenset[str] = frozenset()
+    group: Group | None = None
+    job: Job | None = None
+    entry: Entry | None = None
+    believed: int = 0
+    expected: bool = False
+    taker: Group | None = None
+    giver: Group | None = None
+    given: Job | None = None
+    prefill_entry: Entry | None = None
+    prefill_believed: int = 0

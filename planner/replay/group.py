@@ -1,0 +1,147 @@
+"""One group of the replayed fleet: its engine, what the gateway knows of it, its link. No decisions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import inf
+from typing import Protocol
+
+from mockgpu.blocks import BlockPool
+from mockgpu.job import Job
+from planner.replay.engine import Engine
+from planner.replay.record import GroupTotals
+from planner.replay.spec import Kind
+from policies.latency import Belief, Shape, shape_for
+from policies.model import Candidate, Endpoint, EndpointLoad, Layout
+
+
+class Listener(Protocol):
+    """Who is told what becomes of jobs: the fleet."""
+
+    def began(self, group: Group, job: Job, now: float) -> None:
+        """A job's first token."""
+        ...
+
+    def ended(self, group: Group, job: Job, now: float) -> None:
+        """A job's last token."""
+        ...
+
+    def fetch(self, group: Group, job: Job, now: float) -> None:
+        """A job whose KV comes from elsewhere has got its blocks."""
+        ...
+
+
+class Group:
+    """A TP group. `watched_s`: the moment for which an event of its engine lies on the heap.
+
+    coming                   keys of prompts that it was given and has not computed, with how many prompts they are of
+    sends_at_s, receives_at_s  when its link is free again, in either direction
+    """
+
+    __slots__ = (
+        *(
+            "alive",
+            "block_tokens",
+            "candidate",
+            "coming",
+            "engine",
+            "kind",
+            "kv_token_bytes",
+            "leaping",
+            "load",
+            "name",
+        ),
+        *("listener", "receives_at_s", "roofline", "sends_at_s", "totals", "watched_s"),
+    )
+
+    def __init__(self, slot: int, kind: Kind, block_tokens: int, listener: Listener, leaping: bool) -> None:
+        self.name = f"tp{slot}"
+        self.kind = kind
+        self.block_tokens = block_tokens
+        self.leaping = leaping
+        self.roofline = kind.roofline()
+        self.listener = listener
+        self.kv_token_bytes = kind.shape.kv_token_bytes
+        self.load = EndpointLoad(slot, Belief(_prior(kind)))
+        self.load.kv_tokens = kind.capacity_tokens
+        self.candidate = Candidate(_endpoint(self.name, slot, kind), self.load)
+        self.alive = kind.up_at_s <= 0
+        self.load.available = self.alive
+        self.coming: Counter[int] = Counter()
+        self.watched_s = inf
+        self.sends_at_s = self.receives_at_s = 0.0
+        self.totals = GroupTotals(self.name)
+        self.engine = self.new_engine()
+
+    def new_engine(self) -> Engine:
+        """An engine that holds nothing, as after a start."""
+        engine = Engine(
+            self.roofline,
+            BlockPool(self.kind.capacity_tokens // self.block_tokens, self.block_tokens),
+            self.kind.max_num_seqs,
+            self.kind.max_num_batched_tokens,
+            lambda job, now: self.listener.began(self, job, now),
+            lambda job, now: self.listener.ended(self, job, now),
+            lambda job, now: self.listener.fetch(self, job, now),
+            self.leaping,
+        )
+        engine.slowness = self.kind.slowness
+        return engine
+
+    def count(self) -> None:
+        """Add what the engine did to the totals; once, when it is done with."""
+        self.totals.steps += self.engine.steps
+        self.totals.busy_s += self.engine.busy_s
+
+    def expect(self, keys: tuple[int, ...]) -> None:
+        """It will compute these."""
+        self.coming.update(keys)
+
+    def expect_no_more(self, keys: tuple[int, ...]) -> None:
+        """It has computed these, or never will."""
+        coming = self.coming
+        for key in keys:
+            left = coming[key] - 1
+            if left > 0:
+                coming[key] = left
+            else:
+                del coming[key]
+
+    def holds(self, keys: tuple[int, ...], limit: int) -> int:
+        """How many of the first `limit` keys it has cached or will have computed soon."""
+        pool, coming, held = self.engine.scheduler.pool, self.coming, 0
+        while held < limit:
+            here = pool.hits(keys[held:limit], limit - held)
+            held += here
+            soon = held
+            while soon < limit and keys[soon] in coming:
+                soon += 1
+            if soon == held:
+                return held
+            held = soon
+        return held
+
+
+def _prior(kind: Kind) -> Shape:
+    shape = kind.shape
+    return shape_for(
+        kind.gpu,
+        kind.tp,
+        params_b=shape.params / 1e9,
+        active_b=shape.active_params / 1e9,
+        kv_token_bytes=shape.kv_token_bytes,
+        weight_bytes=shape.weight_bytes,
+        budget_tokens=kind.max_num_batched_tokens,
+    )
+
+
+def _endpoint(name: str, slot: int, kind: Kind) -> Endpoint:
+    return Endpoint(
+        name=name,
+        url=f"http://127.0.0.1:{9000 + slot}",
+        pool="main",
+        served_model=kind.model,
+        role=kind.role,
+        layout=Layout(tp=kind.tp),
+        max_concurrency=kind.max_concurrency,
+    )

@@ -1,0 +1,150 @@
+"""Split requests in a replay: prefill job, then KV over the two groups' links, then decode job. Who and whether is the
+gateway's own Splitter; blocks are kept and fetched as the mock's scheduler does it for a live group.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from mockgpu.handoff.legs import At, Take
+from mockgpu.job import Job, State
+from planner.replay.flight import Flight
+from planner.replay.group import Group
+from policies import ledger
+from policies.contract import Policy
+from policies.model import Ask, Role
+from policies.split import Group as Fits
+from policies.split import Pools, Shape, SplitRule, compat, splitter
+
+if TYPE_CHECKING:
+    from planner.replay.fleet import Fleet
+
+_WHOLE = Shape()
+_NOWHERE = At("")
+
+
+class Halves:
+    """Sole owner of the links' timetables and of the mode that the splitting rule is in."""
+
+    def __init__(self, fleet: Fleet, rule: SplitRule, policy: Policy) -> None:
+        self._fleet = fleet
+        self._splitter = splitter(rule, policy)
+        self._splitting = False
+        self.pools = _pools(fleet.groups)
+
+    def serve(self, now: float, flight: Flight, ask: Ask) -> bool:
+        """Send it to a pair, if the gateway would; False: it is for one group."""
+        front, groups = self._fleet.front, self._fleet.groups
+        began = perf_counter()
+        decision = self._splitter.decide(self.pools, ask, _WHOLE, self._splitting)
+        front.pick_s += perf_counter() - began
+        front.picks += 1
+        self._splitting = decision.splitting
+        if decision.pair is None:
+            return False
+        prefill, decode = decision.pair.prefill, decision.pair.decode
+        giver, taker = groups[prefill.candidate.load.slot], groups[decode.candidate.load.slot]
+        request, record = flight.request, flight.record
+        self._fleet.booked(ask, prefill)
+        short = msgspec.structs.replace(request, output_tokens=1)
+        flight.prefill_entry = ledger.book(giver.load, short, prefill.cached_tokens, now)
+        flight.entry = ledger.reserve(taker.load, request, decode.cached_tokens, now)
+        record.predicted_ttft_s = flight.prefill_entry.predicted_ttft_s
+        record.predicted_tpot_s = flight.entry.predicted_tpot_s
+        record.group, record.prefilled_by = taker.name, giver.name
+        flight.believed, flight.giver, flight.taker = prefill.cached_tokens, giver, taker
+        front.learn(flight.fingerprint, decode, request.prompt_tokens)
+        flight.given = Job(request.prompt_tokens, 1, flight.keys, keep=True)
+        self._fleet.send(now, flight, giver, prefill, flight.given)
+        return True
+
+    def prefilled(self, now: float, flight: Flight, giver: Group, given: Job) -> None:
+        """The prompt is computed: the decode half is asked."""
+        record, taker = flight.record, flight.taker
+        assert flight.prefill_entry is not None
+        assert taker is not None
+        flight.prefill_entry.finished(now, 1)
+        flight.prefill_entry = None
+        record.cached_tokens, record.believed_tokens = given.cached, flight.believed
+        self._fleet.front.confirm(giver.load.slot, flight.believed, given.cached, given.prompt_tokens)
+        giver.totals.requests += 1
+        job = Job(given.prompt_tokens, flight.one.output_tokens, flight.keys, leg=Take("", _NOWHERE, inf))
+        flight.group, flight.job = taker, job
+        self._fleet.flights[job] = flight
+        self._fleet.at(now + taker.kind.software.request_s, self._fleet.enter, (taker, job))
+
+    def fetch(self, taker: Group, job: Job, now: float) -> None:
+        """The decode half has room for it: what it does not hold itself comes over the links, one after another."""
+        flight = self._fleet.flights[job]
+        giver = flight.giver
+        if job.state is not State.FETCHING:
+            self._let_go(now, flight)
+        elif giver is None:
+            self._fleet.at(now, self._land, (flight, job))
+        else:
+            starts_s = max(now, giver.sends_at_s, taker.receives_at_s)
+            rate = min(giver.kind.link_gb_s, taker.kind.link_gb_s) * 1e9
+            ends_s = starts_s + (job.prompt_tokens - job.computed) * giver.kv_token_bytes / rate
+            giver.sends_at_s = taker.receives_at_s = ends_s
+            self._fleet.at(ends_s, self._land, (flight, job))
+
+    def _land(self, now: float, what: tuple[Flight, Job]) -> None:
+        flight, job = what
+        taker = flight.taker
+        if flight.job is not job or taker is None:  # withdrawn meanwhile
+            return
+        if flight.giver is None:
+            taker.engine.scheduler.recompute(job)
+            assert flight.entry is not None
+            flight.entry.recompute(now)
+        else:
+            taker.engine.scheduler.landed(job, job.computed)
+            self._let_go(now, flight)
+        self._fleet.wake(now, taker)
+
+    def _let_go(self, now: float, flight: Flight) -> None:
+        """The giver may forget its blocks."""
+        giver, given = flight.giver, flight.given
+        flight.giver = flight.given = None
+        if giver is not None and given is not None and giver.alive:
+            giver.engine.scheduler.let_go(given)
+            self._fleet.wake(now, giver)
+
+    def withdraw(self, now: float, flight: Flight) -> None:
+        """The request is taken back, wherever it is."""
+        if flight.prefill_entry is not None:
+            flight.prefill_entry.dropped(now)
+            flight.prefill_entry = None
+        self._let_go(now, flight)
+        flight.taker = None
+
+    def died(self, now: float, group: Group) -> None:
+        """A group is gone: what it gave away and nobody fetched is lost, and so are those who were to decode there."""
+        group.sends_at_s = group.receives_at_s = now
+        for flight in list(self._fleet.flights.values()):
+            if flight.taker is group:
+                self._fleet.failed(now, flight, group)
+            elif flight.giver is group:
+                flight.giver = flight.given = None
+
+
+def _pools(groups: list[Group]) -> Pools:
+    """Whose KV fits whose: the same model."""
+    by_model: dict[str, tuple[list[Group], list[Group]]] = {}
+    for group in groups:
+        key = compat(group.candidate.endpoint.engine, f"{group.kind.model} {group.kind.kv_scalar_bytes:g}", {})
+        prefills, decodes = by_model.setdefault(key, ([], []))
+        if group.kind.role is not Role.DECODE:
+            prefills.append(group)
+        if group.kind.role is not Role.PREFILL:
+            decodes.append(group)
+    fits = tuple(
+        Fits(key, tuple(each.candidate for each in prefills), tuple(each.candidate for each in decodes))
+        for key, (prefills, decodes) in by_model.items()
+        if prefills and decodes
+    )
+    return Pools(fits, tuple(group.candidate for group in groups if group.kind.role is Role.BOTH))

@@ -1,0 +1,108 @@
+"""What is kept of one request and of one run. Counters and values; what they amount to is figures.py's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from policies.model import Slo
+
+
+class End(StrEnum):
+    """How a request ended. Every arrival ends in exactly one of these ways."""
+
+    SERVED = "served"
+    SHED = "shed"  # refused, and its client did not come again
+    LOST = "lost"  # its group died under its answer, or nobody was left to serve it
+    LEFT = "left"  # its client gave up waiting
+    CUT = "cut"  # the replay ended before it did
+
+
+@dataclass(slots=True)
+class Record:
+    """One request as its client saw it. Moments are on the replay's clock; None: it never came to that.
+
+    arrived_s      when it was first sent; later tries after a refusal belong to it
+    entered_s      when it was let in and a group was picked
+    group          the group's name; `prefilled_by`: the other half's, if it was split
+    cached_tokens  prompt tokens that the engine had; `believed_tokens`: that the gateway thought it had
+    ideal_tokens   prompt tokens that one endless cache in common would have had
+    refusals       how often it was refused
+    """
+
+    number: int
+    arrived_s: float
+    prompt_tokens: int
+    output_tokens: int
+    slo: Slo
+    tenant: str = ""
+    session: str = ""
+    entered_s: float | None = None
+    group: str = ""
+    prefilled_by: str = ""
+    believed_tokens: int = 0
+    cached_tokens: int = 0
+    ideal_tokens: int = 0
+    predicted_ttft_s: float | None = None
+    predicted_tpot_s: float | None = None
+    first_s: float | None = None
+    done_s: float | None = None
+    longest_gap_s: float = 0.0
+    wasted_tokens: int = 0
+    preemptions: int = 0
+    refusals: int = 0
+    moved: int = 0
+    end: End = End.CUT
+    reason: str = ""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From the first sending to the first token."""
+        return None if self.first_s is None else self.first_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token after the first one; None for answers of one token."""
+        if self.first_s is None or self.done_s is None or self.output_tokens < 2:
+            return None
+        return (self.done_s - self.first_s) / (self.output_tokens - 1)
+
+    @property
+    def good(self) -> bool:
+        """Served, and both within its class's budgets."""
+        ttft_s, tpot_s = self.ttft_s, self.tpot_s
+        if self.end is not End.SERVED or ttft_s is None:
+            return False
+        return ttft_s <= self.slo.ttft_s and (tpot_s is None or tpot_s <= self.slo.tpot_s)
+
+
+@dataclass(slots=True)
+class GroupTotals:
+    """What one group did: tokens that it computed and made, steps and seconds that it stepped."""
+
+    name: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    requests: int = 0
+    steps: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Run:
+    """One replay: its requests in order of arrival and what each group did.
+
+    ended_s     the clock at the last event
+    picks, pick_s  decisions of the policy, and the wall time that they took
+    wall_s      wall time of the whole replay
+    """
+
+    policy: str
+    fleet: str
+    records: list[Record]
+    groups: list[GroupTotals] = field(default_factory=list)
+    ended_s: float = 0.0
+    picks: int = 0
+    pick_s: float = 0.0
+    wall_s: float = 0.0

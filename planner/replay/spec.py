@@ -1,0 +1,161 @@
+"""What a replayed fleet is made of: TP groups by kind, as a preset, from a file or in code. No clock here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from mockgpu.grids import roofline_for
+from mockgpu.hardware import Gpu, gpu_named
+from mockgpu.llm import Llm, kv_capacity_tokens, model_named
+from mockgpu.roofline import Profile, Roofline, profile_named
+from planner.words import BLOCK_TOKENS
+from policies.model import Role
+from policies.split import SplitRule
+
+
+class FleetError(ValueError):
+    """A fleet that cannot be: the message says what and where."""
+
+
+class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`count` equal TP groups.
+
+    kv_tokens        tokens of KV that one holds; None: what its memory leaves
+    kv_scalar_bytes  bytes per cached scalar: 2 as usual, 1 for an fp8 cache
+    max_concurrency  the gateway's cap per group
+    slowness         factor on its step times, unknown to the gateway
+    up_at_s          it joins then, with an empty cache
+    link_gb_s        GB/s of KV it sends, and as much that it receives, as one half of split requests
+    """
+
+    model: str = "llama-3.1-70b-fp8"
+    gpu: str = "h100"
+    tp: int = 4
+    count: int = 1
+    role: Role = Role.BOTH
+    kv_tokens: int | None = None
+    kv_scalar_bytes: float = 2.0
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_concurrency: int = 256
+    slowness: float = 1.0
+    up_at_s: float = 0.0
+    link_gb_s: float = 50.0
+    profile: str = "2026"
+
+    @property
+    def shape(self) -> Llm:
+        """The model. ValueError lists the known ones."""
+        return msgspec.structs.replace(model_named(self.model), kv_bytes=self.kv_scalar_bytes)
+
+    @property
+    def hardware(self) -> Gpu:
+        """The GPU. ValueError lists the known ones."""
+        return gpu_named(self.gpu)
+
+    @property
+    def software(self) -> Profile:
+        """The engine's generation. ValueError lists the known ones."""
+        return profile_named(self.profile)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of KV one group holds."""
+        if self.kv_tokens is not None:
+            return self.kv_tokens
+        return kv_capacity_tokens(self.shape, self.hardware, self.tp)
+
+    def roofline(self) -> Roofline:
+        """Step times of one group."""
+        return roofline_for(self.shape, self.hardware, self.tp, self.software)
+
+
+class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fleet: its groups, and when requests are split between those that prefill and those that decode.
+
+    block_tokens  KV is counted in blocks of so many tokens; those of traces are joined or cut to it
+    """
+
+    name: str
+    kinds: tuple[Kind, ...]
+    block_tokens: int = BLOCK_TOKENS
+    split: SplitRule = SplitRule()
+
+    @property
+    def groups(self) -> tuple[Kind, ...]:
+        """One Kind per group, in order."""
+        return tuple(kind for kind in self.kinds for _ in range(kind.count))
+
+
+def checked(spec: FleetSpec) -> FleetSpec:
+    """The spec, if such a fleet can be. Raises FleetError."""
+    if not spec.kinds:
+        raise FleetError(f"{spec.name}: a fleet has at least one group")
+    for place, kind in enumerate(spec.kinds):
+        where = f"{spec.name}: kinds[{place}]"
+        try:
+            room = kind.capacity_tokens
+            kind.software  # noqa: B018  # looked up for its error
+        except ValueError as error:
+            raise FleetError(f"{where}: {error}") from None
+        if room < spec.block_tokens:
+            raise FleetError(f"{where}: {kind.model} on {kind.tp} x {kind.gpu} leaves no memory for KV")
+        if kind.count < 1 or kind.slowness <= 0 or kind.link_gb_s <= 0:
+            raise FleetError(f"{where}: count, slowness and link_gb_s are positive")
+    roles = {kind.role for kind in spec.kinds}
+    if Role.BOTH not in roles and len(roles) < 2:
+        raise FleetError(f"{spec.name}: groups that only {roles.pop()} have nobody for the other half")
+    return spec
+
+
+def _f5(prefills: int, decodes: int, link_gb_s: float) -> FleetSpec:
+    one = msgspec.structs.replace(_H100, link_gb_s=link_gb_s)
+    halves = (
+        msgspec.structs.replace(one, count=prefills, role=Role.PREFILL),
+        msgspec.structs.replace(one, count=decodes, role=Role.DECODE),
+    )
+    return FleetSpec(f"F5:{prefills}p{decodes}d@{link_gb_s:g}", halves, split=SplitRule(1))
+
+
+_H100 = Kind("llama-3.1-70b-fp8", "h100", 4, kv_tokens=600_000)
+_PRESETS = {
+    "F1": (msgspec.structs.replace(_H100, count=8),),
+    "F2": (Kind("qwen3-32b", "h100", 2, count=8, kv_tokens=307_000),),
+    "F3": (Kind("llama-3.1-70b-fp8", "h200", 4, count=8, kv_tokens=2_600_000, kv_scalar_bytes=1.0),),
+    "F4": (
+        Kind("llama-3.1-70b-fp8", "h100", 8, count=4),
+        Kind("llama-3.1-70b-fp8", "l40s", 2, count=8),
+    ),
+    "F6": (msgspec.structs.replace(_H100, count=64),),
+}
+_SPLIT = re.compile(r"(?i)F5(?::(\d+)p(\d+)d)?(?:@(\d+(?:\.\d+)?))?")
+
+
+def preset(name: str) -> FleetSpec:
+    """A fleet by name: F1 to F4, F6, and F5 as `F5:6p2d@50` (prefill and decode groups, GB/s). Raises FleetError.
+
+    They are those that routers have been compared on: F1 eight 70B FP8 on 4 x H100; F2 eight Qwen3-32B on 2 x H100, as
+    in llm-d's posts; F3 eight with 2.6 M tokens of KV, for agents; F4 unequal; F5 F1's GPUs as halves; F6 64 groups.
+    """
+    split = _SPLIT.fullmatch(name)
+    if split is not None:
+        return checked(_f5(int(split[1] or 6), int(split[2] or 2), float(split[3] or 50)))
+    kinds = _PRESETS.get(name.upper())
+    if kinds is None:
+        raise FleetError(f"unknown fleet {name!r}: known are {', '.join(sorted(_PRESETS))} and F5:<x>p<y>d@<GB/s>")
+    return FleetSpec(name.upper(), kinds)
+
+
+def read_fleet(path: Path) -> FleetSpec:
+    """A fleet from a YAML or JSON file. Raises FleetError that names the file and the place in it."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        plain = YAML(typ="safe", pure=True).load(path.read_text())
+        return checked(msgspec.convert({"name": path.stem, **(plain or {})}, FleetSpec))
+    except (YAMLError, TypeError, OSError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise FleetError(f"{path}: {error}") from None

@@ -1,0 +1,36 @@
+"""Azure's inference traces of 2023 (Azure/AzurePublicDataset, Splitwise): CSV of moment and lengths, no prefixes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+
+from planner.traces.shape import TraceError, TraceRequest
+
+_HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
+_ROW = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?(?:\+00:00)?,(\d+),(\d+)\s*")
+
+
+def azure(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
+    """Requests in order of arrival, counted from the first one's moment. Nothing is known of their prompts."""
+    begin_s: float | None = None
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or (number == 1 and line.strip().lstrip(b"\xef\xbb\xbf") == _HEADER):
+            continue
+        row = _ROW.fullmatch(line.rstrip(b"\r\n"))
+        if row is None or not int(row[3]):
+            raise TraceError(
+                f"{name}:{number}: not TIMESTAMP,ContextTokens,GeneratedTokens with a prompt: {line[:80]!r}"
+            )
+        at_s = _seconds(row, f"{name}:{number}")
+        begin_s = at_s if begin_s is None else begin_s
+        yield TraceRequest(at_s - begin_s, int(row[3]), max(int(row[4]), 1))
+
+
+def _seconds(row: re.Match[bytes], where: str) -> float:
+    try:
+        whole = datetime.strptime(row[1].decode(), "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
+    except ValueError as error:
+        raise TraceError(f"{where}: {error}") from None
+    return whole + float(row[2] or 0)

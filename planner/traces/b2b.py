@@ -1,0 +1,34 @@
+"""The B2B workload of llm-d's posts: 150 customers' prompts of 6,000 tokens, five questions of 1,200 on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from planner.traces.shape import TraceRequest
+from planner.words import BLOCK_TOKENS
+
+_OWN = 1 << 40
+
+
+def b2b(
+    rate: float,
+    duration_s: float,
+    seed: int = 0,
+    prompts: int = 150,
+    prompt_tokens: int = 6_000,
+    question_tokens: int = 1_200,
+    output_tokens: int = 1_000,
+) -> Iterator[TraceRequest]:
+    """Poisson arrivals at `rate` a second; each picks a customer at random. A question is nobody else's."""
+    rng = Random(f"b2b {seed}")
+    shared = prompt_tokens // BLOCK_TOKENS
+    total = prompt_tokens + question_tokens
+    blocks = -(-total // BLOCK_TOKENS)
+    at_s, number = rng.expovariate(rate), 0
+    while at_s < duration_s:
+        customer = rng.randrange(prompts)
+        own = range(_OWN + number * blocks, _OWN + number * blocks + blocks - shared)
+        yield TraceRequest(at_s, total, output_tokens, (*range(customer * shared, (customer + 1) * shared), *own))
+        number += 1
+        at_s += rng.expovariate(rate)
