@@ -64,6 +64,7 @@ class Agent:
     ) -> None:
         if len(regions) != layout.ranks or not transports:
             raise ValueError(f"{len(regions)} regions for {layout.ranks} ranks, {len(transports)} transports")
+        _all_sealed_or_none(transports)
         sizes = [layout.rank_block_bytes(rank) for rank in range(layout.ranks)]
         if [region.block_bytes for region in regions] != sizes:
             raise ValueError(f"by this layout the ranks' blocks have {sizes} bytes")
@@ -352,3 +353,10 @@ class Agent:
             handle.layers = command.layers
         if self._bell is not None:
             self._bell.ring(handle)
+
+
+def _all_sealed_or_none(transports: Sequence[Transport]) -> None:
+    """ValueError where one way seals windows and another, which might be taken in its place, would send them plain."""
+    plain = [transport.name for transport in transports if transport.sealed is False]
+    if plain and any(transport.sealed for transport in transports):
+        raise ValueError(f"windows are to be sealed, and {', '.join(plain)} sends them plain: leave it out")

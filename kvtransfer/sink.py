@@ -292,9 +292,11 @@ class SinkBook:
         reservation = self._on(link, transfer)
         return reservation if reservation is not None and reservation.state is SinkState.MOVING else None
 
-    def _progress(self, reservation: Reservation) -> list[Command]:
+    def _progress(self, reservation: Reservation, *, fenced: bool = False) -> list[Command]:
+        """What of it may be read. Nothing ahead of the fence, where until then the source can write what it likes."""
         layers = 0 if reservation.arrivals is None else reservation.arrivals.layers
-        if layers == reservation.layers:
+        early = reservation.link is not None and reservation.link.one_sided and not fenced
+        if layers == reservation.layers or early:
             return []
         reservation.layers = layers
         return [Progress(reservation.number, layers)]
@@ -327,7 +329,8 @@ class SinkBook:
             reason, n_bytes=_moved(reservation), seconds=now - reservation.began, transport=transport, detail=detail
         )
         self._tally.landing_ended(ended)
-        return [Resolve(reservation.number, ended)]
+        last = self._progress(reservation, fenced=True) if ended.landed else []
+        return [*last, Resolve(reservation.number, ended)]
 
 
 def _moved(reservation: Reservation) -> int:

@@ -15,6 +15,8 @@ import msgspec
 from kvtransfer.regions import Region
 from kvtransfer.reshard import Blocks, Runs
 
+STRANGER_BYTES = 24 << 10  # the most that is held of what a peer says that has proven nothing
+
 
 class TransportError(Exception):
     """The peer cannot be reached, or not in this way. The message says why."""
@@ -69,6 +71,9 @@ class Link(Protocol):
     """So many have come in from the peer, of whatever kind: as long as it grows, the peer is alive."""
     window_bytes: int
     """What a window should measure here at most: larger ones cost less, smaller ones are fairer."""
+    one_sided: bool
+    """The source's device writes the sink's memory by itself, once `grant` has registered it. So `grant` takes its time
+    here and is called without any lock; and what has landed may change until the fence."""
 
     def send(self, message: bytes) -> None:
         """Queue a control message; it keeps its order among this side's messages and windows."""
@@ -83,7 +88,9 @@ class Link(Protocol):
         ...
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """Sink: let the peer write these blocks; the result travels in the invitation (rdma: keys; others: empty)."""
+        """Sink: let the peer write these blocks; the result travels in the invitation (rdma: keys; others: empty).
+
+        Once for a transfer. Also after its fence was asked for: then nothing is let, and the result is empty."""
         ...
 
     def accept(self, transfer: int, grant: bytes) -> None:
@@ -115,7 +122,7 @@ class LinkOwner(Protocol):
     """
 
     def linked(self, link: Link) -> None:
-        """A peer dialled us. Nothing is known of it yet."""
+        """A peer dialled us, a moment ago. Nothing is known of it yet, not even whether the way will open."""
         ...
 
     def message(self, link: Link, data: bytes) -> None: ...
@@ -139,9 +146,10 @@ class LinkOwner(Protocol):
 
 
 class Transport(Protocol):
-    """One way to reach peers."""
+    """One way to reach peers. `sealed`: windows leave this host encrypted, or plain; None: they do not leave it."""
 
     name: str
+    sealed: bool | None
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
         """Listen (where that applies) and return the address peers dial. `regions`: one per local rank."""

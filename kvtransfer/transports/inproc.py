@@ -139,6 +139,7 @@ class Inproc:
     """One agent's end of a wire. `agent_clock` is for its agent when the wire is to freeze or kill it."""
 
     name = "inproc"
+    sealed: bool | None = None
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
@@ -185,6 +186,7 @@ class InprocLink:
     """One end. Everything but the queue is touched by the wire's clock alone, one call at a time."""
 
     transport = "inproc"
+    one_sided = False
 
     def __init__(self, end: Inproc, peer: str) -> None:
         self.peer = peer

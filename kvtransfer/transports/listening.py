@@ -10,18 +10,30 @@ import errno
 import logging
 import socket
 import threading
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 from kvtransfer.transports.base import LinkOwner, TransportError
 from kvtransfer.transports.stream import StreamLink
 
 _MOST_LINKS = 1024  # a thread each; who floods us gets no more
-_PASSING = {errno.ECONNABORTED, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_NO_LISTENER = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK}
 _PAUSE_S = 0.05
 _log = logging.getLogger("penstock")
 
 L = TypeVar("L", bound=StreamLink)
+
+
+def arriving(listener: socket.socket, closed: threading.Event) -> Iterator[tuple[socket.socket, Any]]:
+    """Who dials, with the address it comes from, until `closed` is set and the listener shut. Whatever else fails (no
+    descriptor is left, a peer has gone again, the network is down) passes, and is waited for."""
+    while not closed.is_set():
+        try:
+            yield listener.accept()
+        except OSError as wrong:
+            if wrong.errno in _NO_LISTENER:
+                return
+            closed.wait(_PAUSE_S)
 
 
 class Listening(Generic[L]):
@@ -78,14 +90,7 @@ class Listening(Generic[L]):
             self._thread.join()
 
     def _accept(self, listener: socket.socket) -> None:
-        while not self._closed.is_set():
-            try:
-                sock, address = listener.accept()
-            except OSError as wrong:
-                if wrong.errno not in _PASSING:
-                    return
-                self._closed.wait(_PAUSE_S)
-                continue
+        for sock, address in arriving(listener, self._closed):
             peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else ""
             try:
                 self._welcome(sock, peer)

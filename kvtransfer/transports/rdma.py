@@ -6,19 +6,22 @@ device then refuses a late write, whatever the peer does. Not here: a link's lif
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 from kvtransfer.regions import Region
 from kvtransfer.transports import verbs
 from kvtransfer.transports.base import LinkOwner, TransportError
+from kvtransfer.transports.listening import arriving
 from kvtransfer.transports.rdma_link import RdmaLink, RdmaOptions
 from kvtransfer.transports.verbs import Device, Domain
 
 MOST_LINKS = 1024
 _DIAL_S = 3.0
+_log = logging.getLogger("penstock")
 
 
 class Rdma:
@@ -29,13 +32,14 @@ class Rdma:
     """
 
     name = "rdma"
+    sealed: bool | None = False
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, options: RdmaOptions | None = None) -> None:
         self._host, self._port = host, port
         self._options = options or RdmaOptions()
         self._links: set[RdmaLink] = set()
         self._gate = threading.Condition()
-        self._closed = False
+        self._closed = threading.Event()
         self._dials = 0
         self._owner: LinkOwner | None = None
         self._device: Device | None = None
@@ -78,7 +82,8 @@ class Rdma:
     def close(self) -> None:
         """Every link ends, and every thread; then the device is let go. May be called twice, not by a link's thread."""
         with self._gate:
-            self._closed, was_closed = True, self._closed
+            was_closed = self._closed.is_set()
+            self._closed.set()
         if was_closed or self._device is None:
             return
         if self._listener is not None:
@@ -93,15 +98,16 @@ class Rdma:
             link.join()
         with self._gate:
             self._gate.wait_for(lambda: not self._dials)
-        if self._domain is not None:
-            self._domain.close()
-        self._device.close()
+        with ExitStack() as ends:  # all of it, whatever fails
+            ends.callback(self._device.close)
+            if self._domain is not None:
+                ends.callback(self._domain.close)
 
     @contextmanager
     def _dialling(self) -> Iterator[None]:
         """The device stays while this lasts."""
         with self._gate:
-            if self._closed or self._device is None:
+            if self._closed.is_set() or self._device is None:
                 raise TransportError("the transport is not open")
             self._dials += 1
         try:
@@ -112,18 +118,17 @@ class Rdma:
                 self._gate.notify_all()
 
     def _listen(self) -> None:
-        while self._listener is not None:
+        assert self._listener is not None
+        for side, (host, *_) in arriving(self._listener, self._closed):
             try:
-                side, _ = self._listener.accept()
-            except OSError:
-                return
-            with suppress(TransportError):  # the device has no more to give, or the peer has gone already
                 self._link(side, self._domain)
+            except TransportError as wrong:  # the device has no more to give, or the peer has gone already
+                _log.warning("kv: a connection from %s was refused: %s", host, wrong)
 
     def _link(self, side: socket.socket, domain: Domain | None) -> RdmaLink:
         """Begin a link over `side`. With no domain given we are the ones who dialled, and it gets one of its own.
 
-        Who was dialled is told once the queue pair is connected. TransportError if it cannot be.
+        TransportError, and nothing is left of it, if there is to be none.
         """
         owner, own = self._owner, None
         assert owner is not None
@@ -136,18 +141,24 @@ class Rdma:
         except (TransportError, OSError) as wrong:
             _let_go(side, own)
             raise TransportError(str(wrong)) from wrong
+        reason = "the transport is closing, or has too many links"
         with self._gate:
-            if not self._closed and len(self._links) < MOST_LINKS:
-                self._links.add(link)
-                link.begin(None if own is not None else lambda: owner.linked(link))
-                return link
+            if not self._closed.is_set() and len(self._links) < MOST_LINKS:
+                try:
+                    link.begin(self._closed, dialled=own is not None)
+                    self._links.add(link)
+                    return link
+                except RuntimeError as wrong:
+                    reason = f"no thread for it: {wrong}"
         link.abandon()
         _let_go(side, own)
-        raise TransportError("the transport is closing, or has too many links")
+        raise TransportError(reason)
 
     def _forget(self, link: RdmaLink, domain: Domain | None) -> None:
         try:
             _let_go(None, domain)
+        except TransportError as wrong:
+            _log.error("kv: after the link to %s: %s", link.peer, wrong)
         finally:
             with self._gate:  # not before: `close` waits for those it finds here, and then lets the device go
                 self._links.discard(link)

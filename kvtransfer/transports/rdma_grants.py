@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -68,13 +69,19 @@ def stretches(regions: Sequence[Region], blocks: Blocks) -> list[Stretch]:
 
 
 class Opening:
-    """The sink's side of a grant: what has been registered. `close` ends all writing by the peer before it returns."""
+    """The sink's side of a grant: what has been registered. `close` ends all writing by the peer before it returns.
+
+    `grant`: for the peer; empty where the device has no room for it.
+    """
 
     def __init__(self, registry: Registry, regions: Sequence[Region], blocks: Blocks, most_keys: int) -> None:
         """Raises TransportError when the device registers no more, with nothing left registered."""
-        wanted = stretches(regions, blocks)
         self._open: list[Registered] = []
         self.arena: NDArray[np.uint8] | None = None
+        self.grant = self._register(registry, regions, stretches(regions, blocks), most_keys)
+
+    def _register(self, registry: Registry, regions: Sequence[Region], wanted: list[Stretch], most_keys: int) -> bytes:
+        """The grant. Empty where the device registers no more."""
         table = np.zeros(1 if len(wanted) > most_keys else len(wanted), _KEY)
         try:
             if len(wanted) > most_keys:
@@ -84,10 +91,11 @@ class Opening:
             else:
                 for row, stretch in enumerate(wanted):
                     table[row] = self._add(registry, stretch, regions[stretch.rank].bytes)
-        except TransportError:
-            self.close()
-            raise
-        self.grant = (_IN_PLACE if self.arena is None else _STAGED) + table.tobytes()
+        except (TransportError, OSError):
+            with suppress(TransportError):  # `close` tries again
+                self.close()
+            return b""
+        return (_IN_PLACE if self.arena is None else _STAGED) + table.tobytes()
 
     def _add(self, registry: Registry, stretch: Stretch, memory: NDArray[np.uint8]) -> tuple[int, ...]:
         address: int = memory.__array_interface__["data"][0] + stretch.first
@@ -107,8 +115,18 @@ class Opening:
         return digest is None or digest == digest_of(region, runs.dst, runs.length)
 
     def close(self) -> None:
-        while self._open:
-            self._open.pop().close()
+        """Deregister everything. TransportError if the device holds on to any of it: that is tried again next time."""
+        kept: list[Registered] = []
+        wrong: TransportError | None = None
+        for one in self._open:
+            try:
+                one.close()
+            except TransportError as failed:
+                kept.append(one)
+                wrong = failed
+        self._open = kept
+        if wrong is not None:
+            raise wrong
         self.arena = None
 
 

@@ -18,47 +18,75 @@ _MOST_HALVES = 1024
 
 
 class Arrivals:
-    """All grants and incoming windows of one link. Grants may be given by any thread, the rest is one thread's."""
+    """All grants and incoming windows of one link. Grants may be given by any thread, the rest is one thread's.
+
+    A grant is None while a thread is at registering it, and no lock is held meanwhile.
+    """
 
     def __init__(self, registry: Registry, most_keys: int) -> None:
         self._registry = registry
         self._most_keys = most_keys
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._openings: dict[int, Opening | None] = {}
+        self._too_late: set[int] = set()
         self._closed = False
         self._written: set[int] = set()
         self._waiting: dict[int, Trailer] = {}
         self._newest = -1
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """The keys. Empty when the device registers no more, or after `close`: the source then can write nothing."""
+        """The keys. Empty when the device registers no more, and after the transfer's fence or `close`: the source then
+        can write nothing."""
         with self._lock:
-            if self._closed or transfer in self._openings:
+            if self._closed or transfer in self._openings or transfer in self._too_late:
+                self._too_late.discard(transfer)
                 return b""
-            try:
-                opening = Opening(self._registry, regions, blocks, self._most_keys)
-            except TransportError:
-                self._openings[transfer] = None
-                return b""
-            self._openings[transfer] = opening
-            return opening.grant
+            self._openings[transfer] = None
+        opening: Opening | None = None
+        try:
+            opening = Opening(self._registry, regions, blocks, self._most_keys)
+        finally:
+            with self._lock:
+                if opening is None:
+                    del self._openings[transfer]
+                else:
+                    self._openings[transfer] = opening
+                self._lock.notify_all()
+        return opening.grant
 
-    def fence(self, transfer: int) -> None:
-        """Nobody writes there any more once this returns."""
+    def fence(self, transfer: int) -> bool:
+        """Nobody writes there any more if this is True. False: it is being granted just now; ask again after that.
+
+        TransportError: the device does not let go of the memory. Then a peer can write there as long as it has a queue
+        pair to do it with.
+        """
         with self._lock:
-            opening = self._openings.pop(transfer, None)
-        if opening is not None:
-            opening.close()
+            opening = self._openings.get(transfer)
+            if opening is None:
+                under_way = transfer in self._openings
+                if not under_way:
+                    self._too_late.add(transfer)
+                return not under_way
+        opening.close()
+        with self._lock:
+            del self._openings[transfer]
+        return True
 
     def close(self) -> None:
-        """Fence everything, and grant nothing more."""
+        """Fence everything, and grant nothing more. TransportError if some memory stays registered."""
         with self._lock:
             self._closed = True
-            openings = list(self._openings.values())
-            self._openings.clear()
-        for opening in openings:
-            if opening is not None:
+            self._lock.wait_for(lambda: None not in self._openings.values())
+            openings, self._openings = self._openings, {}
+        wrong: TransportError | None = None
+        for opening in openings.values():
+            try:
+                assert opening is not None
                 opening.close()
+            except TransportError as failed:
+                wrong = failed
+        if wrong is not None:
+            raise wrong
 
     def written(self, number: int) -> Trailer | None:
         """The last write of a window has arrived. Its trailer, if the window is complete with that."""

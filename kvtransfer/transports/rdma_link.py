@@ -8,6 +8,7 @@ are written again. Not here: dialling and listening (rdma.py).
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -31,6 +32,8 @@ from kvtransfer.transports.verbs import RECEIVED, Completion, Domain, ends_conne
 _READ_BYTES = 64 << 10
 _MOST_COMPLETIONS = 64
 _WINDOW_BYTES = 1 << 20
+_PAUSE_S = 0.5
+_log = logging.getLogger("penstock")
 
 
 class RdmaOptions(msgspec.Struct, frozen=True):
@@ -56,6 +59,7 @@ class RdmaLink:
     """
 
     transport = "rdma"
+    one_sided = True
 
     def __init__(
         self,
@@ -72,7 +76,6 @@ class RdmaLink:
         self.peer = "{}:{}".format(*side.getpeername()[:2])
         self.received_bytes = 0
         self.window_bytes = _WINDOW_BYTES
-        self.window_bytes = 1 << 20
         self.refused = 0
         self._side, self._owner, self._options, self._when_gone = side, owner, options, gone
         self._pairs = Pairs(domain)  # all that can fail here
@@ -83,6 +86,7 @@ class RdmaLink:
         self._ear, self._out = Ear(), bytearray()
         self._busy_until = 0.0
         self._deadline: float | None = None
+        self._proven = False
         self._commands: deque[Callable[[], None]] = deque()
         self._fences: deque[int] = deque()
         self._gate = threading.Lock()
@@ -92,7 +96,8 @@ class RdmaLink:
         for each in (side.fileno(), self._wake, self._pairs.completions.fd):
             self._news.register(each, select.POLLIN)
         self._settled = threading.Event()
-        self._linked: Callable[[], None] | None = None
+        self._dialled = True
+        self._ending = threading.Event()
         self._reason: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"kv-rdma-{self.peer}", daemon=True)
 
@@ -108,14 +113,22 @@ class RdmaLink:
         self._later(lambda: self._departures.drop(transfer))
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        return self._arrivals.grant(transfer, regions, blocks)
+        try:
+            return self._arrivals.grant(transfer, regions, blocks)
+        finally:
+            with self._gate:  # a fence may have waited for this
+                if self._fences and not self._gone:
+                    os.eventfd_write(self._wake, 1)
 
     def accept(self, transfer: int, grant: bytes) -> None:
         if grant:
             self._later(lambda: self._departures.accept(transfer, grant))
 
     def secure(self, window_key: bytes) -> None:
-        """Nothing is sealed here: a device writes plain bytes, and its network has to be trusted."""
+        """The peer may say more than a stranger. Nothing is sealed: a device writes plain bytes, and its network has to
+        be trusted."""
+        self._proven = True
+        self._ear.trust()
 
     def fence(self, transfer: int) -> None:
         with self._gate:
@@ -136,9 +149,10 @@ class RdmaLink:
 
     # What the transport calls.
 
-    def begin(self, linked: Callable[[], None] | None = None) -> None:
-        """Start. `linked` is called, on the link's thread, when it is there; `settled` says how it went."""
-        self._linked = linked
+    def begin(self, ending: threading.Event, *, dialled: bool) -> None:
+        """Start. The owner of a link that was dialled to us hears `linked` first; for who dials `settled` says how it
+        went. `ending`: the transport ends, and the device with it. RuntimeError when there is no thread to be had."""
+        self._ending, self._dialled = ending, dialled
         self._thread.start()
 
     def abandon(self) -> None:
@@ -169,9 +183,14 @@ class RdmaLink:
         reason = "the transport failed"  # if what stops us is no error of a link
         try:
             self._side.setblocking(False)
-            self._renew()
+            if not self._dialled:
+                self._owner.linked(self)  # it may close us at once, and then no device does anything for a stranger
+            if not self._closing:
+                self._renew()
             while not self._closing:
-                if not self._turn():
+                worked = self._turn()
+                self._mind_deadline()
+                if not worked:
                     self._wait()
             self._speak()
             reason = "closed"
@@ -192,15 +211,13 @@ class RdmaLink:
     def _wait(self) -> None:
         """Ask again for a little while, then sleep until somebody wakes us."""
         now = time.perf_counter()
-        if self._deadline is not None and now > self._deadline:
-            raise TransportError(f"no queue pair to {self.peer} within {self._options.setup_s:g} s")
         if now < self._busy_until:
             return
         self._pairs.completions.arm()
         if self._reap():
             return
         self._news.modify(self._side, select.POLLIN | (select.POLLOUT if self._out else 0))
-        limit_ms = None if self._deadline is None else 1 + int(1000 * (self._deadline - now))
+        limit_ms = None if self._deadline is None else max(1, 1 + int(1000 * (self._deadline - now)))
         for fd, _ in self._news.poll(limit_ms):
             if fd == self._wake:
                 os.eventfd_read(fd)
@@ -208,18 +225,30 @@ class RdmaLink:
                 self._pairs.completions.hush()
         self._busy_until = time.perf_counter() + self._options.spin_s
 
+    def _mind_deadline(self) -> None:
+        """However much the peer has to say: either its queue pair is there in time, or this ends."""
+        if self._deadline is not None and time.perf_counter() > self._deadline:
+            raise TransportError(f"no queue pair to {self.peer} within {self._options.setup_s:g} s")
+
     def _obey(self) -> bool:
-        worked = bool(self._commands or self._fences)
+        worked = bool(self._commands)
         while self._commands:
             self._commands.popleft()()
-        while self._fences:
-            self._fence(self._fences.popleft())
-        return worked
+        return self._answer_fences() or worked
 
-    def _fence(self, transfer: int) -> None:
-        self._arrivals.fence(transfer)
-        self._say(Withdrawn(transfer))
-        self._owner.fenced(self, transfer)
+    def _answer_fences(self) -> bool:
+        """One that fails is not forgotten: it ends the link, and is answered when its queue pair is gone."""
+        answered = False
+        for _ in range(len(self._fences)):
+            transfer = self._fences[0]
+            if not self._arrivals.fence(transfer):  # it is being granted; who does that wakes us
+                self._fences.rotate(-1)
+                continue
+            self._fences.popleft()
+            self._say(Withdrawn(transfer))
+            self._owner.fenced(self, transfer)
+            answered = True
+        return answered
 
     def _reap(self) -> bool:
         """What the device has done since the last time."""
@@ -264,7 +293,8 @@ class RdmaLink:
         """Another queue pair; what was under way on the last one is written again."""
         self._say(self._pairs.renew())
         self._departures.again()
-        self._deadline = time.perf_counter() + self._options.setup_s
+        if self._deadline is None:  # who asks for another pair before one was of use buys no time by it
+            self._deadline = time.perf_counter() + self._options.setup_s
 
     def _departed(self, departure: Departure) -> None:
         self._owner.sent(self, departure.head)
@@ -279,7 +309,7 @@ class RdmaLink:
     def _listen(self) -> bool:
         """What the peer says."""
         try:
-            data = self._side.recv(_READ_BYTES)
+            data = self._side.recv(min(_READ_BYTES, self._ear.room))
         except BlockingIOError:
             return False
         if not data:
@@ -290,6 +320,8 @@ class RdmaLink:
         return True
 
     def _hear(self, saying: Saying) -> None:
+        if not self._proven and (isinstance(saying, Trailer) or (isinstance(saying, Setup) and saying.epoch)):
+            raise TransportError("the peer has proven nothing, and wants more than to be known")
         match saying:
             case Control():
                 self._owner.message(self, saying.data)
@@ -312,11 +344,7 @@ class RdmaLink:
         if not self._pairs.writable:
             return
         self._deadline = None
-        if not self._settled.is_set():
-            linked, self._linked = self._linked, None
-            self._settled.set()
-            if linked is not None:
-                linked()
+        self._settled.set()
 
     def _say(self, saying: Saying) -> None:
         self._out += encode(saying)
@@ -344,20 +372,34 @@ class RdmaLink:
 
     def _finish(self, reason: str) -> None:
         """No device touches our memory for this link any more; then, and only then, the owner hears of it."""
-        for ending in (self._pairs.close, self._arrivals.close):
-            with suppress(TransportError):
+        self._stop_writers()
+        for ending in (self._arrivals.close, self._pairs.close):
+            try:
                 ending()
+            except TransportError as wrong:  # it stays pinned; nobody has a way to write there
+                _log.error("kv: after the link to %s: %s", self.peer, wrong)
         with suppress(OSError):
             self._side.shutdown(socket.SHUT_RDWR)
         self._side.close()
-        was_linked = self._settled.is_set()
+        known = self._settled.is_set() or not self._dialled
         self._reason = reason
         self._settled.set()
-        if was_linked and not self._closing:
+        if known and not self._closing:
             self._owner.lost(self, reason)
         while not self._last_fences():
             continue
         self._when_gone(self)
+
+    def _stop_writers(self) -> None:
+        """Without its queue pair a peer writes nothing, whatever is registered. Until the device has let go of that, no
+        block of this link is given back, unless the transport ends, and the device with it."""
+        while True:
+            try:
+                return self._pairs.end()
+            except TransportError as wrong:
+                _log.error("kv: the link to %s keeps its blocks: %s", self.peer, wrong)
+            if self._ending.wait(_PAUSE_S):
+                return None
 
     def _last_fences(self) -> bool:
         """Answer the fences that are still due. True once there are none, and none can come."""

@@ -7,11 +7,12 @@ write that is refused, and what must be said then must not end with it. Not here
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
 
-from kvtransfer.transports.base import TransportError, Verdict, WindowHead
+from kvtransfer.transports.base import STRANGER_BYTES, TransportError, Verdict, WindowHead
 from kvtransfer.transports.verbs import Card
 
 MOST_FRAME_BYTES = 8 << 20
@@ -72,26 +73,41 @@ def encode(saying: Saying) -> bytes:
 
 
 class Ear:
-    """Turns a stream of bytes, however cut, into sayings. Useless after a TransportError."""
+    """Turns a stream of bytes, however cut, into sayings. Useless after a TransportError.
+
+    most_bytes   no saying is longer: little, until the peer has proven itself (`trust`)
+    """
 
     def __init__(self) -> None:
+        self.most_bytes = STRANGER_BYTES
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[Saying]:
-        """What `data` completes, in order. TransportError as soon as it can be nothing of ours."""
+    def trust(self) -> None:
+        self.most_bytes = MOST_FRAME_BYTES
+
+    @property
+    def room(self) -> int:
+        """How many bytes may be fed at most: no more is ever held than one saying."""
+        return self.most_bytes + _LENGTH.size - len(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[Saying]:
+        """What `data` completes, in order; to be taken to the end before more is fed. TransportError as soon as it can
+        be nothing of ours. What one saying brings about (`trust`) holds for the next."""
         self._buffer += data
-        heard, at = [], 0
+        return self._whole()
+
+    def _whole(self) -> Iterator[Saying]:
+        at = 0
         while len(self._buffer) - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, at)
-            if length > MOST_FRAME_BYTES:
+            if length > self.most_bytes:
                 raise TransportError(f"the peer announces a message of {length} bytes")
             end = at + _LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            heard.append(_decode(bytes(self._buffer[at + _LENGTH.size : end])))
+            yield _decode(bytes(self._buffer[at + _LENGTH.size : end]))
             at = end
         del self._buffer[:at]
-        return heard
 
 
 def _decode(body: bytes) -> Saying:

@@ -186,6 +186,7 @@ class Shm:
     """Listens on a socket without a file, of a name nobody can guess; talks to processes of the same user alone."""
 
     name = "shm"
+    sealed: bool | None = None
 
     def __init__(self, manner: Manner | None = None) -> None:
         self._manner = manner or Manner()

@@ -23,13 +23,13 @@ import msgspec
 from kvtransfer.frame import FrameError, FrameLimits, Kind, frame
 from kvtransfer.regions import Region
 from kvtransfer.reshard import Blocks
-from kvtransfer.transports.base import LinkOwner, Slice, TransportError, Verdict, WindowHead
+from kvtransfer.transports.base import STRANGER_BYTES, LinkOwner, Slice, TransportError, Verdict, WindowHead
 from kvtransfer.transports.inbound import Inbound
 from kvtransfer.transports.outbound import Outbound
 from kvtransfer.transports.seal import Seal, SealBroken
 
 _MOST_MESSAGE_BYTES = (4 << 20) + (128 << 10)
-_STRANGER = FrameLimits(header_bytes=24 << 10, payload_bytes=0)
+_STRANGER = FrameLimits(header_bytes=STRANGER_BYTES, payload_bytes=0)
 _NEVER = float("inf")
 _PATIENT = 4  # times as long a spin after a sleep that this would have spared
 _LOOK_MS = 5  # a driver looks so often whether it is done for reasons of its own
@@ -56,6 +56,7 @@ class StreamLink:
     """One end. The thread, or a driver in its place, alone touches the socket and the memory (`_lead` is held)."""
 
     transport = "stream"
+    one_sided = False
     _HOLD_MS = 5  # after a driver has left, the thread gives the next one so long before it takes over
 
     def __init__(

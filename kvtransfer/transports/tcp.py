@@ -35,6 +35,7 @@ class Tcp:
         self, host: str = "127.0.0.1", port: int = 0, manner: Manner | None = None, *, advertise: str | None = None
     ) -> None:
         self._host, self._port, self._manner, self._advertise = host, port, manner or Manner(), advertise
+        self.sealed: bool | None = self._manner.sealed
         self._listening: Listening[TcpLink] = Listening(self._link)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:

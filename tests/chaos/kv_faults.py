@@ -34,7 +34,7 @@ class Faulty:
     """A transport whose own links misbehave as the dice fall."""
 
     def __init__(self, inner: Transport, dice: Dice, rng: Random, clock: Clock) -> None:
-        self.name = inner.name
+        self.name, self.sealed = inner.name, inner.sealed
         self.inner, self.dice, self.rng, self.clock = inner, dice, rng, clock
         self._links: dict[Link, FaultyLink] = {}
         self._owner: LinkOwner | None = None
@@ -93,7 +93,7 @@ class FaultyLink:
     def __init__(self, inner: Link, end: Faulty) -> None:
         self._inner, self._end = inner, end
         self.transport, self.peer = inner.transport, inner.peer
-        self.window_bytes = inner.window_bytes
+        self.window_bytes, self.one_sided = inner.window_bytes, inner.one_sided
 
     @property
     def received_bytes(self) -> int:

@@ -82,6 +82,8 @@ class Ends:
         self.near = self.transports[1].dial(address)
         self.source.wait("linked")
         self.far = self.source.links[0]
+        for end in (self.near, self.far):
+            end.secure(bytes(32))
 
     def reserve(self, transfer: int, pieces: Runs, blocks: Sequence[int]) -> None:
         """The sink opens blocks to a transfer, and the source has the keys."""

@@ -30,7 +30,7 @@ ADDRESSES = ("a:1", "b:2")
 class FakeLink:
     """As much of a link as a book looks at."""
 
-    transport, peer, received_bytes, window_bytes = "fake", "p", 0, 1 << 20
+    transport, peer, received_bytes, window_bytes, one_sided = "fake", "p", 0, 1 << 20, False
 
 
 class World:
@@ -78,9 +78,11 @@ class World:
                     assert isinstance(end.reason, Reason)
                     if end.how is How.LANDED:
                         assert self.good[number] == end.n_bytes == self.whole(number)
+                        assert self.layers[number] == LAYOUT.layers
                     self.resolved[number] = end.how
                 case Progress(number, layers):
                     assert number not in self.resolved
+                    assert number in self.fenced or not self.invited[number].one_sided
                     assert self.layers.get(number, 0) < layers <= LAYOUT.layers
                     self.layers[number] = layers
                 case Send(_, Landed(transfer, n_bytes)):
@@ -110,6 +112,7 @@ class World:
                 self.obey(self.book.unlinked(address, Reason.UNREACHABLE, "", self.now))
             else:
                 self.links[address] = FakeLink()
+                self.links[address].one_sided = self.rng.random() < 0.5
                 self.obey(self.book.linked(address, self.links[address], LAYOUT, "p", self.now))
 
     def accept(self) -> None:

@@ -29,7 +29,7 @@ SOURCE = Card("p", b"p" * 16, LAYOUT)
 class FakeLink:
     """As much of a link as a book looks at."""
 
-    transport, peer, received_bytes, window_bytes = "fake", "d", 0, 200
+    transport, peer, received_bytes, window_bytes, one_sided = "fake", "d", 0, 200, False
 
 
 class World:

@@ -23,6 +23,9 @@ from kvtransfer.reshard import Runs
 from kvtransfer.transports import shm
 from kvtransfer.transports.base import LinkOwner, TransportError, WindowHead
 from kvtransfer.transports.inproc import Inproc, InprocLink, Wire
+from kvtransfer.transports.rdma import Rdma
+from kvtransfer.transports.stream import Manner
+from kvtransfer.transports.tcp import Tcp
 from tests.contract.kvtransfer.groups import KEY, SMALL, groups
 
 
@@ -63,6 +66,23 @@ def test_without_an_event_loop_a_bell_hears_of_every_change() -> None:
     assert clock.run(1, lambda: bool(landing.end and offer.end))
     assert book.rung == [("r", False), ("r", True)]
     assert landing.layers == SMALL.layers
+
+
+@pytest.mark.parametrize(("sealed", "fits"), [(True, False), (False, True), (None, True)])
+def test_sealed_windows_and_a_way_that_would_send_them_plain_are_not_had_together(
+    sealed: bool | None, fits: bool
+) -> None:
+    ways = [Tcp(manner=Manner(sealed=True)), Inproc(Wire(VirtualClock()))]
+    ways[1].sealed, ways[1].name = None if sealed is None else not sealed, "rdma"
+    if fits:
+        Agent("p", SMALL, regions(), key=KEY, transports=ways)
+        return
+    with pytest.raises(ValueError, match="to be sealed, and rdma sends them plain"):
+        Agent("p", SMALL, regions(), key=KEY, transports=ways)
+
+
+def test_rdma_says_that_it_seals_nothing() -> None:
+    assert Rdma.sealed is False
 
 
 def test_peers_whose_plans_differ_do_not_wait_for_what_never_comes() -> None:

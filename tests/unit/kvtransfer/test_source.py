@@ -21,7 +21,7 @@ LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_to
 
 
 class FakeLink:
-    transport, peer, received_bytes, window_bytes = "fake", "d", 0, 200
+    transport, peer, received_bytes, window_bytes, one_sided = "fake", "d", 0, 200, False
 
 
 def book_and_link(agent: str) -> tuple[SourceBook, FakeLink]:

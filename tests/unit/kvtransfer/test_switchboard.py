@@ -27,7 +27,7 @@ from tests.contract.kvtransfer.links import PATIENCE_S
 class FakeLink:
     """As much of a link as a line looks at."""
 
-    transport, peer, received_bytes, window_bytes = "fake", "x", 0, 1 << 20
+    transport, peer, received_bytes, window_bytes, one_sided = "fake", "x", 0, 1 << 20, False
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -22,10 +22,15 @@ BLOCK, BLOCKS = 64, 32
 
 
 class Key:
+    """`stuck`: so often the device does not let go of it."""
+
     def __init__(self, number: int) -> None:
-        self.remote_key, self.open = number, True
+        self.remote_key, self.open, self.stuck = number, True, 0
 
     def close(self) -> None:
+        if self.stuck:
+            self.stuck -= 1
+            raise TransportError("memory cannot be deregistered")
         self.open = False
 
 
@@ -160,6 +165,54 @@ def test_a_fence_closes_every_key_and_so_does_the_end() -> None:
     assert arrivals.grant(3, [region()], [1]) == b""
 
 
+def test_a_key_that_the_device_holds_on_to_keeps_its_fence_open_and_no_other_key() -> None:
+    registry = Registry()
+    arrivals = Arrivals(registry, 100)
+    arrivals.grant(1, [region()], [1, 3])
+    registry.keys[0].stuck = 1
+    with pytest.raises(TransportError, match="deregistered"):
+        arrivals.fence(1)
+    assert [key.open for key in registry.keys] == [True, False]
+    assert arrivals.expected(1)
+    assert arrivals.fence(1)
+    assert not registry.keys[0].open
+
+
+def test_the_end_closes_what_it_can_whatever_the_device_holds_on_to() -> None:
+    registry = Registry()
+    arrivals = Arrivals(registry, 100)
+    for transfer in (1, 2, 3):
+        arrivals.grant(transfer, [region()], [1, 3])
+    registry.keys[2].stuck = 9
+    with pytest.raises(TransportError, match="deregistered"):
+        arrivals.close()
+    assert [key.open for key in registry.keys] == [False, False, True, False, False, False]
+
+
+def test_a_fence_waits_for_a_grant_under_way_without_holding_up_the_link() -> None:
+    registry = Registry()
+    arrivals = Arrivals(registry, 100)
+    register, said = registry.register, list[object]()
+
+    def meanwhile(address: int, length: int, *, writable_by_peer: bool) -> Key:
+        said.extend((arrivals.fence(1), arrivals.expected(2)))  # both at once: no lock is held
+        return register(address, length, writable_by_peer=writable_by_peer)
+
+    registry.register = meanwhile  # type: ignore[method-assign]
+    assert arrivals.grant(1, [region()], [1])
+    assert said == [False, False]
+    assert arrivals.fence(1)
+    assert not registry.keys[0].open
+
+
+def test_what_was_fenced_before_it_was_granted_is_not_granted() -> None:
+    registry = Registry()
+    arrivals = Arrivals(registry, 100)
+    assert arrivals.fence(1)
+    assert arrivals.grant(1, [region()], [1]) == b""
+    assert not registry.keys
+
+
 def trailer(number: int, verdict: Verdict = Verdict.OK) -> Trailer:
     return Trailer(number, WindowHead(1, 0, 0, number, 1, BLOCK), verdict)
 
@@ -280,16 +333,32 @@ def test_sayings_are_heard_in_every_cutting(cuts: list[int]) -> None:
         heard += ear.feed(data[:cut])
         data = data[cut:]
     assert heard == SAYINGS
+    assert ear.room == ear.most_bytes + 4
 
 
 @given(st.binary(max_size=200))
 def test_noise_is_a_transport_error_or_waits_for_more(data: bytes) -> None:
     try:
-        Ear().feed(data)
+        list(Ear().feed(data))
     except TransportError:
         return
 
 
 def test_a_message_that_is_too_long_is_refused_before_it_comes() -> None:
     with pytest.raises(TransportError, match="announces"):
-        Ear().feed((1 << 30).to_bytes(4, "little"))
+        list(Ear().feed((1 << 30).to_bytes(4, "little")))
+
+
+def test_a_stranger_may_say_24_kib_at_a_time_and_who_has_proven_itself_more() -> None:
+    ear = Ear()
+    ear.feed(encode(Control(bytes(23 << 10))))
+    assert 0 < ear.room < 2 << 10
+    long = encode(Control(bytes(1 << 20)))
+    with pytest.raises(TransportError, match="announces"):
+        list(Ear().feed(long[:4]))
+    known, heard = Ear(), list[Saying]()
+    for saying in known.feed(encode(Control(b"it is me")) + long[:100]):
+        heard.append(saying)
+        known.trust()  # what one message proves holds for the next, though both came together
+    heard += known.feed(long[100:])
+    assert heard == [Control(b"it is me"), Control(bytes(1 << 20))]

@@ -1,0 +1,312 @@
+"""RDMA links over real sockets and a device that is made up: what strangers get, and what a device that fails costs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import repeat
+from typing import Any
+
+import pytest
+
+from kvtransfer.regions import Region
+from kvtransfer.transports import rdma, rdma_link
+from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.rdma import Rdma
+from kvtransfer.transports.rdma_link import RdmaLink, RdmaOptions
+from kvtransfer.transports.rdma_side import Control, Ready, Saying, Setup, Trailer, encode
+from kvtransfer.transports.verbs import Card
+from tests.contract.kvtransfer.links import Owner
+from tests.unit.kvtransfer.transports.test_rdma_halves import Key, Registry, trailer
+
+CARD = Card(1, 2, "::1", 0, 5)
+
+
+class Completions:
+    """A device that never has anything to tell."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def poll(self, most: int) -> list[Any]:
+        return []
+
+    def arm(self) -> None: ...
+
+
+class Pairs:
+    """Queue pairs that connect at once. `stuck`: so often the device does not let go of one."""
+
+    stuck = 0
+
+    def __init__(self, domain: Domain) -> None:
+        self.domain, self.completions, self.pair = domain, Completions(), None
+        self.epoch, self.writable = -1, False
+
+    def renew(self) -> Setup:
+        self.epoch += 1
+        self.domain.pairs += 1
+        return Setup(self.epoch, CARD)
+
+    def join(self, setup: Setup) -> Ready | None:
+        return Ready(self.epoch)
+
+    def ready(self, said: Ready) -> None:
+        self.writable = True
+
+    def end(self) -> None:
+        if self.stuck:
+            self.stuck -= 1
+            raise TransportError("the queue pair cannot be ended")
+
+    def close(self) -> None:
+        self.end()
+        os.close(self.completions.fd)
+
+
+class Domain(Registry):
+    """A domain, and in one the device that it is of."""
+
+    gather, pairs = 16, 0
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+        self.device = self
+
+    def key_of(self, region: Region) -> int:
+        return 1
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rdma_link, "Pairs", Pairs)
+    monkeypatch.setattr(rdma, "Device", Domain)
+    monkeypatch.setattr(rdma, "Domain", Domain)
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.002)
+
+
+class Door:
+    """A transport that listens, and whoever knocks."""
+
+    def __init__(self, **options: Any) -> None:
+        self.owner, self.end = Owner(), Rdma(options=RdmaOptions(**options))
+        host, _, port = self.end.start(self.owner, []).rpartition(":")
+        self.address = (host, int(port))
+        self.callers: list[socket.socket] = []
+
+    def knock(self) -> socket.socket:
+        self.callers.append(socket.create_connection(self.address))
+        self.callers[-1].settimeout(10)
+        return self.callers[-1]
+
+    @property
+    def pairs(self) -> int:
+        return self.end._domain.pairs  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        self.end.close()
+        for caller in self.callers:
+            caller.close()
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    made = Door()
+    yield made
+    made.close()
+
+
+def say_all(caller: socket.socket, sayings: Iterable[Saying]) -> None:
+    """Until the other end hangs up."""
+    with suppress(OSError):
+        for saying in sayings:
+            caller.sendall(encode(saying))
+
+
+def hung_up(caller: socket.socket) -> bool:
+    """Whatever was said before, the other end closes."""
+    try:
+        while caller.recv(1 << 16):
+            continue
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_who_dials_is_a_stranger_from_the_first_moment_and_not_once_its_queue_pair_is_up(door: Door) -> None:
+    door.knock()
+    door.owner.wait("linked")
+
+
+def test_a_stranger_who_is_turned_away_at_the_door_gets_no_queue_pair(door: Door) -> None:
+    door.owner.linked = lambda link: link.close()  # type: ignore[method-assign]
+    assert hung_up(door.knock())
+    assert door.pairs == 0
+
+
+STRANGE: dict[str, Saying | bytes] = {
+    "more than 24 KiB at a time": encode(Control(bytes(24 << 10))),
+    "a length alone": (8 << 20).to_bytes(4, "little"),
+    "another queue pair": Setup(1, CARD),
+    "a window": trailer(0),
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_what_only_a_member_may_say_ends_a_strangers_link(door: Door, what: str) -> None:
+    caller, said = door.knock(), STRANGE[what]
+    door.owner.wait("linked")
+    caller.sendall(said if isinstance(said, bytes) else encode(said))
+    door.owner.wait("lost")
+    assert door.pairs == 1
+    assert not door.owner.all("message")
+
+
+def test_a_member_may_say_it(door: Door) -> None:
+    caller = door.knock()
+    door.owner.wait("linked")
+    door.owner.heard[0].link.secure(bytes(32))
+    for saying in (
+        Setup(0, CARD),
+        Ready(0),
+        Control(bytes(1 << 20)),
+        Setup(1, CARD),
+        Trailer(0, trailer(0).head, trailer(0).verdict),
+    ):
+        caller.sendall(encode(saying))
+    assert door.owner.wait("message") == [bytes(1 << 20)]
+    until(lambda: door.pairs == 2)
+
+
+def test_dripping_buys_no_time_for_a_queue_pair() -> None:
+    door = Door(setup_s=0.2)
+    caller = door.knock()
+    door.owner.wait("linked")
+    say_all(caller, repeat(Control(b"still here"), 1 << 22))
+    assert "no queue pair" in str(door.owner.wait("lost")[0])
+    door.close()
+
+
+def test_asking_for_one_queue_pair_after_the_other_buys_no_time_either() -> None:
+    door = Door(setup_s=0.2)
+    caller = door.knock()
+    door.owner.wait("linked")
+    door.owner.heard[0].link.secure(bytes(32))
+    say_all(caller, (Setup(epoch, CARD) for epoch in range(1, 1 << 22)))
+    assert "no queue pair" in str(door.owner.wait("lost")[0])
+    door.close()
+
+
+def test_a_listener_outlives_a_call_that_came_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [OSError(24, "too many open files"), OSError(113, "no route to host")]
+    accept = socket.socket.accept
+
+    def failing(listener: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    door = Door()
+    door.knock()
+    door.owner.wait("linked")
+    door.close()
+
+
+class Dialled:
+    """A link that has dialled, proven and at work, with one grant."""
+
+    def __init__(self) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        ours = socket.create_connection(listener.getsockname())
+        self.theirs, _ = listener.accept()
+        listener.close()
+        self.owner, self.domain, self.gone = Owner(), Domain(), threading.Event()
+        self.link = RdmaLink(ours, self.domain, self.owner, RdmaOptions(), lambda link: self.gone.set())  # type: ignore[arg-type]
+        self.link.begin(threading.Event(), dialled=True)
+        self.theirs.sendall(encode(Setup(0, CARD)) + encode(Ready(0)))
+        self.link.settled()
+        self.link.secure(bytes(32))
+        self.memory = Region.create(8, 4096, name="sink")
+        assert self.link.grant(1, [self.memory], [1, 3])
+
+    @property
+    def keys(self) -> list[Key]:
+        return self.domain.keys
+
+    def close(self) -> None:
+        self.link.close()
+        self.link.join()
+        self.theirs.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def dialled() -> Iterator[Dialled]:
+    made = Dialled()
+    yield made
+    made.close()
+
+
+def test_a_fence_that_the_device_refuses_ends_the_link_and_is_answered_once_the_queue_pair_is_gone(
+    dialled: Dialled,
+) -> None:
+    dialled.keys[0].stuck = 9
+    dialled.link.fence(1)
+    assert "deregistered" in str(dialled.owner.wait("lost")[0])
+    assert dialled.owner.wait("fenced") == [1]
+    assert not dialled.keys[1].open
+
+
+def test_no_fence_is_answered_while_a_peer_could_still_write(
+    dialled: Dialled, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    def wait(seconds: float) -> bool:
+        asked.set()
+        return not go.wait(20)
+
+    monkeypatch.setattr(dialled.link, "_ending", type("Ending", (), {"wait": staticmethod(wait)})())
+    dialled.keys[0].stuck = 9
+    dialled.link._pairs.stuck = 1  # type: ignore[attr-defined]
+    dialled.link.fence(1)
+    assert asked.wait(20)
+    assert not dialled.owner.all("fenced")
+    assert "keeps its blocks" in caplog.text
+    go.set()
+    assert dialled.owner.wait("fenced") == [1]
+
+
+def test_a_fence_during_a_grant_is_answered_behind_it(dialled: Dialled, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+    register = dialled.domain.register
+
+    def slowly(address: int, length: int, *, writable_by_peer: bool) -> Key:
+        begun.set()
+        assert go.wait(20)
+        return register(address, length, writable_by_peer=writable_by_peer)
+
+    monkeypatch.setattr(dialled.domain, "register", slowly)
+    granting = threading.Thread(target=dialled.link.grant, args=(2, [dialled.memory], [5]))
+    granting.start()
+    assert begun.wait(20)
+    dialled.link.fence(2)
+    dialled.link.fence(1)
+    assert dialled.owner.wait("fenced") == [1]  # the link's thread is free meanwhile
+    go.set()
+    assert dialled.owner.wait("fenced", 2) == [1, 2]
+    granting.join()
+    assert not any(key.open for key in dialled.keys)
