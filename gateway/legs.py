@@ -12,10 +12,12 @@ from gateway.answer import reshaped
 from gateway.client import Client
 from gateway.endpoints import Booking
 from gateway.exchange import Exchange
-from gateway.openai import Call
+from gateway.openai import Api, Call
 from gateway.relay import Relay, UpstreamBroke
 from gateway.rename import Renamer
 from gateway.snapshot import Route
+from kvtransfer.dialects import known_members
+from policies.model import EngineKind
 
 OWN_TROUBLE = frozenset({401, 403, 407, 408, 429})  # our key for it, its queue: nothing the client could mend
 # Trace context continues through the gateway; a session id keeps a conversation recognisable to the engine.
@@ -26,7 +28,9 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
     """Serve the exchange from the booked endpoint. Raises UpstreamBroke when another endpoint might do better."""
     endpoint = booking.endpoint
     served = endpoint.served_model or route.name
-    sent = call if served == call.request.model else call.named(served)
+    sent = call
+    if served != call.request.model or endpoint.engine is EngineKind.TRTLLM:  # no lookup: an Enum's hash is slow
+        sent = call.fitted(served, known_members(endpoint.engine, chat=call.api is Api.CHAT))
     relay = Relay(
         answer_headers(x, endpoint.name),
         x.first_token,

@@ -98,10 +98,14 @@ class Call(msgspec.Struct):
     body: bytes
     prompt: tuple[msgspec.Raw, ...]
 
-    def named(self, model: str) -> Call:
-        """The same call for an engine that knows the model by another name."""
-        members = {**_decode(self.body), "model": msgspec.Raw(msgspec.json.encode(model))}
-        return msgspec.structs.replace(self, body=_joined(members))
+    def fitted(self, model: str, known: frozenset[str] | None) -> Call:
+        """The same call for an engine that has another name for the model, or refuses members that it does not know."""
+        members = _decode(self.body)
+        kept = {name: value for name, value in members.items() if known is None or name in known}
+        if model == self.request.model and len(kept) == len(members):
+            return self
+        kept["model"] = msgspec.Raw(msgspec.json.encode(model))
+        return msgspec.structs.replace(self, body=_joined(kept))
 
     def release(self) -> None:
         """Let go of the bytes: the engine has them, and after the first token nobody else will need them."""
@@ -124,13 +128,15 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str
     output_tokens = numbers.get("max_completion_tokens") or numbers.get("max_tokens")
     if model.context_tokens is not None:
         _check_context(_longest(prompt[-1]) if ids else 0, output_tokens or 0, model.context_tokens)
+    choices = numbers.get("n", 1)
     request = Request(
         request_id,
         model.served_model,
         tenant,
         ids or sum(map(len, prompt)) // BYTES_PER_TOKEN + 1,
-        min(output_tokens or DEFAULT_OUTPUT_TOKENS, EXPECTED_CEILING) * numbers.get("n", 1),
+        min(output_tokens or DEFAULT_OUTPUT_TOKENS, EXPECTED_CEILING) * choices,
         "stream" in members and bytes(members["stream"]) == b"true",
+        choices=choices,
     )
     return Call(api, request, asked, _outbound(body, members, asked, model.served_model), prompt)
 

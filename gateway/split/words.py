@@ -19,7 +19,18 @@ from gateway.rename import Corrector, Renamer
 from gateway.snapshot import Route
 from gateway.split.edit import Body
 from gateway.split.pairing import SplitRoute
-from kvtransfer.dialects import Answer, Edits, Finished, Handover, Identity, Needs, Terms, Unusable, as_events
+from kvtransfer.dialects import (
+    Answer,
+    Edits,
+    Finished,
+    Handover,
+    Identity,
+    Needs,
+    Terms,
+    Unusable,
+    as_events,
+    known_members,
+)
 from policies.fingerprint import Fingerprint
 from policies.model import Endpoint, Request
 
@@ -28,7 +39,6 @@ if TYPE_CHECKING:
 
 _SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-_AS_IT_IS = Edits()
 
 
 class Work(msgspec.Struct, frozen=True, eq=False):
@@ -86,7 +96,9 @@ class Words:
 
     def decode(self, place: Booking, handover: Handover | None) -> tuple[bytes, bytes]:
         """Head and body of the decode request; without a handover, of the client's own."""
-        return self._request(place, _AS_IT_IS if handover is None else handover.edits)
+        if handover is not None:
+            return self._request(place, handover.edits)
+        return self._request(place, Edits(keep=known_members(place.endpoint.engine, chat=self.terms.chat)))
 
     def farewell(self, place: Booking, handover: Handover) -> tuple[bytes, bytes]:
         """Head and body of a decode request that only has the KV fetched, for one token nobody reads."""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from kvtransfer.dialects.contract import Dialect
 from kvtransfer.dialects.mooncake import MOONCAKE
 from kvtransfer.dialects.sglang import SGLANG
-from kvtransfer.dialects.trtllm import TRTLLM
+from kvtransfer.dialects.trtllm import CHAT, COMPLETIONS, TRTLLM
 from kvtransfer.dialects.vllm_nixl import VLLM_NIXL
 from kvtransfer.dialects.vllm_push import VLLM_PUSH
 
@@ -20,3 +20,10 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
 def named(name: str) -> Dialect:
     """The dialect a configuration names. Raises KeyError when there is none."""
     return DIALECTS[name]
+
+
+def known_members(engine: str, *, chat: bool) -> frozenset[str] | None:
+    """What a request to this engine may hold, where it refuses all that it does not know; None: it ignores the rest."""
+    if engine != TRTLLM.engine:
+        return None
+    return CHAT if chat else COMPLETIONS

@@ -29,15 +29,19 @@ _BOTH = frozenset(
         *("stop", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "user"),
         *("length_penalty", "early_stopping", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
         *("min_tokens", "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens"),
-        *("return_context_logits", "lora_request", "response_format", "add_special_tokens", "prompt_token_ids"),
+        *("response_format", "add_special_tokens"),
     )
 )
 CHAT = _BOTH | {
     *("messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice", "add_generation_prompt"),
     *("documents", "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "reasoning_effort"),
 }
-COMPLETIONS = _BOTH | {"prompt", "echo", "suffix", "logprobs", "detokenize", "return_generation_logits"}
-"""What the two request models know, as far as a gateway's clients use it."""
+COMPLETIONS = _BOTH | {"prompt", "echo", "suffix", "logprobs", "detokenize"}
+"""What the two request models know, as far as a client may use it.
+
+Left out: `prompt_token_ids`, which is computed in place of the prompt that was counted and admitted; the logits of
+context and generation, a vocabulary of floats per token; `lora_request`, which names a path on the engine's disk.
+"""
 
 UNFINISHED = ("length", "not_finished")
 

@@ -122,9 +122,21 @@ def test_only_the_models_name_changes_for_an_alias_or_an_engines_own_name(
     call = parsed(as_bytes(members, rng, compact))
     assert call.asked_model == "other"
     assert json.loads(call.body) == dict(members) | {"model": "demo"}
-    named = call.named('an "engine\'s" näme\n')
+    named = call.fitted('an "engine\'s" näme\n', None)
     assert json.loads(named.body) == dict(members) | {"model": 'an "engine\'s" näme\n'}
     assert named.request == call.request
+
+
+@settings(deadline=None)
+@given(OTHERS, RNG, st.booleans())
+def test_an_engine_that_refuses_strange_members_gets_those_it_knows_alone(
+    others: dict[str, Any], rng: Random, compact: bool
+) -> None:
+    call = parsed(as_bytes(members := chat(others, rng), rng, compact))
+    known = frozenset({"model", "messages", "stop", *(name for name in others if rng.random() < 0.5)})
+    fitted = call.fitted("demo", known)
+    assert json.loads(fitted.body) == {name: value for name, value in dict(members).items() if name in known}
+    assert (fitted is call) == (dict(members).keys() <= known)
 
 
 @settings(max_examples=150, deadline=None)

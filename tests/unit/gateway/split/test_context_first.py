@@ -88,6 +88,27 @@ async def test_a_context_answer_of_another_request_is_not_believed() -> None:
         await f.at_rest()
 
 
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("words", [4, 400], ids=["short, and so whole", "its context answer is unusable"])
+async def test_a_request_that_is_not_split_holds_only_what_the_engine_knows_and_a_client_may_say(
+    words: int, chat: bool
+) -> None:
+    asking = {"path": "/v1/chat/completions"} if chat else {"path": "/v1/completions", "prompt": "word " * words}
+    foreign = {
+        "metadata": {"a": "b"},
+        "prompt_token_ids": [1],
+        "return_context_logits": True,
+        "lora_request": {},
+    }
+    async with trtllm([context(finish="")], [decodes]) as f:
+        assert (await f.ask(words, temperature=0.5, **foreign, **asking)).text == WHOLE
+        assert len(f.prefill[0].asked) == (words > 100)
+        (whole,) = f.decode[0].asked
+        prompt = "messages" if chat else "prompt"
+        assert whole.json.keys() == {"model", "max_tokens", "temperature", prompt}
+        await f.at_rest()
+
+
 async def _quiet(f: Front) -> None:
     assert f.metric("penstock_split_legs_total", role="prefill", outcome="finished") == 1
     await f.at_rest()

@@ -259,6 +259,21 @@ def test_trtllm_computes_the_context_of_what_it_knows_of_the_request() -> None:
     assert not {"metadata", "store", "vllm_xargs"} & edits.keep
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_no_client_chooses_trtllms_tokens_its_logits_or_its_files(chat: bool) -> None:
+    dialect, terms = dialects.named("trtllm"), msgspec.structs.replace(TERMS, chat=chat)
+    generation = dialect.decode(terms, context())
+    assert isinstance(generation, Handover)
+    forbidden = {"prompt_token_ids", "return_context_logits", "return_generation_logits", "lora_request"}
+    for keep in (dialect.prefill(terms).keep, generation.edits.keep, dialects.known_members("trtllm", chat=chat)):
+        assert keep is not None
+        assert not forbidden & keep
+
+
+def test_only_an_engine_that_refuses_what_it_does_not_know_has_its_requests_cut_down() -> None:
+    assert dialects.known_members("vllm", chat=True) is dialects.known_members("sglang", chat=False) is None
+
+
 @pytest.mark.parametrize(("chat", "prompt"), [(True, "prompt_token_ids"), (False, "prompt")])
 def test_trtllm_generation_goes_on_from_the_context_servers_tokens(chat: bool, prompt: str) -> None:
     found = dialects.named("trtllm").decode(msgspec.structs.replace(TERMS, chat=chat), context())
