@@ -112,12 +112,19 @@ class DrainRate:
         return amount / rate if rate else None
 
 
+class AdmissionPreset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The parameters of an admission, all with defaults, and how to build it. Every build is live state of its own."""
+
+    def build(self) -> Admission:
+        raise NotImplementedError(f"{type(self).__name__} has no build()")
+
+
 class RoomView(Protocol):
     """What an admission may see of the room it judges for.
 
     busy       requests holding a permit that weigh on available endpoints
     capacity   how many the available endpoints may serve at once: the sum of their caps
-    waiting    requests in line
+    waiting    requests in line; waiting_s: the prefill seconds of all of them
     at_door    the question is a newcomer's; False: it is the head of the line's
     drain      requests that left, per second
     """
@@ -128,6 +135,8 @@ class RoomView(Protocol):
     def capacity(self) -> int: ...
     @property
     def waiting(self) -> int: ...
+    @property
+    def waiting_s(self) -> float: ...
     @property
     def at_door(self) -> bool: ...
     @property

@@ -8,17 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import msgspec
-
-from policies.admission import Admission, Cap, Open
+from policies.admission import Admission, AdmissionPreset, Cap, Open
+from policies.dual import Priced
 from policies.registry import PolicyConfigError, checked, near
-
-
-class AdmissionPreset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters of an admission, all with defaults, and how to build it. Every build is live state of its own."""
-
-    def build(self) -> Admission:
-        raise NotImplementedError(f"{type(self).__name__} has no build()")
 
 
 class OpenPreset(AdmissionPreset, frozen=True):
@@ -39,6 +31,7 @@ _KNOWN: Mapping[str, type[AdmissionPreset]] = MappingProxyType(
     {
         "none": OpenPreset,
         "cap": CapPreset,
+        "priced": Priced,
     }
 )
 

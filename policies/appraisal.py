@@ -17,17 +17,18 @@ class Appraisal(msgspec.Struct, frozen=True):
     """One request against the candidates of the moment, times in seconds.
 
     ttft_s         from now to the first token where that is soonest, queue included; inf with nobody available
-    backlog_s      the queue there
+    queue_s        the mean queue over all of them; count: how many they are
     prefill_s      computing the prompt where least of it is missing, without any queue
     decode_s       what its decoding takes of an engine: share of KV memory times residence, or of the steps if more
     cached_tokens  the most of the prompt that any candidate is believed to hold
     """
 
     ttft_s: float
-    backlog_s: float
+    queue_s: float
     prefill_s: float
     decode_s: float
     cached_tokens: int
+    count: int
 
     @property
     def work_s(self) -> float:
@@ -40,7 +41,7 @@ def appraise(ask: Ask, candidates: Sequence[Candidate]) -> Appraisal:
     request, cached, now = ask.request, ask.cached, ask.now
     prompt, known = request.prompt_tokens, len(ask.cached)
     soonest = least = inf
-    queue, most, best = 0.0, 0, None
+    queues, most, count, best = 0.0, 0, 0, None
     for candidate in candidates:
         load = candidate.load
         if not load.available:
@@ -49,14 +50,15 @@ def appraise(ask: Ask, candidates: Sequence[Candidate]) -> Appraisal:
         missing = max(1, prompt - held)
         alone = load.fixed_s + missing * (load.token_s + load.pair_s * (held + missing / 2))
         backlog = max(0.0, load.ready_at - now)
-        if backlog + alone < soonest:
-            soonest, queue = backlog + alone, backlog
+        queues += backlog
+        count += 1
+        soonest = min(soonest, backlog + alone)
         if alone < least:
             least, best = alone, load
         most = max(most, held)
     if best is None:
-        return Appraisal(inf, inf, 0.0, 0.0, 0)
+        return Appraisal(inf, inf, 0.0, 0.0, 0, 0)
     output, context = request.output_tokens, prompt + request.output_tokens / 2
     steps = output * (best.sequence_s + best.context_s * context)
     memory = output * best.step_s * context / best.kv_tokens if best.kv_tokens else 0.0
-    return Appraisal(soonest, queue, least, max(steps, memory), most)
+    return Appraisal(soonest, queues / count, least, max(steps, memory), most, count)

@@ -21,7 +21,7 @@ from policies import admission as verdicts
 from policies.admission import Admission, Admit, DrainRate, Outcome, Shed, Verdict, Wait, WaitingRoom
 from policies.appraisal import appraise
 from policies.fairness import Counters, FairShares, charged_tokens
-from policies.model import Ask, Candidate, Pick, Request
+from policies.model import Ask, Candidate, EndpointLoad, Pick, Request
 
 T = TypeVar("T", bound=Hashable)
 
@@ -79,11 +79,13 @@ class Room(Generic[T]):
     in_flight  permits given and not given back
     capacity   places at available endpoints
     at_door    whether the admission is being asked about a newcomer (for RoomView)
+    waiting_s  prefill seconds of all who wait
     """
 
     __slots__ = (
-        *("_candidates", "_charged", "_counters", "_degraded", "_due", "_evicted", "_fifo", "_lines", "_numbers"),
-        *("_ranks", "_tickets", "_turns", "admission", "at_door", "capacity", "drain", "in_flight", "limits"),
+        *("_candidates", "_charged", "_counters", "_degraded", "_due", "_evicted", "_fifo", "_leaving", "_lines"),
+        *("_numbers", "_ranks", "_tickets", "_turns", "admission", "at_door", "capacity", "drain", "in_flight", "limits"),
+        *("_leaving", "waiting_s"),
     )
 
     def __init__(
@@ -93,8 +95,10 @@ class Room(Generic[T]):
         self.limits = limits or WaitingRoom()
         self.drain = DrainRate()
         self.in_flight = self.capacity = 0
+        self.waiting_s = 0.0
         self.at_door = False
         self._candidates: Sequence[Candidate] = ()
+        self._leaving: Sequence[EndpointLoad] = ()
         self._degraded = False
         self._counters = Counters(shares)
         self._tickets: dict[T, Waiter[T]] = {}
@@ -114,16 +118,12 @@ class Room(Generic[T]):
 
     @property
     def busy(self) -> int:
-        """Permits that weigh on available endpoints; answers still flowing from an ejected one take nobody's place."""
+        """Permits that weigh on available endpoints; answers still flowing from one that is ejected or leaves take
+        nobody's place."""
         if not self._degraded:
             return self.in_flight
         elsewhere = sum(each.load.in_flight for each in self._candidates if not each.load.available)
-        return max(0, self.in_flight - elsewhere)
-
-    @property
-    def waiting_work_s(self) -> float:
-        """Prefill seconds of all who wait."""
-        return sum(waiter.own_s for waiter in self._tickets.values())
+        return max(0, self.in_flight - elsewhere - sum(load.in_flight for load in self._leaving))
 
     def ahead(self, tenant: str) -> float:
         """How many would go in before a newcomer of the tenant: of each other tenant as many as of its own, by weight.
@@ -136,11 +136,15 @@ class Room(Generic[T]):
         others = (min(line.size, turns * weight(name)) for name, line in self._lines.items() if line is not mine)
         return size + sum(others)
 
-    def refresh(self, candidates: Sequence[Candidate]) -> None:
-        """Endpoints came, went, or changed their availability. `settle` is due after it."""
+    def refresh(self, candidates: Sequence[Candidate], leaving: Sequence[EndpointLoad] = ()) -> None:
+        """Endpoints came, went, or changed their availability. `settle` is due after it.
+
+        `leaving` are those that are candidates no more; requests of before finish there.
+        """
         self._candidates = candidates
+        self._leaving = [load for load in leaving if load.in_flight]
         self.capacity = verdicts.capacity(candidates)
-        self._degraded = not all(candidate.load.available for candidate in candidates)
+        self._degraded = bool(self._leaving) or not all(candidate.load.available for candidate in candidates)
 
     # In and out
 
@@ -234,6 +238,7 @@ class Room(Generic[T]):
             self._counters.fade(waiter.arrived_s)
             self._counters.contended()
         self._tickets[waiter.ticket] = waiter
+        self.waiting_s += waiter.own_s
         self._enqueue(waiter)
         return Wait(waiter.due_s - waiter.arrived_s)
 
@@ -302,6 +307,7 @@ class Room(Generic[T]):
         tenant = waiter.ask.request.tenant
         waiter.gone = True
         del self._tickets[waiter.ticket]
+        self.waiting_s = self.waiting_s - waiter.own_s if self._tickets else 0.0
         self._lines[tenant].size -= 1
         if not self._lines[tenant].size:
             del self._lines[tenant]

@@ -1,0 +1,263 @@
+"""Priced admission: nothing is refused while the queue is short; beyond, what is worth least for its work goes first.
+
+The price is the dual variable of the pool's capacity (routing.md 4.8): an exponential of how far the expected queue is
+beyond a share of the TTFT budget. The queue itself integrates what comes too much, so the price needs no memory of its
+own, does not oscillate, and is zero when calm. Lives here: the verdicts and their numbers. Not here: the order of those
+who wait (waiting.py), sessions (sessions.py), the times told to those refused (returns.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import expm1, inf
+
+from policies.admission import (
+    ADMIT,
+    Admission,
+    AdmissionPreset,
+    Outcome,
+    RoomView,
+    Shed,
+    Verdict,
+    Wait,
+    no_capacity,
+    past_deadline,
+)
+from policies.appraisal import Appraisal, appraise
+from policies.model import Ask, Candidate, EndpointLoad, Pick, Request
+from policies.returns import Calendar, Key, ReturnTimes, identity
+from policies.sessions import SessionGate, WorkingSet, continuing, fleet_kv_tokens
+from policies.usage import Usage
+
+LEARN = 0.02
+"""Weight of one request in running means."""
+
+
+class Priced(AdmissionPreset, frozen=True):
+    """The parameters of priced admission.
+
+    queue_share    share of the TTFT budget that the mean queue may take before a price is asked
+    steepness      how fast the price grows with the queue beyond that
+    hold_share     requests leave the room while some candidate's queue is below this share of the TTFT budget,
+    hold_least_s   or below this; beyond, they wait here, where a better place can still be chosen
+    step_share     ... and while its decode steps take less than this share of the TPOT budget
+    kv_share       share of the fleet's KV that may be booked before a price is asked
+    late_value     what a request is worth whose first token is expected too late, in relation to one in time
+    session_value  what a request is worth that goes on with a conversation, in relation to one that begins
+    weights        shares of tenants in relation to others; 1 for those not named
+    """
+
+    queue_share: float = 0.5
+    steepness: float = 3.0
+    hold_share: float = 0.2
+    hold_least_s: float = 0.6
+    step_share: float = 1.0
+    kv_share: float = 1.0
+    late_value: float = 0.2
+    session_value: float = 4.0
+    weights: Mapping[str, float] = {}
+    sessions: SessionGate = SessionGate()
+    returns: ReturnTimes = ReturnTimes()
+
+    def build(self) -> Admission:
+        return PricedAdmission(self)
+
+
+class PricedAdmission:
+    """One pool's price and what it remembers. Pure; one owner.
+
+    calm   nobody has to be judged: no queue, no sessions, no promises
+    price  in typical requests: at 1, half of them are refused
+    """
+
+    __slots__ = (
+        *("_budget", "_calendar", "_per_value", "_rule", "_sessions", "_usage", "_work_s", "calm", "name", "price"),
+    )
+
+    def __init__(self, rule: Priced) -> None:
+        self.name = "priced"
+        self.calm = True
+        self.price = 0.0
+        self._rule = rule
+        self._sessions = WorkingSet(rule.sessions)
+        self._calendar = Calendar(rule.returns)
+        self._usage = Usage(rule.weights)
+        self._budget: float | None = None
+        self._per_value: float | None = None
+        self._work_s: float | None = None
+
+    # Verdicts
+
+    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
+        if room.capacity <= 0:
+            return no_capacity()
+        key = identity(ask) if room.at_door and len(self._calendar) else None
+        early_s = self._calendar.early(key, ask.now)
+        if early_s is not None:
+            return Shed("early", early_s, f"This request was told to come back, which is due in {early_s:.1f} s.")
+        look = appraise(ask, candidates)
+        if not look.count:
+            return no_capacity()
+        self._reprice(look, candidates, room)
+        shed = self._refusal(ask, candidates, look, key, room) if room.at_door else self._too_late(ask, look, room)
+        if shed is not None:
+            self._usage.offered(ask.request.tenant, look.work_s, admitted=False)
+            return shed
+        if room.busy < room.capacity and not (room.at_door and room.waiting) and self._fluid(ask, candidates):
+            return ADMIT
+        return Wait(room.limits.timeout_s)
+
+    def _refusal(
+        self, ask: Ask, candidates: Sequence[Candidate], look: Appraisal, key: Key | None, room: RoomView
+    ) -> Shed | None:
+        """Why a newcomer may not even wait; None if it may."""
+        request = ask.request
+        wait_s = self._wait_s(request.tenant, look, room)
+        first_s = look.ttft_s + wait_s
+        left_s = inf if request.deadline_s is None else request.deadline_s - ask.now
+        if first_s > left_s:
+            return past_deadline(room, first_s, left_s, self._come_back(ask, look, room, first_s - left_s))
+        kv_tokens = fleet_kv_tokens(candidates) if request.session else None
+        if not self._sessions.admits(request.session, request.prompt_tokens + request.output_tokens, kv_tokens):
+            return self._no_memory(ask, kv_tokens or 0.0)
+        self._learn(ask, look)
+        if not self.price or self._calendar.due(key, ask.now):
+            self._calendar.kept(key)
+            return None
+        asked = self._asked(ask, look, first_s)
+        if ask.rng.random() * (1.0 + asked) < 1.0:
+            return None
+        return self._too_dear(ask, look, room, asked)
+
+    def _asked(self, ask: Ask, look: Appraisal, first_s: float) -> float:
+        """The price of the request's work over its value: one in 1 + that is let in."""
+        request, rule = ask.request, self._rule
+        worth = request.slo.weight * 2.0**request.priority
+        if first_s > _left_s(ask):
+            worth *= rule.late_value
+        if self._sessions.holds(request.session) or continuing(request.prompt_tokens, look.cached_tokens):
+            worth *= rule.session_value
+        typical = self._per_value or look.work_s
+        return self.price * self._usage.excess(request.tenant) * look.work_s / max(1e-9, worth * typical)
+
+    def _too_dear(self, ask: Ask, look: Appraisal, room: RoomView, asked: float) -> Shed:
+        queue_s = look.queue_s + room.waiting_s / look.count
+        back_s = self._come_back(ask, look, room, queue_s - self._threshold_s())
+        told = (
+            f"The fleet is overloaded: {queue_s:.1f} s of prompts are queued for each of {look.count} endpoints, and "
+            f"beyond {self._threshold_s():.1f} s a price is asked. This request takes {look.work_s:.2f} s of work; "
+            f"of those like it one in {1.0 + asked:.1f} is let in."
+        )
+        return Shed("price", back_s, told)
+
+    def _too_late(self, ask: Ask, look: Appraisal, room: RoomView) -> Shed | None:
+        """Why one who has waited is refused after all: it would miss its promise, and others would not."""
+        left_s = _left_s(ask)
+        if not self.price or look.ttft_s <= left_s or look.prefill_s > ask.request.slo.ttft_s:
+            return None
+        told = f"The first token was due in {max(0.0, left_s):.1f} s and is expected in {look.ttft_s:.1f} s"
+        back_s = self._come_back(ask, look, room, look.ttft_s - left_s)
+        return Shed("ttft", back_s, f"{told}. {room.busy} of {room.capacity} places are taken.")
+
+    def _no_memory(self, ask: Ask, kv_tokens: float) -> Shed:
+        inside = self._sessions
+        told = (
+            f"The {len(inside)} sessions under way hold {inside.tokens} tokens of context, and new ones enter below "
+            f"{inside.phi * kv_tokens:.0f}, {inside.phi:.0%} of the fleet's KV cache."
+        )
+        back_s = inside.room_in_s(ask.request.prompt_tokens, kv_tokens, ask.now)
+        return Shed("session_memory", None if back_s is None else back_s * (0.75 + 0.5 * ask.rng.random()), told)
+
+    # The price
+
+    def _reprice(self, look: Appraisal, candidates: Sequence[Candidate], room: RoomView) -> None:
+        queue_s = look.queue_s + room.waiting_s / look.count
+        beyond = max(queue_s / self._threshold_s(), _kv_booked(candidates) / self._rule.kv_share) - 1.0
+        self.price = expm1(self._rule.steepness * min(4.0, beyond)) if beyond > 0.0 else 0.0
+
+    def _threshold_s(self) -> float:
+        """The mean queue beyond which a price is asked."""
+        return self._rule.queue_share / (self._budget or 0.2)
+
+    def _fluid(self, ask: Ask, candidates: Sequence[Candidate]) -> bool:
+        """Whether some candidate would begin with it soon without making others' answers slow."""
+        slo, rule = ask.request.slo, self._rule
+        until = ask.now + max(rule.hold_least_s, rule.hold_share * slo.ttft_s)
+        step_s = rule.step_share * slo.tpot_s
+        for candidate in candidates:
+            load = candidate.load
+            if load.available and load.ready_at <= until and (load.step_s <= step_s or load.ready_at <= ask.now):
+                return True
+        return False
+
+    def _wait_s(self, tenant: str, look: Appraisal, room: RoomView) -> float:
+        """How long a newcomer of the tenant would wait in the room."""
+        if not room.waiting:
+            return 0.0
+        return room.waiting_s / look.count * min(1.0, room.ahead(tenant) / room.waiting)
+
+    def _come_back(self, ask: Ask, look: Appraisal, room: RoomView, excess_s: float) -> float | None:
+        """Retry-After: the first moment that is not promised to others, once the queue has gone down."""
+        per_s = room.drain.per_s(ask.now)
+        capacity = per_s * self._work_s if per_s is not None and self._work_s else None
+        return self._calendar.refuse(identity(ask), look.work_s, capacity, 2.0 * excess_s, ask.now, ask.rng)
+
+    # What it learns
+
+    def _learn(self, ask: Ask, look: Appraisal) -> None:
+        """The typical budget (harmonic: tight ones count most) and what a unit of value typically costs."""
+        slo = ask.request.slo
+        self._budget = _mean(self._budget, 1.0 / slo.ttft_s)
+        self._per_value = _mean(self._per_value, look.work_s / slo.weight)
+
+    def booked(self, ask: Ask, pick: Pick) -> None:
+        request, load = ask.request, pick.candidate.load
+        missing = max(1, request.prompt_tokens - pick.cached_tokens)
+        prefill_s = missing * (load.token_s + load.pair_s * (pick.cached_tokens + missing / 2))
+        context = request.prompt_tokens + request.output_tokens / 2
+        work_s = prefill_s + request.output_tokens * (load.sequence_s + load.context_s * context)
+        self._work_s = _mean(self._work_s, work_s)
+        self._usage.offered(request.tenant, work_s, admitted=True)
+        if request.session:
+            held = max(ask.cached, default=0)
+            self._sessions.began(request.session, request.prompt_tokens, held, pick.cached_tokens, ask.now)
+        if self.calm and (request.session or self._crowded(load, request, ask.now)):
+            self.calm = False
+
+    def ended(self, request: Request, outcome: Outcome) -> None:
+        if request.session:
+            context = None if outcome.ttft_s is None else request.prompt_tokens + outcome.output_tokens
+            self._sessions.ended(request.session, context, outcome.cached_tokens, outcome.now)
+
+    def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
+        self._sessions.tick(now)
+        self._usage.tick(now)
+        self._calendar.forget(now)
+        loads = [candidate.load for candidate in candidates if candidate.load.available]
+        queue_s = sum(max(0.0, load.ready_at - now) for load in loads) / max(1, len(loads))
+        self.calm = (
+            not len(self._sessions)
+            and not len(self._calendar)
+            and queue_s < 0.5 * self._rule.hold_least_s
+            and _kv_booked(candidates) < self._rule.kv_share
+        )
+        if self.calm:
+            self.price = 0.0
+
+    def _crowded(self, load: EndpointLoad, request: Request, now: float) -> bool:
+        return load.ready_at - now > self._rule.hold_least_s or load.step_s > self._rule.step_share * request.slo.tpot_s
+
+
+def _left_s(ask: Ask) -> float:
+    """Seconds left of its TTFT budget."""
+    return (ask.request.arrived_s or ask.now) + ask.request.slo.ttft_s - ask.now
+
+
+def _kv_booked(candidates: Sequence[Candidate]) -> float:
+    """The share of the fleet's KV that is booked; 0 where its size is not known."""
+    kv_tokens = fleet_kv_tokens(candidates)
+    return sum(each.load.kv_booked for each in candidates if each.load.available) / kv_tokens if kv_tokens else 0.0
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + LEARN * (value - mean)
