@@ -84,8 +84,8 @@ class Room(Generic[T]):
 
     __slots__ = (
         *("_candidates", "_charged", "_counters", "_degraded", "_due", "_evicted", "_fifo", "_leaving", "_lines"),
-        *("_numbers", "_ranks", "_tickets", "_turns", "admission", "at_door", "capacity", "drain", "in_flight", "limits"),
-        *("_leaving", "waiting_s"),
+        *("_numbers", "_ranks", "_tickets", "_turns", "admission", "at_door", "capacity", "drain", "in_flight"),
+        *("limits", "waiting_s"),
     )
 
     def __init__(
