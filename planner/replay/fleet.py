@@ -22,7 +22,8 @@ from planner.replay.flight import Flight
 from planner.replay.front import Front
 from planner.replay.group import Group
 from planner.replay.halves import Halves
-from planner.replay.options import Fault, Options, Trouble
+from planner.replay.happenings import Happenings
+from planner.replay.options import Options
 from planner.replay.record import End, Record, Run
 from planner.replay.spec import FleetSpec
 from planner.replay.traffic import Line, Traffic
@@ -53,7 +54,8 @@ def replay(
 ) -> Run:
     """Replay the traffic on a cold fleet. `policy` and `admission` learn, so build them anew for every replay.
 
-    admission None: everybody is let in at once. `watch` is told (clock, requests over) every so often.
+    admission None: everybody is let in at once, whatever the groups' caps.
+    `watch` is told (clock, requests over) at every end of one.
     """
     room = None if admission is None else Room[int](admission, limits, shares)
     return Fleet(spec, traffic, policy, room, options or Options(), watch).run()
@@ -74,7 +76,8 @@ class Fleet:
         self.options = options
         self._spec, self._traffic, self._watch = spec, traffic, watch
         self.groups = [
-            Group(slot, kind, spec.block_tokens, self, options.leaping) for slot, kind in enumerate(spec.groups)
+            Group(slot, kind, spec.block_tokens, self, options.leaping, capped=room is not None)
+            for slot, kind in enumerate(spec.groups)
         ]
         self.front = Front(policy, self.groups, options, spec.block_tokens)
         split = any(kind.role is not Role.BOTH for kind in spec.groups)
@@ -86,7 +89,8 @@ class Fleet:
         self._at_door: dict[int, Flight] = {}
         self._records: list[Record] = []
         self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
-        self._order = self._open = self._over = 0
+        self._order = self._over = 0
+        self.under_way = 0
         self._last_s = 0.0
 
     def run(self) -> Run:
@@ -111,19 +115,13 @@ class Fleet:
             self._due(one.arrival_s, one, None)
         for line in self._traffic.lines:
             self._next(line.begins_s, line, line.requests(), first=True)
-        for fault in self.options.faults:
-            self.at(fault.at_s, self._befall, fault)
-        for group in self.groups:
-            if not group.alive:
-                self.at(group.kind.up_at_s, self._up, group)
+        Happenings(self).announce()
         if self._room is not None:
-            self._room.refresh(self.front.candidates)
+            self.refresh(0.0)
             self.at(0.0, self._tick)
-        if self.options.scrape_s is not None:
-            self.at(0.0, self._scrape)
 
     def _due(self, when_s: float, one: TraceRequest, rest: Iterator[TraceRequest] | None) -> None:
-        self._open += 1
+        self.under_way += 1
         self.at(when_s, self._arrive, (one, rest))
 
     def _next(self, now: float, line: Line | None, rest: Iterator[TraceRequest], first: bool = False) -> None:
@@ -189,11 +187,17 @@ class Fleet:
             elif isinstance(verdict, Shed):
                 self._refused(now, flight, verdict)
 
+    def refresh(self, now: float) -> None:
+        """Groups came or went: the room counts its places anew."""
+        if self._room is not None:
+            self._room.refresh(self.front.candidates)
+            self._settle(now)
+
     def _tick(self, now: float, _: object) -> None:
         assert self._room is not None
         self._room.tick(now)
         self._settle(now)
-        if self._open:
+        if self.under_way:
             self.at(now + TICK_S, self._tick)
 
     def _refused(self, now: float, flight: Flight, shed: Shed) -> None:
@@ -345,7 +349,7 @@ class Fleet:
         flight.over = True
         record = flight.record
         record.end, record.reason = end, reason
-        self._open -= 1
+        self.under_way -= 1
         self._over += 1
         self._last_s = now
         if self._watch is not None:
@@ -390,30 +394,6 @@ class Fleet:
             flight.entry = None
         flight.job = flight.group = None
 
-    # Troubles and news
-
-    def _befall(self, now: float, fault: Fault) -> None:
-        group = self.groups[fault.group]
-        if fault.trouble is Trouble.SLOW:
-            group.engine.slowness = group.kind.slowness * fault.factor
-            if fault.for_s is not None:
-                self.at(now + fault.for_s, self._heal, group)
-            return
-        if not group.alive:
-            return
-        group.alive = group.load.available = False
-        group.engine.stop()
-        group.count()
-        self.front.forget(group)
-        if self._room is not None:
-            self._room.refresh(self.front.candidates)
-        for flight in [flight for flight in self.flights.values() if flight.group is group]:
-            self.failed(now, flight, group)
-        if self.halves is not None:
-            self.halves.died(now, group)
-        if fault.for_s is not None:
-            self.at(now + fault.for_s, self._up, group)
-
     def failed(self, now: float, flight: Flight, group: Group) -> None:
         """Its group has died: elsewhere if nothing was said yet, else its answer is broken."""
         self.withdraw(now, flight)
@@ -423,36 +403,6 @@ class Fleet:
             return
         flight.record.moved += 1
         self.serve(now, flight, self._ask(now, flight))
-
-    def _heal(self, now: float, group: Group) -> None:
-        group.engine.slowness = group.kind.slowness
-
-    def _up(self, now: float, group: Group) -> None:
-        """A group joins, with nothing in its cache."""
-        group.engine = group.new_engine()
-        group.watched_s = inf
-        group.alive = group.load.available = True
-        if self._room is not None:
-            self._room.refresh(self.front.candidates)
-            self._settle(now)
-
-    def _scrape(self, now: float, _: object) -> None:
-        """Every engine's own view of itself, on its way to the gateway."""
-        readings = [
-            (group, scheduler.running, scheduler.queued, scheduler.pool.usage)
-            for group in self.groups
-            if group.alive
-            for scheduler in (group.engine.scheduler,)
-        ]
-        self.at(now + self.options.scrape_age_s, self._scraped, readings)
-        if self._open and self.options.scrape_s is not None:
-            self.at(now + self.options.scrape_s, self._scrape)
-
-    def _scraped(self, now: float, readings: list[tuple[Group, int, int, float]]) -> None:
-        for group, running, waiting, usage in readings:
-            load = group.load
-            load.strangers = max(0, running + waiting - load.in_flight)
-            load.running, load.waiting, load.kv_usage, load.scraped_at = running, waiting, usage, now
 
     def _report(self, wall_s: float) -> Run:
         for group in self.groups:

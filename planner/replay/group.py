@@ -14,6 +14,8 @@ from planner.replay.spec import Kind
 from policies.latency import Belief, Shape, shape_for
 from policies.model import Candidate, Endpoint, EndpointLoad, Layout
 
+UNCAPPED = 1 << 30
+
 
 class Listener(Protocol):
     """Who is told what becomes of jobs: the fleet."""
@@ -54,7 +56,9 @@ class Group:
         *("listener", "receives_at_s", "roofline", "sends_at_s", "totals", "watched_s"),
     )
 
-    def __init__(self, slot: int, kind: Kind, block_tokens: int, listener: Listener, leaping: bool) -> None:
+    def __init__(
+        self, slot: int, kind: Kind, block_tokens: int, listener: Listener, leaping: bool, capped: bool
+    ) -> None:
         self.name = f"tp{slot}"
         self.kind = kind
         self.block_tokens = block_tokens
@@ -64,7 +68,7 @@ class Group:
         self.kv_token_bytes = kind.shape.kv_token_bytes
         self.load = EndpointLoad(slot, Belief(_prior(kind)))
         self.load.kv_tokens = kind.capacity_tokens
-        self.candidate = Candidate(_endpoint(self.name, slot, kind), self.load)
+        self.candidate = Candidate(_endpoint(self.name, slot, kind, capped), self.load)
         self.alive = kind.up_at_s <= 0
         self.load.available = self.alive
         self.coming: Counter[int] = Counter()
@@ -87,6 +91,11 @@ class Group:
         )
         engine.slowness = self.kind.slowness
         return engine
+
+    def renew(self) -> None:
+        """Come up with an engine that holds nothing."""
+        self.engine = self.new_engine()
+        self.watched_s = inf
 
     def count(self) -> None:
         """Add what the engine did to the totals; once, when it is done with."""
@@ -135,7 +144,7 @@ def _prior(kind: Kind) -> Shape:
     )
 
 
-def _endpoint(name: str, slot: int, kind: Kind) -> Endpoint:
+def _endpoint(name: str, slot: int, kind: Kind, capped: bool) -> Endpoint:
     return Endpoint(
         name=name,
         url=f"http://127.0.0.1:{9000 + slot}",
@@ -143,5 +152,5 @@ def _endpoint(name: str, slot: int, kind: Kind) -> Endpoint:
         served_model=kind.model,
         role=kind.role,
         layout=Layout(tp=kind.tp),
-        max_concurrency=kind.max_concurrency,
+        max_concurrency=kind.max_concurrency if capped else UNCAPPED,
     )

@@ -1,0 +1,86 @@
+"""What happens to a replayed fleet besides requests: groups that fail, slow down or join; scrapes of metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from planner.replay.group import Group
+from planner.replay.options import Fault, Trouble
+
+if TYPE_CHECKING:
+    from planner.replay.fleet import Fleet
+
+Reading = tuple[Group, int, int, float]
+
+
+class Happenings:
+    """Puts them on the fleet's heap. Owns nothing."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def announce(self) -> None:
+        """Everything that is known beforehand."""
+        fleet = self._fleet
+        for fault in fleet.options.faults:
+            fleet.at(fault.at_s, self._befall, fault)
+        for group in fleet.groups:
+            if not group.alive:
+                fleet.at(group.kind.up_at_s, self._up, group)
+        if fleet.options.scrape_s is not None:
+            fleet.at(0.0, self._scrape)
+
+    def _befall(self, now: float, fault: Fault) -> None:
+        group = self._fleet.groups[fault.group]
+        if fault.trouble is Trouble.SLOW:
+            group.engine.slowness = group.kind.slowness * fault.factor
+            if fault.for_s is not None:
+                self._fleet.at(now + fault.for_s, self._heal, group)
+        elif group.alive:
+            self._lose(now, group)
+            if fault.for_s is not None:
+                self._fleet.at(now + fault.for_s, self._up, group)
+
+    def _lose(self, now: float, group: Group) -> None:
+        """A rank falls out, and with it the whole group: who waits for a first token goes elsewhere."""
+        fleet = self._fleet
+        group.alive = group.load.available = False
+        group.engine.stop()
+        group.count()
+        fleet.front.forget(group)
+        fleet.refresh(now)
+        for flight in [flight for flight in fleet.flights.values() if flight.group is group]:
+            fleet.failed(now, flight, group)
+        if fleet.halves is not None:
+            fleet.halves.died(now, group)
+
+    def _heal(self, now: float, group: Group) -> None:
+        group.engine.slowness = group.kind.slowness
+
+    def _up(self, now: float, group: Group) -> None:
+        """A group joins, with nothing in its cache."""
+        group.renew()
+        group.alive = group.load.available = True
+        self._fleet.refresh(now)
+
+    def _scrape(self, now: float, _: object) -> None:
+        """Every engine's own view of itself, on its way to the gateway."""
+        fleet = self._fleet
+        readings: list[Reading] = []
+        for group in fleet.groups:
+            if group.alive:
+                scheduler = group.engine.scheduler
+                readings.append((group, scheduler.running, scheduler.queued, scheduler.pool.usage))
+        if fleet.options.scrape_age_s:
+            fleet.at(now + fleet.options.scrape_age_s, self._scraped, readings)
+        else:
+            self._scraped(now, readings)
+        if fleet.under_way and fleet.options.scrape_s is not None:
+            fleet.at(now + fleet.options.scrape_s, self._scrape)
+
+    def _scraped(self, now: float, readings: list[Reading]) -> None:
+        """As the gateway's table does it; what others sent is counted against what is in flight when it arrives."""
+        for group, running, waiting, usage in readings:
+            load = group.load
+            load.strangers = max(0, running + waiting - load.in_flight)
+            load.running, load.waiting, load.kv_usage, load.scraped_at = running, waiting, usage, now

@@ -1,0 +1,216 @@
+"""The virtual fleet: every request ends once, equal seeds give equal runs, leaping changes nothing."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.replay import Clients, End, Fault, FleetSpec, Kind, Options, Run, Traffic, Trouble, View, replay, traffic
+from planner.traces import TraceRequest
+from policies import registry
+from policies.admission import WaitingRoom
+from policies.admissions import build_admission
+from policies.model import Role
+
+H100 = Kind("llama-3.1-70b-fp8", "h100", 4, kv_tokens=100_000)
+TWO = FleetSpec("two", (msgspec.structs.replace(H100, count=2),))
+
+
+def some(count: int = 40, every_s: float = 0.2, prompt: int = 3000, output: int = 60) -> list[TraceRequest]:
+    """Requests of four customers."""
+    return [
+        TraceRequest(
+            number * every_s,
+            prompt + 7 * number,
+            output + number,
+            (*range(number % 4 * 10, number % 4 * 10 + 4), 10**6 + number, 10**7 + number),
+        )
+        for number in range(count)
+    ]
+
+
+def ran(
+    requests: list[TraceRequest] | Traffic,
+    spec: FleetSpec = TWO,
+    policy: str = "prefix_aware",
+    admission: str | None = None,
+    limits: WaitingRoom | None = None,
+    **options: object,
+) -> Run:
+    load = requests if isinstance(requests, Traffic) else traffic(requests)
+    gate = None if admission is None else build_admission(admission, {})
+    return replay(spec, load, registry.build(policy, {}), gate, Options(**options), limits)  # type: ignore[arg-type]
+
+
+def told(run: Run) -> list[tuple[object, ...]]:
+    return [
+        (one.group, one.cached_tokens, one.first_s, one.done_s, one.end, one.refusals, one.predicted_ttft_s)
+        for one in run.records
+    ]
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware"])
+def test_an_equal_seed_gives_an_equal_run(policy: str) -> None:
+    assert told(ran(some(), policy=policy, seed=3)) == told(ran(some(), policy=policy, seed=3))
+
+
+@given(
+    rate=st.floats(0.5, 60.0),
+    output=st.integers(1, 200),
+    admission=st.sampled_from([None, "cap"]),
+    retries=st.integers(0, 2),
+    obey=st.booleans(),
+    patience_s=st.sampled_from([None, 0.5, 3.0]),
+    lost_at_s=st.sampled_from([None, 0.3, 2.0]),
+    back_s=st.sampled_from([None, 1.0]),
+    split=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_arrival_ends_exactly_once_and_everything_is_given_back(
+    rate: float,
+    output: int,
+    admission: str | None,
+    retries: int,
+    obey: bool,
+    patience_s: float | None,
+    lost_at_s: float | None,
+    back_s: float | None,
+    split: bool,
+) -> None:
+    kinds = (msgspec.structs.replace(H100, count=2, max_concurrency=4),)
+    if split:
+        kinds = tuple(
+            msgspec.structs.replace(H100, count=2, role=role, max_concurrency=6) for role in (Role.PREFILL, Role.DECODE)
+        )
+    faults = () if lost_at_s is None else tuple(Fault(lost_at_s, group, for_s=back_s) for group in (0, len(kinds)))
+    run = ran(
+        some(30, 1 / rate, output=output),
+        FleetSpec("some", kinds),
+        admission=admission,
+        limits=WaitingRoom(size=5, timeout_s=2.0),
+        clients=Clients(retries, obey, patience_s),
+        faults=faults,
+    )
+    assert len(run.records) == 30
+    for one in run.records:
+        assert one.end in (End.SERVED, End.SHED, End.LOST, End.LEFT)
+        assert (one.done_s is not None) == (one.end is End.SERVED)
+        assert one.first_s is None or one.done_s is None or one.arrived_s < one.first_s <= one.done_s
+
+
+def test_leaping_and_stepping_give_the_same_run_within_a_thousandth() -> None:
+    requests = some(60, 0.05, output=300)
+    leapt, stepped = ran(requests), ran(requests, leaping=False)
+    assert [one.group for one in leapt.records] == [one.group for one in stepped.records]
+    for one, other in zip(leapt.records, stepped.records, strict=True):
+        assert one.ttft_s == pytest.approx(other.ttft_s, rel=1e-3)
+        assert one.tpot_s == pytest.approx(other.tpot_s, rel=1e-3)
+        assert one.longest_gap_s == pytest.approx(other.longest_gap_s, rel=2e-3)
+    assert sum(group.steps for group in leapt.groups) == sum(group.steps for group in stepped.groups)
+
+
+def test_loads_are_back_at_nothing_when_all_is_over() -> None:
+    from planner.replay.fleet import Fleet
+
+    fleet = Fleet(TWO, traffic(some()), registry.build("prefix_aware", {}), None, Options())
+    fleet.run()
+    for group in fleet.groups:
+        load = group.load
+        assert (load.in_flight, load.prefill_tokens, load.decode_tokens, load.expected_tokens) == (0, 0, 0, 0)
+        assert not group.coming
+        assert group.engine.scheduler.pool.usage == 0
+
+
+def test_a_lost_group_breaks_answers_and_sends_those_without_a_token_elsewhere() -> None:
+    run = ran(some(30, 0.02, output=400), faults=(Fault(0.5, 0, for_s=5.0),))
+    ends = {one.end for one in run.records}
+    assert ends == {End.SERVED, End.LOST}
+    assert any(one.moved and one.end is End.SERVED and one.group == "tp1" for one in run.records)
+    assert all(one.first_s is not None for one in run.records if one.end is End.LOST)
+
+
+def test_a_cold_group_gets_nothing_before_it_joins_and_its_share_after() -> None:
+    spec = FleetSpec("cold", (H100, msgspec.structs.replace(H100, up_at_s=4.0)))
+    run = ran(some(60, 0.2), spec, policy="least_loaded")
+    joined = [one for one in run.records if one.group == "tp1"]
+    assert joined
+    assert min(one.arrived_s for one in joined) >= 4.0
+
+
+def test_a_slow_group_is_slow_for_as_long_as_it_was_said() -> None:
+    quick = ran(some(10, 2.0), policy="round_robin")
+    slow = ran(some(10, 2.0), policy="round_robin", faults=(Fault(0.0, 0, Trouble.SLOW, 9.9, 3.0),))
+    stretch = [b.tpot_s / a.tpot_s for a, b in zip(quick.records, slow.records, strict=True)]  # type: ignore[operator]
+    assert stretch == pytest.approx([3, 1, 3, 1, 3, 1, 1, 1, 1, 1], rel=1e-6)
+
+
+def test_the_exact_view_believes_what_the_engine_finds() -> None:
+    run = ran(some(40, 1.0), view=View.EXACT)
+    assert [one.believed_tokens for one in run.records] == [one.cached_tokens for one in run.records]
+    assert sum(one.cached_tokens for one in run.records) == sum(one.ideal_tokens for one in run.records) > 0
+
+
+def test_an_index_that_hears_nothing_believes_nothing() -> None:
+    assert {one.believed_tokens for one in ran(some(), lost_events=1.0).records} == {0}
+
+
+def test_clients_that_obey_come_again_when_they_were_told_to() -> None:
+    spec = FleetSpec("one", (msgspec.structs.replace(H100, max_concurrency=2),))
+    room = WaitingRoom(size=1, timeout_s=0.5)
+    refused = ran(some(12, 0.01), spec, admission="cap", limits=room)
+    patient = ran(some(12, 0.01), spec, admission="cap", limits=room, clients=Clients(retries=5))
+    served = [sum(one.end is End.SERVED for one in run.records) for run in (refused, patient)]
+    assert served[0] < served[1]
+    assert any(one.refusals and one.end is End.SERVED and one.ttft_s > 0.4 for one in patient.records)  # type: ignore[operator]
+
+
+def test_what_fits_nowhere_is_refused_and_what_fits_somewhere_goes_there() -> None:
+    spec = FleetSpec("unequal", (msgspec.structs.replace(H100, kv_tokens=4096), H100))
+    run = ran([TraceRequest(0.0, 50_000, 10), TraceRequest(0.0, 200_000, 10)], spec, policy="round_robin")
+    assert [(one.end, one.group, one.reason) for one in run.records] == [
+        (End.SERVED, "tp1", ""),
+        (End.SHED, "", "too_long"),
+    ]
+
+
+def split_fleet(link_gb_s: float) -> FleetSpec:
+    half = msgspec.structs.replace(H100, link_gb_s=link_gb_s)
+    return FleetSpec("pd", tuple(msgspec.structs.replace(half, role=role) for role in (Role.PREFILL, Role.DECODE)))
+
+
+def test_a_split_request_waits_for_its_kv_to_cross_the_link() -> None:
+    one = [TraceRequest(0.0, 8000, 50)]
+    (fast,), (slow,) = ran(one, split_fleet(100.0)).records, ran(one, split_fleet(1.0)).records
+    assert (fast.prefilled_by, fast.group) == ("tp0", "tp1")
+    kv_bytes = H100.shape.kv_token_bytes * 8000
+    assert slow.first_s - fast.first_s == pytest.approx(kv_bytes / 1e9 - kv_bytes / 1e11, rel=1e-3)  # type: ignore[operator]
+
+
+def test_a_link_carries_one_prompt_after_another() -> None:
+    run = ran([TraceRequest(0.0, 8000, 5) for _ in range(3)], split_fleet(0.5))
+    firsts = sorted(one.first_s for one in run.records)  # type: ignore[type-var]
+    each_s = H100.shape.kv_token_bytes * 8000 / 0.5e9
+    assert firsts[1] - firsts[0] == pytest.approx(each_s, rel=0.05)  # type: ignore[operator]
+    assert firsts[2] - firsts[1] == pytest.approx(each_s, rel=0.05)  # type: ignore[operator]
+
+
+def test_a_decoder_whose_prefiller_died_computes_the_prompt_itself() -> None:
+    quick = ran([TraceRequest(0.0, 8000, 5)], split_fleet(0.5)).records[0]
+    dying = ran([TraceRequest(0.0, 8000, 5)], split_fleet(0.5), faults=(Fault(2.0, 0),)).records[0]
+    assert dying.end is End.SERVED
+    assert dying.ttft_s > quick.ttft_s  # type: ignore[operator]
+
+
+def test_a_closed_loop_asks_when_it_was_answered_and_has_thought() -> None:
+    turns = [TraceRequest(0.5, 600, 20, session="s"), TraceRequest(0.0, 700, 20, session="s", think_s=2.0)]
+    first, second = ran(turns).records
+    assert first.arrived_s == 0.5
+    assert second.arrived_s == pytest.approx(first.done_s + 2.0)  # type: ignore[operator]
+
+
+def test_what_is_not_over_at_the_horizon_is_cut() -> None:
+    run = ran(some(100, 0.2, output=200), horizon_s=10.0)
+    assert {one.end for one in run.records} == {End.SERVED, End.CUT}
+    assert max(one.arrived_s for one in run.records) <= 10.0
