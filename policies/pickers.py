@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import inf
+from collections.abc import Callable, Sequence
+from math import exp, inf
 
-from policies.model import Ask, Candidate
+from policies.contract import Picker
+from policies.model import Ask, Candidate, EndpointLoad
 
 
 def best(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
@@ -13,6 +14,54 @@ def best(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> 
     top = max(scores)
     ties = [index for index, score in enumerate(scores) if score == top]
     return ties[0] if len(ties) == 1 else ties[int(ask.rng.random() * len(ties))]
+
+
+def best_then(*costs: Callable[[EndpointLoad], float]) -> Picker:
+    """The highest score; of those that share it the least by the first cost, then by the second, then any of them."""
+
+    def pick(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+        top = max(scores)
+        left = [index for index, score in enumerate(scores) if score == top]
+        for cost in costs:
+            if len(left) == 1:
+                break
+            each = [cost(candidates[index].load) for index in left]
+            least = min(each)
+            left = [index for index, mine in zip(left, each, strict=True) if mine == least]
+        return left[0] if len(left) == 1 else left[int(ask.rng.random() * len(left))]
+
+    return pick
+
+
+def better_of_two(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    """The better of two different candidates drawn at random (Mitzenmacher 2001); the first of them on a tie."""
+    first = int(ask.rng.random() * len(scores))
+    if len(scores) == 1:
+        return first
+    second = int(ask.rng.random() * (len(scores) - 1))
+    second += second >= first
+    return second if scores[second] > scores[first] else first
+
+
+def softmax(temperature: float) -> Picker:
+    """A draw in which a score counts exp(score / temperature), scores scaled to a range of one; at 0 the best."""
+    if temperature < 0:
+        raise ValueError(f"a temperature is 0 or more, not {temperature}")
+    if temperature == 0:
+        return best
+
+    def pick(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+        top = max(scores)
+        span = (top - min(scores)) * temperature or 1.0
+        weights = [exp((score - top) / span) for score in scores]
+        drawn = ask.rng.random() * sum(weights)
+        for index, weight in enumerate(weights):
+            drawn -= weight
+            if drawn < 0:
+                return index
+        return len(scores) - 1
+
+    return pick
 
 
 class Rotation:

@@ -14,6 +14,17 @@ import msgspec
 
 from policies.contract import Policy
 from policies.presets import LeastLoaded, PrefixAware, Preset, RoundRobin
+from policies.published.dualmap import DualMap
+from policies.published.dynamo import DynamoKv
+from policies.published.llmd_blend import LlmdBlend
+from policies.published.llmd_predictor import LlmdPredictor
+from policies.published.llmd_token import LlmdToken
+from policies.published.llumnix import Llumnix
+from policies.published.lmetric import LMetric
+from policies.published.mooncake import Mooncake
+from policies.published.power_of_two import PowerOfTwo
+from policies.published.preble import Preble
+from policies.published.sglang import SglangCacheAware
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -31,6 +42,17 @@ _KNOWN: Mapping[str, type[Preset]] = MappingProxyType(
         "round_robin": RoundRobin,
         "least_loaded": LeastLoaded,
         "prefix_aware": PrefixAware,
+        "power_of_two": PowerOfTwo,
+        "sglang_cache_aware": SglangCacheAware,
+        "dynamo_kv": DynamoKv,
+        "llmd_blend": LlmdBlend,
+        "llmd_token": LlmdToken,
+        "llmd_predictor": LlmdPredictor,
+        "preble": Preble,
+        "mooncake": Mooncake,
+        "lmetric": LMetric,
+        "llumnix": Llumnix,
+        "dualmap": DualMap,
     }
 )
 

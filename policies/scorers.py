@@ -40,6 +40,19 @@ def outstanding(output_weight: float, request_tokens: float, fresh_s: float) -> 
     return score
 
 
+def fewest_requests(fresh_s: float) -> Scorer:
+    """Fewest requests: those in flight from here and the strangers of a fresh scrape."""
+
+    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        now = ask.now
+        return [
+            -float(load.in_flight + strangers(load, now, fresh_s))
+            for load in (candidate.load for candidate in candidates)
+        ]
+
+    return score
+
+
 def uncached_work(harm_weight: float, patience_tokens: float, decode_weight: float, fresh_s: float) -> Scorer:
     """Least prefill work before this request's first token, plus the harm that a wasted prefill does to the others.
 

@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import inf
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from policies import registry
-from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request
+from policies.fingerprint import Fingerprinter
+from policies.model import STANDARD, Ask, Candidate, Endpoint, EndpointLoad, Request, Slo
 from policies.run import pick, refusal
 
-LIVE = [name for name in EndpointLoad.__slots__ if name != "slot"]
+LIVE = [name for name in EndpointLoad.__slots__ if name not in ("slot", "belief", "timeline")]
+PRINTS = Fingerprinter(b"sixteen bytes at least")
+TEXT = Random(1).randbytes(20 * PRINTS.block_bytes)
 pytestmark = pytest.mark.parametrize("name", registry.names())
 
 
-@st.composite
-def candidate_lists(draw: st.DrawFn) -> list[Candidate]:
-    slots = draw(st.lists(st.integers(0, 100), unique=True, max_size=8))
-    found = []
-    for slot in slots:
-        load = EndpointLoad(slot)
-        load.in_flight = draw(st.integers(0, 30))
-        load.prefill_tokens, load.decode_tokens, load.expected_tokens = draw(st.tuples(*[st.integers(0, 10**7)] * 3))
-        load.available = draw(st.booleans())
-        load.running, load.waiting = draw(st.tuples(*[st.none() | st.integers(0, 300)] * 2))
-        load.strangers = draw(st.integers(0, 300))
-        load.kv_usage, load.scraped_at = draw(st.none() | st.floats(0, 1)), draw(st.none() | st.floats(0, 100))
-        found.append(Candidate(Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), load))
-    return found
+def live(slot: int, rng: Random) -> EndpointLoad:
+    """Any numbers that an endpoint may have, the unknown and the extreme among them."""
+    load = EndpointLoad(slot)
+    load.in_flight = rng.randrange(31)
+    load.decoding = rng.randint(0, load.in_flight)
+    for field in ("prefill_tokens", "decode_tokens", "expected_tokens", "kv_booked", "held_tokens"):
+        setattr(load, field, rng.choice((0, rng.randrange(1000), rng.randrange(10**7))))
+    load.available = rng.random() < 0.7
+    load.running, load.waiting = rng.choice((None, rng.randrange(300))), rng.choice((None, 0, rng.randrange(300)))
+    load.strangers = rng.choice((0, rng.randrange(300)))
+    load.kv_usage, load.scraped_at = rng.choice((None, 0.0, rng.random(), 1.0)), rng.choice((None, 100 * rng.random()))
+    load.kv_tokens = rng.choice((None, 1.0, 1e7 * rng.random() + 1))
+    if rng.random() < 0.5:
+        load.ready_at = 300 * rng.random()
+        for field in ("token_s", "pair_s", "fixed_s", "step_s", "sequence_s", "context_s"):
+            setattr(load, field, rng.choice((0.0, 1e-6 * rng.random(), 10 * rng.random())))
+    return load
 
 
-@st.composite
-def asks(draw: st.DrawFn) -> Ask:
-    request = Request("id", "model", "tenant", draw(st.integers(0, 10**6)), draw(st.integers(0, 10**5)))
-    cached = draw(st.lists(st.integers(0, request.prompt_tokens), max_size=12))
-    tried = draw(st.frozensets(st.integers(0, 100).map("tp{}".format), max_size=3))
-    return Ask(request, 100.0, Random(draw(st.integers())), cached, tried)
+def cases() -> Iterator[tuple[int, Ask, list[Candidate]]]:
+    """A hundred and fifty questions with their candidates, the same in every run, and a number that names each."""
+    for number in range(150):
+        rng = Random(number)
+        slots = rng.sample(range(100), rng.choice((0, 1, 2, 3, 8)))
+        fleet = [Candidate(Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "p", "m"), live(slot, rng)) for slot in slots]
+        prompt = rng.choice((0, 1, rng.randrange(10**4), rng.randrange(10**6)))
+        slo = rng.choice((STANDARD, Slo("interactive", 10 * rng.random() + 0.01, rng.random() + 0.001)))
+        request = Request(f"{rng.random()}", "model", "tenant", prompt, rng.choice((0, rng.randrange(10**5))), slo=slo)
+        cached = [rng.choice((0, prompt, rng.randint(0, prompt))) for _ in range(rng.choice((0, 3, 100)))]
+        tried = frozenset(f"tp{slot}" for slot in rng.sample(slots, min(len(slots), rng.choice((0, 0, 1, 3)))))
+        prints = PRINTS.of(b"salt", TEXT[: rng.randrange(len(TEXT))]) if rng.random() < 0.5 else None
+        yield number, Ask(request, 100.0, rng, cached, tried, prints), fleet
 
 
 def able(ask: Ask, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -52,54 +64,55 @@ def snapshot(candidates: Sequence[Candidate]) -> list[list[object]]:
     return [[getattr(candidate.load, field) for field in LIVE] for candidate in candidates]
 
 
-@given(asks(), candidate_lists())
-def test_a_pick_is_one_of_those_given_that_may_be_picked(name: str, ask: Ask, candidates: list[Candidate]) -> None:
-    found = pick(registry.build(name, {}), ask, candidates)
-    if found is not None:
-        chosen = found.candidate
-        assert any(chosen is candidate for candidate in candidates)
-        assert chosen.load.available
-        assert chosen.endpoint.name not in ask.tried
-        assert chosen in able(ask, candidates)
-        assert 1 <= found.considered <= len(candidates)
-        assert 0 <= found.cached_tokens <= ask.request.prompt_tokens
-
-
-@given(asks(), candidate_lists())
-def test_somebody_is_picked_whenever_somebody_may_be(name: str, ask: Ask, candidates: list[Candidate]) -> None:
+def test_a_pick_is_one_of_those_given_that_may_be_picked(name: str) -> None:
     policy = registry.build(name, {})
-    assert (pick(policy, ask, candidates) is None) == (not able(ask, candidates))
-    if not able(ask, candidates):
-        assert refusal(policy, ask, candidates) in {"no_candidates", "available", "untried", "below_cap"}
+    for number, ask, candidates in cases():
+        found = pick(policy, ask, candidates)
+        if found is not None:
+            assert any(found.candidate is candidate for candidate in candidates), number
+            assert found.candidate in able(ask, candidates), number
+            assert 1 <= found.considered <= len(candidates), number
+            assert 0 <= found.cached_tokens <= ask.request.prompt_tokens, number
 
 
-@given(asks(), candidate_lists())
-def test_a_policy_changes_nothing_it_is_given(name: str, ask: Ask, candidates: list[Candidate]) -> None:
-    before, order, cached = snapshot(candidates), list(candidates), list(ask.cached)
-    pick(registry.build(name, {}), ask, candidates)
-    assert snapshot(candidates) == before
-    assert all(now is then for now, then in zip(candidates, order, strict=True))
-    assert list(ask.cached) == cached
+def test_somebody_is_picked_whenever_somebody_may_be(name: str) -> None:
+    policy = registry.build(name, {})
+    for number, ask, candidates in cases():
+        assert (pick(policy, ask, candidates) is None) == (not able(ask, candidates)), number
+        if not able(ask, candidates):
+            assert refusal(policy, ask, candidates) in {"no_candidates", "available", "untried", "below_cap"}, number
 
 
-@given(asks(), candidate_lists(), st.integers())
-def test_the_same_seed_makes_the_same_choices(name: str, ask: Ask, candidates: list[Candidate], seed: int) -> None:
+def test_a_policy_changes_nothing_it_is_given(name: str) -> None:
+    policy = registry.build(name, {})
+    for number, ask, candidates in cases():
+        before, order, cached = snapshot(candidates), list(candidates), list(ask.cached)
+        pick(policy, ask, candidates)
+        assert snapshot(candidates) == before, number
+        assert all(now is then for now, then in zip(candidates, order, strict=True)), number
+        assert list(ask.cached) == cached, number
+
+
+def test_the_same_seed_makes_the_same_choices(name: str) -> None:
     def choices() -> list[str | None]:
-        policy, rng = registry.build(name, {}), Random(seed)
-        question = Ask(ask.request, ask.now, rng, ask.cached, ask.tried)
-        found = [pick(policy, question, candidates) for _ in range(6)]
-        return [one and one.candidate.endpoint.name for one in found]
+        policy, rng, made = registry.build(name, {}), Random(7), []
+        for _, ask, candidates in cases():
+            question = Ask(ask.request, ask.now, rng, ask.cached, ask.tried, ask.fingerprint)
+            found = [pick(policy, question, candidates) for _ in range(3)]
+            made += [one and one.candidate.endpoint.name for one in found]
+        return made
 
     assert choices() == choices()
 
 
-@given(asks(), candidate_lists())
-def test_scorers_rate_every_candidate_with_a_finite_number(name: str, ask: Ask, candidates: list[Candidate]) -> None:
-    for part in registry.build(name, {}).scorers:
+def test_scorers_rate_every_candidate_with_a_finite_number(name: str) -> None:
+    policy = registry.build(name, {})
+    for number, ask, candidates in cases():
         if candidates:
-            scores = part.scorer(ask, candidates)
-            assert len(scores) == len(candidates)
-            assert all(abs(score) < float("inf") for score in scores)
+            for part in policy.scorers:
+                scores = part.scorer(ask, candidates)
+                assert len(scores) == len(candidates), number
+                assert all(abs(score) < inf for score in scores), number
 
 
 def test_a_policy_is_total_on_nobody(name: str) -> None:
@@ -116,3 +129,39 @@ def test_equal_idle_endpoints_share_requests_evenly(name: str) -> None:
         assert found is not None
         counts[found.candidate.load.slot] += 1
     assert max(counts) / min(counts) <= 1.3
+
+
+def test_one_of_sixtyfour_is_picked_whatever_is_known_of_them(name: str) -> None:
+    """Nobody scraped, nothing cached, no fingerprint; then all of it."""
+    policy, rng = registry.build(name, {}), Random(5)
+    fleet = [Candidate(Endpoint(f"tp{slot}", "u", "p", "m"), EndpointLoad(slot)) for slot in range(64)]
+    request = Request("id", "m", "t", 8000, 300)
+    blind = pick(policy, Ask(request, 0.0, rng), fleet)
+    for candidate in fleet:
+        load = candidate.load
+        load.in_flight, load.prefill_tokens, load.kv_usage = rng.randrange(20), rng.randrange(20_000), rng.random()
+        load.running, load.waiting, load.scraped_at, load.kv_tokens = 20, 3, 0.5, 600_000.0
+    cached = [rng.randrange(8000) for _ in fleet]
+    seeing = pick(policy, Ask(request, 1.0, rng, cached, frozenset(), PRINTS.of(b"", TEXT)), fleet)
+    assert blind is not None
+    assert blind.candidate in fleet
+    assert seeing is not None
+    assert seeing.candidate in fleet
+    assert seeing.cached_tokens == cached[seeing.candidate.load.slot]
+
+
+def test_only_who_reads_prefixes_is_moved_by_them(name: str) -> None:
+    policy = registry.build(name, {})
+    fleet = [Candidate(Endpoint(f"tp{slot}", "u", "p", "m"), EndpointLoad(slot)) for slot in range(4)]
+    request = Request("id", "m", "t", 8000, 300)
+
+    def choices(cached: Sequence[int]) -> list[int]:
+        own = registry.build(name, {})
+        return [
+            found.candidate.load.slot
+            for seed in range(20)
+            if (found := pick(own, Ask(request, 0.0, Random(seed), cached, frozenset(), PRINTS.of(b"", TEXT)), fleet))
+        ]
+
+    moved = any(choices([7900 * (slot == holder) for slot in range(4)]) != choices(()) for holder in range(4))
+    assert moved == policy.reads_prefix

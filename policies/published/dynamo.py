@@ -1,0 +1,72 @@
+"""NVIDIA Dynamo's KV router: blocks to prefill, less those cached, and blocks in use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies import pickers
+from policies.contract import Policy, Scorer, Weighted
+from policies.model import Ask, Candidate
+from policies.presets import ORDINARY, Preset
+from policies.published.view import held
+
+
+class DynamoKv(Preset, frozen=True):
+    """Fewest blocks: those to prefill, less a credit for cached ones, and those of requests in progress.
+
+    cost = prefill_load_scale * max(0, (Q + n) / b - credit) + decode blocks + decode_active_request_weight * N
+    credit = overlap_score_credit * cached / b, divided by 1 + overlap_score_credit_decay * excess queue / prompt
+
+    The default selector of Dynamo's KV router (ai-dynamo/dynamo lib/kv-router/src/scheduling/selector/default.rs).
+    Here engines have no host, disk or shared cache to give credit for. Decode blocks are the prompts in progress: what
+    two requests share is counted twice, theirs is not.
+
+    overlap_score_credit          what a cached block is worth, in blocks to prefill
+    overlap_score_credit_decay    how fast that fades with the queue beyond the shortest one
+    prefill_load_scale            weight of blocks to prefill against blocks in use
+    decode_active_request_weight  blocks that a request in progress counts for besides its own
+    router_temperature            0 takes the least cost, above it costs are drawn by softmax
+    block_size                    tokens per block
+    """
+
+    overlap_score_credit: float = 1.0
+    overlap_score_credit_decay: float = 0.0
+    prefill_load_scale: float = 1.0
+    decode_active_request_weight: float = 0.0
+    router_temperature: float = 0.0
+    block_size: int = 16
+
+    def build(self) -> Policy:
+        return Policy(
+            name="dynamo_kv",
+            filters=ORDINARY,
+            scorers=(Weighted(blocks(self)),),
+            picker=pickers.softmax(self.router_temperature),
+            reads_prefix=True,
+        )
+
+
+def blocks(rule: DynamoKv) -> Scorer:
+    """Minus the cost, in blocks."""
+    scale, decay, per_request = (
+        rule.prefill_load_scale,
+        rule.overlap_score_credit_decay,
+        rule.decode_active_request_weight,
+    )
+    credit, size = rule.overlap_score_credit, rule.block_size
+
+    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        loads = [candidate.load for candidate in candidates]
+        prompt = ask.request.prompt_tokens
+        shortest = min(load.prefill_tokens for load in loads)
+        fading = decay / max(1, prompt)
+        scores = []
+        for load, cached in zip(loads, held(ask, candidates), strict=True):
+            worth = credit / (1.0 + fading * (load.prefill_tokens - shortest))
+            prefill = load.prefill_tokens + prompt - worth * cached
+            tokens = scale * prefill if prefill > 0 else 0.0
+            tokens += load.decode_tokens + load.prefill_tokens
+            scores.append(-tokens / size - per_request * load.in_flight)
+        return scores
+
+    return score

@@ -1,0 +1,45 @@
+"""Llumnix: least prefill work ahead of the first token, then least work in generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies import pickers
+from policies.contract import Policy, Weighted
+from policies.model import Ask, Candidate, EndpointLoad
+from policies.presets import ORDINARY, Preset
+from policies.published.view import held
+
+
+class Llumnix(Preset, frozen=True):
+    """Least uncached tokens queued and new; among equals the least context in generation. No parameters.
+
+    The cache-aware order of Llumnix (OSDI'24; llumnix-project 2026): its queue is brought up to now by a step model
+    between reports of the engine. Here the backlog's end (`ready_at`) does that, turned back into tokens. Its adaptive
+    roles and migrations move running requests between engines, which a gateway cannot.
+    """
+
+    def build(self) -> Policy:
+        return Policy(
+            name="llumnix",
+            filters=ORDINARY,
+            scorers=(Weighted(prefill_ahead),),
+            picker=pickers.best_then(_generation),
+            reads_prefix=True,
+        )
+
+
+def prefill_ahead(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    """-(Q + u), Q what is left of the booked prefill tokens by now."""
+    now, prompt, scores = ask.now, ask.request.prompt_tokens, []
+    for candidate, cached in zip(candidates, held(ask, candidates), strict=True):
+        load = candidate.load
+        queue: float = load.prefill_tokens
+        if queue and load.token_s > 0.0:
+            queue = min(queue, max(0.0, load.ready_at - now) / load.token_s)
+        scores.append(cached - prompt - queue)
+    return scores
+
+
+def _generation(load: EndpointLoad) -> float:
+    return load.decode_tokens + load.expected_tokens

@@ -1,0 +1,37 @@
+"""LMetric: new prefill tokens times batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies import pickers
+from policies.contract import Policy, Weighted
+from policies.model import Ask, Candidate
+from policies.presets import ORDINARY, Preset
+from policies.published.view import held
+
+
+class LMetric(Preset, frozen=True):
+    """Least product of prefill tokens ahead of the first token and requests there. No parameters.
+
+    LMetric (OSDI'26, arXiv 2603.15202): the product needs no weight between its factors. The first factor is the
+    queue and what this prompt adds, the second counts this request too, as AIBrix's port has it (l_metric_local.go).
+    """
+
+    def build(self) -> Policy:
+        return Policy(
+            name="lmetric",
+            filters=ORDINARY,
+            scorers=(Weighted(product),),
+            picker=pickers.best,
+            reads_prefix=True,
+        )
+
+
+def product(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    """-(Q + u) * (N + 1)"""
+    prompt = ask.request.prompt_tokens
+    return [
+        -float((load.prefill_tokens + prompt - cached) * (load.in_flight + 1))
+        for load, cached in zip((each.load for each in candidates), held(ask, candidates), strict=True)
+    ]

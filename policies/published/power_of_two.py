@@ -1,0 +1,26 @@
+"""Power of two choices: the emptier of two endpoints drawn at random."""
+
+from __future__ import annotations
+
+from policies import pickers, scorers
+from policies.contract import Policy, Weighted
+from policies.presets import ORDINARY, Preset
+
+
+class PowerOfTwo(Preset, frozen=True):
+    """The one with fewer requests of two drawn at random.
+
+    Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001); `power_of_two` of SGLang's router.
+
+    fresh_s  how old a scrape may be to tell of others' requests, seconds
+    """
+
+    fresh_s: float = 5.0
+
+    def build(self) -> Policy:
+        return Policy(
+            name="power_of_two",
+            filters=ORDINARY,
+            scorers=(Weighted(scorers.fewest_requests(self.fresh_s)),),
+            picker=pickers.better_of_two,
+        )

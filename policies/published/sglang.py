@@ -1,0 +1,63 @@
+"""SGLang's router: follow the cache while loads are alike, level them when they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies import pickers
+from policies.contract import Policy, Scorer, Weighted
+from policies.model import Ask, Candidate, EndpointLoad
+from policies.presets import ORDINARY, Preset
+from policies.published.view import held
+
+
+class SglangCacheAware(Preset, frozen=True):
+    """Longest cached prefix while loads are alike, fewest requests when they are not, else the smallest cache tree.
+
+    `cache_aware` of SGLang's router and of its successor SMG (model_gateway/src/policies/cache_aware.rs), with the
+    defaults of its command line. The size of a tree is what the endpoint is believed to hold; ours ages as the
+    engine's cache does, theirs is cut at `max_tree_size`. KV-usage switches of SMG are off there by default.
+
+    cache_threshold        share of the prompt that must be cached somewhere to go there
+    balance_abs_threshold  loads differ if the most and the fewest requests are further apart than this, and
+    balance_rel_threshold  if the most is more than so many times the fewest
+    """
+
+    cache_threshold: float = 0.3
+    balance_abs_threshold: int = 64
+    balance_rel_threshold: float = 1.5
+
+    def build(self) -> Policy:
+        return Policy(
+            name="sglang_cache_aware",
+            filters=ORDINARY,
+            scorers=(
+                Weighted(cache_aware(self.cache_threshold, self.balance_abs_threshold, self.balance_rel_threshold)),
+            ),
+            picker=pickers.best_then(_requests, _tree),
+            reads_prefix=True,
+        )
+
+
+def cache_aware(cache_threshold: float, most_apart: int, most_times: float) -> Scorer:
+    """One of three orders by the state of the fleet: minus requests, cached tokens, or minus the size of the tree."""
+
+    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        requests = [candidate.load.in_flight for candidate in candidates]
+        most, fewest = max(requests), min(requests)
+        if most - fewest > most_apart and most > most_times * fewest:
+            return [-float(mine) for mine in requests]
+        mine = held(ask, candidates)
+        if max(mine) > cache_threshold * ask.request.prompt_tokens:
+            return [float(tokens) for tokens in mine]
+        return [-candidate.load.held_tokens for candidate in candidates]
+
+    return score
+
+
+def _requests(load: EndpointLoad) -> float:
+    return load.in_flight
+
+
+def _tree(load: EndpointLoad) -> float:
+    return load.held_tokens
