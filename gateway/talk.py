@@ -6,8 +6,10 @@ gateway/front.py serves ordinary requests, gateway/lobby.py all others; neither 
 from __future__ import annotations
 
 import asyncio
+import select
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from enum import Enum, auto
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from gateway.upstream import Connection
 
 LINGER_S = 1.0  # how long a refused upload may go on arriving before the socket is cut
+_HANG_UP = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere a reset alone is seen
 _NO_SLOTS: tuple[str, ...] = ()  # two bases with slots of their own cannot be joined: the subclasses declare them
 
 
@@ -44,6 +47,7 @@ class Talk(ABC):
     phase, since       what is waited for, and from when (monotonic seconds)
     paused_at          since when the client has been reading too slowly; None while it keeps up
     _must_close        the connection ends with the answer under way
+    _reading_paused    more has come than may lie here: the event loop does not look whether the client has left
     """
 
     __slots__ = _NO_SLOTS
@@ -59,6 +63,7 @@ class Talk(ABC):
     _source: Connection | None
     _must_close: bool
     _outbox: Outbox
+    _reading_paused: bool
 
     def _set_up(self, serve: Serve, fronts: set[Talk], limits: Limits, outbox: Outbox) -> None:
         """The beginning of a connection's state. `fronts` are all connections: those that the sweep looks at."""
@@ -155,10 +160,23 @@ class Talk(ABC):
             too_slow = age > 1 and self._arrived < (age - 1) * limits.body_min_rate
             if age > limits.body_timeout or too_slow:
                 self._fail_body(GatewayError(Failure.REQUEST_TIMEOUT, "The request's body did not arrive in time."))
+        elif self.phase is Phase.SERVING:
+            if self._reading_paused and self._has_left:
+                self.cut()
         elif self.phase is Phase.CLOSING and self.transport is not None:
             leaving = self.transport.is_closing()  # all that is left is an answer on its way to who asked for it
             if age > (limits.slow_reader if leaving else LINGER_S):
                 self.cut()
+
+    @property
+    def _has_left(self) -> bool:
+        """Whether the client has closed its side, before all that it sent was read."""
+        sock = None if self.transport is None else self.transport.get_extra_info("socket")
+        if sock is None or sock.fileno() < 0:
+            return False
+        poll = select.poll()
+        poll.register(sock.fileno(), _HANG_UP)
+        return bool(poll.poll(0))
 
     @property
     @abstractmethod
@@ -198,5 +216,6 @@ class Talk(ABC):
             self._outbox.flush()
             self._enter(Phase.CLOSING)
             if transport.can_write_eof():
-                transport.write_eof()
+                with suppress(OSError):  # reset by the client, while nobody read
+                    transport.write_eof()
             transport.resume_reading()

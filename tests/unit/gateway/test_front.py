@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
+import struct
 from time import monotonic
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from gateway.lobby import Lobby
 from tests.unit.gateway.seam import LAST, ODD, ORDINARY, House, Pipe, Seen, request, turns
+from tests.unit.gateway.split.halves import front, holds, prefills
 
 SEQUENCES = st.tuples(
     st.lists(st.sampled_from(ORDINARY), max_size=3),
@@ -175,3 +179,24 @@ async def test_a_stopping_gateway_lets_a_slow_client_read_its_answer_to_the_end(
     front.sweep(monotonic() + patience_s + 1)
     assert pipe.cuts == 1
     await turns()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+async def test_a_client_that_leaves_behind_more_than_is_read_is_noticed_all_the_same(reset: bool) -> None:
+    asking = b'{"model":"demo","messages":[{"role":"user","content":"hi"}]}'
+    async with front("vllm_nixl", [prefills()], [holds]) as f:
+        url = urlsplit(f.app.url)
+        _, writer = await asyncio.open_connection(url.hostname, url.port)
+        writer.write(request(asking))
+        asked = await f.decode[0].was_asked()
+        writer.write(request(b"x" * 100_000))
+        async with asyncio.timeout(5):
+            while not any(each._reading_paused for each in f.app.fronts):
+                await asyncio.sleep(0.001)
+        if reset:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.close()
+        async with asyncio.timeout(2):
+            await asked.closed.wait()
+        await f.at_rest()
+        assert f.metric("penstock_client_disconnects_total") == 1
