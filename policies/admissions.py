@@ -10,6 +10,9 @@ from types import MappingProxyType
 
 from policies.admission import Admission, AdmissionPreset, Cap, Open
 from policies.dual import Priced
+from policies.published.early_rejection import EarlyRejection
+from policies.published.saturation import GieSaturation, Probabilistic
+from policies.published.session_pause import SessionPause
 from policies.registry import PolicyConfigError, checked, near
 
 
@@ -32,6 +35,10 @@ _KNOWN: Mapping[str, type[AdmissionPreset]] = MappingProxyType(
         "none": OpenPreset,
         "cap": CapPreset,
         "priced": Priced,
+        "early_rejection": EarlyRejection,
+        "gie_saturation": GieSaturation,
+        "probabilistic": Probabilistic,
+        "session_pause": SessionPause,
     }
 )
 

@@ -1,0 +1,60 @@
+"""Mooncake's early rejection: nobody enters whose first token or whose next ones are predicted too late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies.admission import Admission, AdmissionPreset, Cap, RoomView, Shed, Verdict, crowd, no_capacity
+from policies.appraisal import appraise
+from policies.latency import tpot_s
+from policies.model import Ask, Candidate
+
+
+class EarlyRejection(AdmissionPreset, frozen=True):
+    """Refused at the door if the best predicted TTFT, or TPOT, is beyond its share of the SLO; then caps.
+
+    Mooncake (FAST'25, arXiv 2407.00079): at arrival, for prefill and for decode, before any work is spent. Taken
+    literally (margin 1) it admits everyone to the very edge; smaller margins leave room.
+
+    margin  share of the TTFT and TPOT budgets that the prediction may take
+    """
+
+    margin: float = 1.0
+
+    def build(self) -> Admission:
+        return EarlyRejector(self.margin)
+
+
+class EarlyRejector(Cap):
+    """The rule, then the cap. Learns nothing."""
+
+    __slots__ = ("_margin",)
+
+    def __init__(self, margin: float) -> None:
+        super().__init__()
+        self.name, self.calm = "early_rejection", False
+        self._margin = margin
+
+    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
+        if not room.at_door:
+            return super().judge(ask, candidates, room)
+        if room.capacity <= 0:
+            return no_capacity()
+        request, slo = ask.request, ask.request.slo
+        first_s, first_most = appraise(ask, candidates).ttft_s, self._margin * slo.ttft_s
+        if first_s > first_most:
+            over = first_s - first_most
+            return Shed("ttft", over, f"{_told('first token', first_s, first_most)} s. {crowd(room, over)}.")
+        loads = [candidate.load for candidate in candidates if candidate.load.available]
+        step_s, step_most = (
+            min((tpot_s(load, request.prompt_tokens) for load in loads), default=0.0),
+            (self._margin * slo.tpot_s),
+        )
+        if step_s > step_most:
+            expected_s = room.drain.seconds_for(1, ask.now)
+            return Shed("tpot", expected_s, f"{_told('token', step_s, step_most)} s each. {crowd(room, expected_s)}.")
+        return super().judge(ask, candidates, room)
+
+
+def _told(what: str, predicted_s: float, most_s: float) -> str:
+    return f"The {what} is expected after {predicted_s:.3g} s, and may take {most_s:.3g}"
