@@ -206,6 +206,10 @@ class Accounts:
         if self._log.on:
             self._log.write(_line(x, relay, now))
 
+    def forget(self, endpoint: str) -> None:
+        """An endpoint of this name is gone: its children were dropped from their families."""
+        self._children = {key: children for key, children in self._children.items() if key[1] != endpoint}
+
     def retried(self, kind: str) -> None:
         self._metrics.retries_total.labels(kind).inc()
 

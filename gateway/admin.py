@@ -1,4 +1,7 @@
-"""The admin listener: health, readiness, metrics, endpoints and the configuration in force. Never on the API port."""
+"""The admin listener: health, readiness, metrics, endpoints and the configuration. Never on the API port.
+
+Not here: who may ask (trust.py), and the pages of the configuration (reload/pages.py).
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,17 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from gateway.config.source import FILE_CAP_BYTES
+from gateway.reload import pages
+from gateway.trust import guard
+
 if TYPE_CHECKING:
     from gateway.app import App
-    from gateway.endpoints import LiveEndpoint
+    from gateway.roster import LiveEndpoint
 
 
 def application(app: App) -> web.Application:
-    """GET only: nothing here changes anything."""
+    """Everything it answers. Only the configuration's pages change anything."""
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -36,19 +43,14 @@ def application(app: App) -> web.Application:
         shown = [_shown(live, now) for live in app.gateway.endpoints.all()]
         return web.json_response({"endpoints": shown, "splits": _splits(app), "pairs": _pairs(app)})
 
-    async def config(_: web.Request) -> web.Response:
-        snapshot = app.gateway.snapshot
-        applied = snapshot.config.model_dump(mode="json")
-        return web.json_response(
-            {"generation": snapshot.generation, "models": sorted(snapshot.routes), "config": applied}
-        )
-
-    server = web.Application()
+    server = web.Application(
+        middlewares=[guard(lambda: app.gateway.snapshot.config)], client_max_size=FILE_CAP_BYTES + 1
+    )
     server.router.add_get("/healthz", healthz)
     server.router.add_get("/readyz", readyz)
     server.router.add_get("/metrics", metrics)
     server.router.add_get("/endpoints", endpoints)
-    server.router.add_get("/config", config)
+    pages.add(app, server.router)
     return server
 
 
@@ -77,7 +79,7 @@ def _shown(live: LiveEndpoint, now: float) -> dict[str, object]:
         "labels": dict(endpoint.labels),
         "max_concurrency": endpoint.max_concurrency,
         "available": load.available,
-        "state": health.state,
+        "state": "leaving" if live.leaving else health.state,
         "cause": health.cause,
         "back_in_s": max(0.0, round(health.until - now, 3)) if not load.available else None,
         "in_flight": load.in_flight,

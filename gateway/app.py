@@ -7,11 +7,13 @@ import gc
 import logging
 import secrets
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
 from random import Random
 from time import monotonic
 from typing import Any
 
+import msgspec
 import uvloop
 import xxhash
 from aiohttp import web
@@ -19,7 +21,7 @@ from aiohttp import web
 from gateway import admin, api
 from gateway.account import AccessLog, Accounts
 from gateway.client import Client
-from gateway.config import Config, Listener
+from gateway.config import Config, Listener, Loaded
 from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
 from gateway.front import Front
@@ -29,6 +31,10 @@ from gateway.metrics import Metrics
 from gateway.openai import Api
 from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
+from gateway.reload.follow import Follow
+from gateway.reload.reloader import Reloader, Say
+from gateway.reload.swap import Swap, discovered, furnish
+from gateway.reload.trial import Trial
 from gateway.serve import Gateway, serve
 from gateway.snapshot import build
 from gateway.split.handoffs import Handoffs
@@ -41,10 +47,26 @@ SWEEP_S = 0.25
 BACKLOG = 4096
 
 
+def _log_it(line: str, bad: bool) -> None:
+    log.log(logging.ERROR if bad else logging.INFO, "%s", line)
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where a configuration came from. `file` is what a reload reads, if there is one, references filled from `env`;
+    `say` tells the operator of a reload."""
+
+    loaded: Loaded
+    file: Path | None = None
+    env: Mapping[str, str] = {}
+    say: Say = _log_it
+
+
 class App:
     """One gateway in one event loop: start(), then stop(). `url` and `admin_url` are set once it listens."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, origin: Origin | None = None) -> None:
+        """`config` is what it starts with; `origin` is needed for following a file."""
+        origin = origin or Origin(Loaded(config))
         self.config = config
         self.url = self.admin_url = ""
         self.draining = False
@@ -60,13 +82,21 @@ class App:
         self._endpoints.on_change = self._gate.refresh
         self._log = AccessLog(config.observability.access_log, config.observability.access_flush, self._loop)
         self._watcher = Watcher(config, self._endpoints, self._learnt)
+        plan = build(config, self._endpoints, self._gate, {})
+        self._endpoints.adopt(plan.adoption)
         self.gateway = Gateway(
-            build(config, 1, self._endpoints, self._gate, {}),
+            plan.snapshot,
             self._endpoints,
             self._gate,
             Accounts(self.metrics, self._log),
             Handoffs(self.metrics, rng, self._outbox),
         )
+        furnish(self.gateway, plan, self.metrics)
+        self.swap = Swap(self.gateway, self._watcher, self.metrics)
+        self.reloader = Reloader(origin.loaded, origin.file, self.swap, self.metrics, origin.env, origin.say)
+        self._follow = Follow(self.reloader)
+        self._trial = Trial(self.reloader, self.metrics, origin.say)
+        self.reloader.on_applied = self._trial.applied
         self._runners: list[web.AppRunner] = []
         self._servers: list[asyncio.Server] = []
         self._sweeping: asyncio.Task[None] | None = None
@@ -76,6 +106,8 @@ class App:
         """Look at the engines once, then listen. Raises OSError when an address is taken."""
         await self._watcher.start()
         self._sweeping = asyncio.create_task(self._sweep(), name="sweep")
+        await self._follow.start()
+        self._trial.start()
         self.url = await self._listen_api(self.config.listeners.api)
         self.admin_url = await self._listen_admin(self.config.listeners.admin)
         gc.freeze()  # what exists now lives as long as the process: spare the collector from walking it
@@ -84,14 +116,17 @@ class App:
     async def stop(self) -> None:
         """Not ready, accept nothing new, let running answers end within the limit, then close everything."""
         self.draining = True
+        await self._follow.stop()
+        await self._trial.stop()
         for server in self._servers:
             server.close()
-        ends = monotonic() + self.config.timeouts.shutdown
+        shutdown_s = self.gateway.snapshot.config.timeouts.shutdown
+        ends = monotonic() + shutdown_s
         leaving = [front.finish() for front in self._in_front()]
         for runner in self._runners:
             if runner.server is not None:
                 runner.server.pre_shutdown()
-                await runner.server.shutdown(self.config.timeouts.shutdown)
+                await runner.server.shutdown(shutdown_s)
             await runner.cleanup()
         if leaving:
             await asyncio.wait(leaving, timeout=max(0.0, ends - monotonic()))
@@ -118,8 +153,13 @@ class App:
         self._runners.append(runner)
         manager = runner.server
         assert manager is not None
-        serve, fronts, limits, outbox = self._serve, self.fronts, self.config.limits, self._outbox
-        return lambda: Front(serve, fronts, limits, outbox, lambda: Lobby(serve, fronts, limits, outbox, manager))
+        serve, fronts, gateway, outbox = self._serve, self.fronts, self.gateway, self._outbox
+
+        def front() -> Front:  # a connection keeps the limits that it began with
+            limits = gateway.snapshot.config.limits
+            return Front(serve, fronts, limits, outbox, lambda: Lobby(serve, fronts, limits, outbox, manager))
+
+        return front
 
     async def _listen_api(self, where: Listener) -> str:
         server = await self._loop.create_server(await self._doors(), where.host, where.port, backlog=BACKLOG)
@@ -145,28 +185,21 @@ class App:
                 for front in tuple(self.fronts):
                     front.sweep(now)
                 self._endpoints.sweep(now)
+                self.swap.sweep()
             except Exception:  # no deadline may end because one connection could not be swept
                 log.exception("a sweep failed")
 
     def _learnt(self) -> None:
         """Engines told which models they serve: routes may change, everything else stays."""
-        if self.config.models:
-            return
-        discovered: dict[str, list[str]] = {}
-        for live in self._endpoints.all():
-            names = discovered.setdefault(live.endpoint.pool, [])
-            names += [name for name in live.models if name not in names]
-        generation = self.gateway.snapshot.generation + 1
-        self.gateway.snapshot = build(self.config, generation, self._endpoints, self._gate, discovered)
+        snapshot = self.gateway.snapshot
+        if not snapshot.config.models:
+            self.swap.carry_out(build(snapshot.config, self._endpoints, self._gate, discovered(self.gateway), snapshot))
 
     def _follow_gauges(self) -> None:
         metrics, prefixes = self.metrics, self._prefixes
         metrics.retry_budget_remaining.follow(lambda: float(self._gate.retries_left))
         metrics.open_streams.follow(lambda: float(self._gate.active))
         metrics.prefix_index_bytes.follow(lambda: float(prefixes.index.stats().bytes))
-        for room in self._gate.rooms():
-            metrics.waiting.labels(room.name).follow(lambda room=room: float(room.waiting))  # type: ignore[misc]
-        metrics.config_version_info.labels("1").set(1)
 
 
 class _Ids:
@@ -183,17 +216,29 @@ class _Ids:
         return "req_" + xxhash.xxh3_128_hexdigest(self._secret + self._count.to_bytes(8, "little"))
 
 
-def run(config: Config, ready: Callable[[App], None] | None = None) -> int:
-    """Run a gateway until SIGINT or SIGTERM; the exit code. `ready` is called once it listens."""
-    return uvloop.run(_run(config, ready))
+def run(origin: Origin, ready: Callable[[App], None] | None = None, *, hangup_reloads: bool = True) -> int:
+    """Run a gateway until SIGINT or SIGTERM; the exit code. `ready` is called once it listens.
+
+    SIGHUP takes the file over anew, unless it is to mean what it means to a program in a terminal.
+    """
+    return uvloop.run(_run(origin, ready, hangup_reloads=hangup_reloads))
 
 
-async def _run(config: Config, ready: Callable[[App], None] | None) -> int:
+async def _run(origin: Origin, ready: Callable[[App], None] | None, *, hangup_reloads: bool) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
-    app = App(config)
+    app = App(origin.loaded.config, origin)
+    reloads: set[asyncio.Task[Any]] = set()
+
+    def hung_up() -> None:
+        task = loop.create_task(app.reloader.reload("signal"), name="reload")
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    if hangup_reloads:
+        loop.add_signal_handler(signal.SIGHUP, hung_up)
     try:
         await app.start()
         if ready is not None:

@@ -22,12 +22,18 @@ import typer.main
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from gateway.config import Config, ConfigError, Problem
+    from gateway.config import ConfigError, Loaded, Problem
 
-_ELSEWHERE: Mapping[str, str] = MappingProxyType({"mock": "mockgpu.cli:mock", "bench": "planner.bench.cli:bench"})
-"""Commands that other rooms bring: name -> module:function, a function as typer takes it."""
+_ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {"mock": "mockgpu.cli:mock", "bench": "planner.bench.cli:bench"}
+    | {name: f"gateway.operate:{name}" for name in ("status", "reload", "diff", "rollback", "history")}
+)
+"""Commands that live elsewhere: name -> module:function, a function as typer takes it."""
 
-_ORDER = ("demo", "serve", "mock", "bench", "check", "schema", "version")
+_ORDER = (
+    *("demo", "serve", "mock", "bench", "check", "status", "reload", "diff", "rollback", "history"),
+    *("schema", "version"),
+)
 
 
 class _Commands(typer.core.TyperGroup):
@@ -102,17 +108,17 @@ def serve(
         raise typer.BadParameter("give either --config FILE or --engine URL, once per engine")
     if config is not None and (policy, host, port, admin_port) != (None, None, None, None):
         raise typer.BadParameter("with --config, the policy, host and ports are what the file says")
-    from gateway.config import ConfigError, from_engines, load
+    from gateway.config import ConfigError, examine, from_engines
 
     try:
         if config is not None:
-            wanted = load(config, os.environ)
+            wanted = examine(config, os.environ)
         else:
             choices = (policy or "prefix_aware", host or "127.0.0.1", _or(port, 8080), _or(admin_port, 8081))
-            wanted = from_engines(engine or [], *choices).config
+            wanted = from_engines(engine or [], *choices)
     except ConfigError as error:
         _refuse(error, as_json=False)
-    raise typer.Exit(_serve(wanted))
+    raise typer.Exit(_serve(wanted, config))
 
 
 @app.command()
@@ -158,10 +164,11 @@ def version(as_json: Json = False) -> None:
         _say(f"penstock {ours} (Python {python})")
 
 
-def _serve(config: Config) -> int:
-    from gateway.app import App, run
+def _serve(loaded: Loaded, file: Path | None) -> int:
+    from gateway.app import App, Origin, run
     from gateway.ports import is_free
 
+    config = loaded.config
     for listener, flag in ((config.listeners.api, "--port"), (config.listeners.admin, "--admin-port")):
         if listener.port and not is_free(listener.host, listener.port):
             _fail(f"port {listener.port} is taken by another program; choose another in the file or with {flag}")
@@ -169,7 +176,10 @@ def _serve(config: Config) -> int:
     def tell(started: App) -> None:
         _say(f"API {started.url}/v1, admin {started.admin_url}; Ctrl-C ends it", err=True)
 
-    return run(config, ready=tell)
+    def say(line: str, bad: bool) -> None:
+        _say(line, style="red" if bad else None, err=True)
+
+    return run(Origin(loaded, file, os.environ, say), ready=tell)
 
 
 def _or(given: int | None, default: int) -> int:

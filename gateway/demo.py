@@ -22,7 +22,7 @@ from types import FrameType
 import msgspec
 from rich.console import Console
 
-from gateway.config import ConfigError, json_schema, load
+from gateway.config import ConfigError, examine, json_schema
 from gateway.ports import is_free
 from kvtransfer.dialects import DIALECTS, Needs
 
@@ -75,7 +75,7 @@ def _run(demo: Demo, console: Console) -> int:
     FOLDER.mkdir(exist_ok=True)
     file = _write_config(demo, first)
     try:
-        config = load(file, os.environ)
+        loaded = examine(file, os.environ)
     except ConfigError as error:
         raise DemoError(str(error)) from None
     for number in (signal.SIGTERM, signal.SIGHUP):  # without a handler they would leave the mocks behind
@@ -85,7 +85,14 @@ def _run(demo: Demo, console: Console) -> int:
             _wait_until_ready(processes, range(first, first + demo.groups))
         from gateway import app  # after the wait, so that the mocks start while nothing else wants the processor
 
-        return app.run(config, ready=lambda started: _ready(demo, file, started.url, started.admin_url, console))
+        def say(line: str, bad: bool) -> None:
+            console.print(line, markup=False, soft_wrap=True, style="red" if bad else None)
+
+        return app.run(
+            app.Origin(loaded, file, os.environ, say),
+            ready=lambda started: _ready(demo, file, started.url, started.admin_url, console),
+            hangup_reloads=False,
+        )
 
 
 def _ready(demo: Demo, file: Path, url: str, admin_url: str, console: Console) -> None:
@@ -213,7 +220,7 @@ def _write_config(demo: Demo, first: int) -> Path:
             admin_port=demo.admin_port,
             model=json.dumps(demo.model),
             split=split,
-            policy=json.dumps(demo.policy),
+            policy=demo.policy if demo.policy.isidentifier() else json.dumps(demo.policy),
             endpoints=endpoints,
             log=json.dumps(str(FOLDER / "access.log")),
         )
@@ -238,7 +245,8 @@ def _endpoint(demo: Demo, first: int, number: int) -> str:
 _CONFIG = """\
 # yaml-language-server: $schema=gateway.schema.json
 #
-# Written by `penstock demo` at every start: copy it before you change it.
+# Edit and save it while the demo runs: the gateway takes it over within a second, or says what is wrong with it.
+# Written by `penstock demo` at every start: copy it to keep your changes.
 # All keys: docs/reference/config.md. Check a file: penstock check FILE. Serve it: penstock serve --config FILE.
 version: 1
 
@@ -278,16 +286,18 @@ def _welcome(demo: Demo, file: Path) -> str:
         admin=admin,
         file=file,
         folder=FOLDER,
-        next_steps=_next_steps(url, admin),
+        next_steps=_next_steps(demo, file, url, admin),
     )
 
 
-def _next_steps(url: str, admin: str) -> str:
+def _next_steps(demo: Demo, file: Path, url: str, admin: str) -> str:
+    other = "least_loaded" if demo.policy != "least_loaded" else "prefix_aware"
     penstock = "penstock" if shutil.which("penstock") else os.path.relpath(Path(sys.executable).with_name("penstock"))
     steps = {
         f"{penstock} bench --url {url}": "measure it: TTFT, TPOT, goodput",
         f"curl {admin}/endpoints": "who is doing what right now",
-        f"{penstock} demo --policy round_robin": "the same with another policy",
+        f"sed -i 's/policy: {demo.policy}/policy: {other}/' {file}": "another policy, while requests run",
+        f"{penstock} diff --admin {admin} && {penstock} rollback --admin {admin}": "what changed, and back",
         f"{penstock} demo --split": "one group computes the prompt, another the answer",
         f"{penstock} serve --engine http://HOST:8000": "your own engines, no file needed",
     }

@@ -6,21 +6,21 @@ Decisions about health are policies.health's; here its events are gathered and i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from time import monotonic
 
-from gateway.config import Config, EndpointSpec
+from gateway.config import Config
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
 from gateway.relay import UpstreamBroke, Usage
-from gateway.upstream import Patience, Upstream
+from gateway.roster import HEALTHY, Adoption, LiveEndpoint, Moves, Roster
 from gateway.watch.scrape import Reading
 from policies import health
 from policies.fingerprint import Fingerprint
 from policies.health import Event, Health, HealthLimits
-from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Layout, Pick, Request, Role
+from policies.model import Ask, Candidate, Pick, Request
 
 log = logging.getLogger("penstock")
 
@@ -39,34 +39,6 @@ EVIDENCE = {
 # only beyond thrice the time that its backlog takes at this rate, slow for a TP group of today (perfmodel.md 3.5).
 PREFILL_TOKENS_PER_S = 10_000
 PREFILL_MARGIN = 3
-
-HEALTHY = Health()  # nothing ever went wrong: a success has nothing to tell it
-
-
-class LiveEndpoint:
-    """One TP group with everything live about it.
-
-    backlog_tokens  prefill_tokens when the engine was last heard: what its silence since then may be spent on
-    produced        tokens the engine says it has ever generated, at its last scrape
-    stalled         it was found wedged: its /health is not believed until it generates again
-    """
-
-    __slots__ = (
-        *("backlog_tokens", "endpoint", "health", "key_header", "load", "models", "models_at"),
-        *("produced", "stalled", "upstream"),
-    )
-
-    def __init__(self, endpoint: Endpoint, load: EndpointLoad, upstream: Upstream, key: str | None) -> None:
-        self.endpoint = endpoint
-        self.load = load
-        self.upstream = upstream
-        self.key_header = {"Authorization": f"Bearer {key}"} if key else {}
-        self.health = HEALTHY
-        self.models: tuple[str, ...] = ()
-        self.models_at: float | None = None
-        self.backlog_tokens = 0
-        self.produced: int | None = None
-        self.stalled = False
 
 
 class Booking:
@@ -189,41 +161,58 @@ class EndpointTable:
         self.on_change: Callable[[], None] = lambda: None
         self._metrics = metrics
         self._looked_up, self._hits = metrics.prefix_lookup_tokens_total, metrics.prefix_hit_tokens_total
-        self._outbox = outbox
         self._limits = _health_limits(config)
         self._progress_s = config.health.progress
-        self._by_slot: list[LiveEndpoint] = []
-        self._pools: dict[str, tuple[Candidate, ...]] = {}
+        self._roster = Roster(outbox)
+        self._by_slot = self._roster.by_slot
+        self._pools: Mapping[str, tuple[Candidate, ...]] = {}
 
-    def adopt(self, config: Config) -> dict[str, tuple[Candidate, ...]]:
-        """Candidates per pool for a configuration. An endpoint known by its URL and name keeps its slot and numbers."""
-        patience = Patience(config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall)
-        known = {(live.endpoint.pool, live.endpoint.url): live for live in self._by_slot}
-        pools: dict[str, tuple[Candidate, ...]] = {}
-        for pool, spec in config.pools.items():
-            members = [known.get((pool, each.url)) or self._new(pool, each, patience) for each in spec.endpoints]
-            pools[pool] = tuple(Candidate(live.endpoint, live.load) for live in members)
-        self._pools = pools
-        return pools
+    def plan(self, config: Config) -> Adoption:
+        """What `config` would make of the table. Changes nothing."""
+        return self._roster.plan(config)
 
-    def _new(self, pool: str, spec: EndpointSpec, patience: Patience) -> LiveEndpoint:
-        load = EndpointLoad(len(self._by_slot))
-        key = spec.api_key.reveal() if spec.api_key is not None else None
-        endpoint = _endpoint(pool, spec)
-        live = LiveEndpoint(endpoint, load, Upstream(spec.url, key, patience, self._outbox), key)
-        self._by_slot.append(live)
-        if spec.kv_tokens is not None:
-            self.prefixes.index.set_capacity(load.slot, spec.kv_tokens)
-        self._metrics.inflight.labels(endpoint.name).follow(lambda: float(load.in_flight))
-        self._metrics.endpoint_up.labels(endpoint.name).follow(lambda: float(load.available))
-        return live
+    def adopt(self, adoption: Adoption) -> Moves:
+        """Carry a plan out. Those who left stay until release(): requests of an older configuration may be there."""
+        config = adoption.config
+        capacities = {id(member.live): member.live.spec.kv_tokens for member in adoption.members}
+        moves = self._roster.take(adoption)
+        self._limits, self._progress_s = _health_limits(config), config.health.progress
+        self._pools = adoption.pools
+        new = {id(live) for live in moves.came}
+        for member in adoption.members:
+            live, kv_tokens = member.live, member.spec.kv_tokens
+            if kv_tokens is not None and (id(live) in new or kv_tokens != capacities[id(live)]):
+                self.prefixes.index.set_capacity(live.load.slot, kv_tokens)
+            self._follow(live)
+        for pool in adoption.pools:
+            self._judge(pool)
+        return moves
 
-    def all(self) -> Iterable[LiveEndpoint]:
-        return tuple(self._by_slot)
+    def _follow(self, live: LiveEndpoint) -> None:
+        load, name = live.load, live.endpoint.name
+        self._metrics.inflight.labels(name).follow(lambda: float(load.in_flight))
+        self._metrics.endpoint_up.labels(name).follow(lambda: float(load.available))
 
-    def serving(self, model: str, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-        """Those of the candidates whose engine lists the model."""
-        return tuple(each for each in candidates if model in self._by_slot[each.load.slot].models)
+    def release(self, live: LiveEndpoint) -> None:
+        """Nobody can ask for one who left any more: its connections end and its slot is free. Not if it came back."""
+        if not live.leaving:
+            return
+        live.load.available = False
+        live.upstream.close()
+        self.prefixes.index.forget(live.load.slot)
+        self.prefixes.index.set_capacity(live.load.slot, None)
+        self._roster.release(live)
+
+    def forget_name(self, name: str) -> bool:
+        """Drop the series of an endpoint that is called otherwise now, or gone. False if another has the name."""
+        if name in {live.endpoint.name for live in self.all() if not live.leaving}:
+            return False
+        self._metrics.forget_endpoint(name)
+        return True
+
+    def all(self) -> tuple[LiveEndpoint, ...]:
+        """Everybody, those who are leaving included."""
+        return self._roster.all()
 
     # Routing
 
@@ -306,21 +295,28 @@ class EndpointTable:
             self._moved(live, before, after)
 
     def _moved(self, live: LiveEndpoint, before: Health, after: Health) -> None:
-        log.warning("endpoint %s: %s -> %s (%s)", live.endpoint.name, before.state, after.state, after.cause)
+        log.warning("endpoint %s: %s -> %s (%s)", live.endpoint.name, before.state, after.state, after.cause or "new")
         if after.state in (health.State.EJECTED, health.State.DEAD):
             self._metrics.ejections_total.labels(live.endpoint.name, str(after.cause)).inc()
             self.prefixes.index.forget(live.load.slot)
             live.load.held_tokens = 0.0
         if after.state is health.State.DEAD:
             live.upstream.fail_all("ejected", "the engine is dead")
-        members = [self._by_slot[candidate.load.slot] for candidate in self._pools[live.endpoint.pool]]
+        if live.leaving:  # nobody probes it any more, and no pool is left that it could be the last of
+            live.load.available = after.state in (health.State.UP, health.State.RETURNING)
+        else:
+            self._judge(live.endpoint.pool)
+        self.on_change()
+
+    def _judge(self, pool: str) -> None:
+        """Who of a pool may be asked, after somebody's health has changed or members came and left."""
+        members = [self._by_slot[candidate.load.slot] for candidate in self._pools[pool]]
         verdicts = health.available([member.health for member in members], self._limits)
         for member, available in zip(members, verdicts, strict=True):
             member.load.available = available
-        self.on_change()
 
     def sweep(self, now: float) -> None:
-        for live in self._by_slot:
+        for live in self.all():
             live.upstream.sweep(now)
             if live.health.state is health.State.DEAD:  # whoever was still connecting when it died
                 live.upstream.fail_all("ejected", "the engine is dead")
@@ -328,26 +324,10 @@ class EndpointTable:
                 live.backlog_tokens = live.load.prefill_tokens
 
     def close(self) -> None:
-        for live in self._by_slot:
+        for live in self.all():
             live.upstream.close()
 
 
 def _health_limits(config: Config) -> HealthLimits:
     spec = config.health
     return HealthLimits(failures_in_a_row=spec.failures, first_s=spec.backoff, longest_s=spec.backoff_max)
-
-
-def _endpoint(pool: str, spec: EndpointSpec) -> Endpoint:
-    layout = spec.layout
-    return Endpoint(
-        name=spec.shown_name,
-        url=spec.url,
-        pool=pool,
-        served_model=spec.served_model or "",
-        role=Role(spec.role),
-        engine=spec.engine,
-        layout=Layout(layout.tp, layout.pp, layout.ep, layout.dp),
-        labels=dict(spec.labels),
-        max_concurrency=spec.max_concurrency,
-        bootstrap=spec.bootstrap,
-    )

@@ -15,7 +15,7 @@ from gateway.config import Config, WaitingRoom
 from gateway.errand import within
 from policies import admission, waiting
 from policies.admission import Admit, Cap, Shed, Verdict, Wait
-from policies.model import Ask, Candidate
+from policies.model import Ask, Candidate, EndpointLoad
 from policies.retry import RetryBudget, RetryLimits
 
 RETRY_PATIENCE_S = 5.0
@@ -32,22 +32,26 @@ class Room:
     `with` it to give a permit back.
     """
 
-    __slots__ = ("_candidates", "_room", "name", "take")
+    __slots__ = ("_candidates", "_leaving", "_room", "name", "take")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._room: waiting.Room[Turn] = waiting.Room(Cap())
         self._candidates: tuple[Candidate, ...] = ()
+        self._leaving: tuple[EndpointLoad, ...] = ()
         self.take = self._room.take
 
-    def configure(self, limits: WaitingRoom, candidates: tuple[Candidate, ...]) -> None:
+    def configure(
+        self, limits: WaitingRoom, candidates: tuple[Candidate, ...], leaving: tuple[EndpointLoad, ...] = ()
+    ) -> None:
+        """From now on these limits and endpoints; at the `leaving` ones, requests of before finish."""
         self._room.limits = admission.WaitingRoom(limits.size, limits.timeout)
-        self._candidates = candidates
+        self._candidates, self._leaving = candidates, leaving
         self.refresh()
 
     def refresh(self) -> None:
         """Endpoints came or went: count the capacity anew and let in whom it fits."""
-        self._room.refresh(self._candidates)
+        self._room.refresh(self._candidates, self._leaving)
         self._settle()
 
     @property
@@ -116,17 +120,28 @@ class Gate:
 
     def __init__(self, config: Config) -> None:
         self._rooms: dict[str, Room] = {}
-        self._budget_bytes = config.limits.body_budget
-        self._retry_limits = RetryLimits(config.retries.budget, config.retries.floor)
-        self._retries = RetryBudget(self._retry_limits)
+        self._retries = RetryBudget(RetryLimits())
         self._retrying: deque[asyncio.Future[None]] = deque()
         self.body_bytes = 0
+        self.configure(config)
 
-    def room(self, name: str, limits: WaitingRoom, candidates: tuple[Candidate, ...]) -> Room:
-        """The room of a pool, configured anew; who is in it stays in it."""
-        room = self._rooms.setdefault(name, Room(name))
-        room.configure(limits, candidates)
-        return room
+    def configure(self, config: Config) -> None:
+        """From now on these limits; what is held stays held."""
+        self._budget_bytes = config.limits.body_budget
+        self._retries.limits = RetryLimits(config.retries.budget, config.retries.floor)
+
+    def room(self, pool: str) -> Room:
+        """The pool's room, or a new one for open(). Who is in it stays in it, whatever is configured."""
+        return self._rooms.get(pool) or Room(pool)
+
+    def open(self, room: Room) -> None:
+        """Its pool is in force."""
+        self._rooms[room.name] = room
+
+    def close(self, room: Room) -> None:
+        """Its pool is gone, and so is everybody who was in it."""
+        if self._rooms.get(room.name) is room:
+            del self._rooms[room.name]
 
     def rooms(self) -> list[Room]:
         return list(self._rooms.values())
@@ -203,5 +218,6 @@ class Gate:
 
     @property
     def retries_left(self) -> int:
-        allowed = self._retry_limits.floor + self._retry_limits.share * self.active
+        limits = self._retries.limits
+        allowed = limits.floor + limits.share * self.active
         return max(0, int(allowed) - self._retries.running)

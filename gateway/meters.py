@@ -131,6 +131,12 @@ class Family(Generic[Meter]):
         self._seen[place].discard(value)
         self._meters = {values: meter for values, meter in self._meters.items() if values[place] != value}
 
+    def clear(self) -> None:
+        """Drops every child."""
+        self._meters = {}
+        for seen in self._seen:
+            seen.clear()
+
     def children(self) -> Iterator[tuple[tuple[str, ...], Meter]]:
         """(label values, child), in order of first use."""
         return iter(self._meters.items())

@@ -17,7 +17,9 @@ CODE = Label("code", 32)
 REASON = Label("reason", 64)
 KIND = Label("kind", 32)
 STAGE = Label("stage", 16)
-VERSION = Label("version", 32)
+VERSION = Label("version", 2)
+HASH = Label("hash", 2)
+RESULT = Label("result", 8)
 ROLE = Label("role", 4)
 OUTCOME = Label("outcome", 16)
 DECISION = Label("decision", 4)
@@ -198,8 +200,26 @@ class Metrics:
 
     def _process(self, meters: Meters) -> None:
         self.config_version_info: Family[Gauge] = meters.gauge(
-            "penstock_config_version_info", "1 for the configuration in force, by its version.", VERSION
+            "penstock_config_version_info",
+            "1 for the configuration in force, by its version and its text's hash.",
+            *(VERSION, HASH),
         )
+        self.config_reload_total: Family[Counter] = meters.counter(
+            "penstock_config_reload_total",
+            "Configurations that were offered: applied, unchanged, rejected, rolled_back (by auto_rollback).",
+            RESULT,
+        )
+        self.config_last_reload_successful: Gauge = meters.gauge(
+            "penstock_config_last_reload_successful", "0 while the last configuration offered is one that was rejected."
+        ).labels()
+        self.config_applied_timestamp_seconds: Gauge = meters.gauge(
+            "penstock_config_applied_timestamp_seconds", "When the configuration in force was applied, Unix time."
+        ).labels()
+        self.config_swap_seconds: Histogram = meters.histogram(
+            "penstock_config_swap_seconds",
+            "Time in which a new configuration took the old one's place: the loop did nothing else.",
+            OVERHEAD_BUCKETS_S,
+        ).labels()
         self.loop_lag_seconds: Histogram = meters.histogram(
             "penstock_loop_lag_seconds", "How late the event loop ran a timer.", OVERHEAD_BUCKETS_S
         ).labels()

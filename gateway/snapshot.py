@@ -1,7 +1,7 @@
 """One immutable generation of what the operator asked for: routes by model name, tenants, limits.
 
-build() turns a Config and the live parts into a Snapshot. Live state is only referenced, never copied: replacing a
-snapshot forgets nothing, and an exchange keeps the one it began with.
+build() turns a Config and the live parts into a Plan and changes nothing; carrying it out is reload/swap.py's. Live
+state is only referenced, never copied: replacing a snapshot forgets nothing; an exchange keeps the one it began with.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from gateway.answer import Failure, GatewayError
 from gateway.config import Config, Model
 from gateway.endpoints import EndpointTable
 from gateway.gate import Gate, Room
+from gateway.roster import Adoption
 from gateway.split import pairing
 from gateway.split.pairing import SplitRoute
 from policies import registry
@@ -43,13 +44,17 @@ class Route(msgspec.Struct, frozen=True):
         return self.name
 
 
-class Snapshot(msgspec.Struct, frozen=True):
-    """`routes` by every name a client may use, aliases included; `tenants` by SHA-256 of the key, empty when open."""
+class Snapshot(msgspec.Struct, frozen=True, weakref=True):
+    """`routes` by every name a client may use, aliases included; `tenants` by SHA-256 of the key, empty when open.
+
+    `policies` by pool. Nothing that outlives a request may hold one: by that is known when it is out of use.
+    """
 
     generation: int
     config: Config
     routes: Mapping[str, Route]
     tenants: Mapping[bytes, str]
+    policies: Mapping[str, Policy]
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
         """The tenant a request belongs to. Looking up a digest takes the same time for any wrong key."""
@@ -63,26 +68,56 @@ class Snapshot(msgspec.Struct, frozen=True):
         return tenant
 
 
-def build(
-    config: Config, generation: int, endpoints: EndpointTable, gate: Gate, discovered: Mapping[str, Sequence[str]]
-) -> Snapshot:
-    """A new generation. `discovered` lists model names per pool as engines report them, for configs that name none.
+class Plan(msgspec.Struct, frozen=True):
+    """A snapshot, and what the live parts become with it. It holds until the next one is carried out.
 
-    Raises policies.registry.PolicyConfigError for a policy that cannot be built; nothing live has changed then.
+    `rooms` by pool, each with those who serve whole requests there.
     """
-    policies = {name: registry.build(pool.policy.name, pool.policy.params) for name, pool in config.pools.items()}
-    candidates = endpoints.adopt(config)
+
+    snapshot: Snapshot
+    adoption: Adoption
+    rooms: Mapping[str, tuple[Room, tuple[Candidate, ...]]]
+
+
+def build(
+    config: Config,
+    endpoints: EndpointTable,
+    gate: Gate,
+    discovered: Mapping[str, Sequence[str]],
+    before: Snapshot | None = None,
+) -> Plan:
+    """The generation after `before`; changes nothing. A policy that stays as configured stays the one it is.
+
+    `discovered` lists model names per pool as engines report them, for configs that name none.
+    Raises policies.registry.PolicyConfigError for a policy that cannot be built.
+    """
+    policies = _policies(config, before)
+    adoption = endpoints.plan(config)
+    candidates = adoption.pools
     serving = {name: pairing.whole(members) for name, members in candidates.items()}  # prefill takes nobody's place
-    rooms = {name: gate.room(name, pool.waiting_room, serving[name]) for name, pool in config.pools.items()}
+    rooms = {name: gate.room(name) for name in config.pools}
     routes: dict[str, Route] = {}
     for model in _models(config, discovered):
         pool = model.pool
-        members = serving[pool] if config.models else endpoints.serving(model.name, serving[pool])
+        members = serving[pool] if config.models else adoption.serving(model.name, serving[pool])
         split = pairing.split_route(model, policies[pool], candidates[pool])
         route = Route(model.name, pool, model.context_tokens, policies[pool], members, rooms[pool], split)
         routes.update(dict.fromkeys((model.name, *model.aliases), route))
     tenants = {hashlib.sha256(tenant.key.reveal().encode()).digest(): tenant.name for tenant in config.tenants}
-    return Snapshot(generation, config, routes, tenants)
+    generation = before.generation + 1 if before is not None else 1
+    snapshot = Snapshot(generation, config, routes, tenants, policies)
+    return Plan(snapshot, adoption, {name: (room, serving[name]) for name, room in rooms.items()})
+
+
+def _policies(config: Config, before: Snapshot | None) -> dict[str, Policy]:
+    made = {}
+    for name, pool in config.pools.items():
+        old = before.config.pools.get(name) if before is not None else None
+        if before is not None and old is not None and old.policy == pool.policy:
+            made[name] = before.policies[name]
+        else:
+            made[name] = registry.build(pool.policy.name, pool.policy.params)
+    return made
 
 
 def _models(config: Config, discovered: Mapping[str, Sequence[str]]) -> list[Model]:

@@ -192,22 +192,26 @@ class Upstream:
     heard_at  when a byte of any answer's body last came from the engine, monotonic seconds
     """
 
-    __slots__ = ("_head", "_host", "_idle", "_port", "connections", "heard_at", "outbox", "patience")
+    __slots__ = ("_head", "_host", "_idle", "_netloc", "_port", "connections", "heard_at", "outbox", "patience")
 
     def __init__(self, url: str, key: str | None, patience: Patience, outbox: Outbox) -> None:
         """`key` is the engine's own API key; the client's never travels further than the gateway."""
         parts = urlsplit(url)
-        self._host, self._port = parts.hostname or "", parts.port or 80
-        authorization = f"authorization: Bearer {key}\r\n" if key else ""
-        self._head = (
-            f" HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
-            f"accept: */*\r\nuser-agent: penstock\r\n{authorization}"
-        ).encode()
-        self.patience = patience
+        self._host, self._port, self._netloc = parts.hostname or "", parts.port or 80, parts.netloc
         self.outbox = outbox
+        self.become(key, patience)
         self.heard_at = 0.0
         self.connections: set[Connection] = set()
         self._idle: list[Connection] = []
+
+    def become(self, key: str | None, patience: Patience) -> None:
+        """From the next request on, another key or patience; connections and answers under way go on."""
+        authorization = f"authorization: Bearer {key}\r\n" if key else ""
+        self._head = (
+            f" HTTP/1.1\r\nhost: {self._netloc}\r\ncontent-type: application/json\r\n"
+            f"accept: */*\r\nuser-agent: penstock\r\n{authorization}"
+        ).encode()
+        self.patience = patience
 
     def head(self, path: str) -> bytes:
         """The beginning of every request to this engine; the caller adds its own lines and the blank one."""

@@ -54,9 +54,13 @@ class IndexStats(msgspec.Struct, frozen=True):
 
 
 class _Holder:
-    """One slot's book: how much it is believed to hold, by generation. A generation's name is its stamp."""
+    """One slot's book: how much it is believed to hold, by generation. A generation's name is its stamp.
 
-    __slots__ = ("capacity_tokens", "held", "stamp", "tokens", "trust")
+    `evicted` are tokens that aged out, `missed` those of them that were asked for again while nobody held them; both
+    fade over as many evictions as the slot has room for. What died before stamp `reborn` was no eviction.
+    """
+
+    __slots__ = ("capacity_tokens", "evicted", "held", "missed", "reborn", "stamp", "tokens", "trust")
 
     def __init__(self, slot: int) -> None:
         self.stamp = MAX_SLOTS | slot
@@ -64,6 +68,8 @@ class _Holder:
         self.held = 0.0
         self.capacity_tokens: float | None = None
         self.trust = 1.0
+        self.evicted = self.missed = 0.0
+        self.reborn = self.stamp
 
     def next_generation(self) -> None:
         self.stamp += MAX_SLOTS
@@ -73,6 +79,8 @@ class _Holder:
         self.stamp += MAX_SLOTS
         self.tokens = {self.stamp: 0.0}
         self.held, self.trust = 0.0, 1.0
+        self.evicted = self.missed = 0.0
+        self.reborn = self.stamp
 
     def gain(self, tokens: float) -> None:
         self.tokens[self.stamp] += tokens
@@ -91,8 +99,20 @@ class _Holder:
             if self.tokens[self.stamp] * _GENERATIONS > room:
                 self.next_generation()
             while self.held > room and len(self.tokens) > 1:
-                self.held = max(0.0, self.held - self.tokens.pop(next(iter(self.tokens))))
+                self._evict(self.tokens.pop(next(iter(self.tokens))), self.capacity_tokens)
         return next(iter(self.tokens))
+
+    def _evict(self, tokens: float, capacity_tokens: float) -> None:
+        self.held = max(0.0, self.held - tokens)
+        fading = max(0.0, 1.0 - tokens / capacity_tokens) if capacity_tokens > tokens else 0.0
+        self.evicted = self.evicted * fading + tokens
+        self.missed *= fading
+
+    def regret(self) -> float:
+        """Share of the evictions, 0 to 1, that turned out a pity. Few evictions say little: they count as harmless."""
+        if not self.missed or self.capacity_tokens is None:
+            return 0.0
+        return min(1.0, self.missed / (self.evicted + 0.1 * self.capacity_tokens))
 
 
 class PrefixIndex:
@@ -147,6 +167,14 @@ class PrefixIndex:
     def held_tokens(self, slot: int) -> float:
         """How many tokens the endpoint in this slot is believed to hold, of all prompts together."""
         return self._holders[slot].held if slot < len(self._holders) else 0.0
+
+    def regret(self, slot: int) -> float:
+        """Share, 0 to 1, of what aged out of this slot that was asked for again when nobody held it any more.
+
+        A ghost list for free: an entry whose holders are all dead stays in the table until its key is met again or the
+        cap drops it. Counted by tokens, fading over as many evictions as the slot has room for.
+        """
+        return self._holders[slot].regret() if slot < len(self._holders) else 0.0
 
     def _measure(self, fingerprint: Fingerprint, last: int, reach: list[int]) -> None:
         """Writes into `reach` how many blocks each slot holds: halves only where holders change between two rungs."""
@@ -248,21 +276,32 @@ class PrefixIndex:
     def _restamp(self, keys: list[int], rung: int, holder: _Holder, tokens_per_block: float) -> None:
         """Stamps known blocks anew and moves them to the young end of their dict, deepest first, run by run."""
         shards, mask, lengths = self._shards, self._shard_mask, self._lengths
-        end, run, renewed, previous = rung + len(keys), -1, 0, 0
+        end, run, renewed, previous, missed = rung + len(keys), -1, 0, 0, 0
+        oldest = self._oldest_alive[holder.stamp & _SLOT]
         for at in range(end - 1, rung - 1, -1):
             key = keys[at - rung]
             shard = shards[key & mask]
             holders = shard.pop(key, 0)
             if holders != run:
                 holder.lose(previous, (lengths[end - 1] - lengths[at]) * tokens_per_block)
+                self._regret(missed, (lengths[end - 1] - lengths[at]) * tokens_per_block)
                 end, run = at + 1, holders
                 renewed, previous = self._without(holders, holder.stamp & _SLOT)
+                missed = 0 if renewed or previous >= oldest else holders
                 renewed = renewed << _LANE_BITS | holder.stamp
             if not holders:
                 self._blocks += 1
             shard[key] = renewed
         start = lengths[rung - 1] if rung else 0
         holder.lose(previous, (lengths[end - 1] - start) * tokens_per_block)
+        self._regret(missed, (lengths[end - 1] - start) * tokens_per_block)
+
+    def _regret(self, holders: int, tokens: float) -> None:
+        """Blocks that all these slots have evicted are computed once more: each is missed where it was."""
+        for stamp in _stamps(holders):
+            holder = self._holders[stamp & _SLOT]
+            if stamp >= holder.reborn:
+                holder.missed += tokens
 
     def _without(self, holders: int, slot: int) -> tuple[int, int]:
         """The live holders other than `slot`, and the stamp that slot had (0: none)."""
@@ -313,10 +352,13 @@ class PrefixIndex:
         holder.trust = max(_LEAST_TRUST, holder.trust * _DISTRUST)
         self._oldest_alive[slot] = holder.oldest_alive()
 
-    def set_capacity(self, slot: int, tokens: int) -> None:
-        """How many tokens of KV the endpoint in this slot has room for; beliefs beyond it age out, oldest first."""
+    def set_capacity(self, slot: int, tokens: int | None) -> None:
+        """How many tokens of KV the endpoint in this slot has room for; beliefs beyond it age out, oldest first.
+
+        None: nobody knows, as of an endpoint not heard yet.
+        """
         holder = self._holder(slot)
-        holder.capacity_tokens = float(tokens)
+        holder.capacity_tokens = None if tokens is None else float(tokens)
         self._oldest_alive[slot] = holder.oldest_alive()
 
     def forget(self, slot: int) -> None:

@@ -19,18 +19,18 @@ class RetryLimits(msgspec.Struct, frozen=True):
 class RetryBudget:
     """Counts the retries now running (after Envoy's retry budget: 20 % of active requests, at least 3).
 
-    Owned by one gateway; every True of `try_take` is followed by one `give_back` when that attempt has ended.
+    Owned by one gateway, which may change its `limits`; every True of `try_take` is followed by one `give_back` when that attempt has ended.
     """
 
-    __slots__ = ("_limits", "running")
+    __slots__ = ("limits", "running")
 
     def __init__(self, limits: RetryLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self.running = 0
 
     def try_take(self, active: int) -> bool:
         """Whether one more retry may start while `active` requests are in the gateway; counts it if so."""
-        if self.running >= self._limits.floor + self._limits.share * active:
+        if self.running >= self.limits.floor + self.limits.share * active:
             return False
         self.running += 1
         return True

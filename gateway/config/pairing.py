@@ -62,8 +62,9 @@ def _once(findings: Iterator[Finding], told: set[Path]) -> Iterator[Finding]:
 
 
 def _endpoints(data: Any, pool: Any) -> Specs:
-    pools = get(data, "pools")
-    return list(items(get(get(pools, pool), "endpoints"), ("pools", pool, "endpoints")))
+    if not isinstance(pool, str):
+        return []
+    return list(items(get(get(get(data, "pools"), pool), "endpoints"), ("pools", pool, "endpoints")))
 
 
 def _role(spec: Mapping[str, Any]) -> str:

@@ -109,6 +109,11 @@ class Handoffs:
     def learn(self, endpoint: str, found: tuple[Identity, ...]) -> None:
         self._identities[endpoint] = found
 
+    def removed(self, endpoint: str) -> None:
+        """No endpoint has this name any more."""
+        self.forget(endpoint)
+        self.pairs = {names: figures for names, figures in self.pairs.items() if endpoint not in names}
+
     def forget(self, endpoint: str) -> None:
         """A leg failed there: engine ids change with a restart."""
         self._identities.pop(endpoint, None)

@@ -15,7 +15,8 @@ from time import monotonic
 import aiohttp
 
 from gateway.config import Config
-from gateway.endpoints import EndpointTable, LiveEndpoint
+from gateway.endpoints import EndpointTable
+from gateway.roster import LiveEndpoint
 from gateway.watch import scrape
 from policies.health import probe_due
 
@@ -28,13 +29,13 @@ UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
 
 class Watcher:
     """Two background tasks per endpoint: looking at it, and looking after its silence. `learnt` is called when an
-    engine's list of models has changed."""
+    engine's list of models has changed. One that leaves is not watched: it will not be asked for anything new."""
 
     def __init__(self, config: Config, endpoints: EndpointTable, learnt: Callable[[], None]) -> None:
         self._config = config
         self._endpoints = endpoints
         self._learnt = learnt
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[LiveEndpoint, tuple[asyncio.Task[None], ...]] = {}
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -46,26 +47,56 @@ class Watcher:
             ),  # hung engines must not starve the others' probes
         )
         await asyncio.gather(*(self._look(live) for live in self._endpoints.all()))
-        health, scrape_every = self._config.health, self._config.scrape.interval
         for live in self._endpoints.all():
-            name = live.endpoint.name
-            looking = self._repeat(self._look, live, min(health.interval, scrape_every))
-            listening = self._repeat(self._listen, live, health.progress / 10)
-            self._tasks.append(asyncio.create_task(looking, name=f"watch {name}"))
-            self._tasks.append(asyncio.create_task(listening, name=f"listen to {name}"))
+            self._watch(live)
+
+    def follow(self, config: Config) -> None:
+        """Another configuration is in force: newcomers are looked at now, those who leave no more."""
+        self._config = config
+        if self._session is None:
+            return
+        for live in self._endpoints.all():
+            if live.leaving:
+                for task in self._tasks.pop(live, ()):
+                    task.cancel()
+            elif live not in self._tasks:
+                self._watch(live, at_once=True)
+
+    def _watch(self, live: LiveEndpoint, *, at_once: bool = False) -> None:
+        name = live.endpoint.name
+        looking = self._repeat(self._look, live, self._look_every_s, at_once=at_once)
+        listening = self._repeat(self._listen, live, self._listen_every_s)
+        self._tasks[live] = (
+            asyncio.create_task(looking, name=f"watch {name}"),
+            asyncio.create_task(listening, name=f"listen to {name}"),
+        )
+
+    def _look_every_s(self) -> float:
+        return min(self._config.health.interval, self._config.scrape.interval)
+
+    def _listen_every_s(self) -> float:
+        return self._config.health.progress / 10
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        tasks = [task for pair in self._tasks.values() for task in pair]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 
     async def _repeat(
-        self, what: Callable[[LiveEndpoint], Awaitable[None]], live: LiveEndpoint, every_s: float
+        self,
+        what: Callable[[LiveEndpoint], Awaitable[None]],
+        live: LiveEndpoint,
+        every_s: Callable[[], float],
+        *,
+        at_once: bool = False,
     ) -> None:
         while True:
-            await asyncio.sleep(every_s * self._endpoints.rng.uniform(0.9, 1.1))
+            if not at_once:
+                await asyncio.sleep(every_s() * self._endpoints.rng.uniform(0.9, 1.1))
+            at_once = False
             try:
                 await what(live)
             except Exception:

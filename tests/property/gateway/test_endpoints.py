@@ -39,7 +39,9 @@ class Bookings(RuleBasedStateMachine):
         urls = [{"url": f"http://127.0.0.1:{9000 + n}"} for n in range(3)]
         config = Config.model_validate({"version": 1, "pools": {"main": {"endpoints": urls}}})
         self.table = EndpointTable(config, Prefixes(bytes(32), 1 << 20, 256), Metrics(), Random(1), Outbox(self.loop))
-        self.candidates: tuple[Candidate, ...] = self.table.adopt(config)["main"]
+        adoption = self.table.plan(config)
+        self.table.adopt(adoption)
+        self.candidates: tuple[Candidate, ...] = adoption.pools["main"]
         self.lives = list(self.table.all())
 
     def teardown(self) -> None:

@@ -239,7 +239,9 @@ async def test_who_gives_up_waiting_for_a_turn_keeps_none() -> None:
 async def test_a_smaller_budget_forgets_nobody_who_waits() -> None:
     """As requests leave the budget shrinks: a turn given back may be no turn any more, and the next one is."""
     made = gate(retries={"floor": 1, "budget": 0.5})
-    place = made.room("main", WaitingRoom(), (candidate(0, 24),))
+    place = made.room("main")
+    place.configure(WaitingRoom(), (candidate(0, 24),))
+    made.open(place)
     for _ in range(2):
         await place.enter(ask())
     assert await made.retry_turn()

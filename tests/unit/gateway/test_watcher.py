@@ -46,12 +46,13 @@ async def test_long_pages_and_lists_in_pieces_are_read_to_their_end() -> None:
             Random(1),
             Outbox(asyncio.get_running_loop()),
         )
-        table.adopt(config)
+        adoption = table.plan(config)
+        table.adopt(adoption)
         watcher = Watcher(config, table, lambda: None)
         await watcher.start()
         await watcher.stop()
         (live,) = table.all()
         assert (live.load.running, live.models) == (7, ("m",))
-        (candidate,) = table.adopt(config)["engines"]
-        assert table.serving("m", (candidate,)) == (candidate,)
-        assert table.serving("another", (candidate,)) == ()
+        (candidate,) = adoption.pools["engines"]
+        assert adoption.serving("m", (candidate,)) == (candidate,)
+        assert adoption.serving("another", (candidate,)) == ()

@@ -1,0 +1,215 @@
+"""Commands that talk to a running gateway's admin server: status, reload, diff, rollback, history.
+
+Lives here: asking, and printing what came back. Exit codes: 0 done, 1 refused, rejected or not reached, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+WAIT_S = 30.0
+ANSWER_CAP_BYTES = 64 << 20
+KEY_CAP_BYTES = 64 << 10
+
+Admin = Annotated[str, typer.Option("--admin", envvar="PENSTOCK_ADMIN", help="URL of the admin server.")]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option("--key-file", help="File with the admin key; or set PENSTOCK_ADMIN_KEY. Reading needs none."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+HERE = "http://127.0.0.1:8081"
+
+
+def status(admin: Admin = HERE, as_json: Json = False) -> None:
+    """What a running gateway serves by: version, source, last error, endpoints."""
+    server = Server(admin, None)
+    config, fleet = server.ask("GET", "/config"), server.ask("GET", "/endpoints")["endpoints"]
+    if as_json:
+        told = {key: config[key] for key in ("version", "applied", "last_error", "needs_restart", "models")}
+        _print_json(told | {"endpoints": fleet})
+        return
+    applied, error = config["applied"], config["last_error"]
+    up = sum(each["available"] for each in fleet)
+    _say(f"v{applied['version']} {applied['file']} ({applied['source']}, {applied['at']}, {applied['hash']})")
+    _say(f"{up} of {len(fleet)} endpoints available, {sum(each['in_flight'] for each in fleet)} requests in flight")
+    if config["needs_restart"]:
+        _say(f"needs a restart: {', '.join(config['needs_restart'])}", style="yellow")
+    for problem in error["problems"] if error else ():
+        _say(f"last attempt rejected ({error['source']}, {error['at']}): {problem['text']}", style="red")
+
+
+def reload(admin: Admin = HERE, key_file: KeyFile = None, as_json: Json = False) -> None:
+    """Have a running gateway take its file over now; it follows the file anyway unless reload.watch is false."""
+    _show(Server(admin, key_file).ask("POST", "/config/reload"), as_json=as_json)
+
+
+def diff(
+    file: Annotated[Path | None, typer.Argument(help="File to compare; the gateway's own unless given.")] = None,
+    admin: Admin = HERE,
+    key_file: KeyFile = None,
+    as_json: Json = False,
+) -> None:
+    """What a file would change of what is running; nothing is taken over. Alike: what the last change was."""
+    server = Server(admin, key_file)
+    if file is None:
+        told = server.ask("POST", "/config/reload?dry_run=1")
+    else:
+        told = server.ask("PUT", "/config?dry_run=1", _text(file))
+        for problem in told.get("problems", ()):
+            problem["text"] = f"{file}{problem['text'][len(problem['file']) :]}"
+    if told["result"] == "unchanged":
+        versions = server.ask("GET", "/config/versions")["versions"]
+        told |= {"last": versions[0]} if versions else {}
+    if as_json:
+        _print_json(told)
+        raise typer.Exit(0 if told["result"] in ("dry_run", "unchanged") else 1)
+    if told["result"] == "unchanged":
+        name = str(file) if file is not None else "the file"
+        _say(f"{name} says what is in force: v{told['version']}")
+        _last_change(told.get("last"))
+        return
+    _problems(told)
+    _changes(told["changes"])
+    if told["needs_restart"]:
+        _say(f"would need a restart: {', '.join(told['needs_restart'])}", style="yellow")
+
+
+def rollback(
+    version: Annotated[int | None, typer.Argument(min=1, help="Its number; the one before unless given.")] = None,
+    admin: Admin = HERE,
+    key_file: KeyFile = None,
+    as_json: Json = False,
+) -> None:
+    """Have a running gateway go back to an older version. Its file stays as it is, and wins again when it is edited."""
+    path = "/config/rollback" if version is None else f"/config/rollback?to={version}"
+    _show(Server(admin, key_file).ask("POST", path), as_json=as_json)
+
+
+def history(admin: Admin = HERE, as_json: Json = False) -> None:
+    """The versions that were in force, newest first."""
+    told = Server(admin, None).ask("GET", "/config/versions")
+    if as_json:
+        _print_json(told)
+        return
+    for each in told["versions"]:
+        mark = "*" if each["version"] == told["applied"] else " "
+        _say(f"{mark} v{each['version']}  {each['at']}  {each['source']}  {each['hash']}  {Path(each['file']).name}")
+        _changes(each["changes"], indent="      ")
+
+
+class Server:
+    """An admin server, asked one thing at a time. Ends the command with a sentence when it does not answer."""
+
+    def __init__(self, url: str, key_file: Path | None) -> None:
+        parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
+        try:
+            self._host, self._port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError:
+            self._host = ""
+        if not self._host or parts.scheme not in ("http", "https"):
+            raise typer.BadParameter(f"{url!r} is no URL of an admin server; write {HERE}", param_hint="--admin")
+        self._url, self._tls = url, parts.scheme == "https"
+        self._key = _key(key_file)
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> Any:
+        """The JSON of the answer, whatever its status."""
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=WAIT_S)
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            told = json.loads(answer.read(ANSWER_CAP_BYTES))
+        except (OSError, http.client.HTTPException) as error:
+            _fail(f"no gateway answers at {self._url}: {error}; is it running, and is --admin its admin server?")
+        except ValueError:
+            _fail(f"what answers at {self._url} is no admin server of a gateway (status {answer.status})")
+        finally:
+            connection.close()
+        if not isinstance(told, dict) or told.get("result") == "refused":
+            _fail(str(told.get("message") if isinstance(told, dict) else told))
+        return told
+
+
+def _key(file: Path | None) -> str:
+    if file is None:
+        return os.environ.get("PENSTOCK_ADMIN_KEY", "")
+    try:
+        with file.open("rb") as handle:
+            return handle.read(KEY_CAP_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        _fail(f"{file} cannot be read: {error}")
+
+
+def _text(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        _fail(f"{file} cannot be read: {error.strerror}")
+
+
+def _show(told: dict[str, Any], *, as_json: bool) -> None:
+    """What came of a change."""
+    good = told["result"] in ("applied", "unchanged")
+    if as_json:
+        _print_json(told)
+        raise typer.Exit(0 if good else 1)
+    _problems(told)
+    if not good:
+        _fail(told["message"])
+    _say(told["message"], style="green")
+    _changes(told["changes"])
+
+
+def _problems(told: dict[str, Any]) -> None:
+    """Ends the command when the text was rejected, with everything that is wrong in it."""
+    if told["result"] not in ("rejected", "nothing"):
+        return
+    for problem in told["problems"]:
+        _say(problem["text"], err=True)
+    count = len(told["problems"])
+    _fail(f"{count} problem{'s' if count > 1 else ''}" if count else told["message"])
+
+
+def _last_change(version: dict[str, Any] | None) -> None:
+    if version is not None and version["changes"]:
+        _say(f"v{version['version']} changed ({version['source']}, {version['at']}):")
+        _changes(version["changes"])
+
+
+def _changes(changes: list[dict[str, Any]], indent: str = "  ") -> None:
+    """One line each: what was in red, what is in green."""
+    for each in changes:
+        before, after = each["before"], each["after"]
+        line = Text(f"{indent}{each['path']}: ")
+        if before is None or after is None:
+            line.append(
+                f"added {after}" if before is None else f"removed {before}", "green" if before is None else "red"
+            )
+        elif before == after:
+            line.append(f"{after} has another value now", "yellow")
+        else:
+            line.append(before, "red").append(" -> ").append(after, "green")
+        Console(highlight=False).print(line, soft_wrap=True)
+
+
+def _fail(message: str) -> NoReturn:
+    _say(message, style="red", err=True)
+    raise typer.Exit(1)
+
+
+def _say(text: str, *, style: str | None = None, err: bool = False) -> None:
+    Console(stderr=err, highlight=False).print(text, style=style, markup=False, soft_wrap=True)
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))

@@ -1,0 +1,124 @@
+"""The admin server's pages about the configuration: what is in force, what was, and changing it.
+
+Lives here: requests to triggers, outcomes to answers. Not here: who may ask (trust.py), and what happens (reloader.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from gateway.config import Problem
+from gateway.config.compare import Change, shown
+from gateway.reload.reloader import Outcome, Rejection, Reloader
+from gateway.reload.versions import Version
+
+if TYPE_CHECKING:
+    from gateway.app import App
+
+STATUS: Mapping[str, int] = MappingProxyType(
+    {"applied": 200, "unchanged": 200, "dry_run": 200, "rejected": 400, "nothing": 409, "conflict": 412}
+)
+
+
+def add(app: App, routes: web.UrlDispatcher) -> None:
+    """GET and PUT /config, GET /config/versions, POST /config/reload and /config/rollback."""
+    reloader = app.reloader
+
+    async def read(_: web.Request) -> web.Response:
+        snapshot = app.gateway.snapshot
+        state = _state(reloader) | {
+            "generation": snapshot.generation,
+            "models": sorted(snapshot.routes),
+            "retiring": app.swap.retiring,
+            "config": shown(reloader.running),
+        }
+        return web.json_response(state, headers={"ETag": reloader.version.etag})
+
+    async def put(request: web.Request) -> web.Response:
+        text = await request.read()
+        if_match = request.headers.get("If-Match")
+        return _told(await reloader.put(text, "admin", if_match=if_match, dry_run=_asked(request, "dry_run")))
+
+    async def versions(_: web.Request) -> web.Response:
+        newest_first = [_version(each) for each in reversed(reloader.versions.all())]
+        return web.json_response({"applied": reloader.version.number, "versions": newest_first})
+
+    async def again(request: web.Request) -> web.Response:
+        return _told(await reloader.reload("command", dry_run=_asked(request, "dry_run")))
+
+    async def rollback(request: web.Request) -> web.Response:
+        to = request.query.get("to")
+        if to is not None and not (to.isascii() and to.isdigit() and len(to) < 10):
+            return web.json_response({"result": "rejected", "message": "to= is the number of a version"}, status=400)
+        return _told(await reloader.rollback(int(to) if to is not None else None))
+
+    routes.add_get("/config", read)
+    routes.add_put("/config", put)
+    routes.add_get("/config/versions", versions)
+    routes.add_post("/config/reload", again)
+    routes.add_post("/config/rollback", rollback)
+
+
+def _asked(request: web.Request, flag: str) -> bool:
+    return request.query.get(flag, "0").lower() not in ("0", "false", "no")
+
+
+def _state(reloader: Reloader) -> dict[str, Any]:
+    return {
+        "version": reloader.version.number,
+        "applied": _version(reloader.version),
+        "last_error": _rejection(reloader.last_error),
+        "needs_restart": list(reloader.needs_restart),
+    }
+
+
+def _told(outcome: Outcome) -> web.Response:
+    answer = {
+        "result": outcome.result,
+        "message": outcome.message,
+        "version": outcome.version.number,
+        "changes": [_change(each) for each in outcome.changes],
+        "problems": [_problem(each) for each in outcome.problems],
+        "needs_restart": list(outcome.needs_restart),
+        "affected": outcome.affected,
+        "took_ms": round(outcome.took_s * 1000, 3),
+    }
+    return web.json_response(answer, status=STATUS[outcome.result], headers={"ETag": outcome.version.etag})
+
+
+def _version(version: Version) -> dict[str, Any]:
+    """Never its text: a secret may stand in it, or in a comment."""
+    return {
+        "version": version.number,
+        "hash": version.hash,
+        "etag": version.etag,
+        "at": _time(version.at),
+        "source": version.trigger,
+        "file": version.file,
+        "changes": [_change(each) for each in version.changes],
+    }
+
+
+def _change(change: Change) -> dict[str, Any]:
+    return {"path": change.path, "before": change.before, "after": change.after, "text": str(change)}
+
+
+def _rejection(rejection: Rejection | None) -> dict[str, Any] | None:
+    if rejection is None:
+        return None
+    problems = [_problem(each) for each in rejection.problems]
+    return {"at": _time(rejection.at), "source": rejection.trigger, "problems": problems}
+
+
+def _problem(problem: Problem) -> dict[str, Any]:
+    fields = {name: getattr(problem, name) for name in problem.__struct_fields__}
+    return fields | {"text": str(problem)}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

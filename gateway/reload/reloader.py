@@ -1,0 +1,283 @@
+"""The transaction: a text is read, parsed, built and tried, and then in force; or the last good one stays.
+
+One way for all triggers, one at a time. Lives here: the order, what is kept and what is told of it. Not here: when it
+is triggered (follow.py, pages.py, app.py) and what a swap does (swap.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import perf_counter, time
+
+import msgspec
+
+from gateway.config import Config, ConfigError, Loaded, Problem, examine, examine_text
+from gateway.config.compare import Change, changes
+from gateway.config.source import parse
+from gateway.metrics import Metrics
+from gateway.reload import versions
+from gateway.reload.swap import CannotServe, Swap
+from gateway.reload.versions import Version, Versions
+
+log = logging.getLogger("penstock")
+
+AT_START = ("listeners", "prefix", "observability", "reload.state_dir")
+"""What is bound once, at the start. A change of it is taken over, and comes into effect with the next start."""
+
+FROM_FILE = frozenset({"file", "signal", "command"})
+"""Triggers by which the file's own text is taken over."""
+
+SENT = "PUT config"
+"""How a text is called that was sent: problems show it where a file's name would stand."""
+
+Say = Callable[[str, bool], None]
+"""Tells an operator one line; True when it is bad news."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of one attempt.
+
+    result         applied, unchanged, rejected, conflict (If-Match), nothing (no such version, or no file), dry_run
+    needs_restart  what differs from what was bound at the start
+    affected       requests at endpoints or in pools that leave
+    """
+
+    result: str
+    version: Version
+    message: str
+    changes: tuple[Change, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    needs_restart: tuple[str, ...] = ()
+    affected: int = 0
+    took_s: float = 0.0
+
+
+class Rejection(msgspec.Struct, frozen=True):
+    """The last attempt, when it failed."""
+
+    at: float
+    trigger: str
+    problems: tuple[Problem, ...]
+
+
+class Reloader:
+    """Owner of what is in force and of its history. `running` is the text behind the snapshot, `last_error` why the
+    last attempt failed, if it did."""
+
+    def __init__(
+        self, loaded: Loaded, file: Path | None, swap: Swap, metrics: Metrics, env: Mapping[str, str], say: Say
+    ) -> None:
+        """`file` is what a reload reads; None: the engines were given on the command line."""
+        self.running = loaded
+        self.last_error: Rejection | None = None
+        self.on_applied: Callable[[Config, str], None] = lambda config, trigger: None
+        self._started = loaded
+        self._file = file
+        self._seen = loaded.digest
+        self._missing: tuple[Path, ...] = ()
+        self._swap = swap
+        self._env = env
+        self._say = say
+        self._one_at_a_time = asyncio.Lock()
+        self._metrics = metrics
+        folder = loaded.config.reload.state_dir
+        self.versions = Versions(Path(folder) if folder is not None else None)
+        self.version = self._first(loaded)
+
+    def _first(self, loaded: Loaded) -> Version:
+        """What is in force at the start: the newest version kept, if it says the same."""
+        kept = self.versions.all()
+        fresh = versions.made(self.versions.next_number, time(), "start", loaded, ())
+        if kept and (kept[-1].hash, kept[-1].file) == (fresh.hash, fresh.file):
+            fresh = msgspec.structs.replace(kept[-1], text=fresh.text)
+        else:
+            self._keep(fresh, in_clear=loaded.in_clear)
+        self.versions.add(fresh)
+        self._show(fresh)
+        return fresh
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Every file that what is in force, or what was rejected last, is made of."""
+        own = () if self._file is None else (self._file,)
+        return tuple(dict.fromkeys((*own, *self.running.references, *self._missing)))
+
+    @property
+    def needs_restart(self) -> tuple[str, ...]:
+        """What the configuration in force says and the running process cannot do before its next start."""
+        return _bound(changes(self._started, self.running))
+
+    # Triggers
+
+    async def reload(self, trigger: str, *, dry_run: bool = False) -> Outcome:
+        """Take over the file as it is now."""
+        file = self._file
+        if file is None:
+            return self._nothing("there is no file: the engines were given on the command line")
+        return await self._attempt(lambda: examine(file, self._env), trigger, dry_run=dry_run)
+
+    async def changed(self) -> Outcome | None:
+        """A file that matters was touched: take over what changed, if anything did."""
+        file = self._file
+        if file is not None:
+            outcome = await self._attempt(lambda: examine(file, self._env), "file", news_only=True)
+            if outcome.result != "unchanged":
+                return outcome
+        running = self.running
+        if running.digest == self._seen:
+            return None  # it is the file's text that is in force, and it was looked at
+        return await self._attempt(
+            lambda: examine_text(running.text, running.file, self._env), "secret", news_only=True
+        )
+
+    async def put(self, text: bytes, trigger: str, *, if_match: str | None = None, dry_run: bool = False) -> Outcome:
+        """Take over a text that somebody sent. Its relative paths start from the file's folder."""
+        name = str((self._file.parent if self._file is not None else Path()) / SENT)
+        return await self._attempt(
+            lambda: examine_text(text, name, self._env), trigger, dry_run=dry_run, if_match=if_match
+        )
+
+    async def rollback(self, number: int | None, trigger: str = "rollback") -> Outcome:
+        """Take over an older version: that number, or the one before the one in force."""
+        older = [each for each in self.versions.all() if each.number < self.version.number]
+        wanted = self.versions.find(number) if number is not None else (older[-1] if older else None)
+        if wanted is None:
+            return self._nothing(f"no version {number} is kept" if number is not None else "no older version is kept")
+        text = wanted.text
+        if text is None:
+            return self._nothing(f"the text of version {wanted.number} was not kept: a secret stands in it")
+        return await self._attempt(lambda: examine_text(text.encode(), wanted.file, self._env), trigger)
+
+    # The one way
+
+    async def _attempt(
+        self,
+        read: Callable[[], Loaded],
+        trigger: str,
+        *,
+        dry_run: bool = False,
+        if_match: str | None = None,
+        news_only: bool = False,
+    ) -> Outcome:
+        """`news_only`: somebody touched a file, which is worth a word only if it says something else now."""
+        async with self._one_at_a_time:
+            if if_match is not None and not _matches(if_match, self.version.etag):
+                message = f"the configuration in force is {self.version.etag}, not {if_match}"
+                return Outcome("conflict", self.version, message)
+            began = perf_counter()
+            try:
+                loaded = await asyncio.to_thread(read)
+                old_news = self.last_error is None and loaded.digest in (self._seen, self.running.digest)
+                if trigger in FROM_FILE and not dry_run:
+                    self._seen = loaded.digest
+                if news_only and old_news:
+                    return Outcome("unchanged", self.version, "")
+                if loaded.digest == self.running.digest:
+                    return self._unchanged(loaded, dry_run=dry_run)
+                return await self._take_over(loaded, trigger, began, dry_run=dry_run)
+            except ConfigError as error:
+                if news_only and self.last_error is not None and self.last_error.problems == error.problems:
+                    return Outcome("unchanged", self.version, "")
+                return self._rejected(error, trigger, dry_run=dry_run)
+
+    async def _take_over(self, loaded: Loaded, trigger: str, began: float, *, dry_run: bool) -> Outcome:
+        found = await asyncio.to_thread(changes, self.running, loaded)
+        bound = _bound(await asyncio.to_thread(changes, self._started, loaded))
+        try:
+            plan = self._swap.plan(loaded.config)
+        except CannotServe as problem:
+            source = parse(loaded.text, loaded.file, self._env)
+            raise ConfigError([source.problem(problem.path, str(problem))]) from problem
+        if dry_run:
+            return Outcome("dry_run", self.version, f"would be taken over: {_counted(found)}", found, (), bound)
+        swap_began = perf_counter()
+        affected = self._swap.carry_out(plan)
+        self._metrics.config_swap_seconds.observe(perf_counter() - swap_began)
+        version = versions.made(self.versions.next_number, time(), trigger, loaded, found)
+        self.running, self.version = loaded, version
+        self.versions.add(version)
+        self._succeeded("applied")
+        self._show(version)
+        outcome = Outcome("applied", version, "", found, (), bound, affected, perf_counter() - began)
+        outcome = msgspec.structs.replace(outcome, message=_line(outcome))
+        self._say(outcome.message, False)
+        await asyncio.to_thread(self._keep, version, in_clear=loaded.in_clear)
+        self.on_applied(loaded.config, trigger)
+        return outcome
+
+    def _keep(self, version: Version, *, in_clear: bool) -> None:
+        try:
+            self.versions.write(version, in_clear=in_clear)
+        except OSError as error:
+            log.error("version %d could not be written to reload.state_dir: %s", version.number, error)
+
+    # What is told of it
+
+    def _unchanged(self, loaded: Loaded, *, dry_run: bool) -> Outcome:
+        message = f"{_short(loaded.file)} says what is in force already: v{self.version.number}"
+        if not dry_run:
+            self._succeeded("unchanged")
+            self._say(message, False)
+        return Outcome("unchanged", self.version, message)
+
+    def _rejected(self, error: ConfigError, trigger: str, *, dry_run: bool) -> Outcome:
+        first, more = error.problems[0], len(error.problems) - 1
+        rest = f" ({more} more: GET /config)" if more else ""
+        place = f"{_short(first.file)}{str(first)[len(first.file) :]}"
+        message = f"rejected {place}{rest}. Still serving v{self.version.number}."
+        if not dry_run:
+            self.last_error = Rejection(time(), trigger, error.problems)
+            self._missing = error.references
+            self._metrics.config_reload_total.labels("rejected").inc()
+            self._metrics.config_last_reload_successful.set(0)
+            self._say(message, True)
+        return Outcome("rejected", self.version, message, (), error.problems)
+
+    def _nothing(self, message: str) -> Outcome:
+        return Outcome("nothing", self.version, message)
+
+    def _succeeded(self, result: str) -> None:
+        self.last_error, self._missing = None, ()
+        self._metrics.config_reload_total.labels(result).inc()
+        self._metrics.config_last_reload_successful.set(1)
+
+    def _show(self, version: Version) -> None:
+        self._metrics.config_version_info.clear()
+        self._metrics.config_version_info.labels(str(version.number), version.hash).set(1)
+        self._metrics.config_applied_timestamp_seconds.set(version.at)
+        self._metrics.config_last_reload_successful.set(1)
+
+
+def _matches(if_match: str, etag: str) -> bool:
+    return any(each.strip() in ("*", etag) for each in if_match.split(","))
+
+
+def _bound(found: tuple[Change, ...]) -> tuple[str, ...]:
+    return tuple(each.path for each in found if any(f"{each.path}.".startswith(f"{path}.") for path in AT_START))
+
+
+def _line(outcome: Outcome) -> str:
+    """What the server prints of a reload."""
+    restart = f"; needs a restart: {', '.join(outcome.needs_restart)}" if outcome.needs_restart else ""
+    requests = "request" if outcome.affected == 1 else "requests"
+    finish = " (they finish where they are)" if outcome.affected else ""
+    return (
+        f"reloaded {_short(outcome.version.file)} v{outcome.version.number} ({_counted(outcome.changes)}) "
+        f"in {outcome.took_s * 1000:.0f} ms, {outcome.affected} {requests} affected{finish}{restart}"
+    )
+
+
+def _counted(found: tuple[Change, ...]) -> str:
+    count, shown = len(found), [each.path for each in found[:3]]
+    if not count:
+        return "nothing that matters changed"
+    more = f" and {count - 3} more" if count > 3 else ""
+    return f"{count} change{'s' if count > 1 else ''}: {', '.join(shown)}{more}"
+
+
+def _short(file: str) -> str:
+    """The file's name alone: an operator knows the folder."""
+    return Path(file).name

@@ -1,0 +1,117 @@
+"""Whether a change made things worse, and taking it back then: `reload.auto_rollback`, off unless configured.
+
+Lives here: the window before a change beside the window after it. What counts as failed is `tallied`'s; a second
+measure (goodput of a service class) is another field of Tally and another line in `worse`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic
+
+import msgspec
+
+from gateway.config import AutoRollback, Config
+from gateway.metrics import Metrics
+from gateway.reload.reloader import Outcome, Reloader
+
+log = logging.getLogger("penstock")
+
+LOOK_S = 1.0
+TRIGGER = "auto_rollback"
+
+
+class Tally(msgspec.Struct, frozen=True):
+    """Requests that ended since the start, and how many of them failed through no fault of the client's."""
+
+    ended: int = 0
+    failed: int = 0
+
+    def since(self, earlier: Tally) -> Tally:
+        return Tally(self.ended - earlier.ended, self.failed - earlier.failed)
+
+    @property
+    def ratio(self) -> float:
+        return self.failed / self.ended if self.ended else 0.0
+
+
+def tallied(metrics: Metrics) -> Tally:
+    """From the counters that a scrape sees. Failed: answered with 5xx, or broken off after the first byte."""
+    ended = failed = 0
+    for (_, code, reason), counter in metrics.requests_total.children():
+        ended += int(counter.value)
+        if code.startswith("5") or (code == "200" and reason != "served"):
+            failed += int(counter.value)
+    return Tally(ended, failed)
+
+
+def worse(before: Tally, after: Tally, limits: AutoRollback) -> str | None:
+    """Why the change should go, in a sentence; None while there is no reason, or not enough requests to tell."""
+    if after.ended < limits.requests or after.ratio <= before.ratio + limits.error_ratio:
+        return None
+    return f"{after.ratio:.1%} of {after.ended} requests failed since, {before.ratio:.1%} before"
+
+
+class Trial:
+    """Looks once a second while auto_rollback is on. A change that it made itself is not judged."""
+
+    def __init__(self, reloader: Reloader, metrics: Metrics, say: Callable[[str, bool], None]) -> None:
+        self._reloader = reloader
+        self._metrics = metrics
+        self._say = say
+        self._past: deque[tuple[float, Tally]] = deque()
+        self._swapped: tuple[float, int, Tally, Tally] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="judge changes")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    def applied(self, config: Config, trigger: str) -> None:
+        """A configuration was put in force: its window begins, unless it is one that went back."""
+        limits = config.reload.auto_rollback
+        if limits is None or trigger in (TRIGGER, "rollback"):
+            self._swapped = None
+            return
+        now, tally = monotonic(), tallied(self._metrics)
+        before = tally.since(next((each for at, each in self._past if at >= now - limits.window), tally))
+        self._swapped = now, self._reloader.version.number, tally, before
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look(monotonic())
+            except Exception:
+                log.exception("judging a change failed")
+
+    async def look(self, now: float) -> Outcome | None:
+        """Remember how things stand; take the last change back if its window says so."""
+        limits = self._reloader.running.config.reload.auto_rollback
+        if limits is None:
+            self._past.clear()
+            return None
+        tally = tallied(self._metrics)
+        self._past.append((now, tally))
+        while self._past[0][0] < now - limits.window:
+            self._past.popleft()
+        if self._swapped is None:
+            return None
+        at, number, then, before = self._swapped
+        reason = worse(before, tally.since(then), limits) if self._reloader.version.number == number else None
+        if reason is None:
+            self._swapped = self._swapped if now - at < limits.window else None
+            return None
+        self._swapped = None
+        self._say(f"v{number} made things worse: {reason}. Going back.", True)
+        self._metrics.config_reload_total.labels("rolled_back").inc()
+        return await self._reloader.rollback(None, TRIGGER)

@@ -1,0 +1,176 @@
+"""Who is in the endpoint table: live endpoints by slot, and what a configuration makes of them.
+
+plan() decides and touches nothing; take() carries it out. An endpoint is known by its pool and URL: its load, health,
+connections and slot stay with it whatever else a configuration says of it. One that left keeps them until release().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import count
+from time import monotonic
+
+import msgspec
+
+from gateway.config import Config, EndpointSpec
+from gateway.outbox import Outbox
+from gateway.upstream import Patience, Upstream
+from policies.health import Health, State
+from policies.model import Candidate, Endpoint, EndpointLoad, Layout, Role
+
+HEALTHY = Health()  # nothing ever went wrong: a success has nothing to tell it
+
+
+class LiveEndpoint:
+    """One TP group with everything live about it.
+
+    backlog_tokens  prefill_tokens when the engine was last heard: what its silence since then may be spent on
+    produced        tokens the engine says it has ever generated, at its last scrape
+    stalled         it was found wedged: its /health is not believed until it generates again
+    leaving         no configuration in force has it; requests of an older one may still be there
+    """
+
+    __slots__ = (
+        *("backlog_tokens", "endpoint", "health", "key_header", "leaving", "load", "models", "models_at"),
+        *("produced", "spec", "stalled", "upstream"),
+    )
+
+    def __init__(self, endpoint: Endpoint, spec: EndpointSpec, slot: int, patience: Patience, outbox: Outbox) -> None:
+        self.load = EndpointLoad(slot)
+        self.upstream = Upstream(spec.url, None, patience, outbox)
+        self.become(endpoint, spec, patience)
+        self.health = HEALTHY
+        self.models: tuple[str, ...] = ()
+        self.models_at: float | None = None
+        self.backlog_tokens = 0
+        self.produced: int | None = None
+        self.stalled = self.leaving = False
+
+    def become(self, endpoint: Endpoint, spec: EndpointSpec, patience: Patience) -> None:
+        """What the configuration now says of it."""
+        key = spec.api_key.reveal() if spec.api_key is not None else None
+        self.endpoint = endpoint
+        self.spec = spec
+        self.key_header = {"Authorization": f"Bearer {key}"} if key else {}
+        self.upstream.become(key, patience)
+
+
+class Member(msgspec.Struct, frozen=True, eq=False):
+    """An endpoint of a configuration, with the live one that it is or will be."""
+
+    live: LiveEndpoint
+    endpoint: Endpoint
+    spec: EndpointSpec
+
+
+class Adoption(msgspec.Struct, frozen=True, eq=False):
+    """What a configuration makes of the table. `pools` are candidates by pool; it holds until the table changes."""
+
+    config: Config
+    patience: Patience
+    members: tuple[Member, ...]
+    pools: Mapping[str, tuple[Candidate, ...]]
+
+    def serving(self, model: str, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """Those of the candidates whose engine lists the model."""
+        listing = {id(member.live.load) for member in self.members if model in member.live.models}
+        return tuple(each for each in candidates if id(each.load) in listing)
+
+
+class Moves(msgspec.Struct, frozen=True, eq=False):
+    """Who came and who left, and the names that nobody has any more."""
+
+    came: tuple[LiveEndpoint, ...]
+    left: tuple[LiveEndpoint, ...]
+    names: tuple[str, ...]
+
+
+class Roster:
+    """The live endpoints. `by_slot` is always the same list; a slot that is free keeps its last owner's shell."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.by_slot: list[LiveEndpoint] = []
+        self._free: set[int] = set()
+        self._outbox = outbox
+        self._first = True
+
+    def all(self) -> tuple[LiveEndpoint, ...]:
+        """Everybody, those who are leaving included."""
+        return tuple(live for live in self.by_slot if live.load.slot not in self._free)
+
+    def plan(self, config: Config) -> Adoption:
+        """What `config` would make of the table. Changes nothing."""
+        patience = Patience(config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall)
+        known = {(live.endpoint.pool, live.endpoint.url): live for live in self.all()}
+        slots = self._slots()
+        members = []
+        for pool, spec in config.pools.items():
+            for each in spec.endpoints:
+                endpoint = described(pool, each)
+                live = known.get((pool, endpoint.url))
+                if live is None:
+                    live = LiveEndpoint(endpoint, each, next(slots), patience, self._outbox)
+                members.append(Member(live, endpoint, each))
+        pools: dict[str, list[Candidate]] = {pool: [] for pool in config.pools}
+        for member in members:
+            pools[member.endpoint.pool].append(Candidate(member.endpoint, member.live.load))
+        return Adoption(config, patience, tuple(members), {pool: tuple(found) for pool, found in pools.items()})
+
+    def _slots(self) -> Iterator[int]:
+        """Slots to give, in order: the freed ones, then new ones."""
+        yield from sorted(self._free)
+        yield from count(len(self.by_slot))
+
+    def take(self, adoption: Adoption) -> Moves:
+        """Carry it out: newcomers get their slots, everybody the attributes that the configuration says."""
+        before = {id(live): live.endpoint.name for live in self.all() if not live.leaving}
+        came = [member.live for member in adoption.members if id(member.live) not in before]
+        for member in adoption.members:
+            live = member.live
+            if live.leaving or not self._has(live):
+                self._enter(live)
+            live.become(member.endpoint, member.spec, adoption.patience)
+        staying = {id(member.live) for member in adoption.members}
+        left = [live for live in self.all() if id(live) in before and id(live) not in staying]
+        for live in left:
+            live.leaving = True
+        names = set(before.values()) - {member.endpoint.name for member in adoption.members}
+        self._first = False
+        return Moves(tuple(came), tuple(left), tuple(sorted(names)))
+
+    def _has(self, live: LiveEndpoint) -> bool:
+        slot = live.load.slot
+        return slot < len(self.by_slot) and self.by_slot[slot] is live and slot not in self._free
+
+    def _enter(self, live: LiveEndpoint) -> None:
+        """One who returns before it was gone stays what it was. A newcomer is asked once a probe has found it well."""
+        slot = live.load.slot
+        live.leaving = False
+        if self._has(live):
+            return
+        if not self._first:
+            now = monotonic()
+            live.health = Health(State.EJECTED, now, until=now)
+        self._free.discard(slot)
+        self.by_slot[slot : slot + 1] = [live]
+
+    def release(self, live: LiveEndpoint) -> None:
+        """Nobody can ask for it any more: its slot may be given to another."""
+        self._free.add(live.load.slot)
+
+
+def described(pool: str, spec: EndpointSpec) -> Endpoint:
+    """The endpoint as policies see it."""
+    layout = spec.layout
+    return Endpoint(
+        name=spec.shown_name,
+        url=spec.url,
+        pool=pool,
+        served_model=spec.served_model or "",
+        role=Role(spec.role),
+        engine=spec.engine,
+        layout=Layout(layout.tp, layout.pp, layout.ep, layout.dp),
+        labels=dict(spec.labels),
+        max_concurrency=spec.max_concurrency,
+        bootstrap=spec.bootstrap,
+    )
