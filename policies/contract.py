@@ -5,7 +5,7 @@ A new rule is a new function among its sisters (filters.py, scorers.py, pickers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -21,6 +21,10 @@ Picker = Callable[[Ask, Sequence[Candidate], Sequence[float]], int]
 """Chooses an index into the candidates. Only pickers may use `ask.rng`."""
 
 
+Terms = Callable[[Ask, Candidate], Mapping[str, float]]
+"""The parts of what a candidate would cost, by name. For explaining a pick, so it need not be fast."""
+
+
 class Weighted(msgspec.Struct, frozen=True):
     """A scorer and what one unit of its score is worth."""
 
@@ -29,10 +33,14 @@ class Weighted(msgspec.Struct, frozen=True):
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """Filters, then weighted scorers, then a picker. `reads_prefix` asks the line to fingerprint prompts for it."""
+    """Filters, then weighted scorers, then a picker. `reads_prefix` asks the line to fingerprint prompts for it.
+
+    `terms` names the parts of one candidate's score, for a policy that can say more than a number about its picks.
+    """
 
     name: str
     filters: tuple[Filter, ...]
     scorers: tuple[Weighted, ...]
     picker: Picker
     reads_prefix: bool = False
+    terms: Terms | None = None

@@ -69,6 +69,7 @@ class EndpointLoad:
     decode_tokens    prompt tokens of booked requests past their first token
     expected_tokens  output tokens expected of the booked requests (an expectation, given back at the end)
     held_tokens      prompt tokens that its prefix cache is believed to hold, of all requests together
+    regret           share of what aged out of its prefix cache that was asked for again when nobody held it, 0 to 1
     decoding         booked requests past their first token
     kv_tokens        tokens of KV the endpoint can hold; None while unknown
     kv_booked        prompt and expected output tokens of all booked requests: what they lock or will lock there
@@ -91,15 +92,16 @@ class EndpointLoad:
 
     __slots__ = (
         *("available", "belief", "decode_tokens", "decoding", "expected_tokens", "held_tokens", "in_flight"),
-        *("kv_booked", "kv_tokens", "kv_usage", "prefill_tokens", "running", "scraped_at", "slot", "strangers"),
-        *("timeline", "waiting", "context_s", "fixed_s", "pair_s", "ready_at", "sequence_s", "step_s", "token_s"),
+        *("kv_booked", "kv_tokens", "kv_usage", "prefill_tokens", "regret", "running", "scraped_at", "slot"),
+        *("strangers", "timeline", "waiting", "context_s", "fixed_s", "pair_s", "ready_at", "sequence_s", "step_s"),
+        "token_s",
     )
 
     def __init__(self, slot: int, belief: Belief | None = None) -> None:
         self.slot = slot
         self.in_flight = self.decoding = 0
         self.prefill_tokens = self.decode_tokens = self.expected_tokens = 0
-        self.held_tokens = 0.0
+        self.held_tokens = self.regret = 0.0
         self.kv_booked = 0
         self.kv_tokens: float | None = None
         self.available = True

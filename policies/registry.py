@@ -14,6 +14,7 @@ import msgspec
 
 from policies.contract import Policy
 from policies.presets import LeastLoaded, PrefixAware, Preset, RoundRobin
+from policies.price import Priced
 from policies.published.dualmap import DualMap
 from policies.published.dynamo import DynamoKv
 from policies.published.llmd_blend import LlmdBlend
@@ -42,6 +43,7 @@ _KNOWN: Mapping[str, type[Preset]] = MappingProxyType(
         "round_robin": RoundRobin,
         "least_loaded": LeastLoaded,
         "prefix_aware": PrefixAware,
+        "priced": Priced,
         "power_of_two": PowerOfTwo,
         "sglang_cache_aware": SglangCacheAware,
         "dynamo_kv": DynamoKv,

@@ -101,7 +101,7 @@ class Front:
         if fingerprint is not None and not self._lost():
             load = pick.candidate.load
             self.index.insert(fingerprint, load.slot, prompt_tokens)
-            load.held_tokens = self.index.held_tokens(load.slot)
+            load.held_tokens, load.regret = self.index.held_tokens(load.slot), self.index.regret(load.slot)
 
     def confirm(self, slot: int, believed_tokens: int, cached_tokens: int, prompt_tokens: int) -> None:
         """A whole answer said what was really cached."""
