@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 from policies import pickers
@@ -90,8 +89,8 @@ class ColdTurns:
             return [0.5] * len(candidates)
         last, step = self._last, 1.0 / (len(candidates) - 1)
         turns = [last.get(candidate.load.slot, 0) for candidate in candidates]
-        order = sorted(turns)
-        return [1.0 if turn == 0 else 1.0 - step * bisect_left(order, turn) for turn in turns]
+        place = {turn: place for place, turn in enumerate(sorted(turns))}
+        return [1.0 - step * place[turn] if turn else 1.0 for turn in turns]
 
     def pick(self, ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         chosen = pickers.best(ask, candidates, scores)

@@ -14,7 +14,7 @@ from policies.model import Ask, Candidate, EndpointLoad
 def held(ask: Ask, candidates: Sequence[Candidate]) -> list[int]:
     """Tokens of this prompt that each candidate is believed to hold."""
     cached, known = ask.cached, len(ask.cached)
-    if not known:
+    if not any(cached):
         return [0] * len(candidates)
     return [cached[slot] if slot < known else 0 for slot in [candidate.load.slot for candidate in candidates]]
 

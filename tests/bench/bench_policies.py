@@ -1,5 +1,7 @@
 """What a decision costs, in microseconds: `python tests/bench/bench_policies.py`. The best of several rounds' medians.
 
+A second table shows the pick alone for every registered policy, with prompts that nobody and that some hold.
+
 Prompts of 4 bytes per token. Two patterns of chat traffic: "known" asks a conversation already held by one endpoint for
 its next turn (all share a system prompt that everybody holds); "new" is a prompt never seen beyond the system prompt.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -17,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from policies import registry
 from policies.fingerprint import Fingerprint, Fingerprinter
-from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request
+from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request, Slo
 from policies.prefix_index import PrefixIndex
 from policies.run import pick
 
@@ -46,7 +49,7 @@ class Bench:
         self.tokens, self.rng = tokens, Random(1)
         self.prints = Fingerprinter(self.rng.randbytes(32))
         self.index = PrefixIndex(256 << 20)
-        self.policies = {name: registry.build(name, {}) for name in registry.names()}
+        self.policies = {name: registry.build(name, {}) for name in ("round_robin", "least_loaded", "prefix_aware")}
         self.candidates = [self.candidate(slot) for slot in range(endpoints)]
         self.system = self.rng.randbytes(SYSTEM_TOKENS * BYTES_PER_TOKEN)
         for slot in range(endpoints):
@@ -56,6 +59,9 @@ class Bench:
     def candidate(self, slot: int) -> Candidate:
         load = EndpointLoad(slot)
         load.in_flight, load.prefill_tokens = self.rng.randrange(20), self.rng.randrange(20_000)
+        load.decoding, load.decode_tokens = load.in_flight // 2, self.rng.randrange(100_000)
+        load.kv_tokens, load.kv_booked, load.ready_at = 600_000.0, self.rng.randrange(500_000), 2 * self.rng.random()
+        load.running, load.waiting, load.kv_usage, load.scraped_at = 10, 2, 0.5, 0.9
         return Candidate(Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), load)
 
     def texts(self) -> list[bytes]:
@@ -90,6 +96,30 @@ class Bench:
         ]
 
 
+def picks(endpoints: int) -> None:
+    """The pick alone, for every registered policy; 8,000 tokens, and nothing held or a tenth of the endpoints warm."""
+    bench, slo = Bench(8_000, endpoints), Slo("chat", 2.0, 0.05)
+    prints = [bench.prints.of(b"salt", text) for text in bench.texts()]
+    cold = [0] * endpoints
+    warm = [6_800 if slot % 10 == 3 else 100 * (slot % 30) for slot in range(endpoints)]
+
+    def ask(number: int, cached: list[int]) -> Ask:
+        request = Request(f"{number}", "model", "tenant", 8_000, 300, slo=slo)
+        return Ask(request, 1.0 + number / 1000, bench.rng, cached, frozenset(), prints[number])
+
+    for name in registry.names():
+        costs = []
+        for cached in (cold, warm):
+            asks = [ask(number, cached) for number in range(PROMPTS)]
+            one = partial(pick, registry.build(name, {}))
+            costs.append(min(us_each(partial(decision, one, asks, bench.candidates)) for _ in range(ROUNDS)))
+        print(f"{endpoints:3} ep, {name}".ljust(28), *(f"{cost:8.1f}" for cost in costs))
+
+
+def decision(one: Callable[..., object], asks: Sequence[Ask], fleet: Sequence[Candidate], number: int) -> object:
+    return one(asks[number], fleet)
+
+
 def main() -> None:
     columns = (
         "fingerprint",
@@ -108,6 +138,9 @@ def main() -> None:
             bench = Bench(tokens, endpoints)
             best = map(min, zip(*[bench.round() for _ in range(ROUNDS)], strict=True))
             print(f"{endpoints:3} ep, {tokens:7} tokens".ljust(22), *(f"{value:12.1f}" for value in best))
+    print("pick alone".ljust(28), *(column.rjust(8) for column in ("nobody", "some")))
+    for endpoints in (4, 64):
+        picks(endpoints)
 
 
 if __name__ == "__main__":
