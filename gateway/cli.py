@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from gateway.config import ConfigError, Loaded, Problem
 
 _ELSEWHERE: Mapping[str, str] = MappingProxyType(
-    {"mock": "mockgpu.cli:mock", "bench": "planner.bench.cli:bench"}
+    {"mock": "mockgpu.cli:mock", "bench": "planner.bench.cli:bench", "replay": "planner.replay.cli:replay"}
     | {name: f"gateway.operate:{name}" for name in ("status", "reload", "diff", "rollback", "history")}
 )
 """Commands that live elsewhere: name -> module:function, a function as typer takes it."""
 
 _ORDER = (
-    *("demo", "serve", "mock", "bench", "check", "status", "reload", "diff", "rollback", "history"),
+    *("demo", "serve", "mock", "bench", "replay", "check", "status", "reload", "diff", "rollback", "history"),
     *("schema", "version"),
 )
 

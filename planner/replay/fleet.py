@@ -224,9 +224,6 @@ class Fleet:
 
     def serve(self, now: float, flight: Flight, ask: Ask) -> None:
         """Pick and book in one go, as the gateway does; then the request is on its way to the engine."""
-        if flight.record.entered_s is None:
-            flight.record.entered_s = now
-            flight.record.ideal_tokens = self._ideal.hit(flight.keys, flight.request.prompt_tokens)
         if self.halves is not None and self.halves.serve(now, flight, ask):
             return
         candidates = self.front.fitting(flight.one) if self.halves is None else self.halves.pools.alone
@@ -250,6 +247,9 @@ class Fleet:
 
     def send(self, now: float, flight: Flight, group: Group, pick: Pick, job: Job) -> None:
         """A job to a group: the index learns, and the engine has it after what the API costs."""
+        if flight.record.entered_s is None:
+            flight.record.entered_s = now
+            flight.record.ideal_tokens = self._ideal.hit(flight.keys, flight.request.prompt_tokens)
         flight.group, flight.job = group, job
         self.front.learn(flight.fingerprint, pick, flight.request.prompt_tokens)
         group.expect(flight.keys)

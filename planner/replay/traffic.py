@@ -8,7 +8,10 @@ from random import Random
 
 import msgspec
 
+from planner.traces.mix import PART_BITS
 from planner.traces.shape import PRIVATE, TraceRequest
+
+_PART = 1 << PART_BITS
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -85,6 +88,6 @@ def _user(sessions: Sequence[Sequence[TraceRequest]], user: int, count: int, cut
 def _copied(request: TraceRequest, copy: int, think_s: float) -> TraceRequest:
     if not copy and request.think_s is not None:
         return request
-    blocks = tuple(each if each < PRIVATE else each + (copy << 56) for each in request.blocks)
+    blocks = tuple(each if each % _PART < PRIVATE else each + (copy << 56) for each in request.blocks)
     name = f"{request.session}#{copy}" if copy else request.session
     return msgspec.structs.replace(request, blocks=blocks, session=name, think_s=think_s)

@@ -1,0 +1,179 @@
+"""Line charts and bars as inline SVG: no scripts, no fonts, nothing from elsewhere. Values in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from math import ceil, floor, log10
+
+import msgspec
+
+WIDTH, HEIGHT = 560, 320
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 16, 44
+INKS = (
+    *("#2563c9", "#d1495b", "#2a8f6d", "#b7791f", "#7b4fb5", "#0e8ba5"),
+    *("#c2528b", "#6b7a1e", "#8a5a3c", "#5c6675"),
+)
+DASHES = ("", "6 3", "2 3", "8 3 2 3")
+
+
+class Series(msgspec.Struct, frozen=True):
+    """One line: its name, its points in order of x, and its place among all names (for its colour)."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    place: int
+
+
+class Axis(msgspec.Struct, frozen=True):
+    """An axis: what it says, its ends (None: those of the data, from 0), whether logarithmic, how numbers look."""
+
+    label: str
+    least: float | None = None
+    most: float | None = None
+    log: bool = False
+    write: Callable[[float], str] = "{:g}".format
+
+
+class _Scale:
+    """From values to places between two pixels."""
+
+    def __init__(self, axis: Axis, values: Sequence[float], begin: float, end: float) -> None:
+        self.axis, self._begin, self._end = axis, begin, end
+        positive = [value for value in values if value > 0] or [1.0]
+        if axis.log:
+            self.least = axis.least or min(positive)
+            self.most = max(axis.most or max(positive), self.least * 1.01)
+        else:
+            self.least = 0.0 if axis.least is None else axis.least
+            self.most = axis.most if axis.most is not None else _rounded(max([*values, self.least]))
+            self.most = max(self.most, self.least + 1e-9)
+
+    def at(self, value: float) -> float:
+        """The pixel of a value."""
+        if self.axis.log:
+            share = (log10(max(value, self.least)) - log10(self.least)) / (log10(self.most) - log10(self.least))
+        else:
+            share = (value - self.least) / (self.most - self.least)
+        return self._begin + min(1.0, max(0.0, share)) * (self._end - self._begin)
+
+    def ticks(self) -> list[float]:
+        """Where numbers stand."""
+        if self.axis.log:
+            decades = range(floor(log10(self.least)), ceil(log10(self.most)) + 1)
+            many = len(decades) > 3
+            marks = [10.0**decade * step for decade in decades for step in ((1,) if many else (1, 2, 5))]
+            return [mark for mark in marks if self.least * 0.999 <= mark <= self.most * 1.001]
+        step = _step((self.most - self.least) / 5)
+        first = ceil(self.least / step - 1e-9)
+        return [step * number for number in range(first, floor(self.most / step + 1e-9) + 1)]
+
+
+def ink(place: int) -> tuple[str, str]:
+    """Colour and dash pattern of the n-th name: colours first, then their dashed kin."""
+    return INKS[place % len(INKS)], DASHES[place // len(INKS) % len(DASHES)]
+
+
+def chart(title: str, lines: Sequence[Series], x: Axis, y: Axis, rules: Sequence[tuple[float, str]] = ()) -> str:
+    """A line chart. `rules`: (value, name) of level lines, as targets are. Empty when there is nothing to draw."""
+    points = [point for line in lines for point in line.points]
+    if not points:
+        return ""
+    across = _Scale(x, [point[0] for point in points], LEFT, WIDTH - RIGHT)
+    up = _Scale(y, [point[1] for point in points] + [level for level, _ in rules], HEIGHT - BOTTOM, TOP)
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
+        *_grid(across, up),
+        *(_rule(up.at(level), name) for level, name in rules),
+        *(_line(line, across, up) for line in lines if line.points),
+        "</svg>",
+    ]
+    return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(parts)}</figure>"
+
+
+def bars(title: str, values: Sequence[tuple[str, float, int]], write: Callable[[float], str]) -> str:
+    """Level bars from 0 to the largest: (name, value, place of the name)."""
+    if not values:
+        return ""
+    most = max(value for _, value, _ in values) or 1.0
+    row, name_width = 24, 150
+    parts = [f'<svg viewBox="0 0 {WIDTH} {row * len(values) + 8}" role="img" aria-label="{escape(title)}">']
+    for number, (name, value, place) in enumerate(values):
+        top, width = number * row + 4, value / most * (WIDTH - name_width - 70)
+        parts.append(
+            f'<text x="{name_width - 8}" y="{top + 14}" text-anchor="end">{escape(name)}</text>'
+            f'<rect x="{name_width}" y="{top + 2}" width="{width:.1f}" height="16" rx="2" fill="{ink(place)[0]}"/>'
+            f'<text x="{name_width + width + 6:.1f}" y="{top + 14}">{escape(write(value))}</text>'
+        )
+    return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(parts)}</svg></figure>"
+
+
+def legend(names: Sequence[str]) -> str:
+    """Which line is whose, for all charts of a page."""
+    keys = []
+    for place, name in enumerate(names):
+        colour, dash = ink(place)
+        stroke = f'stroke="{colour}" stroke-width="3" stroke-dasharray="{dash}"'
+        sample = f'<svg width="30" height="10" aria-hidden="true"><line x1="0" y1="5" x2="30" y2="5" {stroke}/></svg>'
+        keys.append(f"<span>{sample} {escape(name)}</span>")
+    return f'<p class="legend">{"".join(keys)}</p>'
+
+
+def _grid(across: _Scale, up: _Scale) -> list[str]:
+    parts = []
+    for mark in up.ticks():
+        at = up.at(mark)
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>'
+            f'<text x="{LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{escape(up.axis.write(mark))}</text>'
+        )
+    for mark in across.ticks():
+        at, told = across.at(mark), escape(across.axis.write(mark))
+        parts.append(
+            f'<line class="grid" x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{HEIGHT - BOTTOM}"/>'
+            f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{told}</text>'
+        )
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    parts.append(
+        f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">'
+        f"{escape(across.axis.label)}</text>"
+        f'<text class="axis" x="13" y="{middle}" text-anchor="middle" transform="rotate(-90 13 {middle})">'
+        f"{escape(up.axis.label)}</text>"
+    )
+    return parts
+
+
+def _rule(at: float, name: str) -> str:
+    return (
+        f'<line class="rule" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>'
+        f'<text class="rule" x="{WIDTH - RIGHT - 4}" y="{at - 4:.1f}" text-anchor="end">{escape(name)}</text>'
+    )
+
+
+def _line(line: Series, across: _Scale, up: _Scale) -> str:
+    colour, dash = ink(line.place)
+    places = [(across.at(x), up.at(y)) for x, y in line.points]
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+    stroke = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}" stroke-linejoin="round"'
+    drawn = f'<path d="{path}" {stroke}><title>{escape(line.name)}</title></path>'
+    if len(places) > 24:
+        return drawn
+    dots = []
+    for (x, y), (left, above) in zip(places, line.points, strict=True):
+        told = f"{escape(line.name)}: {escape(across.axis.write(left))}, {escape(up.axis.write(above))}"
+        dots.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{told}</title></circle>')
+    return drawn + "".join(dots)
+
+
+def _step(rough: float) -> float:
+    """The nearest of 1, 2, 2.5 and 5 times a power of ten at or above."""
+    if rough <= 0:
+        return 1.0
+    power = 10.0 ** floor(log10(rough))
+    return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= rough * 0.999)
+
+
+def _rounded(value: float) -> float:
+    """A round number at or above."""
+    step = _step(value / 5) if value > 0 else 1.0
+    return step * ceil(value / step - 1e-9)

@@ -1,0 +1,195 @@
+"""`penstock replay`: options to a Contest, and its outcome to the terminal, as JSON or as a page.
+
+Exit status: 0 done, 1 a file could not be read or nothing was served, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from planner.replay import words
+from planner.replay.options import Clients, Options
+from planner.replay.report import cells_of, heads, page
+from planner.replay.spec import FleetError, FleetSpec, preset, read_fleet
+from planner.replay.sweep import Contest, Standing, held
+from planner.traces import READERS, TraceError, TraceRequest, read_trace, sliced
+from policies import registry
+from policies.admissions import build_admission
+from policies.registry import PolicyConfigError
+
+_EXPECTED = 350
+_WIDE = 220
+_BRIEF = {"policy", "load", "attainment", "good req/s", "TTFT p50 s", "TTFT p99 s", "TPOT p99 ms", "hits", "shed"}
+"""What fits the width of a terminal; a pipe, JSON and the page have the rest."""
+
+Trace = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Recorded traffic, or a .yaml mix of it.")]
+Fleet = Annotated[str, typer.Option(help="F1-F4, F6, F5:6p2d@50 (groups, GB/s), or a YAML or JSON file.")]
+Policies = Annotated[str, typer.Option("--policy", metavar="A,B,...", help="Policies to compare.")]
+Door = Annotated[str, typer.Option("--admission", help="Who may enter: none, cap, ... (docs/admission.md).")]
+Rates = Annotated[str | None, typer.Option("--rate", metavar="X,...", help="Rates relative to the recorded one (1).")]
+Users = Annotated[
+    str | None, typer.Option("--users", metavar="N,...", help="Closed loop: users going through sessions.")
+]
+Targets = Annotated[
+    str | None, typer.Option("--capacity", metavar="90,99", help="Find the load of these attainments, %.")
+]
+Slos = Annotated[str, typer.Option("--slo", help="ttft=2s,tpot=50ms, or a YAML file of classes.")]
+Faults = Annotated[str, typer.Option("--faults", help=words.FAULTS)]
+Format = Annotated[str | None, typer.Option("--format", help=f"{', '.join(READERS)}; seen from the file unless given.")]
+From = Annotated[str, typer.Option("--from", metavar="TIME", help="Only requests recorded from here on.")]
+To = Annotated[str | None, typer.Option("--to", metavar="TIME", help="... and before this.")]
+Warmup = Annotated[str, typer.Option("--warmup", metavar="TIME", help="Requests before it do not count.")]
+For = Annotated[str | None, typer.Option("--for", metavar="TIME", help="End of closed loops (20m with --users).")]
+Retries = Annotated[int, typer.Option(min=0, max=100, help="How often clients come again after a 429.")]
+Stubborn = Annotated[bool, typer.Option("--ignore-retry-after", help="Clients come again when they like.")]
+Patience = Annotated[
+    str | None, typer.Option("--patience", metavar="TIME", help="Clients give up without a first token.")
+]
+Expected = Annotated[int, typer.Option(min=1, help="Output tokens that the gateway expects of a request.")]
+Seed = Annotated[int, typer.Option(help="Of everything random: the same seed replays the same.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Report = Annotated[Path | None, typer.Option("--report", dir_okay=False, help="Write a page with charts here.")]
+
+
+def replay(
+    trace: Trace,
+    fleet: Fleet = "F1",
+    policy: Policies = "round_robin,least_loaded,prefix_aware",
+    admission: Door = "none",
+    rate: Rates = None,
+    users: Users = None,
+    capacity: Targets = None,
+    slo: Slos = "ttft=5s,tpot=100ms",
+    faults: Faults = "",
+    format_: Format = None,
+    from_: From = "0s",
+    to: To = None,
+    warmup: Warmup = "0s",
+    for_: For = None,
+    retries: Retries = 0,
+    ignore_retry_after: Stubborn = False,
+    patience: Patience = None,
+    expected_output: Expected = _EXPECTED,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+    report: Report = None,
+) -> None:
+    """Try policies on recorded traffic: mock TP groups on a virtual clock, behind the gateway's own decisions."""
+    try:
+        clients = Clients(retries, not ignore_retry_after, None if patience is None else words.seconds(patience))
+        standard, classes = words.classes(slo)
+        options = Options(seed, expected_output=expected_output, standard=standard, classes=classes, clients=clients)
+        until = words.seconds(for_) if for_ is not None else 1200.0 if users is not None else None
+        options = msgspec.structs.replace(options, horizon_s=until)
+        spec, options = words.troubled(faults, _fleet(fleet), options)
+        contest = Contest(
+            fleet=spec,
+            requests=_requests(trace, format_, from_, to),
+            policies=_known(policy),
+            admission=None if admission == "none" else admission,
+            loads=tuple(words.loads(users or rate or "1")),
+            by_users=users is not None,
+            targets=tuple(target / 100 for target in words.loads(capacity)) if capacity else (),
+            warmup_s=words.seconds(warmup),
+            options=options,
+        )
+        _checked(contest, both=users is not None and rate is not None)
+    except (words.WordError, FleetError, PolicyConfigError) as error:
+        raise typer.BadParameter(str(error)) from None
+    except TraceError as error:
+        typer.echo(f"penstock replay: {error}", err=True)
+        raise typer.Exit(1) from None
+    standing = _carried_out(contest, quiet=as_json)
+    if report is not None:
+        report.write_text(page(standing, trace.name))
+    _print(standing, as_json)
+    raise typer.Exit(0 if any(point.figures.throughput for point in standing.points) else 1)
+
+
+def _fleet(text: str) -> FleetSpec:
+    """A preset, unless it is a file."""
+    path = Path(text)
+    return read_fleet(path) if path.suffix in (".yaml", ".yml", ".json") else preset(text)
+
+
+def _requests(trace: Path, kind: str | None, from_: str, to: str | None) -> list[TraceRequest]:
+    span = words.seconds(from_), None if to is None else words.seconds(to)
+    requests = sliced(read_trace(trace, kind), *span)
+    if not requests:
+        raise TraceError(f"{trace}: no request from {from_} to {to or 'its end'}")
+    return requests
+
+
+def _known(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for name in names:
+        registry.build(name, {})
+    if not names:
+        raise words.WordError("--policy names at least one policy")
+    return names
+
+
+def _checked(contest: Contest, both: bool) -> None:
+    if both:
+        raise words.WordError("--rate is for open arrivals, --users for closed loops: give one of them")
+    if any(target >= 1 for target in contest.targets):
+        raise words.WordError("--capacity takes attainments in percent, below 100")
+    if contest.admission is not None:
+        build_admission(contest.admission, {})
+
+
+def _carried_out(contest: Contest, quiet: bool) -> Standing:
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        return held(contest)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("replay", total=1.0)
+        return held(contest, lambda name, share: bar.update(task, description=name, completed=share))
+
+
+def _print(standing: Standing, as_json: bool) -> None:
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(as_plain(standing)), indent=2).decode())
+        return
+    console = Console(file=sys.stdout)
+    if not console.is_terminal:
+        console.width = _WIDE
+    shown = [cell for cell, head in enumerate(heads()) if console.is_terminal is False or head in _BRIEF]
+    rows = [[cells_of(point)[cell] for cell in shown] for point in standing.points]
+    console.print(_table([heads()[cell] for cell in shown], rows))
+    for number, target in enumerate(standing.contest.targets):
+        rows = [[name, f"{standing.capacities[name][number].load:.3g}"] for name in standing.contest.policies]
+        console.print(_table(("policy", f"capacity at {target:.0%}"), rows))
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table()
+    for place, name in enumerate(names):
+        table.add_column(name, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def as_plain(standing: Standing) -> dict[str, Any]:
+    """The outcome as JSON: figures by policy and load, capacities; no single requests."""
+    contest = standing.contest
+    return {
+        "schema": "penstock-replay/1",
+        "fleet": contest.fleet,
+        "requests": len(contest.requests),
+        "admission": contest.admission or "none",
+        "options": contest.options,
+        "points": [{"policy": p.policy, "load": p.load, "figures": p.figures} for p in standing.points],
+        "capacities": standing.capacities,
+    }

@@ -1,0 +1,179 @@
+"""The page of a comparison: curves over load, latencies, hits and a table, in one file that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from planner.bench.stats import Summary
+from planner.replay.chart import Axis, Series, bars, chart, legend
+from planner.replay.sweep import Contest, Point, Standing
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #d9dee6; --ground: #ffffff; --card: #f6f8fa }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e9f0; --soft: #9aa6b5; --line: #333c48; --ground: #14181e; --card: #1b2129 } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground);
+  max-width: 1180px; margin: 2rem auto; padding: 0 1.2rem }
+h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .6rem }
+p.lead { color: var(--soft); margin: .3rem 0 0 }
+.legend { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; margin: 1rem 0 }
+.legend span { white-space: nowrap }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(430px, 1fr)); gap: 1rem }
+figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .8rem }
+figcaption { font-weight: 600; margin-bottom: .3rem }
+svg text { font-size: 12px; fill: var(--soft) } svg .axis { fill: var(--ink) }
+svg .grid { stroke: var(--line); stroke-width: 1 }
+svg line.rule { stroke: var(--soft); stroke-dasharray: 4 4 }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100% }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap }
+th { font-weight: 600; color: var(--soft); vertical-align: bottom } th:first-child, td:first-child { text-align: left }
+td.best { font-weight: 700 }
+"""
+
+_HEADS = (
+    *("policy", "load", "attainment", "good req/s", "good tokens/s", "TTFT p50 s", "TTFT p99 s", "TPOT p50 ms"),
+    *("TPOT p99 ms", "hits", "of ideal", "imbalance", "shed", "lost", "wasted", "fairness", "decision us"),
+)
+
+
+def page(standing: Standing, trace: str) -> str:
+    """The whole HTML page of a comparison; `trace` is what it was made of."""
+    contest = standing.contest
+    names = list(contest.policies)
+    title = f"{trace} on {contest.fleet.name}"
+    return "".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>Replay: {escape(title)}</title><style>{_STYLE}</style></head><body>",
+            f'<h1>Replay: {escape(title)}</h1><p class="lead">{escape(_lead(contest))}</p>',
+            legend(names),
+            _curves(standing, names),
+            _spreads(standing, names),
+            _capacities(standing, names),
+            f'<h2>All figures</h2><div class="wide">{_table(standing.points)}</div>',
+            "</body></html>\n",
+        ]
+    )
+
+
+def _lead(contest: Contest) -> str:
+    slo = contest.options.standard
+    budgets = f"first token within {slo.ttft_s:g} s and {slo.tpot_s * 1e3:g} ms per further token"
+    if contest.options.classes:
+        budgets = f"classes {', '.join(contest.options.classes)}; others: {budgets}"
+    door = "no admission" if contest.admission is None else f"admission {contest.admission}"
+    return f"{len(contest.requests)} requests; good means {budgets}; {door}; seed {contest.options.seed}."
+
+
+def _curves(standing: Standing, names: Sequence[str]) -> str:
+    contest = standing.contest
+    x = Axis("users" if contest.by_users else "rate, as a multiple of the recorded one", least=0.0)
+    targets = [(target, f"{target:.0%}") for target in contest.targets or (0.9,)]
+
+    def drawn(title: str, label: str, value: str, write: str, most: float | None, rules: bool) -> str:
+        points = [(p.policy, p.load, getattr(p.figures, value)) for p in standing.points]
+        lines = [
+            Series(name, sorted((load, figure) for whose, load, figure in points if whose == name), place)
+            for place, name in enumerate(names)
+        ]
+        return chart(title, lines, x, Axis(label, 0.0, most, write=write.format), targets if rules else ())
+
+    charts = [
+        drawn("Attainment", "requests within their SLO", "attainment", "{:.0%}", 1.0, True),
+        drawn("Goodput", "good requests per second", "goodput", "{:g}", None, False),
+        drawn("Token goodput", "tokens of good requests per second", "token_goodput", "{:,.0f}", None, False),
+        drawn("Cache hits", "prompt tokens found cached", "hit_ratio", "{:.0%}", None, False),
+    ]
+    return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _spreads(standing: Standing, names: Sequence[str]) -> str:
+    """How latencies are distributed, at the highest load at which somebody still keeps most promises."""
+    load = _telling(standing)
+    slo = standing.contest.options.standard
+    shown = [point for point in standing.points if point.load == load]
+    ttft = [Series(p.policy, _shares(p.ttfts_s, 1.0), names.index(p.policy)) for p in shown]
+    tpot = [Series(p.policy, _shares(p.tpots_s, 1e3), names.index(p.policy)) for p in shown]
+    share = Axis("share of requests", 0.0, 1.0, write="{:.0%}".format)
+    hits = [(p.policy, p.figures.of_ideal, names.index(p.policy)) for p in shown if p.figures.of_ideal is not None]
+    charts = [
+        chart(f"Time to first token (budget {slo.ttft_s:g} s)", ttft, Axis("seconds", log=True), share),
+        chart(f"Time per output token (budget {slo.tpot_s * 1e3:g} ms)", tpot, Axis("ms"), share),
+        bars("Hits, as a share of an endless cache in common", hits, "{:.1%}".format),
+        bars("Imbalance: busiest group over the mean", _imbalances(shown, names), "{:.2f}".format),
+    ]
+    what = f"{load:g} users" if standing.contest.by_users else f"{load:g} times the recorded rate"
+    return f'<h2>At {what}</h2><div class="charts">{"".join(charts)}</div>'
+
+
+def _imbalances(points: Sequence[Point], names: Sequence[str]) -> list[tuple[str, float, int]]:
+    return [(point.policy, point.figures.imbalance, names.index(point.policy)) for point in points]
+
+
+def _telling(standing: Standing) -> float:
+    kept = [point.load for point in standing.points if point.figures.attainment >= 0.8]
+    return max(kept, default=min(point.load for point in standing.points))
+
+
+def _shares(ordered: Sequence[float], factor: float) -> list[tuple[float, float]]:
+    """At most 200 points of the distribution: (value, share of samples up to it)."""
+    count = len(ordered)
+    steps = min(200, count)
+    places = [min(count - 1, step * count // steps) for step in range(steps)]
+    return [(ordered[place] * factor, (place + 1) / count) for place in places]
+
+
+def _capacities(standing: Standing, names: Sequence[str]) -> str:
+    drawn = []
+    for number, target in enumerate(standing.contest.targets):
+        values = [(name, standing.capacities[name][number].load, names.index(name)) for name in names]
+        drawn.append(bars(f"Capacity at {target:.0%} attainment", values, "{:.3g}".format))
+    return f'<h2>Capacity</h2><div class="charts">{"".join(drawn)}</div>' if drawn else ""
+
+
+def _table(points: Sequence[Point]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in _HEADS)
+    best = {load: max(p.figures.goodput for p in points if p.load == load) for load in {p.load for p in points}}
+    rows = []
+    for point in sorted(points, key=lambda point: (point.load, -point.figures.goodput)):
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in cells_of(point))
+        if point.figures.goodput >= best[point.load]:
+            cells = cells.replace("<td>", '<td class="best">', 1)
+        rows.append(f"<tr>{cells}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def cells_of(point: Point) -> list[str]:
+    """A point as a row of text, aligned with `heads()`."""
+    f = point.figures
+    return [
+        point.policy,
+        f"{point.load:g}",
+        f"{f.attainment:.1%}",
+        f"{f.goodput:.2f}",
+        f"{f.token_goodput:,.0f}",
+        *_two(f.ttft, 1.0, "{:.2f}"),
+        *_two(f.tpot, 1e3, "{:.1f}"),
+        f"{f.hit_ratio:.1%}",
+        "–" if f.of_ideal is None else f"{f.of_ideal:.1%}",
+        f"{f.imbalance:.2f}",
+        f"{f.ends.get('shed', 0)}",
+        f"{f.ends.get('lost', 0) + f.ends.get('left', 0)}",
+        f"{f.wasted:.1%}",
+        f"{f.jain:.3f}",
+        f"{f.pick_us:.0f}",
+    ]
+
+
+def heads() -> Sequence[str]:
+    """What the cells of a row are."""
+    return _HEADS
+
+
+def _two(summary: Summary | None, factor: float, write: str) -> tuple[str, str]:
+    if summary is None:
+        return "–", "–"
+    return write.format(summary.p50 * factor), write.format(summary.p99 * factor)

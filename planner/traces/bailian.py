@@ -1,0 +1,41 @@
+"""The format of Qwen's Bailian traces (alibaba-edu/qwen-bailian-usagetraces-anon): 16-token blocks, chats by turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from planner.traces.shape import TraceError, TraceRequest, parsed
+
+TOKENS = 16
+
+
+class _Line(msgspec.Struct):
+    chat_id: int
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    parent_chat_id: int = -1
+    turn: int = 1
+    type: str = ""
+
+
+def bailian(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
+    """Requests in their order, at their recorded moments (seconds). The session is the chat that a turn goes back to;
+    the type (text, search, image, file) is the service class."""
+    roots: dict[int, int] = {}
+    for number, row in parsed(_Line, lines, name):
+        if not 0 < row.input_length <= len(row.hash_ids) * TOKENS:
+            raise TraceError(f"{name}:{number}: {row.input_length} tokens do not fit {len(row.hash_ids)} blocks of 16")
+        root = roots[row.chat_id] = roots.get(row.parent_chat_id, row.chat_id if row.turn <= 1 else row.parent_chat_id)
+        yield TraceRequest(
+            row.timestamp,
+            row.input_length,
+            max(1, row.output_length),
+            row.hash_ids,
+            TOKENS,
+            session=f"chat {root}",
+            slo=row.type,
+        )

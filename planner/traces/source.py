@@ -1,0 +1,95 @@
+"""A trace by its file: which format it is in is seen from its first line, unless it is said. A .yaml file is a mix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+
+from planner.traces.access import access
+from planner.traces.agents import agents
+from planner.traces.azure import azure
+from planner.traces.bailian import bailian
+from planner.traces.mix import Part, mixed
+from planner.traces.mooncake import mooncake
+from planner.traces.shape import TraceError, TraceRequest, lines_of
+from planner.traces.sharegpt import sharegpt
+
+Reader = Callable[[Iterable[bytes], str], Iterator[TraceRequest]]
+
+READERS: Mapping[str, Reader] = MappingProxyType(
+    {
+        "mooncake": mooncake,
+        "azure": azure,
+        "agents": agents,
+        "sharegpt": sharegpt,
+        "bailian": bailian,
+        "access": access,
+    }
+)
+_SIGNS = (
+    ("chat_id", "bailian"),
+    ("hash_ids", "mooncake"),
+    ("input_tok_ids", "sharegpt"),
+    ("tool_tokens", "agents"),
+    ("outcome", "access"),
+)
+
+
+class _Member(msgspec.Struct, forbid_unknown_fields=True):
+    """One part of a mix, as its file says it. `trace` is relative to that file."""
+
+    trace: str
+    format: str | None = None
+    rate: float = 1.0
+    from_s: float = 0.0
+    to_s: float | None = None
+    slo: str | None = None
+    tenant: str | None = None
+    priority: int | None = None
+
+
+def read_trace(path: Path, kind: str | None = None) -> list[TraceRequest]:
+    """All requests of a file (.gz or not) in the format named, or in the one it looks like. Raises TraceError."""
+    if path.suffix in (".yaml", ".yml"):
+        return mixed([_part(member, path) for member in _members(path)])
+    if kind is not None and kind not in READERS:
+        raise TraceError(f"unknown format {kind!r}: known are {', '.join(READERS)}")
+    try:
+        with lines_of(path) as lines:
+            return list(READERS[kind or _looks_like(path)](lines, str(path)))
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from None
+
+
+def _looks_like(path: Path) -> str:
+    with lines_of(path) as lines:
+        first = next((line for line in lines if line.strip()), b"")
+    if first.lstrip(b"\xef\xbb\xbf").upper().startswith(b"TIMESTAMP,"):
+        return "azure"
+    try:
+        fields = msgspec.json.decode(first, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError as error:
+        raise TraceError(f"{path}:1: neither JSON lines nor Azure's CSV: {error}") from None
+    for field, kind in _SIGNS:
+        if field in fields:
+            return kind
+    raise TraceError(f"{path}:1: no known format; known are {', '.join(READERS)}")
+
+
+def _members(path: Path) -> list[_Member]:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return msgspec.convert(YAML(typ="safe", pure=True).load(path.read_text()), list[_Member])
+    except (YAMLError, OSError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise TraceError(f"{path}: {error}") from None
+
+
+def _part(member: _Member, path: Path) -> Part:
+    requests = read_trace(path.parent / member.trace, member.format)
+    rest = (member.rate, member.from_s, member.to_s, member.slo, member.tenant, member.priority)
+    return Part(requests, *rest)

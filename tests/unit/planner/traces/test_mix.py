@@ -1,0 +1,75 @@
+"""Traces made faster, cut, and put together with classes and tenants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.replay import traffic, users
+from planner.traces import Part, TraceError, TraceRequest, mixed, read_trace, scaled, sliced
+from planner.traces.shape import PRIVATE
+
+
+def every(second: float, count: int = 10, **other: object) -> list[TraceRequest]:
+    return [TraceRequest(second * number, 600, 5, (number,), **other) for number in range(count)]  # type: ignore[arg-type]
+
+
+def turns(session: str, count: int) -> list[TraceRequest]:
+    return [
+        TraceRequest(0.0, 1024, 5, (3, PRIVATE + turn), session=session, think_s=None if turn == 0 else float(turn))
+        for turn in range(count)
+    ]
+
+
+def test_a_rate_brings_moments_closer_and_a_slice_begins_at_nought() -> None:
+    assert [one.arrival_s for one in scaled(every(1.0, 3), 4.0)] == [0.0, 0.25, 0.5]
+    assert [one.arrival_s for one in sliced(every(1.0), 2.0, 5.0)] == [0.0, 1.0, 2.0]
+
+
+def test_a_slice_keeps_or_leaves_whole_sessions() -> None:
+    early, late = turns("early", 3), turns("late", 3)
+    late[0] = TraceRequest(9.0, 1024, 5, session="late")
+    assert {one.session for one in sliced(early + late, 0.0, 5.0)} == {"early"}
+    assert [one.session for one in sliced(early + late, 5.0)] == ["late"] * 3
+
+
+def test_parts_of_a_mix_come_together_and_share_nothing() -> None:
+    found = mixed([Part(every(1.0), slo="fast", tenant="a"), Part(every(1.0), rate=2.0, tenant="b", priority=1)])
+    assert [one.arrival_s for one in found] == sorted(one.arrival_s for one in found)
+    blocks = [{each for one in found if one.tenant == tenant for each in one.blocks} for tenant in "ab"]
+    assert blocks[0] & blocks[1] == set()
+    assert {(one.tenant, one.slo, one.priority) for one in found} == {("a", "fast", 0), ("b", "", 1)}
+    assert max(one.arrival_s for one in found if one.tenant == "b") == 4.5
+
+
+def test_a_mix_is_a_file_of_traces_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n")
+    mix = tmp_path / "mix.yaml"
+    mix.write_text("- {trace: a.csv, slo: chat, tenant: x}\n- {trace: a.csv, rate: 2, tenant: y}\n")
+    assert [(one.tenant, one.slo, one.input_tokens) for one in read_trace(mix)] == [("x", "chat", 374), ("y", "", 374)]
+    mix.write_text("- {trace: a.csv, speed: 3}\n")
+    with pytest.raises(TraceError, match=r"mix\.yaml: .*speed"):
+        read_trace(mix)
+
+
+def test_sessions_with_think_times_are_lines_and_all_else_comes_whatever_happens() -> None:
+    load = traffic(every(1.0, 3) + turns("s", 3) + turns("alone", 1))
+    assert (len(load.arrivals), len(load.lines)) == (4, 1)
+    assert [one.blocks[1] - PRIVATE for one in load.lines[0].requests()] == [0, 1, 2]
+    assert len(list(load.lines[0].requests())) == 3  # a traffic is replayed many times
+
+
+def test_more_users_than_sessions_are_others_who_share_what_sessions_share() -> None:
+    load = users(turns("s", 4), 3, seed=1)
+    first = [[next(requests) for _ in range(9)] for requests in (line.requests() for line in load.lines)]
+    names = {one.session for user in first for one in user}
+    assert len(names) > 3
+    by_session: dict[int, set[str]] = {}
+    for user in first:
+        for one in user:
+            assert one.think_s is not None
+            assert one.blocks[0] == 3
+            by_session.setdefault(one.blocks[1], set()).add(one.session)
+    assert all(len(sessions) == 1 for sessions in by_session.values())
+    assert [line.begins_s for line in load.lines] == [line.begins_s for line in users(turns("s", 4), 3, seed=1).lines]
