@@ -17,7 +17,7 @@ from gateway.prefixes import Prefixes
 from gateway.relay import UpstreamBroke, Usage
 from gateway.roster import HEALTHY, Adoption, LiveEndpoint, Moves, Roster
 from gateway.watch.scrape import Reading
-from policies import health
+from policies import health, ledger
 from policies.fingerprint import Fingerprint
 from policies.health import Event, Health, HealthLimits
 from policies.model import Ask, Candidate, Pick, Request
@@ -42,12 +42,16 @@ PREFILL_MARGIN = 3
 
 
 class Booking:
-    """A place taken at an endpoint, from pick to last byte. Leaving gives back whatever is still held."""
+    """A place taken at an endpoint, from pick to last byte. Leaving gives back whatever is still held.
+
+    `place` is the ledger's entry: what is held, and what was predicted when it was taken.
+    """
 
     __slots__ = (
-        *("_decoding", "_fingerprint", "_live", "_pick", "_request", "_table", "_told", "_uncached"),
-        *("endpoint", "upstream"),
+        *("_fingerprint", "_live", "_pick", "_request", "_table", "_told", "_usage"),
+        *("endpoint", "place", "upstream"),
     )
+    _take = staticmethod(ledger.book)
 
     def __init__(
         self, table: EndpointTable, live: LiveEndpoint, pick: Pick, request: Request, fingerprint: Fingerprint | None
@@ -59,23 +63,18 @@ class Booking:
         self.upstream = live.upstream
         self._pick = pick
         self._request = request
-        self._uncached = max(0, request.prompt_tokens - pick.cached_tokens)
-        self._decoding = self._told = False
-        load = live.load
-        load.in_flight += 1
-        load.prefill_tokens += self._uncached
-        load.expected_tokens += request.output_tokens
+        self._told = False
+        self._usage: Usage | None = None
+        self.place = self._take(live.load, request, pick.cached_tokens, monotonic())
 
     def first_token(self) -> None:
         """The prompt is computed: its tokens are context now, not backlog."""
-        if not self._decoding:
-            self._decoding = True
-            self._live.load.prefill_tokens -= self._uncached
-            self._live.load.decode_tokens += self._request.prompt_tokens
+        self.place.first_token(monotonic())
 
     def served(self, usage: Usage) -> None:
         """The answer was whole. What the engine says it had cached corrects what we believed."""
         self._told = True
+        self._usage = usage
         if self._live.health is not HEALTHY:
             self._table.happened(self._live, Event.SUCCEEDED)
         if usage.cached_tokens is not None and usage.prompt_tokens:
@@ -94,13 +93,11 @@ class Booking:
         return self
 
     def __exit__(self, *_: object) -> None:
-        load = self._live.load
-        load.in_flight -= 1
-        load.expected_tokens -= self._request.output_tokens
-        if self._decoding:
-            load.decode_tokens -= self._request.prompt_tokens
+        if self._usage is None:
+            self.place.dropped(monotonic())
         else:
-            load.prefill_tokens -= self._uncached
+            self.place.finished(monotonic(), self._usage.completion_tokens)
+        if not self.place.decoding:
             self._unlearn()
 
     def _unlearn(self) -> None:
@@ -117,39 +114,16 @@ class Reservation(Booking):
     It is taken before the prefill is sent: nobody waits between the legs (engines.md 0.7).
     """
 
-    __slots__ = ("_alone", "_came")
-
-    def __init__(
-        self, table: EndpointTable, live: LiveEndpoint, pick: Pick, request: Request, fingerprint: Fingerprint | None
-    ) -> None:
-        super().__init__(table, live, pick, request, fingerprint)
-        self._alone = self._uncached
-        self._came = False
-        live.load.prefill_tokens -= self._uncached
-        live.load.decode_tokens += request.prompt_tokens
-        self._uncached = 0
-        self._decoding = True
+    __slots__ = ()
+    _take = staticmethod(ledger.reserve)
 
     def recompute(self) -> None:
         """Nothing usable was handed over: the prompt is computed here after all."""
-        self._live.load.prefill_tokens += self._alone
-        self._uncached = self._alone
-
-    def first_token(self) -> None:
-        self._came = True
-        self._live.load.prefill_tokens -= self._uncached
-        self._uncached = 0
+        self.place.recompute(monotonic())
 
     def served(self, usage: Usage) -> None:
         """The answer was whole. What it says of cached tokens is the transfer, and no news for the index."""
-        super().served(Usage())
-
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
-        self._live.load.prefill_tokens -= self._uncached
-        self._uncached = 0
-        if not self._came:
-            self._unlearn()
+        super().served(Usage(completion_tokens=usage.completion_tokens))
 
 
 class EndpointTable:
@@ -183,6 +157,7 @@ class EndpointTable:
             live, kv_tokens = member.live, member.spec.kv_tokens
             if kv_tokens is not None and (id(live) in new or kv_tokens != capacities[id(live)]):
                 self.prefixes.index.set_capacity(live.load.slot, kv_tokens)
+                live.load.kv_tokens = kv_tokens
             self._follow(live)
         for pool in adoption.pools:
             self._judge(pool)
@@ -276,12 +251,11 @@ class EndpointTable:
 
     def scraped(self, live: LiveEndpoint, reading: Reading) -> None:
         load = live.load
-        load.strangers = max(0, (reading.running or 0) + (reading.waiting or 0) - load.in_flight)
-        load.running, load.waiting, load.kv_usage = reading.running, reading.waiting, reading.kv_usage
-        load.scraped_at = monotonic()
+        now = monotonic()
+        ledger.scraped(load, reading.running, reading.waiting, reading.kv_usage, reading.kv_tokens, now)
         if reading.produced is not None and reading.produced != live.produced:
             live.produced = reading.produced
-            live.upstream.heard_at = load.scraped_at
+            live.upstream.heard_at = now
         if reading.kv_tokens is not None:
             self.prefixes.index.set_capacity(load.slot, reading.kv_tokens)
 

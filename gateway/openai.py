@@ -128,13 +128,15 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str
     output_tokens = numbers.get("max_completion_tokens") or numbers.get("max_tokens")
     if model.context_tokens is not None:
         _check_context(_longest(prompt[-1]) if ids else 0, output_tokens or 0, model.context_tokens)
+    choices = numbers.get("n", 1)
     request = Request(
         request_id,
         model.served_model,
         tenant,
         ids or sum(map(len, prompt)) // BYTES_PER_TOKEN + 1,
-        min(output_tokens or DEFAULT_OUTPUT_TOKENS, EXPECTED_CEILING) * numbers.get("n", 1),
+        min(output_tokens or DEFAULT_OUTPUT_TOKENS, EXPECTED_CEILING) * choices,
         "stream" in members and bytes(members["stream"]) == b"true",
+        choices=choices,
     )
     return Call(api, request, asked, _outbound(body, members, asked, model.served_model), prompt)
 

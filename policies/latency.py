@@ -131,15 +131,21 @@ class Gauge:
     def observe(self, seen: float, noise_var: float) -> None:
         """`seen` is the factor that would have explained an observation whose logarithm has that variance."""
         surprise = log(seen) - self.log if seen > 0 else -1.0
+        if not -1.0 < surprise < 1.0:
+            surprise = 1.0 if surprise > 0 else -1.0
         noise = noise_var + NOISE_VAR
-        most = 3.0 * sqrt(self.var + noise)
-        self.trend += 0.3 * (max(-1.0, min(1.0, surprise)) - self.trend)
-        surprise = max(-most, min(most, surprise))
-        var = self.var + DRIFT_VAR + 0.3 * self.trend * self.trend
+        self.trend = trend = 0.7 * self.trend + 0.3 * surprise
+        var = self.var + DRIFT_VAR + 0.3 * trend * trend
+        most = 9.0 * (var + noise)
+        if surprise * surprise > most:
+            surprise = sqrt(most) if surprise > 0 else -sqrt(most)
         gain = var / (var + noise)
-        self.var = min(PRIOR_VAR, var * (1.0 - gain))
-        self.log = max(-MOST_CORRECTION, min(MOST_CORRECTION, self.log + gain * surprise))
-        self.factor = exp(self.log)
+        var *= 1.0 - gain
+        self.var = var if var < PRIOR_VAR else PRIOR_VAR
+        learnt = self.log + gain * surprise
+        if not -MOST_CORRECTION < learnt < MOST_CORRECTION:
+            learnt = MOST_CORRECTION if learnt > 0 else -MOST_CORRECTION
+        self.log, self.factor = learnt, exp(learnt)
 
 
 class Belief:
@@ -147,14 +153,30 @@ class Belief:
 
     prefill  factor on what prompts add to a step; step  factor on what decoding takes
     error    running mean square of ln(actual TTFT / predicted)
+    The rest is the shape with its factors, multiplied once: `flop_s` is what a decoding sequence computes, `layers_s`
+    what a step with prompts pays whatever its size, `base_s` and `floor_s` what one without them does.
     """
 
-    __slots__ = ("error", "prefill", "shape", "step")
+    __slots__ = (
+        *("base_s", "context_s", "error", "floor_s", "flop_s", "layers_s", "pair_s", "prefill"),
+        *("request_s", "room", "sequence_s", "shape", "step", "token_s"),
+    )
 
     def __init__(self, shape: Shape = NEUTRAL) -> None:
         self.shape = shape
         self.prefill, self.step = Gauge(), Gauge()
         self.error = PRIOR_VAR
+        self.request_s, self.room = shape.request_s, shape.budget_tokens
+        self.settle()
+
+    def settle(self) -> None:
+        """Multiply the prior by what was learnt."""
+        shape, slow, slower = self.shape, self.prefill.factor, self.step.factor
+        self.token_s, self.pair_s = slow * (shape.token_s + shape.wire_s), slow * shape.pair_s
+        self.layers_s = slow * shape.step_s
+        self.context_s, self.sequence_s = slower * shape.context_s, slower * (shape.sequence_s + shape.wire_s)
+        self.flop_s, self.floor_s = slower * shape.token_s, slower * shape.weights_s
+        self.base_s = slower * shape.step_s
 
     def missed(self, predicted_s: float, actual_s: float) -> None:
         """How far a prediction of a time to first token was off: the error bars."""
@@ -174,13 +196,13 @@ def prefill_s(load: EndpointLoad, uncached: float, cached: float) -> float:
 
 
 def ttft_s(load: EndpointLoad, uncached: float, cached: float, now: float) -> float:
-    """Expected seconds from arrival at the endpoint to the first token."""
-    return (
-        max(0.0, load.ready_at - now)
-        + load.fixed_s
-        + uncached * load.token_s
-        + uncached * (cached + 0.5 * uncached) * load.pair_s
-    )
+    """Expected seconds from arrival at the endpoint to the first token: the queue or a wait for KV, then its own."""
+    wait = load.ready_at - now
+    short = uncached + cached - load.kv_free
+    if short > 0.0 and short * load.kv_s > wait:
+        wait = short * load.kv_s
+    own = load.fixed_s + uncached * (load.token_s + (cached + 0.5 * uncached) * load.pair_s)
+    return own + wait if wait > 0.0 else own
 
 
 def tpot_s(load: EndpointLoad, context_tokens: float) -> float:
@@ -200,6 +222,9 @@ def ttfts(candidates: Sequence[Candidate], held: Sequence[int], prompt_tokens: i
         load = candidate.load
         uncached = prompt_tokens - cached
         wait = load.ready_at - now
+        short = prompt_tokens - load.kv_free
+        if short > 0.0 and short * load.kv_s > wait:
+            wait = short * load.kv_s
         seconds = load.fixed_s + uncached * (load.token_s + (cached + 0.5 * uncached) * load.pair_s)
         found.append(seconds + wait if wait > 0.0 else seconds)
     return found

@@ -6,7 +6,7 @@ the endpoint's timeline, and through it its belief and outlook. Not here: health
 
 from __future__ import annotations
 
-from policies.latency import tpot_s, ttft_s
+from policies.latency import ttft_s
 from policies.model import EndpointLoad, Request
 from policies.timeline import Prompt
 
@@ -27,32 +27,44 @@ class Entry(Prompt):
     )
 
     def __init__(self, load: EndpointLoad, request: Request, cached_tokens: int, now: float, handed: bool) -> None:
-        prompt = request.prompt_tokens
-        super().__init__(prompt, cached_tokens, now + load.belief.shape.request_s)
-        self._load, self._booked_at, self._open = load, now, True
+        self.prompt_tokens = prompt = request.prompt_tokens
+        self.sequences = request.choices
         self.cached_tokens = cached_tokens
-        self._output = request.output_tokens
-        self.predicted_ttft_s: float | None = None
+        self._load, self._booked_at, self._open = load, now, True
+        self._output = output = request.output_tokens
+        self.planned = self.decoding = self.locked = False
         load.in_flight += 1
-        load.expected_tokens += self._output
-        load.kv_booked += prompt + self._output
+        load.expected_tokens += output
+        load.kv_booked += prompt + output
+        load.step_s = self.predicted_tpot_s = load.step_s + load.sequence_s + load.context_s * prompt
         if handed:
+            self.predicted_ttft_s: float | None = None
             self._uncached, self._context = 0, prompt
             load.decode_tokens += prompt
-            load.timeline.expect(load, self, now)
+            load.timeline.expect(self)
         else:
-            self._uncached, self._context = max(0, prompt - cached_tokens), 0
-            self.predicted_ttft_s = ttft_s(load, self._uncached, cached_tokens, now)
-            load.prefill_tokens += self._uncached
-            load.timeline.arrive(load, self, now)
-        self.predicted_tpot_s = tpot_s(load, prompt)
+            self._uncached = uncached = prompt - cached_tokens if prompt > cached_tokens else 0
+            self._context = 0
+            load.prefill_tokens += uncached
+            self.predicted_ttft_s = ttft_s(load, uncached, cached_tokens, now)
+            self._compute(now)
+
+    def _compute(self, now: float) -> None:
+        """The prompt is on its way to be computed here."""
+        # The last token is always computed: its logits are what the first output token is drawn from.
+        self.left = self._uncached or 1
+        self.at = self.prompt_tokens - self._uncached
+        load = self._load
+        self.enters = now + load.belief.request_s
+        load.timeline.arrive(load, self, now)
 
     def recompute(self, now: float) -> None:
         """Nothing usable was handed over to a reservation: its prompt is computed here after all."""
         if self._open and self._context and not self.decoding and not self._uncached:
             self._uncached = max(0, self.prompt_tokens - self.cached_tokens)
             self._load.prefill_tokens += self._uncached
-            self._load.timeline.arrive(self._load, self, now)
+            self.planned = False
+            self._compute(now)
 
     def first_token(self, now: float) -> None:
         """The prompt is computed: its tokens are context now, not backlog."""
@@ -69,25 +81,23 @@ class Entry(Prompt):
         load.timeline.answered(load, self, now)
 
     def finished(self, now: float, output_tokens: int | None = None) -> None:
-        """The answer is whole; `output_tokens` is how long it was, if anybody said."""
-        if self._open and self.decoding and output_tokens is not None:
-            self._load.timeline.decoded(self._load, self, output_tokens, now)
-        self.dropped(now)
-
-    def dropped(self, now: float) -> None:
-        """Over, whatever became of it: give back what is still held."""
+        """The answer is whole; `output_tokens` is how long it was, if anybody said. Gives back what is still held."""
         if not self._open:
             return
         self._open = False
-        load = self._load
+        load, prompt = self._load, self.prompt_tokens
         load.in_flight -= 1
         load.expected_tokens -= self._output
-        load.kv_booked -= self.prompt_tokens + self._output
+        load.kv_booked -= prompt + self._output
         load.decode_tokens -= self._context
         load.prefill_tokens -= self._uncached
         if self.decoding:
             load.decoding -= 1
-        load.timeline.leave(load, self, now)
+        load.timeline.leave(load, self, now, output_tokens)
+
+    def dropped(self, now: float) -> None:
+        """Over without a whole answer. Gives back what is still held."""
+        self.finished(now)
 
 
 def book(load: EndpointLoad, request: Request, cached_tokens: int, now: float) -> Entry:
@@ -98,3 +108,21 @@ def book(load: EndpointLoad, request: Request, cached_tokens: int, now: float) -
 def reserve(load: EndpointLoad, request: Request, cached_tokens: int, now: float) -> Entry:
     """Take a decode place for a split request: KV for all of its prompt from the start, and nothing to prefill."""
     return Entry(load, request, cached_tokens, now, handed=True)
+
+
+def scraped(
+    load: EndpointLoad,
+    running: int | None,
+    waiting: int | None,
+    kv_usage: float | None,
+    kv_tokens: int | None,
+    now: float,
+) -> None:
+    """The engine's own view of itself, None where it did not tell: it knows of requests that others sent."""
+    load.strangers = max(0, (running or 0) + (waiting or 0) - load.in_flight)
+    load.running, load.waiting, load.kv_usage = running, waiting, kv_usage
+    load.scraped_at = now
+    if kv_tokens is not None:
+        load.kv_tokens = kv_tokens
+    load.timeline.advance(load, now)
+    load.timeline.refresh(load, now)

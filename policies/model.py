@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from math import inf
 from random import Random
 
 import msgspec
@@ -88,13 +89,15 @@ class EndpointLoad:
     step_s      seconds per output token as things stand: a decode step, stretched by the prefills in between
     sequence_s  what one more sequence in the batch adds to step_s
     context_s   what one more token of context in the batch adds to step_s
+    kv_free     tokens of KV that are not taken yet, by those in the queue neither; infinite while unknown
+    kv_s        seconds until one more token of KV comes free
     """
 
     __slots__ = (
         *("available", "belief", "decode_tokens", "decoding", "expected_tokens", "held_tokens", "in_flight"),
         *("kv_booked", "kv_tokens", "kv_usage", "prefill_tokens", "regret", "running", "scraped_at", "slot"),
-        *("strangers", "timeline", "waiting", "context_s", "fixed_s", "pair_s", "ready_at", "sequence_s", "step_s"),
-        "token_s",
+        *("strangers", "timeline", "waiting"),
+        *("context_s", "fixed_s", "kv_free", "kv_s", "pair_s", "ready_at", "sequence_s", "step_s", "token_s"),
     )
 
     def __init__(self, slot: int, belief: Belief | None = None) -> None:
@@ -114,7 +117,8 @@ class EndpointLoad:
         self.timeline = Timeline()
         self.ready_at = self.token_s = self.pair_s = self.fixed_s = 0.0
         self.step_s = self.sequence_s = self.context_s = 0.0
-        self.timeline.refresh(self)
+        self.kv_free, self.kv_s = inf, 0.0
+        self.timeline.refresh(self, 0.0)
 
 
 class Candidate(msgspec.Struct, frozen=True, eq=False):
@@ -142,6 +146,7 @@ STANDARD = Slo()
 class Request(msgspec.Struct, frozen=True):
     """What a policy may know of a request. Token counts are estimates unless the client sent token ids.
 
+    output_tokens  expected of all answers together; choices  answers wanted of the one prompt
     priority    higher goes first among those who wait; 0 is everybody's
     arrived_s   policy clock when it reached the gateway
     deadline_s  policy clock when its client gives up; None when it did not say
@@ -159,6 +164,7 @@ class Request(msgspec.Struct, frozen=True):
     arrived_s: float = 0.0
     deadline_s: float | None = None
     session: str = ""
+    choices: int = 1
 
 
 class Ask(msgspec.Struct, frozen=True):

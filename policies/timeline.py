@@ -14,30 +14,38 @@ if TYPE_CHECKING:
     from policies.model import EndpointLoad
 
 RATE_S = 20.0  # over how long arriving prompt tokens are averaged
+LEARN_S = 1.0  # first tokens in a row are judged together until they span so much
+KV_SHARE = 0.98  # of the KV; the rest is lost in blocks that are not full
 MOST_BUSY = 0.95  # no prediction lets prefill take more of the time than this
 
 
 class Prompt:
-    """One booked prompt on the timeline.
+    """One booked prompt on the timeline. What it knows of decoding is set at its first token.
 
-    enters  policy clock when the engine's scheduler sees it; left  tokens in no step yet; at  tokens before those
-    planned  its last chunk is in a step; decoding  it is past its first token
+    enters    policy clock when the engine's scheduler sees it
+    left, at  tokens in no step yet, and tokens of the prompt before those
+    planned   its last chunk is in a step; decoding  it is past its first token; locked  it has its KV
+    sequences answers that grow from it
     """
 
     __slots__ = (
         *("at", "began", "decode_raw_s", "decoding", "enters", "left", "locked", "planned", "prefill_s"),
-        *("prefill_steps", "prompt_tokens", "tick"),
+        *("prefill_steps", "prompt_tokens", "sequences", "tick"),
     )
 
-    def __init__(self, prompt_tokens: int, cached_tokens: int, enters: float) -> None:
-        self.prompt_tokens = prompt_tokens
-        # The last token is always computed: its logits are what the first output token is drawn from.
-        self.left = max(1, prompt_tokens - cached_tokens)
-        self.at = prompt_tokens - self.left
-        self.enters = enters
-        self.planned = self.decoding = self.locked = False
-        self.began = self.tick = self.prefill_s = self.decode_raw_s = 0.0
-        self.prefill_steps = 0
+    at: int
+    began: float
+    decode_raw_s: float
+    decoding: bool
+    enters: float
+    left: int
+    locked: bool
+    planned: bool
+    prefill_s: float
+    prefill_steps: int
+    prompt_tokens: int
+    sequences: int
+    tick: float
 
 
 class Timeline:
@@ -52,53 +60,42 @@ class Timeline:
     """
 
     __slots__ = (
-        *(
-            "anchor",
-            "batch",
-            "began",
-            "busy",
-            "chunk_tokens",
-            "decode_raw_s",
-            "decode_raw_step_s",
-            "decode_s",
-            "ends",
-            "finishing",
-        ),
-        *("kv_prompts", "prefill_s", "prefill_steps", "queue", "queued_pairs", "queued_tokens", "rate", "rate_at"),
-        *("raw_decode", "raw_prefill", "slack_s", "starts", "tick"),
+        *("anchor", "batch", "began", "busy", "decode_raw_s", "decode_s", "ends", "finishing", "free_rate", "freed"),
+        *("idle_s", "kv_prompts", "planned", "prefill_s", "prefill_steps", "queue", "queued_pairs", "queued_tokens"),
+        *("rate", "rate_at", "raw_decode", "raw_prefill", "raw_step_s", "slack_s", "starts", "tick", "tight"),
     )
 
     def __init__(self) -> None:
         self.queue: deque[Prompt] = deque()
         self.queued_tokens, self.queued_pairs = 0, 0.0
-        self.busy = False
+        self.busy = self.tight = False
         self.began = self.ends = 0.0
         self.finishing: list[Prompt] = []
-        self.chunk_tokens = self.batch = self.kv_prompts = 0
+        self.batch = self.kv_prompts = self.planned = 0
         self.starts = self.tick = 0.0
         self.anchor = self.raw_prefill = self.raw_decode = self.slack_s = 0.0
         self.prefill_steps, self.prefill_s, self.decode_raw_s = 0, 0.0, 0.0
-        self.decode_s = self.decode_raw_step_s = 0.0
-        self.rate = self.rate_at = 0.0
+        self.decode_s = self.raw_step_s = self.idle_s = 0.0
+        self.rate = self.free_rate = self.rate_at = self.freed = 0.0
 
     # Events
 
     def arrive(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
-        """A prompt is on its way to the engine."""
-        self.advance(load, now)
+        """A prompt is on its way to the engine. What is ahead of the next one grows by its work."""
+        left, at = prompt.left, prompt.at
+        pairs = left * (at + 0.5 * left)
         self.queue.append(prompt)
-        self.queued_tokens += prompt.left
-        self.queued_pairs += prompt.left * (prompt.at + 0.5 * prompt.left)
-        self.rate = self.rate * exp((self.rate_at - now) / RATE_S) + prompt.left / RATE_S
-        self.rate_at = now
-        self.refresh(load)
+        self.queued_tokens += left
+        self.queued_pairs += pairs
+        ready_at = load.ready_at
+        if ready_at < now:
+            ready_at = now + self.idle_s
+        load.ready_at = ready_at + left * load.token_s + pairs * load.pair_s
 
-    def expect(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
+    def expect(self, prompt: Prompt) -> None:
         """A prompt is computed elsewhere and handed over: room for its KV is taken, nothing is queued."""
-        self.advance(load, now)
         prompt.left, prompt.planned, prompt.locked = 0, True, True
         self.kv_prompts += prompt.prompt_tokens
-        self.refresh(load)
 
     def answered(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
         """A prompt's first token came: the step that completed it ended now."""
@@ -106,35 +103,33 @@ class Timeline:
         if not prompt.planned:
             self._hurry(load, prompt, now)
         if prompt in self.finishing:
-            self._learn(load, now)
+            last_s = now - self.began
             self._close(now)
-            self._plan(load, now)
+            if now - self.anchor > LEARN_S:
+                self._learn(load, now, last_s)
+            if not self._plan(load, now) and now > self.anchor:
+                self._learn(load, now, last_s)
+        tick = self.tick
         prompt.decoding = True
-        prompt.began, prompt.tick = now, self.tick
+        prompt.began, prompt.tick = now, tick
         prompt.prefill_steps, prompt.prefill_s = self.prefill_steps, self.prefill_s
         prompt.decode_raw_s = self.decode_raw_s
-        self._unlock(prompt)
-        self.batch += 1
-        self.starts += prompt.prompt_tokens - self.tick
-        self.refresh(load)
+        if prompt.locked:
+            prompt.locked = False
+            self.kv_prompts -= prompt.prompt_tokens
+        self.batch += prompt.sequences
+        self.starts += prompt.sequences * (prompt.prompt_tokens - tick)
+        self.refresh(load, now)
 
-    def decoded(self, load: EndpointLoad, prompt: Prompt, output_tokens: int, now: float) -> None:
-        """An answer of so many tokens is whole: what its decode steps took, the prefills in between apart."""
-        self.advance(load, now)
-        prefills = self.prefill_steps - prompt.prefill_steps
-        steps = output_tokens - 1 - prefills
-        raw_s = self.decode_raw_s - prompt.decode_raw_s
-        believed = self.tick - prompt.tick - prefills
-        spent_s = now - prompt.began - (self.prefill_s - prompt.prefill_s)
-        if steps >= 8 and believed > 0 and raw_s > 0 and spent_s > 0:
-            load.belief.step.observe(spent_s / steps / (raw_s / believed), (1.0 / steps) ** 2)
-
-    def leave(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
-        """A prompt is over, computed or not."""
+    def leave(self, load: EndpointLoad, prompt: Prompt, now: float, output_tokens: int | None) -> None:
+        """A prompt is over, computed or not; `output_tokens` when the answer is whole and somebody told its length."""
         self.advance(load, now)
         if prompt.decoding:
-            self.batch -= 1
-            self.starts -= prompt.prompt_tokens - prompt.tick
+            if output_tokens is not None:
+                self._decoded(load, prompt, output_tokens, now)
+            self.batch -= prompt.sequences
+            self.starts -= prompt.sequences * (prompt.prompt_tokens - prompt.tick)
+            self.freed += prompt.prompt_tokens + prompt.sequences * (self.tick - prompt.tick)
             if not self.batch:
                 self.starts = 0.0
             if not self.busy:
@@ -143,8 +138,9 @@ class Timeline:
             self._remove(prompt)
             if prompt in self.finishing:
                 self.finishing.remove(prompt)
-            self._unlock(prompt)
-        self.refresh(load)
+            if prompt.locked:
+                self.kv_prompts -= prompt.prompt_tokens
+        self.refresh(load, now)
 
     # The engine on paper
 
@@ -152,27 +148,28 @@ class Timeline:
         """Play the believed steps up to now. A step that completes a prompt lasts until its first token says so."""
         while True:
             if self.busy:
-                if self.finishing or self.ends > now:
-                    return
                 ends = self.ends
+                if self.finishing or ends > now:
+                    return
                 self._close(ends)
                 self._plan(load, ends)
-                continue
-            if self.batch and self.decode_s > 0:
-                self._decode(now if not self.queue else min(now, max(self.began, self.queue[0].enters)))
-            if not self.queue or self.queue[0].enters > now:
-                return
-            start = self.queue[0].enters
-            if self.batch:
-                start = self.began if self.began >= start else self.began + self.decode_s
-            if start > now:
-                return
-            if start > self.began:
-                self._decode(start)
-            self.anchor, self.slack_s = start, 0.15 * self.decode_s if self.batch else 0.0
-            self.raw_prefill = self.raw_decode = 0.0
-            if not self._plan(load, start):
-                return
+            elif self.queue:
+                start = self.queue[0].enters
+                if self.batch:  # the decode step under way comes to its end first
+                    self._decode(start if start < now else now)
+                    start = self.began if self.began >= start else self.began + self.decode_s
+                if start > now or not self._begin(load, start):
+                    break
+            else:
+                break
+        if self.batch:
+            self._decode(now)
+
+    def _begin(self, load: EndpointLoad, start: float) -> bool:
+        """Begin a step with prompts after steps without, from where the next first token is measured."""
+        self._decode(start)
+        self._anchor(start, 0.3 * self.decode_s if self.batch else 0.0)
+        return self._plan(load, start)
 
     def _decode(self, until: float) -> None:
         """Whole decode steps up to a moment."""
@@ -183,7 +180,7 @@ class Timeline:
         if steps > 0:
             self.tick += steps
             self.began += steps * self.decode_s
-            self.decode_raw_s += steps * self.decode_raw_step_s
+            self.decode_raw_s += steps * self.raw_step_s
 
     def _plan(self, load: EndpointLoad, at: float) -> bool:
         """Begin a step with the prompts that have entered by then; False when there are none that fit."""
@@ -211,9 +208,10 @@ class Timeline:
             max(shape.weights_s, shape.token_s * tokens) + shape.wire_s * tokens + shape.pair_s * pairs + shape.step_s
         )
         decode = shape.context_s * context + (shape.sequence_s + shape.token_s + shape.wire_s) * self.batch
+        self.planned += tokens
         self.raw_prefill += prefill
         self.raw_decode += decode
-        self.busy, self.began, self.chunk_tokens = True, at, tokens
+        self.busy, self.began = True, at
         self.ends = at + load.belief.prefill.factor * prefill + load.belief.step.factor * decode
         return True
 
@@ -221,17 +219,15 @@ class Timeline:
         """Whether there is KV for all of the prompt, as engines ask before they begin one; then it is locked."""
         if prompt.locked:
             return True
-        held = context + self.kv_prompts
-        if load.kv_tokens is not None and held > 0 and held + prompt.prompt_tokens > load.kv_tokens:
-            return False
+        if load.kv_tokens is not None:
+            held, room = context + self.kv_prompts, KV_SHARE * load.kv_tokens
+            if held + prompt.prompt_tokens > room:
+                self.tight = True
+                if held > 0:
+                    return False
         prompt.locked = True
         self.kv_prompts += prompt.prompt_tokens
         return True
-
-    def _unlock(self, prompt: Prompt) -> None:
-        if prompt.locked:
-            prompt.locked = False
-            self.kv_prompts -= prompt.prompt_tokens
 
     def _close(self, at: float) -> None:
         """The step under way is over."""
@@ -261,39 +257,79 @@ class Timeline:
             self.queued_tokens -= prompt.left
             self.queued_pairs = max(0.0, self.queued_pairs - prompt.left * (prompt.at + 0.5 * prompt.left))
 
-    def _learn(self, load: EndpointLoad, now: float) -> None:
-        """How long the steps since the anchor really took."""
+    def _learn(self, load: EndpointLoad, now: float, last_s: float) -> None:
+        """How long the steps since the anchor really took, if no wait for KV was among them.
+
+        Which of two steps completed a prompt is known to a part of the last one's length.
+        """
         belief = load.belief
         spent = now - self.anchor
-        if spent > 0 and self.raw_prefill > 0:
+        if spent > 0 and not self.tight:
             seen = max(0.01 * spent, spent - belief.step.factor * self.raw_decode) / self.raw_prefill
-            belief.prefill.observe(seen, (self.slack_s / spent) ** 2)
-        self.anchor, self.slack_s = now, 0.0
+            off = self.slack_s + 0.1 * last_s
+            belief.prefill.observe(seen, off * off / (spent * spent))
+            belief.settle()
+        self._anchor(now, 0.0)
+
+    def _anchor(self, at: float, slack_s: float) -> None:
+        self.anchor, self.slack_s, self.tight = at, slack_s, False
         self.raw_prefill = self.raw_decode = 0.0
+
+    def _decoded(self, load: EndpointLoad, prompt: Prompt, output_tokens: int, now: float) -> None:
+        """What the decode steps of a whole answer took, the prefills in between apart."""
+        prefills = self.prefill_steps - prompt.prefill_steps
+        steps = output_tokens / prompt.sequences - 1 - prefills
+        raw_s = self.decode_raw_s - prompt.decode_raw_s
+        believed = self.tick - prompt.tick - prefills
+        spent_s = now - prompt.began - (self.prefill_s - prompt.prefill_s)
+        if steps >= 8 and believed > 0 and raw_s > 0 and spent_s > 0:
+            load.belief.step.observe(spent_s * believed / (steps * raw_s), 1.0 / (steps * steps))
+            load.belief.settle()
 
     # The outlook
 
-    def refresh(self, load: EndpointLoad) -> None:
+    def refresh(self, load: EndpointLoad, now: float) -> None:
         """Say in plain floats what a newcomer would meet (EndpointLoad's docstring)."""
         belief = load.belief
-        shape, slow, slower = belief.shape, belief.prefill.factor, belief.step.factor
         batch = self.batch + load.strangers
-        context = self.starts + self.batch * self.tick
-        each = shape.sequence_s + shape.wire_s
-        decode = shape.context_s * context + each * batch
-        over = slower * (decode + shape.token_s * batch) + slow * shape.step_s
-        self.decode_raw_step_s = max(shape.weights_s, shape.token_s * batch) + shape.step_s + decode
-        self.decode_s = slower * self.decode_raw_step_s
-        token_s = slow * (shape.token_s + shape.wire_s)
-        load.token_s = token_s + over / max(1, shape.budget_tokens - batch)
-        load.pair_s = slow * shape.pair_s
-        load.fixed_s = shape.request_s + over
-        if batch and not self.busy:
-            load.fixed_s += 0.5 * self.decode_s
+        decode = belief.context_s * (self.starts + self.batch * self.tick) + belief.sequence_s * batch
+        flops, floor = belief.flop_s * batch, belief.floor_s
+        over = decode + flops + belief.layers_s
+        self.decode_s = step_s = (floor if floor > flops else flops) + belief.base_s + decode
+        self.raw_step_s = step_s / belief.step.factor
+        room = belief.room - batch
+        per_token_s = belief.token_s
+        load.token_s = token_s = per_token_s + over / (room if room > 1 else 1)
+        load.pair_s = pair_s = belief.pair_s
+        self.idle_s = idle_s = belief.request_s + (0.5 * step_s if batch else 0.0)
+        load.fixed_s = idle_s + over
         load.ready_at = (self.ends if self.busy else self.began) + (
-            self.queued_tokens * load.token_s + self.queued_pairs * load.pair_s
+            self.queued_tokens * token_s + self.queued_pairs * pair_s
         )
-        stretch = 1.0 / (1.0 - min(MOST_BUSY, self.rate * token_s))
-        load.sequence_s = stretch * slower * each
-        load.context_s = stretch * slower * shape.context_s
-        load.step_s = self.decode_s * stretch
+        self._average(now)
+        if load.kv_tokens is not None:
+            self._room(load, load.kv_tokens)
+        busy = self.rate * per_token_s
+        stretch = 1.0 / (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY))
+        load.sequence_s = stretch * belief.sequence_s
+        load.context_s = stretch * belief.context_s
+        load.step_s = step_s * stretch
+
+    def _average(self, now: float) -> None:
+        """Prompt tokens computed and KV tokens freed per second, over the last RATE_S or so."""
+        if now > self.rate_at:
+            kept = exp((self.rate_at - now) / RATE_S)
+            gain = (1.0 - kept) / (now - self.rate_at)
+            self.rate = self.rate * kept + self.planned * gain
+            self.free_rate = self.free_rate * kept + self.freed * gain
+            self.rate_at, self.planned, self.freed = now, 0, 0.0
+
+    def _room(self, load: EndpointLoad, kv_tokens: float) -> None:
+        """KV that is free when all who are queued have theirs, and how fast it comes back: answers end one by one."""
+        waiting = 0
+        for prompt in self.queue:
+            if not prompt.locked:
+                waiting += prompt.prompt_tokens
+        taken = self.starts + self.batch * self.tick + self.kv_prompts + waiting
+        load.kv_free = KV_SHARE * kv_tokens - taken
+        load.kv_s = 1.0 / self.free_rate if self.free_rate > 0 else 0.0
