@@ -7,10 +7,10 @@ from zlib import crc32
 
 from policies import pickers
 from policies.contract import Filter, Policy, Scorer, Weighted
-from policies.latency import tpot_s, ttfts
+from policies.latency import tpot_s
 from policies.model import STANDARD, Ask, Candidate
 from policies.presets import ORDINARY, Preset
-from policies.published.view import held
+from policies.published.view import held, ttfts
 
 _BOTH_LATE, _TTFT_LATE, _TPOT_LATE, _IN_TIME = 0, 1, 2, 3
 
@@ -19,8 +19,9 @@ class LlmdPredictor(Preset, frozen=True):
     """Least predicted TTFT and TPOT, 0.8 to 0.2, of warm endpoints; with an SLO the fullest that still keeps it.
 
     llm-d / Gateway API Inference Extension, latency-scorer (llm-d blog, 2026-03-13). Its gradient-boosted trees are
-    replaced by this house's analytic model; its picks of one in a hundred among endpoints that miss the SLO are left
-    out, and so is its shedding, which is an admission's business. A request of the standard class has no SLO here.
+    replaced by an analytic model, one for all engines of a kind as theirs is. Left out: its picks of one in a hundred
+    among endpoints that miss the SLO, and its shedding, which is an admission's business. A request of the standard
+    class has no SLO here.
 
     ttft_weight, tpot_weight  of the two latencies, scaled to the range among those compared
     warm_share                share of the prompt that must be cached to count as warm
@@ -49,11 +50,10 @@ def affinity(warm_share: float, break_s: float, explore: float) -> Filter:
     exploring = int(explore * 2**32)
 
     def warm(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        prompt, mine = ask.request.prompt_tokens, held(ask, candidates)
-        least = max(1.0, warm_share * prompt)
+        least, mine = max(1.0, warm_share * ask.request.prompt_tokens), held(ask, candidates)
         if not candidates or max(mine) < least or crc32(ask.request.id.encode()) < exploring:
             return candidates
-        expected = ttfts(candidates, mine, prompt, ask.now)
+        expected = _ttfts(ask, candidates, mine)
         kept = [index for index, tokens in enumerate(mine) if tokens >= least]
         if min(expected[index] for index in kept) - min(expected) > break_s:
             return candidates
@@ -71,7 +71,7 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
     def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
         slo, prompt = ask.request.slo, ask.request.prompt_tokens
         ttft_slo, tpot_slo = (0.0, 0.0) if slo is STANDARD else (slo.ttft_s, slo.tpot_s)
-        firsts = [seconds - ttft_slo for seconds in ttfts(candidates, held(ask, candidates), prompt, ask.now)]
+        firsts = [seconds - ttft_slo for seconds in _ttfts(ask, candidates, held(ask, candidates))]
         steps = [tpot_s(candidate.load, prompt) - tpot_slo for candidate in candidates]
         if ttft_slo == 0.0:
             return [1.0 - bad for bad in _blend(firsts, steps, ttft_weight, tpot_weight)]
@@ -85,6 +85,12 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
         return scores
 
     return score
+
+
+def _ttfts(ask: Ask, candidates: Sequence[Candidate], cached: Sequence[int]) -> list[float]:
+    """With what any request pays there as things stand: what the trees learn from running requests and KV in use."""
+    found = ttfts(ask, candidates, cached)
+    return [seconds + candidate.load.fixed_s for seconds, candidate in zip(found, candidates, strict=True)]
 
 
 def _tier(first_s: float, step_s: float) -> int:

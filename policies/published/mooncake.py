@@ -6,16 +6,15 @@ from collections.abc import Sequence
 
 from policies import pickers
 from policies.contract import Policy, Weighted
-from policies.latency import ttfts
 from policies.model import Ask, Candidate
 from policies.presets import ORDINARY, Preset
-from policies.published.view import held
+from policies.published.view import held, ttfts
 
 
 class Mooncake(Preset, frozen=True):
     """Least expected time to the first token: queue, then the prefill of what is not cached there. No parameters.
 
-    Mooncake (FAST'25), algorithm 1, with the analytic model of this house in place of its offline polynomial, and
+    Mooncake (FAST'25), algorithm 1, with a roofline of the hardware in place of its offline polynomial, and
     without its transfer branch: engines take another's prefix only in a handoff from prefill to decode, so a prefix
     cannot be pulled for a request that is then computed elsewhere. Its rejections are an admission, `early_rejection`.
     """
@@ -32,4 +31,4 @@ class Mooncake(Preset, frozen=True):
 
 def soonest(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
     """Minus the expected TTFT, seconds."""
-    return [-seconds for seconds in ttfts(candidates, held(ask, candidates), ask.request.prompt_tokens, ask.now)]
+    return [-seconds for seconds in ttfts(ask, candidates, held(ask, candidates))]

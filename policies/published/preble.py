@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from policies import pickers
 from policies.contract import Policy, Weighted
-from policies.latency import prefill_s, tpot_s
+from policies.latency import tpot_s
 from policies.model import Ask, Candidate, EndpointLoad
 from policies.presets import ORDINARY, Preset
-from policies.published.view import held
+from policies.published.view import held, prefill_s
 
 
 class Preble(Preset, frozen=True):
@@ -83,8 +83,8 @@ class ExploitExplore:
         """P + M"""
         seconds = prefill_s(load, new, cached)
         if load.kv_tokens is not None and load.held_tokens + new > load.kv_tokens:
-            evicted = min(float(new), load.held_tokens + new - load.kv_tokens)
-            seconds += evicted * load.token_s * self._window.hit_share(load.slot)
+            evicted = min(new, int(load.held_tokens + new - load.kv_tokens))
+            seconds += prefill_s(load, evicted, 0) * self._window.hit_share(load.slot)
         return seconds
 
     def _crooked(self, chosen: float, loads: Sequence[float]) -> bool:

@@ -1,4 +1,4 @@
-"""What published rules look at, read from a candidate: cached prefix, requests that queue, KV in use.
+"""What published rules look at, read from a candidate: cached prefix, requests that queue, KV in use, predicted TTFT.
 
 Their routers read the engine's metrics many times a second; here a scrape is seconds old and our own bookings are
 instant. So what is booked counts, and a fresh scrape adds what others have sent.
@@ -38,3 +38,23 @@ def kv_used(load: EndpointLoad, oldest: float) -> float:
     if load.kv_usage is not None and load.kv_usage > booked and is_fresh(load, oldest):
         return load.kv_usage
     return booked
+
+
+def prefill_s(load: EndpointLoad, new: int, cached: int) -> float:
+    """Seconds that computing so many tokens behind so many cached ones takes, by the endpoint's hardware alone.
+
+    Published predictors are made offline, one for all engines of a kind. What is learnt of single endpoints is left
+    out here on purpose: among equals, the least of many noisy estimates is the most mistaken one, and all go there.
+    """
+    shape = load.belief.shape
+    return new * (shape.token_s + shape.wire_s + shape.pair_s * (cached + 0.5 * new))
+
+
+def ttfts(ask: Ask, candidates: Sequence[Candidate], cached: Sequence[int]) -> list[float]:
+    """Predicted seconds to the first token at each candidate: its queue, and `prefill_s` of this prompt."""
+    now, prompt, found = ask.now, ask.request.prompt_tokens, []
+    for candidate, mine in zip(candidates, cached, strict=True):
+        load = candidate.load
+        seconds, wait = prefill_s(load, prompt - mine, mine), load.ready_at - now
+        found.append(seconds + wait if wait > 0.0 else seconds)
+    return found

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import pickers
+from policies.latency import Belief, Shape
 from policies.model import Slo
 from policies.published.dualmap import DualMap, HotPrefixes, TwoHashes
 from policies.published.dynamo import DynamoKv, blocks
@@ -19,6 +20,7 @@ from policies.published.preble import Given, Window
 from tests.unit.policies.builders import ask, candidate
 from tests.unit.policies.test_published import PACE, asked, prompt
 
+INSTANT = Belief(Shape(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 few = settings(max_examples=60)
 scores = st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=9)
 
@@ -97,7 +99,7 @@ def test_a_prediction_in_time_beats_every_one_that_is_not(
 ) -> None:
     fleet = [candidate(slot, **PACE) for slot in range(len(latencies))]
     for each, (first, step) in zip(fleet, latencies, strict=True):
-        each.load.ready_at, each.load.step_s, each.load.token_s = 100.0 + first, step, 0.0
+        each.load.ready_at, each.load.step_s, each.load.belief = 100.0 + first, step, INSTANT
     found = latency(0.8, 0.2)(asked(Slo("chat", ttft_s, tpot_s)), fleet)
     in_time = [each.load.ready_at - 100.0 <= ttft_s and each.load.step_s <= tpot_s for each in fleet]
     for score, good in zip(found, in_time, strict=True):

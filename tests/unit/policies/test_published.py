@@ -11,13 +11,23 @@ import pytest
 from policies import registry
 from policies.contract import Policy
 from policies.fingerprint import Fingerprint, Fingerprinter
+from policies.latency import Belief, Shape
 from policies.model import Ask, Candidate, Request, Slo
 from policies.run import pick
 from tests.unit.policies.builders import ask, candidate
 
 PRINTS = Fingerprinter(b"sixteen bytes at least")
 # A token takes 0.1 ms at any context: 10,000 tokens are a second.
-PACE = {"token_s": 1e-4, "pair_s": 0.0, "fixed_s": 0.0, "step_s": 0.02, "sequence_s": 0.0, "context_s": 0.0}
+SHAPE = Shape(0.0, 1e-4, 0.0, 0.0, 0.0, 0.0, 0.0, request_s=0.0)
+PACE = {
+    "belief": Belief(SHAPE),
+    "token_s": 1e-4,
+    "pair_s": 0.0,
+    "fixed_s": 0.0,
+    "step_s": 0.02,
+    "sequence_s": 0.0,
+    "context_s": 0.0,
+}
 
 
 def chosen(policy: Policy | str, candidates: list[Candidate], seed: int = 1, **question: object) -> str:
@@ -283,9 +293,16 @@ def test_mooncake_waits_for_a_prefix_as_long_as_computing_it_takes_and_no_longer
 
 def test_mooncake_knows_slow_endpoints_where_token_counters_do_not() -> None:
     slow, fast = candidate(0, **PACE), candidate(1, prefill_tokens=2000, ready_at=100.1, **PACE)
-    slow.load.token_s = 1e-3
+    slow.load.belief = Belief(msgspec.structs.replace(SHAPE, token_s=1e-3))
     assert chosen("mooncake", [slow, fast]) == "tp1"
     assert chosen("llmd_token", [slow, fast]) == "tp0"
+
+
+def test_predictors_made_offline_ignore_what_was_learnt_of_one_of_equals() -> None:
+    fleet = [candidate(0, **PACE), candidate(1, **PACE)]
+    fleet[1].load.token_s = 0.9e-4
+    for policy in ("mooncake", "llmd_predictor", "dualmap"):
+        assert choices(policy, fleet) == {"tp0", "tp1"}
 
 
 def test_lmetric_multiplies_what_llumnix_adds() -> None:
