@@ -10,19 +10,33 @@ import asyncio
 import itertools
 import logging
 import secrets
-import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from kvtransfer.clock import Clock, ThreadClock, Timer
-from kvtransfer.commands import Admit, Bump, Command, Dial, Drop, Fence, Progress, Put, Resolve, Send, SendInvite
+from kvtransfer.commands import (
+    Admit,
+    Bump,
+    Command,
+    Dial,
+    Drop,
+    Fence,
+    Progress,
+    Put,
+    Reckon,
+    Resolve,
+    Send,
+    SendInvite,
+)
 from kvtransfer.credits import Klass
 from kvtransfer.ends import Reason
 from kvtransfer.handles import Bell, Doorbell, Handle, Landing, Offer
+from kvtransfer.hold import Hold
+from kvtransfer.inviting import Inviting
 from kvtransfer.landing import WindowError
 from kvtransfer.layout import KvLayout
 from kvtransfer.messages import Card
@@ -74,7 +88,7 @@ class Agent:
         self._transports = {transport.name: transport for transport in transports}
         self._own_clock = ThreadClock(f"kv-{name}") if clock is None else None
         self._clock: Clock = clock or self._own_clock or ThreadClock()
-        self._lock = threading.RLock()
+        self._lock = Hold()
         self._tally = Tally()
         host = this_host() if self.options.host is None else self.options.host
         self._card = Card(name, secrets.token_bytes(16), layout, self.options.family, host)
@@ -82,6 +96,7 @@ class Agent:
         self._source = SourceBook(self._card, self._regions, key, self.options, self._tally)
         books = (self._sink, self._source, self._tally)
         self._board = Switchboard(key, self._transports, self._clock, self.options, books, self._lock, self._do)
+        self._inviting = Inviting(self._regions, self._clock, self._lock, self._granted, self._uninvited)
         self._commands: deque[Command] = deque()
         self._carrying_out = False
         self._handles: dict[int, Handle] = {}
@@ -158,16 +173,18 @@ class Agent:
         ttl_s: float = 30.0,
         ready_layers: int | None = None,
         sink: str | None = None,
+        public: bool = False,
     ) -> Offer:
         """Let one sink fetch the KV of `tokens` tokens in `blocks`, for `ttl_s` (which a sink that is at it renews).
 
         ready_layers   computed so far; None: all. A name is one offer's at a time, and best never used again
-        sink           the only agent that may fetch it; None: any of the fleet
+        sink           the only agent that may fetch it, with its ticket or without; None: any of the fleet that has it
+        public         and any that knows the name: where both ends know it beforehand, and nobody could guess it
         Raises ValueError. Until it has `ended` the blocks must stay as they are; it ends at once, as CANCELLED, when a
         sink had waited for it and given up.
         """
         layers = self._layout.layers if ready_layers is None else ready_layers
-        ware = Ware(name, np.array(blocks, np.int64), tokens, ttl_s, layers, secrets.token_bytes(16), sink)
+        ware = Ware(name, np.array(blocks, np.int64), tokens, ttl_s, layers, secrets.token_bytes(16), sink, public)
         with self._lock:
             offer = Offer(self, self._number(), name)
             offer.ticket, commands = self._source.offer(offer.number, ware, self._clock.now())
@@ -189,13 +206,14 @@ class Agent:
     ) -> Landing:
         """Have tokens [skip_tokens, tokens) of offer `name` of the agent at `address` written into `blocks`.
 
-        ticket     the offer's; None: the offer may come later, and is taken by its name
+        ticket     the offer's; None: the offer may come later, and is taken by its name, if it is public or for us
         klass      interactive, bulk or migration
         Returns at once; raises ValueError. Until it has `ended` the blocks are nobody's but the transfer's.
         """
         wish = Wish(
             address, name, np.array(blocks, np.int64), tokens, skip_tokens, timeout_s, Klass[klass.upper()], ticket
         )
+        self._sink.check(wish)
         with self._lock:
             landing = Landing(self, self._number(), name)
             commands = self._sink.fetch(landing.number, wish, self._clock.now())
@@ -320,18 +338,30 @@ class Agent:
                 link.fence(transfer)
             case Dial(address):
                 self._board.dial(address)
+            case Reckon(work):
+                self._lock.aside(lambda: self._reckon(work))
             case Bump() | Progress() | Resolve():
                 self._tell(command)
 
     def _invite(self, command: SendInvite) -> None:
         """The grant first: nobody is invited to write where it may not."""
-        link, invite = command.link, command.invite
-        try:
-            grant = link.grant(invite.transfer, self._regions, command.blocks)
-        except TransportError as wrong:
-            self._do(self._sink.cancel(invite.transfer, Reason.UNREACHABLE, str(wrong), self._clock.now()))
+        if command.link.one_sided:
+            self._inviting.put(command)
             return
-        self._board.say(link, msgspec.structs.replace(invite, grant=grant))
+        self._granted(command, command.link.grant(command.invite.transfer, self._regions, command.blocks))
+
+    def _granted(self, command: SendInvite, grant: bytes) -> None:
+        """Nobody is told of a grant whose landing is over: its fence closes it."""
+        if self._sink.invited(command.link, command.invite.transfer):
+            self._board.say(command.link, msgspec.structs.replace(command.invite, grant=grant))
+
+    def _uninvited(self, command: SendInvite, detail: str) -> None:
+        self._do(self._sink.cancel(command.invite.transfer, Reason.UNREACHABLE, detail, self._clock.now()))
+
+    def _reckon(self, work: Callable[[], Callable[[float], list[Command]]]) -> None:
+        then = work()
+        with self._lock:
+            self._do(then(self._clock.now()))
 
     def _admit(self, command: Admit) -> None:
         try:

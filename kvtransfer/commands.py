@@ -5,6 +5,8 @@ Not here: deciding on any of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -75,4 +77,18 @@ class Dial(msgspec.Struct, frozen=True):
     address: str
 
 
-Command = Send | SendInvite | Admit | Put | Drop | Fence | Bump | Resolve | Progress | Dial
+class Reckon(msgspec.Struct, frozen=True):
+    """Long work, to be done without the agent's lock. What it returns is called under it, with the time it is then, and
+    says what is due: much may have happened meanwhile."""
+
+    work: Callable[[], Callable[[float], list[Command]]]
+
+
+Command = Send | SendInvite | Admit | Put | Drop | Fence | Bump | Resolve | Progress | Dial | Reckon
+
+_AT_ONCE_BLOCKS = 4096  # a plan of so many is made in a millisecond
+
+
+def reckoned(blocks: int, work: Callable[[], Callable[[float], list[Command]]], now: float) -> list[Command]:
+    """What `work` comes to: at once where it is short, else what it takes to have it done."""
+    return [Reckon(work)] if blocks > _AT_ONCE_BLOCKS else work()(now)

@@ -24,8 +24,8 @@ class Arrivals:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._missing = [plan.group_bytes(group) for group in range(plan.groups)]
+        self.plan = self._plan = plan
+        self._missing = plan.bytes_by_group()
         self._begun: dict[tuple[int, int], _Spans] = {}
         self._under_way: dict[tuple[int, int, int, int], int] = {}
         self._groups_in_order = 0

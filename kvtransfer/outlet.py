@@ -17,16 +17,18 @@ from kvtransfer.credits import Credits, Klass, Turns
 from kvtransfer.lease import Lease
 from kvtransfer.messages import Card
 from kvtransfer.regions import Region
-from kvtransfer.reshard import MOST_RUNS, Plan, Runs
+from kvtransfer.reshard import MOST_RUNS, Plan, Runs, distinct
 from kvtransfer.transports.base import Link, Slice, WindowHead
 
+_NONE = np.empty(0, np.int64)
 _MOST_TICKETS = 8  # of one offer that are good at a time: a renewed one does not end those that are on their way
 
 
 class Ware(msgspec.Struct, frozen=True):
     """What an engine offers: the KV of `tokens` tokens in `blocks`, of which `ready_layers` are computed.
 
-    `sink`: the only agent that may have it; None: any of the fleet. `nonce`: 16 random bytes for the first ticket.
+    `sink`: the only agent that may have it, by ticket or by name; None: any of the fleet, by ticket. `public`: then
+    also by name. `nonce`: 16 random bytes for the first ticket. `order`, `distinct`: of the blocks, found out here.
     """
 
     name: str
@@ -36,22 +38,28 @@ class Ware(msgspec.Struct, frozen=True):
     ready_layers: int
     nonce: bytes
     sink: str | None = None
+    public: bool = False
+    order: NDArray[np.int64] = _NONE
+    distinct: NDArray[np.int64] = _NONE
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "order", np.argsort(self.blocks, kind="stable"))
+        msgspec.structs.force_setattr(self, "distinct", distinct(self.blocks))
 
 
 class Offer:
     """One offer and the lease that protects it. `generations`: of its blocks, by rank, as they were promised;
-    `sorted_blocks` and their `order`: to find a block's promise in microseconds, once per window; `nonces`: of its
-    latest tickets."""
+    `sorted_blocks`: to find a block's promise in microseconds, once per window; `nonces`: of its latest tickets.
+    `link`, `transfer`: whose it is. Its `plan` comes after that, and with it the claim is good."""
 
     __slots__ = (
-        "began", "generations", "head", "klass", "lease", "link", "nonces", "number", "order", "plan", "put_bytes",
+        "began", "generations", "head", "klass", "lease", "link", "nonces", "number", "plan", "put_bytes",
         "ready_layers", "sorted_blocks", "ticket", "transfer", "urgent_at", "ware", "window_bytes", "windows",
     )  # fmt: skip
 
     def __init__(self, number: int, ware: Ware, generations: list[NDArray[np.uint32]], now: float) -> None:
         self.number, self.ware, self.generations, self.began = number, ware, generations, now
-        self.order = np.argsort(ware.blocks, kind="stable")
-        self.sorted_blocks = ware.blocks[self.order]
+        self.sorted_blocks = ware.blocks[ware.order]
         self.lease = Lease(ware.name, now + ware.ttl_s)
         self.ticket = ""
         self.nonces = deque([ware.nonce], _MOST_TICKETS)
@@ -115,10 +123,19 @@ class Outlet:
         self._turns = Turns()
         self._flow = Flow(seen)
 
-    def claim(self, offer: Offer, plan: Plan, transfer: int, window_bytes: int) -> None:
-        """The offer is this peer's from now on."""
+    def take(self, offer: Offer, transfer: int) -> None:
+        """The offer is this peer's from now on, and nobody else's, if there is a plan for it."""
         self.claimed[transfer] = offer
-        offer.link, offer.plan, offer.transfer, offer.window_bytes = self._link, plan, transfer, window_bytes
+        offer.link, offer.transfer = self._link, transfer
+
+    def let_go(self, offer: Offer) -> None:
+        """There is none: it is on offer again."""
+        del self.claimed[offer.transfer]
+        offer.link, offer.transfer = None, 0
+
+    def claim(self, offer: Offer, plan: Plan, window_bytes: int) -> None:
+        """This is how it moves."""
+        offer.plan, offer.window_bytes = plan, window_bytes
         offer.windows = _windows(offer, plan)
 
     def release(self, offer: Offer, now: float, *, landed: bool) -> None:
@@ -188,5 +205,5 @@ def _windows(offer: Offer, plan: Plan) -> Iterator[WindowHead | None]:
 
 def _still(offer: Offer, region: Region, rank: int, blocks: NDArray[np.int64]) -> Callable[[], bool]:
     """Whether these blocks are still the offer's: its lease runs, and nobody has raised a generation."""
-    promised = offer.generations[rank][offer.order[np.searchsorted(offer.sorted_blocks, blocks)]]
+    promised = offer.generations[rank][offer.ware.order[np.searchsorted(offer.sorted_blocks, blocks)]]
     return lambda: offer.live and region.current(blocks, promised)

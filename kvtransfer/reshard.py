@@ -155,10 +155,19 @@ class Plan:
         tokens = self._chunk_tokens[group % len(self._chunk_tokens)]
         return rows * tokens * self.src.parts * self.src.row_bytes
 
+    def bytes_by_group(self) -> list[int]:
+        """`group_bytes` of every group, in order: there may be tens of thousands."""
+        return np.multiply.outer(self._token_bytes(), self._chunk_tokens).ravel().tolist()
+
     @property
     def n_bytes(self) -> int:
         """Bytes of the whole transfer."""
-        return sum(self.group_bytes(group) for group in range(self.groups))
+        return sum(self._token_bytes()) * sum(self._chunk_tokens)
+
+    def _token_bytes(self) -> list[int]:
+        """What one token has in each band of layers, over all pairs."""
+        row = self.src.parts * self.src.row_bytes
+        return [row * sum(len(share.layers) * len(share.heads) for share in shares) for shares in self._shares]
 
     def windows(self, group: int, window_bytes: int) -> Iterator[Window]:
         """A group cut into windows of at most `window_bytes` (a single longer run is one), equal on both sides."""

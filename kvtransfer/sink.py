@@ -9,14 +9,14 @@ Not here: the bytes (transports), the clock, the lock, the engine's handles (age
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.commands import Command, Dial, Fence, Progress, Resolve, Send, SendInvite
+from kvtransfer.commands import Command, Dial, Fence, Progress, Resolve, Send, SendInvite, reckoned
 from kvtransfer.credits import Klass
 from kvtransfer.ends import Reason, end
 from kvtransfer.landing import Arrivals, CameBefore, WindowError
@@ -107,8 +107,7 @@ class SinkBook:
         return self._deadlines[0][0] if self._deadlines else None
 
     def fetch(self, number: int, wish: Wish, now: float) -> list[Command]:
-        """Begin a landing. Raises ValueError for a wish that cannot be: blocks that are not, tokens that do not fit."""
-        self._check(wish)
+        """Begin a landing. `check` comes first."""
         reservation = Reservation(number, wish, now)
         self._held[number] = reservation
         heapq.heappush(self._deadlines, (reservation.deadline, number))
@@ -157,11 +156,20 @@ class SinkBook:
             return []
         if reservation.state is not SinkState.INVITED:
             raise ProtocolError(f"transfer {message.transfer} is {reservation.state}: it cannot be accepted")
-        try:
-            reservation.plan = self._plan(reservation, message)
-        except (LayoutMismatch, ValueError) as wrong:
-            return self._over(reservation, Reason.LAYOUT, str(wrong), now)
-        reservation.arrivals = Arrivals(reservation.plan)
+
+        def work() -> Callable[[float], list[Command]]:
+            made = self._plan(reservation, message)
+            return lambda now: self._begin(reservation, made, now)
+
+        return reckoned(max(reservation.wish.blocks.size, len(message.blocks) // 4), work, now)
+
+    def _begin(self, reservation: Reservation, made: Arrivals | str, now: float) -> list[Command]:
+        """Windows may come. Unless the landing is over by now."""
+        if reservation.state is not SinkState.INVITED:
+            return []
+        if isinstance(made, str):
+            return self._over(reservation, Reason.LAYOUT, made, now)
+        reservation.plan, reservation.arrivals = made.plan, made
         reservation.state, reservation.began_moving = SinkState.MOVING, now
         return []
 
@@ -233,7 +241,13 @@ class SinkBook:
         """Who waits for a link there, and has not given up; they wait no longer."""
         return [each for each in self._waiting.pop(address, []) if each.number in self._held]
 
-    def _check(self, wish: Wish) -> None:
+    def invited(self, link: Link, transfer: int) -> bool:
+        """Whether the peer is still to write, or at it."""
+        reservation = self._on(link, transfer)
+        return reservation is not None and reservation.state is not SinkState.FENCING
+
+    def check(self, wish: Wish) -> None:
+        """Raises ValueError for a wish that cannot be: blocks that are not, tokens that do not fit. Needs no lock."""
         check_words(wish.name, wish.ticket)
         if not 0 <= wish.skip_tokens < wish.tokens:
             raise ValueError(f"tokens {wish.skip_tokens} to {wish.tokens} are none")
@@ -264,24 +278,30 @@ class SinkBook:
         )
         return SendInvite(link, invite, wish.blocks)
 
-    def _plan(self, reservation: Reservation, message: Accept) -> Plan:
-        """What the source plans as well: from its blocks and layout, and ours."""
+    def _plan(self, reservation: Reservation, message: Accept) -> Arrivals | str:
+        """What the source plans as well: from its blocks and layout, and ours. Or why that cannot be. Without the lock,
+        so the first group's runs are made as well."""
         wish = reservation.wish
         assert reservation.layout is not None
         ours = fingerprint_of(reservation.layout, self._layout)
         if message.layouts != ours:
-            raise LayoutMismatch(f"the source plans from other layouts: {ours} here, {message.layouts or 'none'} there")
+            return f"the source plans from other layouts: {ours} here, {message.layouts or 'none'} there"
         if message.window_bytes > self._options.window_bytes:
-            raise ValueError(f"windows of {message.window_bytes} bytes are too large")
-        return plan(
-            reservation.layout,
-            self._layout,
-            unpack_blocks(message.blocks),
-            wish.blocks,
-            wish.tokens,
-            skip_tokens=wish.skip_tokens,
-            group_layers=message.group_layers,
-        )
+            return f"windows of {message.window_bytes} bytes are too large"
+        try:
+            made = plan(
+                reservation.layout,
+                self._layout,
+                unpack_blocks(message.blocks),
+                wish.blocks,
+                wish.tokens,
+                skip_tokens=wish.skip_tokens,
+                group_layers=message.group_layers,
+            )
+        except (LayoutMismatch, ValueError) as wrong:
+            return str(wrong)
+        made.runs(0, 0)
+        return Arrivals(made)
 
     def _on(self, link: Link, transfer: int) -> Reservation | None:
         """The reservation, if it is this link's: no peer reaches another's."""

@@ -7,17 +7,18 @@ Not here: the bytes (transports), the clock, the lock, the engine's handles (age
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.commands import Admit, Bump, Command, Drop, Resolve, Send
+from kvtransfer.commands import Admit, Bump, Command, Drop, Resolve, Send, reckoned
 from kvtransfer.credits import Bandwidth, Klass
 from kvtransfer.ends import Reason, end
 from kvtransfer.layout import fingerprint_of
 from kvtransfer.lease import Lease, LeaseError, LeaseEvent, LeaseState, advance
+from kvtransfer.leave import Leave, by_name
 from kvtransfer.messages import (
     MOST_BLOCKS,
     Accept,
@@ -35,16 +36,10 @@ from kvtransfer.options import Options
 from kvtransfer.outlet import Offer, Outlet, Ware
 from kvtransfer.regions import Region
 from kvtransfer.remembered import Remembered
-from kvtransfer.reshard import LayoutMismatch, Plan, distinct, plan
+from kvtransfer.reshard import LayoutMismatch, Plan, plan
 from kvtransfer.tally import Tally
-from kvtransfer.ticket import Refusal, Refused, Ticket, Used, check, digest_of, mint, renewed
+from kvtransfer.ticket import Ticket, renewed
 from kvtransfer.transports.base import Link
-
-_REASON = {
-    Refusal.EXPIRED: Reason.TICKET_EXPIRED,
-    Refusal.WRONG_EPOCH: Reason.TICKET_EXPIRED,
-    Refusal.SPENT: Reason.TICKET_SPENT,
-}
 
 
 class _Guest(msgspec.Struct, frozen=True):
@@ -59,12 +54,12 @@ class SourceBook:
     """`key` is the fleet's, `epoch` this agent's life; numbers of offers are the caller's."""
 
     def __init__(self, card: Card, regions: Sequence[Region], key: bytes, options: Options, tally: Tally) -> None:
-        self._card, self._regions, self._key, self._options, self._tally = card, regions, key, options, tally
+        self._card, self._regions, self._options, self._tally = card, regions, options, tally
         self._offers: dict[int, Offer] = {}
         self._names: dict[str, Offer] = {}
         self._outlets: dict[Link, Outlet] = {}
         self._guests: dict[str, _Guest] = {}
-        self._used = Used()
+        self._leave = Leave(key, card, regions)
         self._ended: Remembered[Reason] = Remembered(options.memory_s)
         self._unwanted: Remembered[str] = Remembered(options.memory_s)
         self.bandwidth = Bandwidth()
@@ -80,7 +75,7 @@ class SourceBook:
 
     def unclaimed_s(self, now: float) -> float:
         """For how long KV has been kept here that nobody was fetching, over all offers there were and are."""
-        waiting = [now - offer.began for offer in self._offers.values() if offer.link is None]
+        waiting = [now - offer.began for offer in self._offers.values() if offer.plan is None]
         return self._tally.unclaimed_s + sum(waiting)
 
     def credits_taken(self) -> int:
@@ -99,19 +94,19 @@ class SourceBook:
         self._check(ware)
         generations = [region.generations_of(ware.blocks) for region in self._regions]
         offer = Offer(number, ware, generations, now)
-        offer.ticket = self._ticket(offer)
+        offer.ticket = self._leave.write(offer)
         self._offers[number] = self._names[ware.name] = offer
-        self._holders[distinct(ware.blocks)] += 1
+        self._holders[ware.distinct] += 1
         self._watch(offer)
         self._ended.take(ware.name, now)
         gave_up = self._unwanted.take(ware.name, now)
         guest = self._guests.pop(ware.name, None)
-        if guest is None and gave_up is not None and ware.sink in (None, gave_up):
+        if guest is None and gave_up is not None and by_name(ware, gave_up):
             return offer.ticket, self._over(offer, Reason.CANCELLED, f"{gave_up} gave up before", now)
         if guest is None:
             return offer.ticket, []
         self._outlets[guest.link].waiting.pop(guest.invite.transfer)
-        return offer.ticket, self._answer(offer, guest.link, guest.invite, now)
+        return offer.ticket, self._answer(offer, guest.link, guest.invite, None, now)
 
     def ready(self, number: int, layers: int, now: float) -> list[Command]:
         """The first `layers` layers are computed: whatever groups that completes may leave."""
@@ -130,7 +125,7 @@ class SourceBook:
         if offer is None or not self._renew(offer, now + ttl_s, now):
             return None
         offer.nonces.append(renewed(offer.nonces[-1]))
-        offer.ticket = self._ticket(offer)
+        offer.ticket = self._leave.write(offer)
         return offer.ticket
 
     def revoke(self, number: int, reason: Reason, detail: str, now: float) -> list[Command]:
@@ -191,17 +186,14 @@ class SourceBook:
         offer = self._names.get(invite.name)
         ticket: Ticket | None = None
         if invite.ticket is not None:
-            shown = self._present(invite.ticket, offer, invite.name, outlet.card.agent, now)
+            shown = self._leave.read(invite.ticket, offer, invite.name, outlet.card.agent, now)
             if isinstance(shown, Reason):
                 return self._refuse(link, invite.transfer, shown)
             ticket = shown
         if offer is None:
             ended = self._ended.look(invite.name, now)
             return self._seat(link, invite, now) if ended is None else self._refuse(link, invite.transfer, ended)
-        commands = self._answer(offer, link, invite, now)
-        if ticket is not None and outlet.claimed.get(invite.transfer) is offer:
-            self._used.spend(ticket, now)
-        return commands
+        return self._answer(offer, link, invite, ticket, now)
 
     def stopped(self, link: Link, message: Stop, now: float) -> list[Command]:
         """The sink gave up."""
@@ -259,42 +251,6 @@ class SourceBook:
         if ware.blocks.min() < 0 or ware.blocks.max() >= self._holders.size:
             raise ValueError(f"blocks lie between 0 and {self._holders.size}")
 
-    def _ticket(self, offer: Offer) -> str:
-        ware = offer.ware
-        digest = digest_of(ware.blocks, np.concatenate(offer.generations))
-        ticket = Ticket(
-            offer=ware.name,
-            agent=self._card.agent,
-            epoch=self._card.epoch,
-            digest=digest,
-            not_after=offer.lease.deadline,
-            nonce=offer.nonces[-1],
-            sink=ware.sink,
-        )
-        return mint(self._key, ticket)
-
-    def _present(self, text: str, offer: Offer | None, name: str, sink: str, now: float) -> Ticket | Reason:
-        """The ticket, not yet spent: only a claim does that. Or why it is not honoured: what has a ticket and no offer
-        has had its time."""
-        try:
-            ticket = check(self._key, text, now, epoch=self._card.epoch, sink=sink)
-            if ticket.offer != name:
-                return Reason.BAD_TICKET
-            self._used.look(ticket, now)
-            if offer is None or ticket.nonce not in offer.nonces:
-                return Reason.GONE
-            if ticket.digest != self._digest_now(offer):
-                return Reason.STALE
-        except Refused as refused:
-            return _REASON.get(refused.reason, Reason.BAD_TICKET)
-        return ticket
-
-    def _digest_now(self, offer: Offer) -> bytes:
-        """Of the offer's blocks as they are now: not what its tickets say if one has changed hands meanwhile."""
-        return digest_of(
-            offer.ware.blocks, np.concatenate([each.generations_of(offer.ware.blocks) for each in self._regions])
-        )
-
     def _seat(self, link: Link, invite: Invite, now: float) -> list[Command]:
         """Let an invitation wait for its offer, if there is room, one to a name."""
         if invite.name in self._guests:
@@ -319,30 +275,51 @@ class SourceBook:
         self._tally.refused[reason] += 1
         return [Send(link, Stop(transfer, reason, detail[:256]))]
 
-    def _answer(self, offer: Offer, link: Link, invite: Invite, now: float) -> list[Command]:
-        """An invitation meets its offer, whichever came first: is it free, and for this sink?"""
+    def _answer(self, offer: Offer, link: Link, invite: Invite, ticket: Ticket | None, now: float) -> list[Command]:
+        """An invitation meets its offer, whichever came first: is it for this sink, free, and so large?"""
+        outlet = self._outlets[link]
+        if ticket is None and not by_name(offer.ware, outlet.card.agent):
+            return self._refuse(link, invite.transfer, Reason.BAD_TICKET)
         if offer.link is not None:
             return self._refuse(link, invite.transfer, Reason.NAME_TAKEN)
-        if offer.ware.sink not in (None, self._outlets[link].card.agent):
-            return self._refuse(link, invite.transfer, Reason.BAD_TICKET)
-        return self._claim(offer, link, invite, now)
-
-    def _claim(self, offer: Offer, link: Link, invite: Invite, now: float) -> list[Command]:
-        """One offer becomes one sink's. What does not fit is refused before a byte moves, and stays on offer."""
-        outlet = self._outlets[link]
         if invite.tokens > offer.ware.tokens:
             return self._refuse(link, invite.transfer, Reason.TOKENS, f"{offer.ware.tokens} are on offer")
-        try:
+        outlet.take(offer, invite.transfer)
+
+        def work() -> Callable[[float], list[Command]]:
             made = self._plan(offer, outlet.card, invite)
-        except (LayoutMismatch, ValueError) as wrong:
-            return self._refuse(link, invite.transfer, Reason.LAYOUT, str(wrong))
+            return lambda now: self._claim(offer, link, invite, ticket, made, now)
+
+        return reckoned(max(offer.ware.blocks.size, len(invite.blocks) // 4), work, now)
+
+    def _claim(
+        self, offer: Offer, link: Link, invite: Invite, ticket: Ticket | None, made: Plan | str, now: float
+    ) -> list[Command]:
+        """One offer becomes one sink's. What does not fit is refused before a byte moves, and stays on offer. Nothing
+        comes of it if either is over by now."""
+        outlet = self._outlets.get(link)
+        if outlet is None or outlet.claimed.get(invite.transfer) is not offer:
+            return []
+        outlet.let_go(offer)
+        if isinstance(made, str):
+            return self._refuse(link, invite.transfer, Reason.LAYOUT, made)
         try:
-            offer.lease = advance(offer.lease, LeaseEvent.CLAIM, now)
+            lease = advance(offer.lease, LeaseEvent.CLAIM, now)
         except LeaseError:
             return self._refuse(link, invite.transfer, Reason.LEASE_EXPIRED) + self.tick(now)
+        if ticket is not None and (refused := self._leave.spend(ticket, now)) is not None:
+            return self._refuse(link, invite.transfer, refused)
+        offer.lease = lease
+        outlet.take(offer, invite.transfer)
+        return self._begin(offer, outlet, invite, made, now)
+
+    def _begin(self, offer: Offer, outlet: Outlet, invite: Invite, made: Plan, now: float) -> list[Command]:
+        """The sink hears what it will get, and gets what is there."""
+        link = offer.link
+        assert link is not None
         self._tally.unclaimed_s += now - offer.began
         window_bytes = max(1, min(invite.window_bytes, self._options.window_bytes, link.window_bytes))
-        outlet.claim(offer, made, invite.transfer, window_bytes)
+        outlet.claim(offer, made, window_bytes)
         offer.klass, offer.urgent_at = Klass(invite.klass), now + invite.slack_s
         outlet.line_up(offer, now)
         accept = Accept(
@@ -355,20 +332,26 @@ class SourceBook:
         commands: list[Command] = [Admit(link, invite.transfer, invite.grant), Send(link, accept)]
         return commands + self._pumped(outlet, now)
 
-    def _plan(self, offer: Offer, card: Card, invite: Invite) -> Plan:
+    def _plan(self, offer: Offer, card: Card, invite: Invite) -> Plan | str:
         """All computed, and runs join across layers: one group. Else groups, which leave as they are computed, and of
-        whose many short runs only a group's are held at a time."""
+        whose many short runs only a group's are held at a time. Without the lock, so the first group's runs are made as
+        well. Or why it cannot be."""
         layout = self._card.layout
         at_once = offer.ready_layers >= layout.layers and layout.same_block(card.layout)
-        return plan(
-            layout,
-            card.layout,
-            offer.ware.blocks,
-            unpack_blocks(invite.blocks),
-            invite.tokens,
-            skip_tokens=invite.skip_tokens,
-            group_layers=layout.layers if at_once else None,
-        )
+        try:
+            made = plan(
+                layout,
+                card.layout,
+                offer.ware.blocks,
+                unpack_blocks(invite.blocks),
+                invite.tokens,
+                skip_tokens=invite.skip_tokens,
+                group_layers=layout.layers if at_once else None,
+            )
+        except (LayoutMismatch, ValueError) as wrong:
+            return str(wrong)
+        made.runs(0, 0)
+        return made
 
     def _pumped(self, outlet: Outlet, now: float) -> list[Command]:
         """Windows to send. A lease that has run out sends none: nobody may claim later that it was in time."""
@@ -399,9 +382,9 @@ class SourceBook:
         commands: list[Command] = []
         others: list[Command] = []
         transport = ""
-        if offer.link is None:
+        if offer.plan is None:
             self._tally.unclaimed_s += now - offer.began
-        else:
+        if offer.link is not None:
             transport = offer.link.transport
             if offer.link in self._outlets:
                 self._outlets[offer.link].release(offer, now, landed=reason is Reason.LANDED)
@@ -416,7 +399,7 @@ class SourceBook:
 
     def _let_go(self, offer: Offer) -> NDArray[np.int64]:
         """The blocks that no other offer protects: requests share the blocks of a common prefix."""
-        blocks = distinct(offer.ware.blocks)
+        blocks = offer.ware.distinct
         self._holders[blocks] -= 1
         last: NDArray[np.int64] = blocks[self._holders[blocks] == 0]
         return last

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 from collections.abc import Callable, Mapping
 
 from kvtransfer.clock import Clock, Timer
 from kvtransfer.commands import Command
 from kvtransfer.ends import Reason
+from kvtransfer.hold import Hold
 from kvtransfer.lines import Line, astray, unfit
 from kvtransfer.messages import Accept, Beat, Card, Credit, Invite, Landed, Message, ProtocolError, Stop
 from kvtransfer.options import Options
@@ -36,7 +36,7 @@ class Switchboard:
         clock: Clock,
         options: Options,
         books: tuple[SinkBook, SourceBook, Tally],
-        lock: threading.RLock,
+        lock: Hold,
         do: Callable[[list[Command]], None],
     ) -> None:
         self.card: Card

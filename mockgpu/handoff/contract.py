@@ -85,7 +85,9 @@ class AgentPort(Protocol):
 
     address: str
 
-    def offer(self, name: str, blocks: Sequence[int], tokens: int, *, ttl_s: float = ...) -> OfferPort: ...
+    def offer(
+        self, name: str, blocks: Sequence[int], tokens: int, *, ttl_s: float = ..., public: bool = ...
+    ) -> OfferPort: ...
 
     def fetch(
         self,

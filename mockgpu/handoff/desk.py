@@ -131,7 +131,9 @@ class Desk:
         give = job.leg
         assert isinstance(give, Give)
         blocks = self._owner.scheduler.kept[job][: blocks_for(job.prompt_tokens)]
-        offer = self._offers[job] = self.agent.offer(give.name, blocks, job.prompt_tokens, ttl_s=give.hold_s)
+        offer = self._offers[job] = self.agent.offer(
+            give.name, blocks, job.prompt_tokens, ttl_s=give.hold_s, public=give.public
+        )
         self._spawn(self._give(job, give, offer))
         return Offered(give.name, offer.ticket, blocks, job.prompt_tokens, max(0, job.cached))
 

@@ -29,7 +29,7 @@ async def main(transport: str, role: str, *rest: str) -> None:
     for region in here.regions:
         region.bytes[:] = 0x55
     if role == "source":
-        offer = here.agent.offer("r", BLOCKS, TOKENS, ready_layers=0)
+        offer = here.agent.offer("r", BLOCKS, TOKENS, ready_layers=0, public=True)
         tell(address=here.agent.address, ticket=offer.ticket)
         handle: Handle = offer
     else:

@@ -94,7 +94,11 @@ class Engine:
         self.layout, self.name, self.dead = layout, name, False
         self.rng = np.random.default_rng(seed)
         self.regions = [Region.create(BLOCKS, layout.rank_block_bytes(rank), name=name) for rank in range(layout.ranks)]
-        waits = {"beat_s": 0.05 * pace, "handshake_s": 0.3 * pace, "patience_s": 0.6 * pace}
+        waits = {
+            "beat_s": 0.05 * pace,
+            "handshake_s": 5.0 if transports[0].name == "rdma" else 0.3 * pace,
+            "patience_s": 0.6 * pace,
+        }
         options = Options(window_bytes=2 << 10, budget_bytes=6 << 10, **waits)
         self.agent = Agent(name, layout, self.regions, key=KEY, transports=transports, clock=clock, options=options)
         self.free = list(range(BLOCKS))
@@ -120,7 +124,7 @@ class Engine:
             for block in blocks:
                 self.fill(region, block, self.rng.integers(0, 256, region.block_bytes, dtype=np.uint8))
         self.offers[name] = Request(name, tokens, 0, blocks, logical(self.layout, self.regions, blocks, tokens).copy())
-        offer = self.agent.offer(name, blocks, tokens, ttl_s=ttl_s, ready_layers=0 if layered else None)
+        offer = self.agent.offer(name, blocks, tokens, ttl_s=ttl_s, ready_layers=0 if layered else None, public=True)
         self.handles["offer " + name] = offer
         return offer
 

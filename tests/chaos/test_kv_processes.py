@@ -116,7 +116,7 @@ async def test_a_source_that_goes_away_is_noticed_and_never_lands(
 async def test_a_sink_that_goes_away_gives_the_blocks_back(transport: str, number: signal.Signals) -> None:
     async with agent(transport) as source:
         before = source.regions[0].generations[BLOCKS[0]]
-        offer = source.agent.offer("r", BLOCKS, TOKENS, ready_layers=0)
+        offer = source.agent.offer("r", BLOCKS, TOKENS, ready_layers=0, public=True)
         async with peer(transport, "sink", source.agent.address) as sink:
             await sink.heard()
             await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")

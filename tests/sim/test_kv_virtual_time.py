@@ -51,7 +51,7 @@ def tokens(blocks: Sequence[int]) -> int:
 def test_a_transfer_takes_what_the_wire_gives() -> None:
     world = World(Weather(latency_s=0.002, bytes_per_s=100e6))
     source, sink = world.agents
-    offer = source.offer("r", range(100), tokens(range(100)))
+    offer = source.offer("r", range(100), tokens(range(100)), public=True)
     landing = sink.fetch(source.address, "r", range(100, 200), tokens(range(100)), ticket=offer.ticket)
     assert world.until_ended([landing, offer], 60)
     assert landing.end is not None
@@ -67,10 +67,10 @@ def test_a_small_urgent_transfer_overtakes_a_large_one() -> None:
         Weather(latency_s=0.0005, bytes_per_s=50e6), options=Options(window_bytes=256 << 10, budget_bytes=1 << 20)
     )
     source, sink = world.agents
-    big = source.offer("big", range(90), tokens(range(90)))
+    big = source.offer("big", range(90), tokens(range(90)), public=True)
     bulk = sink.fetch(source.address, "big", range(90), tokens(range(90)), klass="bulk")
     world.clock.run(0.05)
-    small = source.offer("small", [199], 16)
+    small = source.offer("small", [199], 16, public=True)
     urgent = sink.fetch(source.address, "small", [199], 16)
     began = world.clock.now()
     assert world.until_ended([urgent], 10)
@@ -88,7 +88,7 @@ def test_layers_that_leave_as_they_are_computed_cost_little_after_prefill(share:
     moved_s = share * prefill_s
     world = World(Weather(latency_s=0.0005, bytes_per_s=len(blocks) * BLOCK_BYTES / moved_s))
     source, sink = world.agents
-    offer = source.offer("r", blocks, tokens(blocks), ready_layers=0)
+    offer = source.offer("r", blocks, tokens(blocks), ready_layers=0, public=True)
     landing = sink.fetch(source.address, "r", range(100, 200), tokens(blocks))
     for layer in range(1, LAYOUT.layers + 1):
         world.clock.call_at(prefill_s * layer / LAYOUT.layers, lambda layer=layer: offer.ready(layer))  # type: ignore[misc]
@@ -102,7 +102,7 @@ def test_layers_that_leave_as_they_are_computed_cost_little_after_prefill(share:
 def test_a_sink_that_lives_keeps_its_lease_and_one_that_is_cut_off_loses_it() -> None:
     world = World()
     source, sink = world.agents
-    offer = source.offer("r", [0], 16, ttl_s=0.6, ready_layers=0)
+    offer = source.offer("r", [0], 16, ttl_s=0.6, ready_layers=0, public=True)
     landing = sink.fetch(source.address, "r", [1], 16, timeout_s=100)
     world.clock.run(20)
     assert offer.end is None
@@ -118,7 +118,7 @@ def test_a_frozen_peer_is_noticed_within_a_second_whenever_it_freezes(frozen: in
     for phase in range(25):
         world = World()
         source, sink = world.agents
-        offer = source.offer("r", [0], 16, ready_layers=0)
+        offer = source.offer("r", [0], 16, ready_layers=0, public=True)
         landing = sink.fetch(source.address, "r", [1], 16)
         world.clock.run(1 + phase / 100)
         world.wire.freeze(world.agents[frozen].address)
@@ -134,7 +134,7 @@ def test_a_frozen_peer_is_noticed_within_a_second_whenever_it_freezes(frozen: in
 def test_half_a_second_of_silence_is_nobodys_death() -> None:
     world = World()
     source, sink = world.agents
-    offer = source.offer("r", [0], 16, ready_layers=0)
+    offer = source.offer("r", [0], 16, ready_layers=0, public=True)
     landing = sink.fetch(source.address, "r", [1], 16)
     for _ in range(10):
         world.clock.run(1)
@@ -151,7 +151,7 @@ def test_a_client_that_leaves_frees_both_sides_within_a_round_trip(who: str) -> 
     for moment in (0.0005, 0.002, 0.004, 0.006, 0.02, 0.2):
         world = World(Weather(latency_s=0.001, bytes_per_s=30e6))
         source, sink = world.agents
-        offer = source.offer("r", range(100), tokens(range(100)))
+        offer = source.offer("r", range(100), tokens(range(100)), public=True)
         landing = sink.fetch(source.address, "r", range(100, 200), tokens(range(100)), ticket=offer.ticket)
         world.clock.run(moment)
         (landing.cancel if who == "sink" else offer.revoke)()
@@ -165,10 +165,10 @@ def test_a_client_that_leaves_frees_both_sides_within_a_round_trip(who: str) -> 
 def test_a_killed_sink_gives_a_hundred_offers_back_at_once() -> None:
     world = World(count=3)
     source, sink, other = world.agents
-    offers = [source.offer(f"r{number}", [number], 16, ready_layers=0) for number in range(100)]
+    offers = [source.offer(f"r{number}", [number], 16, ready_layers=0, public=True) for number in range(100)]
     for number in range(100):
         sink.fetch(source.address, f"r{number}", [number], 16)
-    elsewhere = source.offer("elsewhere", [150], 16, ready_layers=0)
+    elsewhere = source.offer("elsewhere", [150], 16, ready_layers=0, public=True)
     landing = other.fetch(source.address, "elsewhere", [150], 16)
     world.clock.run(0.1)
     world.wire.kill(sink.address)
@@ -186,7 +186,7 @@ def test_one_seed_is_one_story() -> None:
         source, sink = world.agents
         ends = []
         for number in range(20):
-            offer = source.offer(f"r{number}", range(10), 160)
+            offer = source.offer(f"r{number}", range(10), 160, public=True)
             landing = sink.fetch(source.address, f"r{number}", range(10, 20), 160, ticket=offer.ticket)
             world.until_ended([offer, landing], 10)
             ends += [msgspec.structs.replace(handle.end, detail="") for handle in (offer, landing) if handle.end]
@@ -199,7 +199,7 @@ def test_in_an_abort_storm_the_rest_lands_sooner_and_nothing_is_held() -> None:
     """Nine of ten give up while their bytes move: what they had under way and in line is the others' at once."""
     world = World(Weather(latency_s=0.0005, bytes_per_s=40e6))
     source, sink = world.agents
-    offers = [source.offer(f"r{at}", [at], 16, ready_layers=0) for at in range(100)]
+    offers = [source.offer(f"r{at}", [at], 16, ready_layers=0, public=True) for at in range(100)]
     landings = [sink.fetch(source.address, f"r{at}", [at], 16) for at in range(100)]
     world.clock.run(0.1)
     for offer in offers:

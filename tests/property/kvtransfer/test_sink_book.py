@@ -6,10 +6,10 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.commands import Command, Dial, Fence, Progress, Resolve, Send, SendInvite
+from kvtransfer.commands import Command, Dial, Fence, Progress, Reckon, Resolve, Send, SendInvite
 from kvtransfer.credits import Klass
 from kvtransfer.ends import How, Reason
 from kvtransfer.landing import WindowError
@@ -85,6 +85,11 @@ class World:
                     assert number in self.fenced or not self.invited[number].one_sided
                     assert self.layers.get(number, 0) < layers <= LAYOUT.layers
                     self.layers[number] = layers
+                case Reckon(work):
+                    then = work()
+                    if self.rng.random() < 0.3:
+                        self.rng.choice((self.cancel, self.wait, self.lose))()
+                    self.obey(then(self.now))
                 case Send(_, Landed(transfer, n_bytes)):
                     assert n_bytes == self.whole(transfer)
 
@@ -231,7 +236,13 @@ class World:
             self.fence()
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.fixture(autouse=True)
+def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the few blocks that are drawn here, too."""
+    monkeypatch.setattr("kvtransfer.commands._AT_ONCE_BLOCKS", 2)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(1, 200))
 def test_told_anything_in_any_order_it_ends_every_landing_once_behind_its_fence(seed: int, steps: int) -> None:
     world = World(seed)

@@ -61,7 +61,7 @@ def in_simulation() -> tuple[VirtualClock, Agent, Agent, Book]:
 
 def test_without_an_event_loop_a_bell_hears_of_every_change() -> None:
     clock, source, sink, book = in_simulation()
-    offer = source.offer("r", [1], 16)
+    offer = source.offer("r", [1], 16, public=True)
     landing = sink.fetch(source.address, "r", [2], 16)
     assert clock.run(1, lambda: bool(landing.end and offer.end))
     assert book.rung == [("r", False), ("r", True)]
@@ -87,7 +87,7 @@ def test_rdma_says_that_it_seals_nothing() -> None:
 
 def test_peers_whose_plans_differ_do_not_wait_for_what_never_comes() -> None:
     clock, source, sink, _ = in_simulation()
-    offer = source.offer("r", [1], 16, ready_layers=0)
+    offer = source.offer("r", [1], 16, ready_layers=0, public=True)
     landing = sink.fetch(source.address, "r", [2], 16, timeout_s=60)
     assert clock.run(
         1, lambda: bool(source.figures()["leases"]["claimed"] and sink.figures()["reservations"]["moving"])
@@ -103,7 +103,7 @@ def test_peers_whose_plans_differ_do_not_wait_for_what_never_comes() -> None:
 
 def test_a_source_that_plans_from_another_layout_is_refused_before_a_byte_moves() -> None:
     clock, source, sink, _ = in_simulation()
-    source.offer("r", [1], 16, ready_layers=0)
+    source.offer("r", [1], 16, ready_layers=0, public=True)
     landing = sink.fetch(source.address, "r", [2], 16)
     assert clock.run(1, lambda: bool(sink.figures()["reservations"]["invited"]))
     (link,) = sink._board._lines
@@ -141,7 +141,7 @@ def test_a_better_way_that_does_not_start_is_left_out_and_the_first_must(caplog:
         agent.open()
     assert "no absent here: there is no device" in caplog.text
     assert list(one._board.card.addresses) == ["inproc"]
-    one.offer("r", [1], 16)
+    one.offer("r", [1], 16, public=True)
     landing = two.fetch(one.address, "r", [2], 16)
     assert clock.run(1, lambda: landing.end is not None)
     assert landing.end is not None
@@ -155,12 +155,12 @@ def test_before_it_is_open_it_offers_nothing() -> None:
     end = Inproc(Wire(VirtualClock()))
     agent = Agent("p", SMALL, regions(), key=KEY, transports=[end], clock=end.agent_clock)
     with pytest.raises(RuntimeError, match="not open"):
-        agent.offer("r", [1], 16)
+        agent.offer("r", [1], 16, public=True)
 
 
 def test_a_closed_agents_timers_do_not_keep_simulated_time_busy() -> None:
     clock, source, sink, _ = in_simulation()
-    source.offer("r", [1], 16, ttl_s=5)
+    source.offer("r", [1], 16, ttl_s=5, public=True)
     for agent in (source, sink):
         agent.shut()
         agent.leave()
@@ -173,7 +173,7 @@ async def test_a_fence_that_never_answers_does_not_hold_up_closing(monkeypatch: 
     monkeypatch.setattr(agent_module, "_FENCES_S", 0.05)
     monkeypatch.setattr(InprocLink, "fence", lambda link, transfer: None)
     async with groups("inproc", SMALL, SMALL) as (source, sink):
-        offer = source.agent.offer("r", [0], 16, ready_layers=0)
+        offer = source.agent.offer("r", [0], 16, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
         while not source.agent.figures()["leases"]["claimed"]:
             await asyncio.sleep(0.005)
@@ -185,7 +185,7 @@ async def test_a_fence_that_never_answers_does_not_hold_up_closing(monkeypatch: 
 
 async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
     async with groups("inproc", SMALL, SMALL) as (source, _):
-        offer = source.agent.offer("r", [0], 16)
+        offer = source.agent.offer("r", [0], 16, public=True)
         one, other = asyncio.create_task(offer.ended()), asyncio.create_task(offer.ended())
         await asyncio.sleep(0)
         one.cancel()
@@ -206,7 +206,7 @@ async def test_an_agent_that_closes_waits_for_the_last_copy_into_its_blocks(monk
     monkeypatch.setattr(shm, "copy_runs", halts)
     async with groups("shm", SMALL, SMALL) as (source, sink):
         source.regions[0].bytes[:] = 9
-        source.agent.offer("r", [0], 16)
+        source.agent.offer("r", [0], 16, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
         assert await asyncio.to_thread(begun.wait, 20)
         closing = asyncio.create_task(sink.agent.close())

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import weakref
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -202,3 +203,15 @@ def test_agents_of_one_version_make_the_same_plans() -> None:
                     runs = made.runs(group, number)
                     digest.update(repr((pair, runs.src.tolist(), runs.dst.tolist(), runs.length.tolist())).encode())
     assert (messages.VERSION, digest.hexdigest()[:16]) == (2, "d0c200b6e97c9240")
+
+
+@pytest.mark.parametrize("most_runs", [1, 7, 1 << 16])
+def test_the_bytes_of_all_groups_are_those_of_each(most_runs: int) -> None:
+    src = KvLayout(layers=5, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tokens=16, tp=2)
+    dst = msgspec.structs.replace(src, tp=4, block_tokens=24)
+    made = plan(src, dst, range(9), range(6), 130, skip_tokens=7, group_layers=2, most_runs=most_runs)
+    each = [
+        sum(made.runs(group, pair).n_bytes for pair in range(len(made.pairs(group)))) for group in range(made.groups)
+    ]
+    assert made.bytes_by_group() == [made.group_bytes(group) for group in range(made.groups)] == each
+    assert made.n_bytes == sum(each)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtransfer.commands import Command, Resolve, Send
+from kvtransfer.commands import Command, Reckon, Resolve, Send
 from kvtransfer.ends import Reason
 from kvtransfer.layout import KvDtype, KvLayout
 from kvtransfer.messages import MOST_BLOCKS, Card, Invite, ProtocolError, Stop, pack_blocks
@@ -49,10 +49,56 @@ def test_an_offer_for_one_sink_is_not_given_to_another_that_waited_for_its_name(
     assert book.held["waiting_invitations"] == 0
 
 
+def test_an_offer_is_not_to_be_had_by_its_name_alone_unless_it_is_public_or_made_for_who_asks() -> None:
+    book, link = book_and_link("d1")
+    ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
+    assert refusals(book.invited(link, invite(1), 0.1)) == [Reason.BAD_TICKET]  # type: ignore[arg-type]
+    assert refusals(book.invited(link, invite(2, ticket), 0.2)) == []  # type: ignore[arg-type]
+    for sink, public in (("d1", False), (None, True)):
+        book, link = book_and_link("d1")
+        book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), sink, public), 0.0)
+        assert refusals(book.invited(link, invite(1), 0.1)) == []  # type: ignore[arg-type]
+
+
+def test_who_waited_for_a_name_without_leave_cannot_keep_it_from_who_has_it() -> None:
+    book, link = book_and_link("somebody")
+    book.invited(link, invite(1), 0.0)  # type: ignore[arg-type]
+    ticket, commands = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.1)
+    assert refusals(commands) == [Reason.BAD_TICKET]
+    book.stopped(link, Stop(1, Reason.CANCELLED), 0.2)  # type: ignore[arg-type]
+    assert refusals(book.invited(link, invite(2, ticket), 0.3)) == []  # type: ignore[arg-type]
+
+
+def test_while_a_long_plan_is_made_the_offer_is_taken_and_whatever_ends_it_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtransfer.commands._AT_ONCE_BLOCKS", 0)
+    for end in ("nothing", "revoke", "stop", "lose", "expire"):
+        book, link = book_and_link("d1")
+        ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 1.0, 4, bytes(16)), 0.0)
+        (long,) = book.invited(link, invite(1, ticket), 0.1)  # type: ignore[arg-type]
+        assert isinstance(long, Reckon)
+        assert refusals(book.invited(link, invite(2, ticket), 0.2)) == [Reason.NAME_TAKEN]  # type: ignore[arg-type]
+        then = long.work()
+        if end == "revoke":
+            assert refusals(book.revoke(7, Reason.REVOKED, "", 0.3)) == [Reason.REVOKED]
+        elif end == "stop":
+            book.stopped(link, Stop(1, Reason.CANCELLED), 0.3)  # type: ignore[arg-type]
+        elif end == "lose":
+            book.lost(link, Reason.LINK_LOST, "", 0.3)  # type: ignore[arg-type]
+        due = then(0.4 if end != "expire" else 1.5)
+        if end == "expire":
+            assert refusals(due) == [Reason.LEASE_EXPIRED]
+        elif end != "nothing":
+            assert due == []
+        assert book.held["moving"] == (end == "nothing")
+        assert book.held["offered"] == book.held["claimed"] == 0
+
+
 @pytest.mark.parametrize("reason", [Reason.LANDED, Reason.LEASE_EXPIRED])
 def test_a_sink_cannot_say_of_a_lease_what_is_its_sources_to_say(reason: Reason) -> None:
     book, link = book_and_link("d1")
-    book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
+    book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.0)
     book.invited(link, invite(1), 0.0)  # type: ignore[arg-type]
     with pytest.raises(ProtocolError):
         book.stopped(link, Stop(1, reason), 0.1)  # type: ignore[arg-type]
@@ -93,7 +139,7 @@ def test_who_comes_to_wait_for_what_has_ended_is_told_so_at_once(way: str) -> No
     if way == "declined":
         book.decline("r", "", 1.0)
     else:
-        book.offer(7, Ware("r", np.array([1]), 4, 0.5, 4, bytes(16)), 0.5)
+        book.offer(7, Ware("r", np.array([1]), 4, 0.5, 4, bytes(16), public=True), 0.5)
         if way == "revoked":
             book.revoke(7, Reason.REVOKED, "", 1.0)
         book.tick(1.0)
@@ -106,7 +152,7 @@ def test_who_comes_to_wait_for_what_has_ended_is_told_so_at_once(way: str) -> No
 def test_a_name_that_is_on_offer_again_is_not_refused_for_what_was() -> None:
     book, link = book_and_link("d1")
     book.decline("r", "", 0.0)
-    book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.1)
+    book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.1)
     assert refusals(book.invited(link, invite(1), 0.2)) == []  # type: ignore[arg-type]
     assert book.held["moving"] == 1
 
@@ -120,10 +166,12 @@ def test_an_offer_that_its_sink_has_given_up_waiting_for_ends_at_once() -> None:
     book.revoke(6, Reason.CLOSED, "", 0.2)
     book.invited(link, invite(2), 0.3)  # type: ignore[arg-type]
     book.stopped(link, Stop(2, Reason.CANCELLED), 0.4)  # type: ignore[arg-type]
-    _, commands = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.5)
+    _, commands = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.5)
     assert [each.end.reason for each in commands if isinstance(each, Resolve)] == [Reason.CANCELLED]
     assert not any(book.held.values())
-    assert book.offer(8, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.6)[1] == [], "it was the word on one offer"
+    assert book.offer(8, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.6)[1] == [], (
+        "it was the word on one offer"
+    )
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -133,7 +181,7 @@ def test_an_offer_stays_for_who_waits_again_or_only_ran_out_of_time(again: bool)
     book.stopped(link, Stop(1, Reason.CANCELLED if again else Reason.TIMEOUT), 0.1)  # type: ignore[arg-type]
     if again:
         book.invited(link, invite(2), 0.2)  # type: ignore[arg-type]
-    book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.3)
+    book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.3)
     assert book.held["moving" if again else "offered"] == 1
 
 

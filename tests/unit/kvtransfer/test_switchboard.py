@@ -81,8 +81,8 @@ async def test_a_better_way_that_leads_to_another_agent_is_not_taken() -> None:
     other = await started("other", Tcp(), other_way)
     meant = await started("meant", Tcp(), Misled(other.agent._board.card.addresses["shm"]))
     sink = await started("d", Tcp(), Shm())
-    other.agent.offer("r", [1], 16)
-    offer = meant.agent.offer("r", [1], 16)
+    other.agent.offer("r", [1], 16, public=True)
+    offer = meant.agent.offer("r", [1], 16, public=True)
     end = await asyncio.wait_for(sink.agent.fetch(meant.agent.address, "r", [1], 16).ended(), PATIENCE_S)
     assert (end.landed, end.transport) == (True, "tcp")
     assert (await asyncio.wait_for(offer.ended(), PATIENCE_S)).landed
@@ -99,7 +99,7 @@ async def test_those_we_dial_do_not_stand_at_our_door() -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:
             waits = one.agent.fetch(f"127.0.0.1:{mute.getsockname()[1]}", "r", [1], 16)
             await until(lambda: bool(one.agent.figures()["links"]))
-            one.agent.offer("r", [1], 16)
+            one.agent.offer("r", [1], 16, public=True)
             assert (await asyncio.wait_for(two.agent.fetch(one.agent.address, "r", [2], 16).ended(), PATIENCE_S)).landed
             waits.cancel()
 
@@ -115,7 +115,7 @@ async def test_a_heart_that_missed_a_beat_beats_on(monkeypatch: pytest.MonkeyPat
 
     brisk = Options(beat_s=0.02, misses=500)
     async with groups("tcp", SMALL, SMALL, options=[brisk, brisk]) as (source, sink):
-        offer = source.agent.offer("r", [1], 16, ready_layers=0)
+        offer = source.agent.offer("r", [1], 16, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
         await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
         (link,) = sink.agent._board._lines
@@ -144,7 +144,7 @@ async def test_where_there_is_no_thread_for_a_link_the_next_is_taken_in(monkeypa
             assert await asyncio.to_thread(refused.wait, PATIENCE_S)
             assert await asyncio.to_thread(sock.recv, 1) == b""
         monkeypatch.undo()
-        source.agent.offer("r", [1], 16)
+        source.agent.offer("r", [1], 16, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
 
@@ -153,7 +153,7 @@ async def test_where_there_is_no_thread_to_dial_a_landing_ends_and_the_next_is_d
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with groups("tcp", SMALL, SMALL) as (source, sink):
-        source.agent.offer("r", [1], 16)
+        source.agent.offer("r", [1], 16, public=True)
 
         def aside(clock: ThreadClock, call: object) -> NoReturn:
             raise RuntimeError("can't start new thread")
@@ -169,7 +169,7 @@ async def test_where_there_is_no_thread_to_dial_a_landing_ends_and_the_next_is_d
 @pytest.mark.parametrize("words", [{"name": ""}, {"name": "x" * 257}, {"name": "\ud800"}, {"ticket": "t" * 1025}])
 async def test_words_that_no_message_carries_end_no_link(words: dict[str, str]) -> None:
     async with groups("inproc", SMALL, SMALL) as (source, sink):
-        offer = source.agent.offer("r", [1], 16, ready_layers=0)
+        offer = source.agent.offer("r", [1], 16, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
         with pytest.raises(ValueError, match=r"characters|surrogates"):
             sink.agent.fetch(source.agent.address, words.get("name", "n"), [3], 16, ticket=words.get("ticket"))

@@ -1,0 +1,53 @@
+"""The agent's lock: what is put aside under it is done by its holder, with nothing held."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvtransfer.hold import Hold
+
+
+def free(hold: Hold) -> bool:
+    """Whether another thread may have it."""
+    taken = threading.Event()
+
+    def take() -> None:
+        with hold:
+            taken.set()
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    return taken.wait(5)
+
+
+def test_what_is_put_aside_is_done_by_its_holder_after_the_last_letting_go() -> None:
+    hold, done = Hold(), list[tuple[int, bool, threading.Thread]]()
+
+    def work(number: int) -> None:
+        done.append((number, free(hold), threading.current_thread()))
+        if number == 1:
+            with hold:
+                hold.aside(lambda: work(3))
+
+    with hold:
+        with hold:
+            hold.aside(lambda: work(1))
+            hold.aside(lambda: work(2))
+        assert not done
+    assert done == [(number, True, threading.current_thread()) for number in (1, 3, 2)]
+
+
+def test_who_fails_lets_go_all_the_same() -> None:
+    hold, done = Hold(), list[int]()
+
+    def fail() -> None:
+        with hold:
+            hold.aside(lambda: done.append(1))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert done == [1]
+    assert free(hold)
