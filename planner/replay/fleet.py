@@ -75,8 +75,9 @@ class Fleet:
     ) -> None:
         self.options = options
         self._spec, self._traffic, self._watch = spec, traffic, watch
+        rooflines = {kind: kind.roofline() for kind in set(spec.groups)}
         self.groups = [
-            Group(slot, kind, spec.block_tokens, self, options.leaping, capped=room is not None)
+            Group(slot, kind, rooflines[kind], spec.block_tokens, self, options.leaping, capped=room is not None)
             for slot, kind in enumerate(spec.groups)
         ]
         self.front = Front(policy, self.groups, options, spec.block_tokens)

@@ -52,7 +52,7 @@ class Front:
             model="model",
             tenant=one.tenant,
             prompt_tokens=one.input_tokens,
-            output_tokens=self._options.expected_output,
+            output_tokens=self._options.expected_output or one.output_tokens,
             stream=True,
             slo=record.slo,
             priority=one.priority,

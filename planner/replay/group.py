@@ -8,6 +8,7 @@ from typing import Protocol
 
 from mockgpu.blocks import BlockPool
 from mockgpu.job import Job
+from mockgpu.roofline import Roofline
 from planner.replay.engine import Engine
 from planner.replay.record import GroupTotals
 from planner.replay.spec import Kind
@@ -57,13 +58,20 @@ class Group:
     )
 
     def __init__(
-        self, slot: int, kind: Kind, block_tokens: int, listener: Listener, leaping: bool, capped: bool
+        self,
+        slot: int,
+        kind: Kind,
+        roofline: Roofline,
+        block_tokens: int,
+        listener: Listener,
+        leaping: bool,
+        capped: bool,
     ) -> None:
         self.name = f"tp{slot}"
         self.kind = kind
         self.block_tokens = block_tokens
         self.leaping = leaping
-        self.roofline = kind.roofline()
+        self.roofline = roofline
         self.listener = listener
         self.kv_token_bytes = kind.shape.kv_token_bytes
         self.load = EndpointLoad(slot, Belief(_prior(kind)))

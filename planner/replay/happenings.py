@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from planner.replay.group import Group
 from planner.replay.options import Fault, Trouble
+from policies import ledger
 
 if TYPE_CHECKING:
     from planner.replay.fleet import Fleet
@@ -81,6 +82,4 @@ class Happenings:
     def _scraped(self, now: float, readings: list[Reading]) -> None:
         """As the gateway's table does it; what others sent is counted against what is in flight when it arrives."""
         for group, running, waiting, usage in readings:
-            load = group.load
-            load.strangers = max(0, running + waiting - load.in_flight)
-            load.running, load.waiting, load.kv_usage, load.scraped_at = running, waiting, usage, now
+            ledger.scraped(group.load, running, waiting, usage, group.kind.capacity_tokens, now)

@@ -52,7 +52,7 @@ class Fault(msgspec.Struct, frozen=True):
 class Options(msgspec.Struct, frozen=True):
     """How a fleet is replayed.
 
-    expected_output  output tokens that the gateway expects of a request: it cannot know
+    expected_output  output tokens that the gateway expects of a request; None: clients say max_tokens, and mean it
     scrape_s         how often engines' metrics are read; None: never. `scrape_age_s`: how old they are when they arrive
     lost_events      share of what the index would have learnt that never reaches it, 0 to 1
     horizon_s        closed loops send nothing after it, and what is not over by then is cut; None: to the last token
@@ -62,7 +62,7 @@ class Options(msgspec.Struct, frozen=True):
 
     seed: int = 0
     view: View = View.INDEX
-    expected_output: int = 350
+    expected_output: int | None = 350
     scrape_s: float | None = 1.0
     scrape_age_s: float = 0.0
     lost_events: float = 0.0

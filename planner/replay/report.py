@@ -20,6 +20,7 @@ p.lead { color: var(--soft); margin: .3rem 0 0 }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; margin: 1rem 0 }
 .legend span { white-space: nowrap }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(430px, 1fr)); gap: 1rem }
+figure svg { width: 100%; max-width: 600px }
 figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .8rem }
 figcaption { font-weight: 600; margin-bottom: .3rem }
 svg text { font-size: 12px; fill: var(--soft) } svg .axis { fill: var(--ink) }
@@ -79,12 +80,13 @@ def _curves(standing: Standing, names: Sequence[str]) -> str:
             Series(name, sorted((load, figure) for whose, load, figure in points if whose == name), place)
             for place, name in enumerate(names)
         ]
-        return chart(title, lines, x, Axis(label, 0.0, most, write=write.format), targets if rules else ())
+        y = Axis(label, 0.0, most, write=_thousands if write == "k" else write.format)
+        return chart(title, lines, x, y, targets if rules else ())
 
     charts = [
         drawn("Attainment", "requests within their SLO", "attainment", "{:.0%}", 1.0, True),
         drawn("Goodput", "good requests per second", "goodput", "{:g}", None, False),
-        drawn("Token goodput", "tokens of good requests per second", "token_goodput", "{:,.0f}", None, False),
+        drawn("Token goodput", "tokens of good requests per second", "token_goodput", "k", None, False),
         drawn("Cache hits", "prompt tokens found cached", "hit_ratio", "{:.0%}", None, False),
     ]
     return f'<div class="charts">{"".join(charts)}</div>'
@@ -101,12 +103,16 @@ def _spreads(standing: Standing, names: Sequence[str]) -> str:
     hits = [(p.policy, p.figures.of_ideal, names.index(p.policy)) for p in shown if p.figures.of_ideal is not None]
     charts = [
         chart(f"Time to first token (budget {slo.ttft_s:g} s)", ttft, Axis("seconds", log=True), share),
-        chart(f"Time per output token (budget {slo.tpot_s * 1e3:g} ms)", tpot, Axis("ms"), share),
+        chart(f"Time per output token (budget {slo.tpot_s * 1e3:g} ms)", tpot, Axis("ms", log=True), share),
         bars("Hits, as a share of an endless cache in common", hits, "{:.1%}".format),
         bars("Imbalance: busiest group over the mean", _imbalances(shown, names), "{:.2f}".format),
     ]
     what = f"{load:g} users" if standing.contest.by_users else f"{load:g} times the recorded rate"
     return f'<h2>At {what}</h2><div class="charts">{"".join(charts)}</div>'
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1e3:g}k"
 
 
 def _imbalances(points: Sequence[Point], names: Sequence[str]) -> list[tuple[str, float, int]]:

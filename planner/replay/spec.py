@@ -87,7 +87,7 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def groups(self) -> tuple[Kind, ...]:
         """One Kind per group, in order."""
-        return tuple(kind for kind in self.kinds for _ in range(kind.count))
+        return tuple(msgspec.structs.replace(kind, count=1) for kind in self.kinds for _ in range(kind.count))
 
 
 def checked(spec: FleetSpec) -> FleetSpec:

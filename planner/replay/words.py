@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from planner.replay.options import Fault, Options, Trouble, View
-from planner.replay.spec import FleetSpec, Kind
+from planner.replay.spec import FleetSpec
 from policies.model import STANDARD, Slo
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
@@ -97,8 +97,7 @@ def troubled(text: str, spec: FleetSpec, options: Options) -> tuple[FleetSpec, O
         else:
             factor = float(found[5]) if found[5] else 2.0
             faults.append(Fault(at_s, group, Trouble(found[1]), for_s, factor))
-    kinds: tuple[Kind, ...] = tuple(msgspec.structs.replace(kind, count=1) for kind in groups)
-    return msgspec.structs.replace(spec, kinds=kinds), msgspec.structs.replace(options, faults=tuple(faults))
+    return msgspec.structs.replace(spec, kinds=tuple(groups)), msgspec.structs.replace(options, faults=tuple(faults))
 
 
 def _seen(what: str, value: str, options: Options) -> Options:

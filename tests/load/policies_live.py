@@ -22,16 +22,17 @@ from statistics import fmean, median
 
 from planner.bench import Plan, Report, run
 from tests.load.run import ROOT, _await_models, _free_ports, _free_run
-from tests.sim.fleet import TRACE, mooncake, shared_cache_hit_ratio
-from tests.sim.test_policies_on_a_virtual_clock import GROUPS, KV_TOKENS
+from tests.sim.conversation import TRACE, conversation, shared_cache_hit_ratio
+from tests.sim.test_policies_on_a_virtual_clock import ALL_KV_TOKENS, GROUP
 
+GROUPS = GROUP.count
 MODEL = ("--model", "llama-3.1-70b-fp8", "--gpu", "h200", "--tp", "4", "--groups", str(GROUPS))
 
 
 def main() -> int:
     options = _options()
-    ideal = shared_cache_hit_ratio(mooncake()[: options.requests], GROUPS * KV_TOKENS)
-    print(f"one shared LRU of {GROUPS * KV_TOKENS:,} tokens: hit ratio {ideal:.3f}")
+    ideal = shared_cache_hit_ratio(conversation(options.requests), ALL_KV_TOKENS)
+    print(f"one shared LRU of {ALL_KV_TOKENS:,} tokens: hit ratio {ideal:.3f}")
     hits: dict[str, list[float]] = {name: [] for name in options.policy}
     ttfts: dict[str, list[float]] = {name: [] for name in options.policy}
     for number in range(options.runs):

@@ -1,0 +1,83 @@
+"""`make clocks`: the same five minutes of the conversation trace live over HTTP and on the virtual clock, side by side.
+
+    python -m tests.load.two_clocks [--seconds 300] [--speed 4] [--policy prefix_aware] [--within 0.05]
+
+Live: four mock groups, a gateway and a bench client, all real processes on 127.0.0.1; model time runs `speed` times as
+fast as the wall. Virtual: planner.replay with the same groups, blocks and requests. Exit status: 1 when mean TTFT, mean
+TPOT or hit ratio differ by more than `within` of the virtual one. Takes seconds / speed; not part of `make test`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+
+from planner.bench import Plan, run
+from planner.replay import FleetSpec, Options, replay, traffic
+from planner.traces import TraceRequest
+from policies import registry
+from tests.load.policies_live import fleet
+from tests.sim.conversation import TRACE, conversation
+from tests.sim.test_policies_on_a_virtual_clock import GROUP
+
+
+class Seen(NamedTuple):
+    """What one clock showed, in model time."""
+
+    ttft_s: float
+    tpot_s: float
+    hit_ratio: float
+
+
+def live(policy: str, requests: int, speed: float) -> Seen:
+    """Over HTTP. A failed request is the end of the comparison."""
+    with fleet(policy, speed) as url:
+        plan = Plan(url=url, trace=TRACE, speed=speed, limit=requests, ignore_eos=True)
+        report = asyncio.run(run(plan))
+    if report.errors:
+        raise SystemExit(f"live requests failed: {report.errors}")
+    ttft_s = fmean(one.ttft_s for one in report.completed if one.ttft_s is not None)
+    tpot_s = fmean(one.tpot_s for one in report.completed if one.tpot_s is not None)
+    return Seen(ttft_s * speed, tpot_s * speed, report.cached_ratio or 0.0)
+
+
+def virtual(policy: str, requests: list[TraceRequest], speed: float) -> Seen:
+    """On the virtual clock, in blocks as small as the live mock's; clients say max_tokens, as the bench client does."""
+    spec = FleetSpec("live's twin", (msgspec.structs.replace(GROUP, max_concurrency=256),), block_tokens=16)
+    options = Options(expected_output=None, scrape_s=speed)
+    done = replay(spec, traffic(requests), registry.build(policy, {}), options=options)
+    ttft_s = fmean(one.ttft_s for one in done.records if one.ttft_s is not None)
+    tpot_s = fmean(one.tpot_s for one in done.records if one.tpot_s is not None)
+    prompts = sum(one.prompt_tokens for one in done.records)
+    return Seen(ttft_s, tpot_s, sum(one.cached_tokens for one in done.records) / prompts)
+
+
+def main() -> int:
+    options = _options()
+    requests = [one for one in conversation() if one.arrival_s < options.seconds]
+    one, other = virtual(options.policy, requests, options.speed), live(options.policy, len(requests), options.speed)
+    worst = 0.0
+    print(f"{len(requests)} requests of {options.seconds:g} s, {options.policy}, live at speed {options.speed:g}")
+    for name, expected, seen in zip(Seen._fields, one, other, strict=True):
+        off = seen / expected - 1
+        worst = max(worst, abs(off))
+        print(f"{name:<10} virtual {expected:.4f}  live {seen:.4f}  difference {off:+.1%}")
+    return 0 if worst <= options.within else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tests.load.two_clocks", description="Live and virtual time compared.")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of the trace")
+    parser.add_argument("--speed", type=float, default=4.0, help="of live model time against the wall")
+    parser.add_argument("--policy", default="prefix_aware")
+    parser.add_argument("--within", type=float, default=0.05)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

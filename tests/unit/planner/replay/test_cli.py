@@ -1,0 +1,123 @@
+"""`penstock replay`: tables, JSON and a page of one comparison, and what is said of wrong usage."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gateway import cli
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    rows = [
+        {
+            "timestamp": 3000 * number,
+            "input_length": 1500,
+            "output_length": 20,
+            "hash_ids": [0, number % 3 + 1, 99 + number],
+        }
+        for number in range(20)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, ["replay", *map(str, arguments)])
+
+
+def test_json_has_every_policy_at_every_rate_and_is_the_same_again(trace: Path) -> None:
+    policies = ("--policy", "round_robin,prefix_aware", "--slo", "ttft=150ms,tpot=50ms")
+    asked = (trace, *policies, "--rate", "1,4", "--capacity", "90", "--json")
+    result = call(*asked)
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert [(point["policy"], point["load"]) for point in told["points"]] == [
+        *(("round_robin", 1.0), ("round_robin", 4.0), ("prefix_aware", 1.0), ("prefix_aware", 4.0))
+    ]
+    assert told["points"][2]["figures"]["hit_ratio"] > told["points"][0]["figures"]["hit_ratio"]
+    assert told["capacities"]["prefix_aware"][0]["load"] > 1
+    again = json.loads(call(*asked).stdout)
+    for one in (told, again):
+        for point in one["points"]:
+            del point["figures"]["wall_s"], point["figures"]["pick_us"]
+    assert again == told
+
+
+class _Page(HTMLParser):
+    """Counts what a page has, and what it would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_needs_nothing_from_elsewhere(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.html"
+    policies = ("--policy", "least_loaded,prefix_aware", "--slo", "ttft=200ms,tpot=10ms")
+    result = call(trace, *policies, "--rate", "1,2", "--capacity", "90,80", "--report", out)
+    assert result.exit_code == 0, result.output
+    page = _Page()
+    page.feed(out.read_text())
+    assert (page.open, page.fetched) == ([], [])
+    assert "script" not in page.tags
+    assert page.tags.count("figure") == 10
+    assert page.tags.count("tr") == 5
+    assert "prefix_aware" in result.output
+
+
+def test_faults_classes_admission_and_retries_go_together(trace: Path, tmp_path: Path) -> None:
+    classes = tmp_path / "classes.yaml"
+    classes.write_text("standard: {ttft: 500ms, tpot: 20ms}\n")
+    more = ("--faults", "lose=0@10s+5s,events=0.5", "--admission", "cap", "--retries", 2, "--patience", "20s")
+    result = call(trace, "--policy", "least_loaded", "--slo", classes, *more, "--from", "6s", "--to", "50s", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["requests"] == told["points"][0]["figures"]["offered"] == 15
+    assert told["options"]["standard"]["ttft_s"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--policy", "magic"), "unknown policy 'magic'"),
+        (("--fleet", "F9"), "unknown fleet 'F9'"),
+        (("--admission", "magic"), "unknown admission 'magic'"),
+        (("--rate", "fast"), "list of numbers"),
+        (("--rate", "1", "--users", "3"), "give one of them"),
+        (("--slo", "ttft=soon"), "not a time"),
+        (("--faults", "flood"), "no fault"),
+        (("--capacity", "100"), "below 100"),
+    ],
+)
+def test_wrong_usage_exits_2_and_says_what_is_wrong(trace: Path, arguments: tuple[str, ...], said: str) -> None:
+    result = call(trace, *arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_trace_that_cannot_be_read_exits_1_with_file_and_line(trace: Path) -> None:
+    trace.write_text(trace.read_text() + "{\n")
+    result = call(trace)
+    assert (result.exit_code, "trace.jsonl:21: " in result.output) == (1, True)

@@ -1,0 +1,87 @@
+"""What options say: classes, faults, fleets; and what is said when they cannot be understood."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.replay import Fault, FleetError, Options, Trouble, View, preset, read_fleet
+from planner.replay.words import WordError, classes, loads, seconds, troubled
+from policies.model import STANDARD, Role, Slo
+
+
+def test_times_and_loads() -> None:
+    assert [seconds(text) for text in ("250ms", "30s", "5m", "1.5h", "7")] == [0.25, 30.0, 300.0, 5400.0, 7.0]
+    assert loads("0.5,1, 2") == [0.5, 1.0, 2.0]
+
+
+def test_an_slo_is_two_budgets_or_a_file_of_classes(tmp_path: Path) -> None:
+    assert classes("ttft=2s,tpot=50ms") == (Slo("standard", 2.0, 0.05), {})
+    assert classes("tpot=50ms")[0].ttft_s == STANDARD.ttft_s
+    file = tmp_path / "classes.yaml"
+    file.write_text("chat: {ttft: 1s, tpot: 50ms, weight: 4}\nbatch: {ttft: 60s, tpot: 1s}\n")
+    standard, named = classes(str(file))
+    assert (standard, named["chat"]) == (STANDARD, Slo("chat", 1.0, 0.05, 4.0))
+
+
+def test_faults_change_the_fleet_and_the_view_of_it() -> None:
+    text = "lose=0@5m+60s, slow=1@30+10sx3, cold=7@10m, stale=5s, events=0.3, view=exact"
+    spec, options = troubled(text, preset("F1"), Options())
+    assert options.faults == (Fault(300.0, 0, for_s=60.0), Fault(30.0, 1, Trouble.SLOW, 10.0, 3.0))
+    assert [kind.up_at_s for kind in spec.groups] == [0.0] * 7 + [600.0]
+    assert (options.scrape_s, options.scrape_age_s, options.lost_events, options.view) == (5.0, 5.0, 0.3, View.EXACT)
+    assert troubled("", preset("F1"), Options())[0].groups == preset("F1").groups
+
+
+@pytest.mark.parametrize("text", ["lose=8@5", "burn=0@5", "lose=0", "events=2", "view=none", "stale=soon"])
+def test_a_fault_that_cannot_be_is_named(text: str) -> None:
+    with pytest.raises(WordError):
+        troubled(text, preset("F1"), Options())
+
+
+@pytest.mark.parametrize("text", ["tpt=3s", "ttft=soon", "nowhere.yaml"])
+def test_a_budget_that_cannot_be_is_named(text: str) -> None:
+    with pytest.raises(WordError):
+        classes(text)
+
+
+@pytest.mark.parametrize("name", ["F1", "f2", "F3", "F4", "F5", "F6", "F5:3p5d@10"])
+def test_presets_hold_weights_and_kv(name: str) -> None:
+    spec = preset(name)
+    assert all(kind.capacity_tokens > 20_000 for kind in spec.groups)
+
+
+def test_presets_are_those_that_routers_have_been_compared_on() -> None:
+    assert [len(preset(name).groups) for name in ("F1", "F2", "F3", "F4", "F5", "F6")] == [8, 8, 8, 12, 8, 64]
+    roles = [kind.role for kind in preset("F5:3p5d@10").groups]
+    assert (roles.count(Role.PREFILL), roles.count(Role.DECODE)) == (3, 5)
+    assert preset("F5:3p5d@10").groups[0].link_gb_s == 10.0
+    with pytest.raises(FleetError, match="F9"):
+        preset("F9")
+
+
+def test_a_fleet_is_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("kinds:\n- {model: qwen3-32b, gpu: h100, tp: 2, count: 3}\n- {gpu: h200, max_concurrency: 24}\n")
+    spec = read_fleet(file)
+    assert (spec.name, len(spec.groups), spec.groups[3].max_concurrency) == ("mine", 4, 24)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("kinds: []", "at least one"),
+        ("kinds: [{gpu: h900}]", "h900"),
+        ("kinds: [{gpu: l40s, tp: 1}]", "no memory"),
+        ("kinds: [{gpus: h100}]", "gpus"),
+        ("kinds: [{role: decode}]", "other half"),
+        ("kinds: [{count: 0}]", "positive"),
+        ("kinds: {", "mine.yaml"),
+    ],
+)
+def test_a_fleet_that_cannot_be_says_why(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(content)
+    with pytest.raises(FleetError, match=said):
+        read_fleet(file)
