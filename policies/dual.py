@@ -24,7 +24,8 @@ from policies.admission import (
     past_deadline,
 )
 from policies.appraisal import Appraisal, appraise
-from policies.model import Ask, Candidate, EndpointLoad, Pick, Request
+from policies.model import STANDARD, Ask, Candidate, Pick, Request
+from policies.pacing import Pace
 from policies.returns import Calendar, Key, ReturnTimes, identity
 from policies.sessions import SessionGate, WorkingSet, continuing, fleet_kv_tokens
 from policies.usage import Usage
@@ -36,25 +37,33 @@ LEARN = 0.02
 class Priced(AdmissionPreset, frozen=True):
     """The parameters of priced admission.
 
-    queue_share    share of the TTFT budget that the mean queue may take before a price is asked
+    queue_share    share of the TTFT budget that the mean queue may take before a price is asked, in overload: when work
+    overload       is asked for at this share of what the endpoints can do or more
+    burst_share    the same up to full load: when work is asked for
+    full_load      at this share or less
     steepness      how fast the price grows with the queue beyond that
     hold_share     requests leave the room while some candidate's queue is below this share of the TTFT budget,
     hold_least_s   or below this; beyond, they wait here, where a better place can still be chosen
-    step_share     ... and while its decode steps take less than this share of the TPOT budget
+    step_share     ... and while prefill takes of its time what leaves answers within this share of the TPOT budget,
+    burst_s        give or take so many seconds of prefill
     kv_share       share of the fleet's KV that may be booked before a price is asked
     late_value     what a request is worth whose first token is expected too late, in relation to one in time
     session_value  what a request is worth that goes on with a conversation, in relation to one that begins
     weights        shares of tenants in relation to others; 1 for those not named
     """
 
-    queue_share: float = 0.5
-    steepness: float = 3.0
+    queue_share: float = 0.3
+    overload: float = 1.3
+    burst_share: float = 0.8
+    full_load: float = 1.1
+    steepness: float = 4.0
     hold_share: float = 0.2
     hold_least_s: float = 0.6
-    step_share: float = 1.0
+    step_share: float = 0.85
+    burst_s: float = 1.5
     kv_share: float = 1.0
     late_value: float = 0.2
-    session_value: float = 4.0
+    session_value: float = 20.0
     weights: Mapping[str, float] = {}
     sessions: SessionGate = SessionGate()
     returns: ReturnTimes = ReturnTimes()
@@ -71,7 +80,8 @@ class PricedAdmission:
     """
 
     __slots__ = (
-        *("_budget", "_calendar", "_per_value", "_rule", "_sessions", "_usage", "_work_s", "calm", "name", "price"),
+        *("_budget", "_calendar", "_pace", "_paced", "_per_value", "_rule", "_sessions", "_usage", "_work_s"),
+        *("calm", "name", "price"),
     )
 
     def __init__(self, rule: Priced) -> None:
@@ -81,6 +91,8 @@ class PricedAdmission:
         self._rule = rule
         self._sessions = WorkingSet(rule.sessions)
         self._calendar = Calendar(rule.returns)
+        self._paced = 1.0
+        self._pace = Pace(rule.step_share)
         self._usage = Usage(rule.weights)
         self._budget: float | None = None
         self._per_value: float | None = None
@@ -142,11 +154,11 @@ class PricedAdmission:
 
     def _too_dear(self, ask: Ask, look: Appraisal, room: RoomView, asked: float) -> Shed:
         queue_s = look.queue_s + room.waiting_s / look.count
-        back_s = self._come_back(ask, look, room, queue_s - self._threshold_s())
+        back_s = self._come_back(ask, look, room, queue_s - self._threshold_s(look.count))
         told = (
             f"The fleet is overloaded: {queue_s:.1f} s of prompts are queued for each of {look.count} endpoints, and "
-            f"beyond {self._threshold_s():.1f} s a price is asked. This request takes {look.work_s:.2f} s of work; "
-            f"of those like it one in {1.0 + asked:.1f} is let in."
+            f"beyond {self._threshold_s(look.count):.1f} s a price is asked. This request takes {look.work_s:.2f} s of "
+            f"work; of those like it one in {1.0 + asked:.1f} is let in."
         )
         return Shed("price", back_s, told)
 
@@ -171,22 +183,31 @@ class PricedAdmission:
     # The price
 
     def _reprice(self, look: Appraisal, candidates: Sequence[Candidate], room: RoomView) -> None:
-        queue_s = look.queue_s + room.waiting_s / look.count
-        beyond = max(queue_s / self._threshold_s(), _kv_booked(candidates) / self._rule.kv_share) - 1.0
-        self.price = expm1(self._rule.steepness * min(4.0, beyond)) if beyond > 0.0 else 0.0
+        """The price of this moment: flat at first, so that a burst costs few, then exponential."""
+        rule, queue_s = self._rule, look.queue_s + room.waiting_s / look.count
+        queued = queue_s / self._threshold_s(look.count)
+        beyond = rule.steepness * min(4.0, max(0.0, queued - 1.0, _kv_booked(candidates) / rule.kv_share - 1.0))
+        self.price = expm1(beyond) - beyond
 
-    def _threshold_s(self) -> float:
-        """The mean queue beyond which a price is asked."""
-        return self._rule.queue_share / (self._budget or 0.2)
+    def _threshold_s(self, count: int) -> float:
+        """The mean queue that costs nothing yet. A burst may fill much of the TTFT budget, for it passes by itself; a
+        queue that stays because more is asked for than the endpoints can do must be short."""
+        rule, budget_s = self._rule, 1.0 / self._budget if self._budget else STANDARD.ttft_s
+        asked = self._usage.rate_s / (count * self._paced)
+        overload = min(1.0, max(0.0, (asked - rule.full_load) / (rule.overload - rule.full_load)))
+        return budget_s * (rule.burst_share + (rule.queue_share - rule.burst_share) * overload)
 
     def _fluid(self, ask: Ask, candidates: Sequence[Candidate]) -> bool:
         """Whether some candidate would begin with it soon without making others' answers slow."""
         slo, rule = ask.request.slo, self._rule
         until = ask.now + max(rule.hold_least_s, rule.hold_share * slo.ttft_s)
-        step_s = rule.step_share * slo.tpot_s
         for candidate in candidates:
             load = candidate.load
-            if load.available and load.ready_at <= until and (load.step_s <= step_s or load.ready_at <= ask.now):
+            if (
+                load.available
+                and load.ready_at <= until
+                and self._pace.ahead_s(load, slo.tpot_s, ask.now) <= rule.burst_s
+            ):
                 return True
         return False
 
@@ -200,7 +221,7 @@ class PricedAdmission:
         """Retry-After: the first moment that is not promised to others, once the queue has gone down."""
         per_s = room.drain.per_s(ask.now)
         capacity = per_s * self._work_s if per_s is not None and self._work_s else None
-        return self._calendar.refuse(identity(ask), look.work_s, capacity, 2.0 * excess_s, ask.now, ask.rng)
+        return self._calendar.refuse(identity(ask), look.work_s, capacity, 2.0 * excess_s, ask)
 
     # What it learns
 
@@ -221,7 +242,8 @@ class PricedAdmission:
         if request.session:
             held = max(ask.cached, default=0)
             self._sessions.began(request.session, request.prompt_tokens, held, pick.cached_tokens, ask.now)
-        if self.calm and (request.session or self._crowded(load, request, ask.now)):
+        ahead_s = self._pace.given(load, prefill_s, request.slo.tpot_s, ask.now)
+        if request.session or ahead_s > 0.5 * self._rule.burst_s or load.ready_at - ask.now > self._rule.hold_least_s:
             self.calm = False
 
     def ended(self, request: Request, outcome: Outcome) -> None:
@@ -233,19 +255,18 @@ class PricedAdmission:
         self._sessions.tick(now)
         self._usage.tick(now)
         self._calendar.forget(now)
+        self._paced = self._pace.mean(candidates, STANDARD.tpot_s)
         loads = [candidate.load for candidate in candidates if candidate.load.available]
         queue_s = sum(max(0.0, load.ready_at - now) for load in loads) / max(1, len(loads))
         self.calm = (
             not len(self._sessions)
             and not len(self._calendar)
             and queue_s < 0.5 * self._rule.hold_least_s
+            and not any(self._pace.ahead_s(load, STANDARD.tpot_s, now) > 0.5 * self._rule.burst_s for load in loads)
             and _kv_booked(candidates) < self._rule.kv_share
         )
         if self.calm:
             self.price = 0.0
-
-    def _crowded(self, load: EndpointLoad, request: Request, now: float) -> bool:
-        return load.ready_at - now > self._rule.hold_least_s or load.step_s > self._rule.step_share * request.slo.tpot_s
 
 
 def _left_s(ask: Ask) -> float:

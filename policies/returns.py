@@ -8,7 +8,6 @@ pay the price again. One who comes sooner is told the same time. Not here: how m
 from __future__ import annotations
 
 from collections import deque
-from random import Random
 
 import msgspec
 
@@ -27,7 +26,7 @@ class ReturnTimes(msgspec.Struct, frozen=True):
     remembered promises at most
     """
 
-    share: float = 0.6
+    share: float = 0.45
     soonest_s: float = 1.0
     latest_s: float = 58.0
     early_s: float = 0.5
@@ -36,64 +35,75 @@ class ReturnTimes(msgspec.Struct, frozen=True):
 
 
 class Calendar:
-    """Promises by prompt. One owner. `until_s`: up to when the promised share of capacity is taken."""
+    """Promises by prompt. One owner.
 
-    __slots__ = ("_due", "_order", "_times", "until_s")
+    until_s  up to when the promised share of capacity is taken, laid end to end
+    work_s   all work promised and not done
+    """
+
+    __slots__ = ("_order", "_promised", "_times", "until_s", "work_s")
 
     def __init__(self, times: ReturnTimes | None = None) -> None:
         self._times = times or ReturnTimes()
-        self._due: dict[Key, float] = {}
+        self._promised: dict[Key, tuple[float, float]] = {}
         self._order: deque[tuple[float, Key]] = deque()
-        self.until_s = 0.0
+        self.until_s = self.work_s = 0.0
 
     def __len__(self) -> int:
-        return len(self._due)
+        return len(self._promised)
 
     def early(self, key: Key | None, now: float) -> float | None:
         """Seconds that one who was told when to come has come too soon; None for everybody else."""
-        due = self._due.get(key) if key is not None else None
-        return due - now if due is not None and due - now > self._times.early_s else None
+        due_s = self._due(key)
+        return due_s - now if due_s is not None and due_s - now > self._times.early_s else None
 
     def due(self, key: Key | None, now: float) -> bool:
         """Whether it was promised to be let in about now."""
-        due = self._due.get(key) if key is not None else None
-        return due is not None and abs(due - now) <= (self._times.early_s if due > now else self._times.late_s)
+        due_s = self._due(key)
+        return due_s is not None and -self._times.late_s <= due_s - now <= self._times.early_s
 
     def kept(self, key: Key | None) -> None:
-        """It was let in."""
+        """It was let in, or has lost its promise."""
         if key is not None:
-            self._due.pop(key, None)
+            _, work_s = self._promised.pop(key, (0.0, 0.0))
+            self.work_s = self.work_s - work_s if self._promised else 0.0
 
-    def refuse(
-        self, key: Key | None, work_s: float, per_s: float | None, calm_in_s: float, now: float, rng: Random
-    ) -> float | None:
+    def refuse(self, key: Key | None, work_s: float, per_s: float | None, calm_in_s: float, ask: Ask) -> float | None:
         """When to come back, seconds from now; None when no capacity has been measured.
 
         work_s     the request's work; per_s: work that the pool gets done per second
         calm_in_s  when the queue will have gone down to where nobody is refused
-        A promise is made if there is capacity left before the latest moment; else only a time, scattered.
+        Promises lie end to end; when the calendar is full they are scattered over its later half, up to all of the
+        capacity; then there is only a time, and no promise.
         """
         if not per_s:
             return None
-        times = self._times
+        times, now, rng = self._times, ask.now, ask.rng
         self.forget(now)
         begin = max(self.until_s, now + max(times.soonest_s, min(calm_in_s, 0.5 * times.latest_s)))
         length = work_s / (times.share * per_s)
-        if begin + length > now + times.latest_s:
-            return times.latest_s * (0.5 + 0.5 * rng.random())
-        self.until_s = begin + length
-        due = begin + length * rng.random()
-        if key is not None and len(self._due) < times.remembered:
-            self._due[key] = due
-            self._order.append((due + times.late_s, key))
-        return due - now
+        if begin + length <= now + times.latest_s:
+            self.until_s = begin + length
+            due_s = begin + length * rng.random()
+        else:
+            due_s = now + times.latest_s * (0.5 + 0.5 * rng.random())
+        if key is not None and self.work_s < per_s * times.latest_s and len(self._promised) < times.remembered:
+            self.kept(key)
+            self._promised[key] = due_s, work_s
+            self._order.append((due_s, key))
+            self.work_s += work_s
+        return due_s - now
 
     def forget(self, now: float) -> None:
         """Drop the promises that nobody came for."""
-        while self._order and self._order[0][0] < now:
-            until, key = self._order.popleft()
-            if self._due.get(key, now) + self._times.late_s <= until:
-                del self._due[key]
+        while self._order and self._order[0][0] + self._times.late_s < now:
+            due_s, key = self._order.popleft()
+            if self._due(key) == due_s:
+                self.kept(key)
+
+    def _due(self, key: Key | None) -> float | None:
+        promise = self._promised.get(key) if key is not None else None
+        return None if promise is None else promise[0]
 
 
 def identity(ask: Ask) -> Key | None:

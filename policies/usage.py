@@ -22,7 +22,7 @@ class Usage:
 
     __slots__ = ("_admitted", "_at", "_offered", "_tau_s", "_weights", "level")
 
-    def __init__(self, weights: Mapping[str, float], tau_s: float = 10.0) -> None:
+    def __init__(self, weights: Mapping[str, float], tau_s: float = 15.0) -> None:
         self._weights = weights
         self._tau_s = tau_s
         self._offered: dict[str, float] = {}
@@ -53,11 +53,16 @@ class Usage:
             left -= self._offered[name]
             weight -= self.weight(name)
 
+    @property
+    def rate_s(self) -> float:
+        """Work asked for lately, in seconds of a TP group per second."""
+        return sum(self._offered.values()) / self._tau_s
+
     def excess(self, tenant: str) -> float:
         """0 for a tenant that asks for its share or less, 1 for one well beyond, and a slope between: how much of the
         price it pays."""
         asked = self._offered.get(tenant, 0.0) / self.weight(tenant)
-        return min(1.0, max(0.0, (asked / self.level - 0.9) / 0.2)) if self.level > 0 else 1.0
+        return min(1.0, max(0.0, (asked / self.level - 1.0) / 0.2)) if self.level > 0 else 1.0
 
     def weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
