@@ -1,0 +1,96 @@
+"""What a waiting room may rely on from any registered admission. A new name is tested here by being there."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from policies import admissions
+from policies.admission import Admit, DrainRate, Outcome, Shed, Wait, WaitingRoom, capacity
+from policies.model import Ask, Candidate, Pick, Request, Slo
+from tests.contract.policies.test_every_policy import cases, snapshot
+
+pytestmark = pytest.mark.parametrize("name", admissions.names())
+
+
+class View:
+    """A room with any numbers."""
+
+    def __init__(self, rng: Random, candidates: list[Candidate]) -> None:
+        self.capacity = capacity(candidates)
+        self.busy = rng.choice((0, rng.randint(0, 300)))
+        self.waiting = rng.choice((0, rng.randint(0, 300)))
+        self.waiting_s = self.waiting * rng.random()
+        self.at_door = rng.random() < 0.7
+        self.drain = DrainRate()
+        for number in range(rng.choice((0, 5))):
+            self.drain.completed(90.0 + number)
+        self.limits = WaitingRoom()
+
+    def ahead(self, tenant: str) -> float:
+        return self.waiting
+
+
+def verdicts(name: str, seed: int) -> list[tuple[int, object]]:
+    """Some hundred questions to one admission, with what it is told in between."""
+    admission, found = admissions.build_admission(name, {}), list[tuple[int, object]]()
+    for number, ask, candidates in cases():
+        rng = Random(f"{number} {seed}")
+        now = 100.0 + number / 7
+        fields = (rng.choice(("", "s1", "s2")), rng.choice((0, 0, -1, 2)), rng.choice((None, now + 5 * rng.random())))
+        request = Request(
+            *(
+                ask.request.id,
+                "model",
+                rng.choice(("one", "other")),
+                ask.request.prompt_tokens,
+                ask.request.output_tokens,
+            ),
+            slo=Slo("any", 5.0 * rng.random() + 0.01, 0.1),
+            arrived_s=now,
+            session=fields[0],
+            priority=fields[1],
+            deadline_s=fields[2],
+        )
+        question = Ask(request, now, rng, ask.cached, ask.tried, ask.fingerprint)
+        before = snapshot(candidates)
+        verdict = admission.judge(question, candidates, View(rng, candidates))
+        found.append((number, verdict))
+        if isinstance(verdict, Admit):
+            admission.booked(question, Pick(candidates[0], 0, 0.0, len(candidates), "test"))
+            if rng.random() < 0.8:
+                ended = rng.choice(("served", "dropped", "ignored"))
+                admission.ended(request, Outcome(now + rng.random(), output_tokens=rng.randrange(500), ended=ended))
+        admission.tick(now, candidates)
+        assert snapshot(candidates) == before, number
+    return found
+
+
+def test_a_verdict_is_whole_whatever_is_asked(name: str) -> None:
+    for number, verdict in verdicts(name, 1):
+        if isinstance(verdict, Shed):
+            assert verdict.reason, number
+            assert verdict.detail.endswith("."), number
+            assert verdict.retry_after_s is None or 0.0 <= verdict.retry_after_s < float("inf"), number
+        else:
+            assert isinstance(verdict, Admit | Wait), number
+            assert not isinstance(verdict, Wait) or verdict.timeout_s > 0.0, number
+
+
+def test_nobody_is_let_in_where_nobody_serves(name: str) -> None:
+    admission = admissions.build_admission(name, {})
+    for number, ask, candidates in cases():
+        view = View(ask.rng, candidates)
+        if not view.capacity:
+            view.at_door = True
+            assert isinstance(admission.judge(ask, candidates, view), Shed), number
+
+
+def test_the_same_seed_gives_the_same_verdicts(name: str) -> None:
+    assert verdicts(name, 2) == verdicts(name, 2)
+
+
+def test_two_builds_share_no_memory(name: str) -> None:
+    assert admissions.build_admission(name, {}) is not admissions.build_admission(name, {})
+    assert admissions.build_admission(name, {}).name == name
