@@ -42,6 +42,9 @@ _KNOWN: Mapping[str, type[AdmissionPreset]] = MappingProxyType(
     }
 )
 
+DEFAULT = "cap"
+"""Of a pool that names none."""
+
 
 def names() -> tuple[str, ...]:
     """Every admission name that a configuration may use."""

@@ -1,6 +1,6 @@
 """Configuration: one YAML file to one immutable typed tree, and every error says where.
 
-source.py reads text and keeps places; tree.py is the types; checks.py the rules between values;
+source.py reads text and keeps places; values.py and tree.py are the types; checks.py the rules between values;
 load.py puts them together.
 """
 
@@ -8,6 +8,7 @@ from gateway.config.load import MASK, SCHEMA_ID, Loaded, examine, examine_text, 
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.tree import (
     Admin,
+    AdmissionSpec,
     AutoRollback,
     Config,
     EndpointSpec,
@@ -18,23 +19,27 @@ from gateway.config.tree import (
     Listeners,
     Model,
     Observability,
+    Overflow,
     PolicySpec,
     Pool,
     Prefix,
     Reload,
     Retries,
     Scrape,
-    Secret,
+    SloClass,
+    Slos,
     Split,
     Tenant,
     Timeouts,
     WaitingRoom,
 )
+from gateway.config.values import Secret
 
 __all__ = [
     "MASK",
     "SCHEMA_ID",
     "Admin",
+    "AdmissionSpec",
     "AutoRollback",
     "Config",
     "ConfigError",
@@ -47,6 +52,7 @@ __all__ = [
     "Loaded",
     "Model",
     "Observability",
+    "Overflow",
     "PolicySpec",
     "Pool",
     "Prefix",
@@ -55,6 +61,8 @@ __all__ = [
     "Retries",
     "Scrape",
     "Secret",
+    "SloClass",
+    "Slos",
     "Split",
     "Tenant",
     "Timeouts",

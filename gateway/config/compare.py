@@ -13,7 +13,7 @@ import msgspec
 
 from gateway.config.load import MASK, Loaded, default_of
 from gateway.config.problems import Path, show_path
-from gateway.config.tree import Secret
+from gateway.config.values import Secret
 
 _POLICY = frozenset({"name", "parameters"})
 

@@ -1,0 +1,138 @@
+"""What single values of the configuration are: durations, sizes, names, secrets, and the base of every section.
+
+Defaults are written the way an operator writes them ("30s", "32MiB"), and pass the same parser. Not here: sections.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    StringConstraints,
+    WithJsonSchema,
+)
+
+from gateway import units
+from gateway.config.source import number_if_substituted
+
+_PARAMETERS = re.compile(r"^([0-9]{1,6}(?:\.[0-9]{1,3})?)([MBT])$")
+
+
+class Secret(SecretStr):
+    """Text that never prints: not in a repr, a log line, a dump or a traceback. `reveal()` is the one way to it."""
+
+    def reveal(self) -> str:
+        """The text itself; for comparing and for putting on the wire only."""
+        return self.get_secret_value()
+
+
+def _from_duration(value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise ValueError("is not a duration; write a number with a unit, as in 250ms or 1m30s")
+    seconds = units.duration_s(value)
+    if seconds <= 0:
+        raise ValueError(f"{value!r} is no time at all; it must be longer than 0s")
+    return seconds
+
+
+def _from_size(value: object) -> int:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise ValueError("is not a size; write a number with a unit, as in 32MiB")
+    size = units.size_bytes(value)
+    if size <= 0:
+        raise ValueError(f"{value!r} is nothing; it must be more than 0B")
+    return size
+
+
+def _from_parameters(value: object) -> float:
+    found = _PARAMETERS.fullmatch(value) if isinstance(value, str) else None
+    if found is None or not float(found[1]):
+        raise ValueError("is not a number of parameters; write it with a unit, as in 70B or 0.6B")
+    return float(found[1]) * {"M": 1e-3, "B": 1.0, "T": 1e3}[found[2]]
+
+
+def _http_url(url: str) -> str:
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        raise ValueError("has no valid port; write http://host:8000") from None
+    if parts.scheme != "http" or not parts.hostname:
+        raise ValueError("is not the URL of an engine; write http://host:8000")
+    if parts.username is not None or parts.query or parts.fragment or parts.path not in ("", "/"):
+        raise ValueError("must be scheme, host and port alone, as in http://host:8000; the paths are the gateway's")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"http://{host}:{port or 80}"
+
+
+def _host_and_port(text: str) -> str:
+    parts = urlsplit(f"//{text}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if not parts.hostname or not port or parts.netloc != text or parts.username is not None:
+        raise ValueError("is no address; write host:port, as in 10.0.0.7:8998")
+    return text
+
+
+Duration = Annotated[
+    float,
+    BeforeValidator(_from_duration),
+    WithJsonSchema({"type": "string", "pattern": units.DURATION_PATTERN, "title": "Duration", "examples": ["250ms"]}),
+]
+"""Seconds, written with a unit."""
+
+Size = Annotated[
+    int,
+    BeforeValidator(_from_size),
+    WithJsonSchema({"type": "string", "pattern": units.SIZE_PATTERN, "title": "Size", "examples": ["32MiB"]}),
+]
+"""Bytes, written with a unit."""
+
+Parameters = Annotated[
+    float,
+    BeforeValidator(_from_parameters),
+    WithJsonSchema({"type": "string", "pattern": _PARAMETERS.pattern, "title": "Parameters", "examples": ["70B"]}),
+]
+"""Billions of parameters, written with a unit."""
+
+Count = Annotated[int, Field(strict=True, ge=1, le=2**40), BeforeValidator(number_if_substituted)]
+Port = Annotated[int, Field(strict=True, ge=0, le=65535), BeforeValidator(number_if_substituted)]
+Name = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f\x7f\"\\]+$", max_length=200)]
+Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:_-]+$", max_length=253)]
+Url = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_http_url)]
+HttpPath = Annotated[str, StringConstraints(pattern=r"^/[!-~]*$", max_length=200)]
+Label = Annotated[str, StringConstraints(max_length=200)]
+Bootstrap = Annotated[str, StringConstraints(max_length=300), AfterValidator(_host_and_port)]
+
+
+def setting(default: object, text: str) -> Any:
+    """A field with a default written as in a file, and what it is."""
+    return Field(default, description=text, validate_default=True)
+
+
+def sendable(key: Secret | None) -> Secret | None:
+    """A key that can stand in a header. Raises ValueError for others."""
+    text = None if key is None else key.reveal()
+    if text is not None and (not text or not text.isascii() or not text.isprintable() or text.strip() != text):
+        raise ValueError("is empty or cannot be sent in a header (printable ASCII without outer blanks)")
+    return key
+
+
+class Section(BaseModel):
+    """A mapping of the file: its keys are known, and it never changes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, populate_by_name=True)
