@@ -46,7 +46,9 @@ class Entry(Prompt):
             self._uncached = uncached = prompt - cached_tokens if prompt > cached_tokens else 0
             self._context = 0
             load.prefill_tokens += uncached
-            self.predicted_ttft_s = ttft_s(load, uncached, cached_tokens, now)
+            self.predicted_ttft_s = first_s = ttft_s(load, uncached, cached_tokens, now)
+            if output > 0:  # those who come while it waits are computed while it decodes
+                self.predicted_tpot_s += load.timeline.crowd * first_s / output
             self._compute(now)
 
     def _compute(self, now: float) -> None:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 RATE_S = 20.0  # over how long arriving prompt tokens are averaged
 LEARN_S = 1.0  # first tokens in a row are judged together until they span so much
-KV_SHARE = 0.98  # of the KV; the rest is lost in blocks that are not full
 MOST_BUSY = 0.95  # no prediction lets prefill take more of the time than this
 
 
@@ -60,7 +59,7 @@ class Timeline:
     """
 
     __slots__ = (
-        *("anchor", "batch", "began", "busy", "decode_raw_s", "decode_s", "ends", "finishing", "free_rate", "freed"),
+        *("anchor", "batch", "began", "busy", "decode_raw_s", "decode_s", "ends", "finishing", "crowd"),
         *("idle_s", "kv_prompts", "planned", "prefill_s", "prefill_steps", "queue", "queued_pairs", "queued_tokens"),
         *("rate", "rate_at", "raw_decode", "raw_prefill", "raw_step_s", "slack_s", "starts", "tick", "tight"),
     )
@@ -76,7 +75,7 @@ class Timeline:
         self.anchor = self.raw_prefill = self.raw_decode = self.slack_s = 0.0
         self.prefill_steps, self.prefill_s, self.decode_raw_s = 0, 0.0, 0.0
         self.decode_s = self.raw_step_s = self.idle_s = 0.0
-        self.rate = self.free_rate = self.rate_at = self.freed = 0.0
+        self.rate = self.rate_at = self.crowd = 0.0
 
     # Events
 
@@ -129,7 +128,6 @@ class Timeline:
                 self._decoded(load, prompt, output_tokens, now)
             self.batch -= prompt.sequences
             self.starts -= prompt.sequences * (prompt.prompt_tokens - prompt.tick)
-            self.freed += prompt.prompt_tokens + prompt.sequences * (self.tick - prompt.tick)
             if not self.batch:
                 self.starts = 0.0
             if not self.busy:
@@ -220,8 +218,8 @@ class Timeline:
         if prompt.locked:
             return True
         if load.kv_tokens is not None:
-            held, room = context + self.kv_prompts, KV_SHARE * load.kv_tokens
-            if held + prompt.prompt_tokens > room:
+            held = context + self.kv_prompts
+            if held + prompt.prompt_tokens > load.kv_tokens:
                 self.tight = True
                 if held > 0:
                     return False
@@ -307,22 +305,22 @@ class Timeline:
             self.queued_tokens * token_s + self.queued_pairs * pair_s
         )
         self._average(now)
-        if load.kv_tokens is not None:
-            self._room(load, load.kv_tokens)
         busy = self.rate * per_token_s
         stretch = 1.0 / (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY))
         load.sequence_s = stretch * belief.sequence_s
         load.context_s = stretch * belief.context_s
         load.step_s = step_s * stretch
+        self.crowd = stretch - 1.0
+        if load.kv_tokens is not None:
+            self._room(load, load.kv_tokens)
 
     def _average(self, now: float) -> None:
-        """Prompt tokens computed and KV tokens freed per second, over the last RATE_S or so."""
+        """Prompt tokens computed per second, over the last RATE_S or so."""
         if now > self.rate_at:
             kept = exp((self.rate_at - now) / RATE_S)
             gain = (1.0 - kept) / (now - self.rate_at)
             self.rate = self.rate * kept + self.planned * gain
-            self.free_rate = self.free_rate * kept + self.freed * gain
-            self.rate_at, self.planned, self.freed = now, 0, 0.0
+            self.rate_at, self.planned = now, 0
 
     def _room(self, load: EndpointLoad, kv_tokens: float) -> None:
         """KV that is free when all who are queued have theirs, and how fast it comes back: answers end one by one."""
@@ -330,6 +328,6 @@ class Timeline:
         for prompt in self.queue:
             if not prompt.locked:
                 waiting += prompt.prompt_tokens
-        taken = self.starts + self.batch * self.tick + self.kv_prompts + waiting
-        load.kv_free = KV_SHARE * kv_tokens - taken
-        load.kv_s = 1.0 / self.free_rate if self.free_rate > 0 else 0.0
+        context = self.starts + self.batch * self.tick
+        load.kv_free = kv_tokens - context - self.kv_prompts - waiting
+        load.kv_s = load.expected_tokens * load.step_s / (load.in_flight * context) if self.batch else 0.0
