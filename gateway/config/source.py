@@ -55,6 +55,7 @@ _PLAIN: Mapping[str, Callable[[str], Any]] = {
 }
 
 
+_OPENED: Mapping[str, str] = {"flow sequence": "bracket", "flow mapping": "brace", "quoted scalar": "quote"}
 _CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
@@ -168,9 +169,7 @@ def _compose(text: str, file: str) -> Node | None:
     try:
         node: Node | None = YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = Mark(mark.line + 1, mark.column + 1) if mark else _START
-        raise _refused(file, place, f"is not YAML: {error.problem or error.context}") from None
+        raise _refused(file, *_misread(error)) from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
@@ -180,6 +179,17 @@ def _compose(text: str, file: str) -> Node | None:
     except (YAMLError, ValueError) as error:
         raise _refused(file, _START, f"is not YAML: {error}") from None
     return node
+
+
+def _misread(error: MarkedYAMLError) -> tuple[Mark, str]:
+    """Where it is wrong, and how: what was opened and never closed is wrong where it was opened."""
+    mark, opened = error.problem_mark or error.context_mark, error.context_mark
+    unclosed = opened is not None and mark is not None and opened.line < mark.line
+    for context, what in _OPENED.items():
+        if unclosed and context in str(error.context):
+            return Mark(opened.line + 1, opened.column + 1), f"is not YAML: the {what} opened here is not closed"
+    place = Mark(mark.line + 1, mark.column + 1) if mark else _START
+    return place, f"is not YAML: {error.problem or error.context}"
 
 
 class _Reading:

@@ -1,0 +1,150 @@
+"""A gateway that follows a file, its mock groups, and clients, all in the test's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from unittest.mock import patch
+
+import aiohttp
+
+from gateway.app import App, Origin
+from gateway.config import examine
+from gateway.reload import follow
+from mockgpu.fleet import Member, running_fleet
+from mockgpu.group import GroupSpec
+from mockgpu.hardware import gpu_named
+from mockgpu.llm import model_named
+
+ENV = {"ADMIN_KEY": "sk-admin-of-the-test"}
+CONFIG = """\
+version: 1
+listeners:
+  api: {{port: 0}}
+  admin: {{port: 0}}
+observability: {{access_log: 'off'}}
+models:
+  - {{name: demo-8b, pool: chat}}
+pools:
+  chat:
+    policy: prefix_aware
+    endpoints:
+{endpoints}
+    waiting_room: {{size: 512, timeout: 20s}}
+timeouts: {{connect: 1s, stall: 60s}}
+"""
+
+
+class Running:
+    """The gateway `app`, the `file` it follows, its groups, and what it said to the operator."""
+
+    def __init__(self, file: Path, members: list[Member], http: aiohttp.ClientSession) -> None:
+        self.file = file
+        self.members = members
+        self.http = http
+        self.said: list[str] = []
+        self.fates: dict[str, int] = {}
+        self.app: App
+
+    def text(self, *numbers: int) -> str:
+        """The configuration with these groups; all unless given."""
+        chosen = numbers or range(len(self.members))
+        lines = [f"      - {{name: group-{n}, url: {self.members[n].url}}}" for n in chosen]
+        return CONFIG.format(endpoints="\n".join(lines))
+
+    def write(self, text: str) -> None:
+        """As an editor does: another file takes its name."""
+        fresh = self.file.with_suffix(".tmp")
+        fresh.write_text(text)
+        fresh.replace(self.file)
+
+    async def asked(self, method: str, path: str, **options: Any) -> tuple[int, Mapping[str, str], Any]:
+        async with self.http.request(method, self.app.admin_url + path, **options) as answer:
+            return answer.status, answer.headers, await answer.json()
+
+    async def put(self, text: str, **options: Any) -> tuple[int, Any]:
+        status, _, told = await self.asked("PUT", "/config", data=text.encode(), **options)
+        return status, told
+
+    async def hears(self, words: str, within_s: float = 5.0) -> float:
+        """Seconds until the operator was told a line with these words."""
+        began = monotonic()
+        async with asyncio.timeout(within_s):
+            while not any(words in line for line in self.said):
+                await asyncio.sleep(0.01)
+        return monotonic() - began
+
+    async def ask(self, prompt: str = "hello", tokens: int = 4) -> str:
+        """One streamed completion, read to its end: ok, or what else came of it."""
+        body = {"model": "demo-8b", "stream": True, "max_tokens": tokens}
+        body["messages"] = [{"role": "user", "content": prompt}]
+        try:
+            async with self.http.post(f"{self.app.url}/v1/chat/completions", json=body) as answer:
+                text = await answer.read()
+                whole = answer.status == 200 and text.rstrip().endswith(b"[DONE]") and b'"error"' not in text
+                fate = "ok" if whole else f"{answer.status} {text[-200:]!r}"
+        except aiohttp.ClientError as problem:
+            fate = repr(problem)
+        self.fates[fate] = self.fates.get(fate, 0) + 1
+        return fate
+
+    @asynccontextmanager
+    async def load(self, users: int = 8) -> AsyncIterator[None]:
+        """So many users ask one thing after the other; every answer must be whole."""
+        over = asyncio.Event()
+
+        async def user(number: int) -> None:
+            count = 0
+            while not over.is_set():
+                count += 1
+                await self.ask(f"user {number} " + "x" * 600 + f" turn {count % 5}")
+
+        tasks = [asyncio.create_task(user(number)) for number in range(users)]
+        try:
+            yield
+        finally:
+            over.set()
+            await asyncio.gather(*tasks)
+        assert set(self.fates) <= {"ok"}, self.fates
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, groups: int = 2, speed: float = math.inf, more: str = "", poll_s: float = 0.03
+) -> AsyncIterator[Running]:
+    """`more` is appended to the configuration; `poll_s` is how often its files are looked at."""
+    spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed)
+    async with (
+        running_fleet([spec] * groups) as members,
+        patched(poll_s),
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=30)) as http,
+    ):
+        made = Running(folder / "gateway.yaml", members, http)
+        made.file.write_text(made.text() + more)
+        loaded = examine(made.file, ENV)
+
+        def say(line: str, bad: bool) -> None:
+            made.said.append(line)
+
+        made.app = App(loaded.config, Origin(loaded, made.file, ENV, say))
+        await made.app.start()
+        try:
+            yield made
+        finally:
+            await made.app.stop()
+
+
+@asynccontextmanager
+async def patched(poll_s: float) -> AsyncIterator[None]:
+    with patch.object(follow, "POLL_S", poll_s):
+        yield
+
+
+def dumped(value: object) -> str:
+    return json.dumps(value, default=str)

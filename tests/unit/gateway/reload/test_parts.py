@@ -1,0 +1,211 @@
+"""The parts of a reload one by one: differences, versions on disk, generations, and when a change goes back."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config import AutoRollback, Loaded, examine_text, from_engines
+from gateway.config.compare import changes, shown
+from gateway.metrics import Metrics
+from gateway.reload.generations import Generations
+from gateway.reload.reloader import Outcome
+from gateway.reload.trial import Tally, Trial, tallied, worse
+from gateway.reload.versions import KEEP, Versions, made
+from gateway.snapshot import Snapshot
+from tests.unit.gateway.reload.running import Running, running
+
+BASE = """\
+version: 1
+models:
+  - {name: m, pool: chat}
+pools:
+  chat:
+    policy: prefix_aware
+    endpoints:
+      - {name: a, url: "http://h:1"}
+      - {name: b, url: "http://h:2"}
+"""
+
+
+def loaded(text: str, **env: str) -> Loaded:
+    return examine_text(text.encode(), "g.yaml", env)
+
+
+def told(old: str, new: str, env: dict[str, str] | None = None, after: dict[str, str] | None = None) -> list[str]:
+    before = loaded(old, **(env or {}))
+    return [str(each) for each in changes(before, loaded(new, **(after or env or {})))]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("policy: prefix_aware", "policy: least_loaded", ["pools.chat.policy: prefix_aware -> least_loaded"]),
+        ("policy: prefix_aware", "policy: {name: prefix_aware}", []),
+        (
+            "policy: prefix_aware",
+            "policy: {name: least_loaded, parameters: {fresh_s: 2.0}}",
+            ["pools.chat.policy: prefix_aware -> {name: least_loaded, parameters: {fresh_s: 2.0}}"],
+        ),
+        ("- {name: b, url", "- {name: c, url", ["pools.chat.endpoints.c.name: b -> c"]),
+        (
+            '- {name: b, url: "http://h:2"}',
+            '- {name: b, url: "http://h:3"}',
+            ["pools.chat.endpoints.b: removed http://h:2", "pools.chat.endpoints.b: added http://h:3"],
+        ),
+        ("{name: m, pool: chat}", "{name: m, pool: chat, aliases: [x, y]}", ["models.m.aliases: [] -> [x, y]"]),
+        ("version: 1", "version: 1\ntimeouts: {connect: 1000ms}", []),
+        ("version: 1", "version: 1\ntimeouts: {connect: 2s}", ["timeouts.connect: 1s -> 2s"]),
+        ("version: 1", "version: 1\nreload: {watch: false}", ["reload.watch: true -> false"]),
+        (
+            "version: 1",
+            "version: 1\nreload: {auto_rollback: {window: 5s}}",
+            ["reload.auto_rollback: none -> {window: 5s}"],
+        ),
+        ("version: 1", "version: 1\ntenants: [{name: t, key: sk-1}]", ["tenants.t: added {name: t, key: **********}"]),
+    ],
+)
+def test_a_difference_is_told_as_an_operator_would_write_it(old: str, new: str, expected: list[str]) -> None:
+    found = told(BASE, BASE.replace(old, new))
+    assert sorted(found) == sorted(expected)
+
+
+def test_a_secret_that_leads_elsewhere_is_a_change_whose_value_nobody_sees() -> None:
+    text = BASE + "tenants: [{name: t, key: '${KEY}'}]\n"
+    assert told(text, text, {"KEY": "sk-old"}, {"KEY": "sk-new"}) == ["tenants.t.key: ${KEY} has another value now"]
+    clear = BASE + "tenants: [{name: t, key: sk-old}]\n"
+    assert told(clear, clear.replace("sk-old", "sk-new")) == ["tenants.t.key: ********** has another value now"]
+
+
+def test_what_is_shown_has_every_default_and_no_resolved_reference() -> None:
+    found = shown(loaded(BASE.replace("name: a", "name: '${WHO}'") + "admin: {key: '${KEY}'}\n", WHO="x", KEY="sk-1"))
+    assert found["pools"]["chat"]["endpoints"][0]["name"] == "${WHO}"
+    assert found["admin"]["key"] == "${KEY}"
+    assert found["timeouts"]["connect"] == 1.0
+
+
+def test_engines_of_the_command_line_have_a_text_that_reads_back() -> None:
+    begun = from_engines(["http://h:1"], "least_loaded", "127.0.0.1", 0, 0)
+    assert changes(begun, examine_text(begun.text, "x", {})) == ()
+
+
+def test_versions_on_disk_are_the_last_twenty_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    kept = Versions(folder)
+    for number in range(1, KEEP + 6):
+        version = made(number, 1.0, "file", loaded(BASE + f"# {number}\n"), ())
+        kept.add(version)
+        kept.write(version, in_clear=number == KEEP)
+    again = Versions(folder)
+    assert [each.number for each in again.all()] == list(range(6, KEEP + 6))
+    assert again.all()[-1] == kept.all()[-1]
+    secret = again.find(KEEP)
+    assert secret is not None
+    assert secret.text is None, "a text with a secret in it stays in memory"
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_damaged_version_is_passed_over(tmp_path: Path) -> None:
+    kept = Versions(tmp_path)
+    kept.write(made(1, 1.0, "file", loaded(BASE), ()), in_clear=False)
+    (tmp_path / "v00000002.json").write_text("{")
+    assert [each.number for each in Versions(tmp_path).all()] == [1]
+
+
+async def test_versions_go_on_counting_after_a_restart_and_can_be_gone_back_to(tmp_path: Path) -> None:
+    more = f"reload: {{state_dir: {tmp_path}/state}}\n"
+    async with running(tmp_path, more=more) as first:
+        text = first.text() + more
+        await first.put(text.replace("prefix_aware", "least_loaded"))
+        port = first.members[0].url
+    async with running(tmp_path, more=more) as second:
+        history = (await second.asked("GET", "/config/versions"))[2]
+        assert [each["version"] for each in history["versions"]] == [3, 2, 1]
+        status, _, answer = await second.asked("POST", "/config/rollback", params={"to": "2"})
+        assert (status, answer["version"]) == (200, 4)
+        assert second.app.gateway.snapshot.policies["chat"].name == "least_loaded"
+        assert port in {live.endpoint.url for live in second.app.gateway.endpoints.all()}
+
+
+def snapshot(generation: int) -> Snapshot:
+    return Snapshot(generation, loaded(BASE).config, {}, {}, {})
+
+
+def test_what_an_old_snapshot_needs_goes_when_nobody_holds_it_or_an_older_one() -> None:
+    generations, done = Generations(), []
+    first, second = snapshot(1), snapshot(2)
+    generations.replaced(first)
+    generations.when_gone(1, lambda: done.append(1))
+    generations.replaced(second)
+    generations.when_gone(2, lambda: done.append(2))
+    generations.sweep()
+    assert done == []
+    del second
+    generations.sweep()
+    assert done == [], "the first may still need what left with the second"
+    del first
+    generations.sweep()
+    assert (done, generations.waiting) == ([1, 2], 0)
+
+
+LIMITS = AutoRollback(window="60s", error_ratio=0.05, requests=20)
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500), st.integers(0, 500))
+def test_a_change_goes_back_only_if_enough_requests_failed_more_often(a: int, b: int, c: int, d: int) -> None:
+    before, after = Tally(a + b, b), Tally(c + d, d)
+    reason = worse(before, after, LIMITS)
+    assert (reason is not None) == (c + d >= 20 and after.ratio > before.ratio + 0.05)
+
+
+def test_what_clients_did_wrong_or_were_shed_is_no_failure() -> None:
+    metrics = Metrics()
+    for code, reason, count in (("200", "served", 5), ("200", "reset", 2), ("502", "x", 3), ("429", "full", 7)):
+        metrics.requests_total.labels("m", code, reason).inc(count)
+    metrics.requests_total.labels("m", "499", "decode").inc(1)
+    assert tallied(metrics) == Tally(18, 5)
+
+
+async def look(made: Running, now: float) -> Outcome | None:
+    return await made.app._trial.look(now)
+
+
+async def test_a_change_after_which_more_requests_fail_takes_itself_back(tmp_path: Path) -> None:
+    more = "reload: {auto_rollback: {window: 60s, error_ratio: 0.1, requests: 10}}\n"
+    async with running(tmp_path, more=more) as made:
+        trial: Trial = made.app._trial
+        good = made.app.metrics.requests_total.labels("m", "200", "served")
+        bad = made.app.metrics.requests_total.labels("m", "502", "upstream_failed")
+        await look(made, 0.0)
+        good.inc(100)
+        changed = (made.text() + more).replace("prefix_aware", "least_loaded")
+        assert (await made.put(changed))[0] == 200
+        begun = trial._swapped
+        assert begun is not None
+        bad.inc(9)
+        assert await look(made, begun[0] + 1) is None, "too few to tell"
+        bad.inc(9)
+        outcome = await look(made, begun[0] + 2)
+        assert outcome is not None
+        assert (outcome.result, outcome.version.trigger, outcome.version.number) == ("applied", "auto_rollback", 3)
+        assert made.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
+        assert any("v2 made things worse: 100.0% of 18 requests failed since" in line for line in made.said)
+        bad.inc(50)
+        assert await look(made, begun[0] + 3) is None, "what went back is not judged again"
+
+
+async def test_a_change_that_outlives_its_window_stays(tmp_path: Path) -> None:
+    more = "reload: {auto_rollback: {window: 10s, requests: 10}}\n"
+    async with running(tmp_path, more=more) as made:
+        await made.put((made.text() + more).replace("prefix_aware", "least_loaded"))
+        begun = made.app._trial._swapped
+        assert begun is not None
+        assert await look(made, begun[0] + 11) is None
+        made.app.metrics.requests_total.labels("m", "502", "x").inc(100)
+        assert await look(made, begun[0] + 12) is None
+        assert made.app.reloader.version.number == 2
