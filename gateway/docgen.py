@@ -6,10 +6,11 @@ A test compares the pages with what this module would write, so they cannot fall
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import typer.main
 
 from gateway import cli
@@ -17,7 +18,7 @@ from gateway.config import json_schema
 from gateway.config.tree import Config
 from gateway.metrics import Metrics
 from gateway.split.life import KEPT, TABLE
-from policies import registry
+from policies import admissions, registry
 
 _MADE = "<!-- Written by `make docs` from the code; do not edit. -->\n"
 
@@ -40,7 +41,7 @@ def config_page() -> str:
     for path, name in _sections("", schema, schema):
         definition = schema["$defs"][name]
         shown.append(_section(f"`{path}`", definition.get("description", ""), definition, schema))
-    return "\n".join([*shown, _policies()])
+    return "\n".join([*shown, _policies(), _admissions()])
 
 
 def metrics_page() -> str:
@@ -193,13 +194,22 @@ def _default(field: Mapping[str, Any], required: bool) -> str:
 
 
 def _policies() -> str:
+    table = _by_name(registry.names(), registry.params_type)
+    return "## Policies\n\n" + _table(("policy", "picks", "parameters"), table)
+
+
+def _admissions() -> str:
+    table = _by_name(admissions.names(), admissions.params_type)
+    return "## Admissions\n\n" + _table(("admission", "lets in", "parameters"), table)
+
+
+def _by_name(names: Sequence[str], params_type: Callable[[str], type[msgspec.Struct]]) -> list[tuple[str, str, str]]:
     rows = []
-    for name in registry.names():
-        kind = registry.params_type(name)
+    for name in names:
+        kind = params_type(name)
         fields = ", ".join(f"`{field}`" for field in kind.__struct_fields__) or "none"
-        summary = (kind.__doc__ or "").strip().splitlines()[0]
-        rows.append((f"`{name}`", summary, fields))
-    return "## Policies\n\n" + _table(("policy", "picks", "parameters"), rows)
+        rows.append((f"`{name}`", (kind.__doc__ or "").strip().splitlines()[0], fields))
+    return rows
 
 
 def _options(command: Any) -> str:

@@ -6,7 +6,7 @@ Whatever has the wrong type here has been reported already and is passed over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -15,7 +15,8 @@ from gateway.config import pairing
 from gateway.config.findings import Finding, get, items
 from gateway.config.problems import Path, did_you_mean, show_path
 from gateway.config.source import Substituted, number_if_substituted
-from policies import registry
+from gateway.config.tree import Slos
+from policies import admissions, registry
 
 
 def errors(data: Any) -> Iterator[Finding]:
@@ -27,8 +28,11 @@ def errors(data: Any) -> Iterator[Finding]:
     yield from _tenants(data)
     yield from _files_elsewhere(data)
     yield from pairing.errors(data)
+    yield from _overflows(data)
+    yield from _classes(data)
     for path, spec in items(get(data, "pools"), ("pools",)):
-        yield from _policy(get(spec, "policy"), (*path, "policy"))
+        yield from _named(_POLICIES, get(spec, "policy"), (*path, "policy"))
+        yield from _named(_ADMISSIONS, get(spec, "admission"), (*path, "admission"))
 
 
 def warnings(data: Any) -> Iterator[Finding]:
@@ -155,24 +159,72 @@ def _tenants(data: Any) -> Iterator[Finding]:
         yield from _unique(found, f"this {field}")
 
 
-def _policy(spec: Any, path: Path) -> Iterator[Finding]:
+def _overflows(data: Any) -> Iterator[Finding]:
+    """A smaller tier is another model of the list, named once."""
+    found = [get(model, "name") for _, model in items(get(data, "models"), ("models",))]
+    names = [name for name in found if isinstance(name, str)]
+    for path, model in items(get(data, "models"), ("models",)):
+        own, tiers = get(model, "name"), list(items(get(model, "overflow"), (*path, "overflow")))
+        for at, tier in tiers:
+            to = get(tier, "model")
+            if isinstance(to, str) and to not in names:
+                yield Finding((*at, "model"), f"there is no model {to!r}{did_you_mean(to, names)}")
+            elif isinstance(to, str) and to == own:
+                yield Finding((*at, "model"), "a model cannot overflow into itself")
+        named = [((*at, "model"), tier["model"]) for at, tier in tiers if isinstance(get(tier, "model"), str)]
+        yield from _unique(iter(named), "this model")
+
+
+def _classes(data: Any) -> Iterator[Finding]:
+    """Every class that is named exists."""
+    slo = get(data, "slo")
+    classes = get(slo, "classes")
+    known = tuple(classes) if isinstance(classes, dict) else tuple(Slos().classes)
+    default = get(slo, "default")
+    named = [(("slo", "default"), default), *_class_users(data)]
+    for path, name in named:
+        if isinstance(name, str) and name not in known:
+            yield Finding(path, f"there is no class {name!r}{did_you_mean(name, known)}")
+    if default is None and Slos().default not in known:
+        yield Finding(("slo", "classes"), f"there is no class {Slos().default!r} here; name another in slo.default")
+
+
+def _class_users(data: Any) -> Iterator[tuple[Path, Any]]:
+    for section in ("models", "tenants"):
+        for path, each in items(get(data, section), (section,)):
+            yield (*path, "slo"), get(each, "slo")
+
+
+class _Registry(msgspec.Struct, frozen=True):
+    """What can be named with parameters: `what` in words, and its names and types."""
+
+    what: str
+    names: Callable[[], tuple[str, ...]]
+    params_type: Callable[[str], type[msgspec.Struct]]
+
+
+_POLICIES = _Registry("policy", registry.names, registry.params_type)
+_ADMISSIONS = _Registry("admission", admissions.names, admissions.params_type)
+
+
+def _named(kind: _Registry, spec: Any, path: Path) -> Iterator[Finding]:
     name = spec if isinstance(spec, str) else get(spec, "name")
     if not isinstance(name, str):
         return
     at = path if isinstance(spec, str) else (*path, "name")
-    if name not in registry.names():
-        yield Finding(at, f"there is no policy {name!r}{did_you_mean(name, registry.names())}")
+    if name not in kind.names():
+        yield Finding(at, f"there is no {kind.what} {name!r}{did_you_mean(name, kind.names())}")
         return
     parameters = get(spec, "parameters")
+    fields = {field.name: field for field in msgspec.structs.fields(kind.params_type(name))}
     for key, value in parameters.items() if isinstance(parameters, dict) else ():
-        yield from _parameter(name, key, value, (*path, "parameters", key))
+        yield from _parameter(name, key, value, fields, (*path, "parameters", key))
 
 
-def _parameter(policy: str, key: str, value: Any, path: Path) -> Iterator[Finding]:
-    fields = {field.name: field for field in msgspec.structs.fields(registry.params_type(policy))}
+def _parameter(owner: str, key: str, value: Any, fields: Mapping[str, Any], path: Path) -> Iterator[Finding]:
     if key not in fields:
         known = did_you_mean(key, fields) if fields else "; it has none"
-        yield Finding(path, f"{policy} has no parameter {key}{known}", on_key=True)
+        yield Finding(path, f"{owner} has no parameter {key}{known}", on_key=True)
         return
     try:
         msgspec.convert(number_if_substituted(value), fields[key].type)
