@@ -13,7 +13,7 @@ RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split real compiled load policies docs lock clean
+.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split real compiled load policies clocks docs lock clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ load: $(VENV)/.dev ## locust against a fleet of its own
 
 policies: $(VENV)/.dev ## the Mooncake trace through every policy over real HTTP (nine minutes)
 	$(PY) -m tests.load.policies_live
+
+clocks: $(VENV)/.dev ## five minutes of the trace live and on the virtual clock, side by side (docs/replay.md)
+	$(PY) -m tests.load.two_clocks
 
 docs: $(VENV)/.runtime ## the reference pages, from the code
 	$(PY) -m gateway.docgen

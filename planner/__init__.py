@@ -1,1 +1,1 @@
-"""Offline: generate load, read traces, and (later) size a fleet, price it and replay a trace on virtual time."""
+"""Offline: generate load, read traces, replay them on virtual time; (later) size a fleet and price it."""

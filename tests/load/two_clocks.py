@@ -1,6 +1,6 @@
 """`make clocks`: the same five minutes of the conversation trace live over HTTP and on the virtual clock, side by side.
 
-    python -m tests.load.two_clocks [--seconds 300] [--speed 4] [--policy prefix_aware] [--within 0.05]
+    python -m tests.load.two_clocks [--seconds 300] [--speed 1] [--policy prefix_aware] [--within 0.05]
 
 Live: four mock groups, a gateway and a bench client, all real processes on 127.0.0.1; model time runs `speed` times as
 fast as the wall. Virtual: planner.replay with the same groups, blocks and requests. Exit status: 1 when mean TTFT, mean
@@ -73,7 +73,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.load.two_clocks", description="Live and virtual time compared.")
     parser.add_argument("--seconds", type=float, default=300.0, help="of the trace")
-    parser.add_argument("--speed", type=float, default=4.0, help="of live model time against the wall")
+    parser.add_argument("--speed", type=float, default=1.0, help="of live model time against the wall")
     parser.add_argument("--policy", default="prefix_aware")
     parser.add_argument("--within", type=float, default=0.05)
     return parser.parse_args()
