@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from itertools import pairwise
 from random import Random
 
+import pytest
+
+from policies import registry
 from tests.chaos.house import House, house
 
 
@@ -42,3 +46,18 @@ async def test_least_loaded_keeps_groups_even_with_sizes_that_vary_hundredfold()
         print("tokens served per group", work)
         assert max(work) / min(work) <= 1.3
         await home.at_rest()
+
+
+@pytest.mark.parametrize("policy", [name for name in registry.names() if name not in ("round_robin", "least_loaded")])
+async def test_every_other_policy_serves_over_http_and_keeps_a_conversation_where_it_began(policy: str) -> None:
+    """Eight conversations of six turns, each turn the one before and more; whoever reads prefixes brings most back."""
+    said = ["".join(Random(f"{talk}").choices("abcdefghij klmnop", k=6000)) for talk in range(8)]
+    moved = 0
+    async with house(3, speed=50.0, pool={"policy": policy}) as home:
+        for talk in said:
+            places = [(await home.ask(stream=False, tokens=2, prompt=talk + "more " * turn)) for turn in range(6)]
+            assert all(answer.fate == "ok" for answer in places)
+            names = [answer.headers["x-penstock-endpoint"] for answer in places]
+            moved += sum(now != then for now, then in pairwise(names))
+        await home.at_rest()
+    assert moved <= 12 if registry.build(policy, {}).reads_prefix else moved > 12
