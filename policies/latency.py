@@ -118,15 +118,16 @@ DRIFT_VAR = 0.003**2  # by which a truth may move between two observations
 
 
 class Gauge:
-    """One correction factor: a scalar Kalman filter on its logarithm, which widens when it is surprised in a row.
+    """One correction factor: a scalar Kalman filter on its logarithm, which widens when it is surprised twice alike.
 
-    `factor` multiplies the prior. `trend` is the recent mean surprise: noise has none, a GPU that was throttled has.
+    `factor` multiplies the prior. One observation far off is mistrusted; two in a row in the same direction are a GPU
+    that was throttled, or set free, and the filter opens up to follow.
     """
 
-    __slots__ = ("factor", "log", "trend", "var")
+    __slots__ = ("factor", "last", "log", "var")
 
     def __init__(self) -> None:
-        self.factor, self.log, self.var, self.trend = 1.0, 0.0, PRIOR_VAR, 0.0
+        self.factor, self.log, self.var, self.last = 1.0, 0.0, PRIOR_VAR, 0.0
 
     def observe(self, seen: float, noise_var: float) -> None:
         """`seen` is the factor that would have explained an observation whose logarithm has that variance."""
@@ -134,8 +135,10 @@ class Gauge:
         if not -1.0 < surprise < 1.0:
             surprise = 1.0 if surprise > 0 else -1.0
         noise = noise_var + NOISE_VAR
-        self.trend = trend = 0.7 * self.trend + 0.3 * surprise
-        var = self.var + DRIFT_VAR + 0.3 * trend * trend
+        agreed, self.last = surprise * self.last, surprise
+        var = self.var + DRIFT_VAR
+        if agreed > 0.0:
+            var += 0.2 * agreed
         most = 9.0 * (var + noise)
         if surprise * surprise > most:
             surprise = sqrt(most) if surprise > 0 else -sqrt(most)
@@ -158,13 +161,13 @@ class Belief:
     """
 
     __slots__ = (
-        *("base_s", "context_s", "error", "floor_s", "flop_s", "layers_s", "pair_s", "prefill"),
+        *("base_s", "context_s", "error", "floor_s", "flop_s", "layers", "layers_s", "pair_s", "prefill"),
         *("request_s", "room", "sequence_s", "shape", "step", "token_s"),
     )
 
     def __init__(self, shape: Shape = NEUTRAL) -> None:
         self.shape = shape
-        self.prefill, self.step = Gauge(), Gauge()
+        self.prefill, self.layers, self.step = Gauge(), Gauge(), Gauge()
         self.error = PRIOR_VAR
         self.request_s, self.room = shape.request_s, shape.budget_tokens
         self.settle()
@@ -173,7 +176,7 @@ class Belief:
         """Multiply the prior by what was learnt."""
         shape, slow, slower = self.shape, self.prefill.factor, self.step.factor
         self.token_s, self.pair_s = slow * (shape.token_s + shape.wire_s), slow * shape.pair_s
-        self.layers_s = slow * shape.step_s
+        self.layers_s = self.layers.factor * shape.step_s
         self.context_s, self.sequence_s = slower * shape.context_s, slower * (shape.sequence_s + shape.wire_s)
         self.flop_s, self.floor_s = slower * shape.token_s, slower * shape.weights_s
         self.base_s = slower * shape.step_s

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from policies.model import EndpointLoad
 
 RATE_S = 20.0  # over how long arriving prompt tokens are averaged
+SHORT_S = 0.1  # first tokens within so much of an idle queue tell of a step's overhead
 LEARN_S = 1.0  # first tokens in a row are judged together until they span so much
 MOST_BUSY = 0.95  # no prediction lets prefill take more of the time than this
 
@@ -61,7 +62,7 @@ class Timeline:
     __slots__ = (
         *("anchor", "batch", "began", "busy", "decode_raw_s", "decode_s", "ends", "finishing", "crowd"),
         *("idle_s", "kv_prompts", "planned", "prefill_s", "prefill_steps", "queue", "queued_pairs", "queued_tokens"),
-        *("rate", "rate_at", "raw_decode", "raw_prefill", "raw_step_s", "slack_s", "starts", "tick", "tight"),
+        *("rate", "rate_at", "raw_decode", "raw_prefill", "raw_step_s", "slack_s", "starts", "steps", "tick", "tight"),
     )
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class Timeline:
         self.busy = self.tight = False
         self.began = self.ends = 0.0
         self.finishing: list[Prompt] = []
-        self.batch = self.kv_prompts = self.planned = 0
+        self.batch = self.kv_prompts = self.planned = self.steps = 0
         self.starts = self.tick = 0.0
         self.anchor = self.raw_prefill = self.raw_decode = self.slack_s = 0.0
         self.prefill_steps, self.prefill_s, self.decode_raw_s = 0, 0.0, 0.0
@@ -102,12 +103,11 @@ class Timeline:
         if not prompt.planned:
             self._hurry(load, prompt, now)
         if prompt in self.finishing:
-            last_s = now - self.began
             self._close(now)
             if now - self.anchor > LEARN_S:
-                self._learn(load, now, last_s)
+                self._learn(load, now)
             if not self._plan(load, now) and now > self.anchor:
-                self._learn(load, now, last_s)
+                self._learn(load, now)
         tick = self.tick
         prompt.decoding = True
         prompt.began, prompt.tick = now, tick
@@ -202,15 +202,15 @@ class Timeline:
             return False
         self.queued_tokens -= tokens
         self.queued_pairs = max(0.0, self.queued_pairs - pairs) if queue else 0.0
-        prefill = (
-            max(shape.weights_s, shape.token_s * tokens) + shape.wire_s * tokens + shape.pair_s * pairs + shape.step_s
-        )
+        prefill = max(shape.weights_s, shape.token_s * tokens) + shape.wire_s * tokens + shape.pair_s * pairs
         decode = shape.context_s * context + (shape.sequence_s + shape.token_s + shape.wire_s) * self.batch
         self.planned += tokens
         self.raw_prefill += prefill
         self.raw_decode += decode
         self.busy, self.began = True, at
-        self.ends = at + load.belief.prefill.factor * prefill + load.belief.step.factor * decode
+        self.steps += 1
+        belief = load.belief
+        self.ends = at + belief.prefill.factor * prefill + belief.step.factor * decode + belief.layers_s
         return True
 
     def _fits(self, load: EndpointLoad, prompt: Prompt, context: float) -> bool:
@@ -255,23 +255,30 @@ class Timeline:
             self.queued_tokens -= prompt.left
             self.queued_pairs = max(0.0, self.queued_pairs - prompt.left * (prompt.at + 0.5 * prompt.left))
 
-    def _learn(self, load: EndpointLoad, now: float, last_s: float) -> None:
+    def _learn(self, load: EndpointLoad, now: float) -> None:
         """How long the steps since the anchor really took, if no wait for KV was among them.
 
-        Which of two steps completed a prompt is known to a part of the last one's length.
+        Which of two steps completed a prompt is known to a part of a step's length.
         """
         belief = load.belief
         spent = now - self.anchor
         if spent > 0 and not self.tight:
-            seen = max(0.01 * spent, spent - belief.step.factor * self.raw_decode) / self.raw_prefill
-            off = self.slack_s + 0.1 * last_s
-            belief.prefill.observe(seen, off * off / (spent * spent))
+            rest = max(0.01 * spent, spent - belief.step.factor * self.raw_decode)
+            off = self.slack_s + 0.1 * spent / self.steps
+            layers_s, prompts_s = self.steps * belief.layers_s, belief.prefill.factor * self.raw_prefill
+            if spent < SHORT_S:  # the size of a short step tells of what every step costs, of a long one, of its tokens
+                seen = max(0.1 * layers_s, rest - prompts_s) / (self.steps * belief.shape.step_s)
+                belief.layers.observe(seen, (off / layers_s) ** 2)
+            else:
+                seen = max(0.1 * prompts_s, rest - layers_s) / self.raw_prefill
+                belief.prefill.observe(seen, (off / prompts_s) ** 2)
             belief.settle()
         self._anchor(now, 0.0)
 
     def _anchor(self, at: float, slack_s: float) -> None:
         self.anchor, self.slack_s, self.tight = at, slack_s, False
         self.raw_prefill = self.raw_decode = 0.0
+        self.steps = 0
 
     def _decoded(self, load: EndpointLoad, prompt: Prompt, output_tokens: int, now: float) -> None:
         """What the decode steps of a whole answer took, the prefills in between apart."""
