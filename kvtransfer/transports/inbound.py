@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kvtransfer.frame import (
     PREAMBLE_BYTES,
@@ -27,6 +28,7 @@ from kvtransfer.frame import (
     verify,
 )
 from kvtransfer.transports.base import Slice, Verdict, WindowHead
+from kvtransfer.transports.runs import fine, scatter, within
 from kvtransfer.transports.scatter import NOTHING, Iovecs, Pieces, Stretch, address_of, readv
 from kvtransfer.transports.seal import Seal
 
@@ -56,7 +58,7 @@ class Hearer(Protocol):
 class _Arrival:
     """A payload on its way in. `window` None: thrown away; `head` None: a large message."""
 
-    __slots__ = ("digest", "head", "message", "opening", "pieces", "sealed", "window")
+    __slots__ = ("bounce", "digest", "head", "message", "opening", "pieces", "sealed", "window")
 
     def __init__(self, pieces: Pieces, head: WindowHead | None = None, window: Slice | None = None) -> None:
         self.pieces = pieces
@@ -66,6 +68,7 @@ class _Arrival:
         self.digest: xxhash.xxh3_64 | None = None
         self.opening = b""
         self.sealed: bytearray | None = None
+        self.bounce: NDArray[np.uint8] | None = None
 
 
 class Inbound:
@@ -83,6 +86,7 @@ class Inbound:
         self._begin = self._end = 0
         self._iovecs = Iovecs()
         self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+        self._bounce = np.empty(0, np.uint8)
 
     @property
     def large(self) -> bool:
@@ -221,13 +225,18 @@ class Inbound:
         if announced.payload_bytes not in (0, head.n_bytes):
             raise FrameError(f"a window of {head.n_bytes} bytes comes with {announced.payload_bytes}")
         window = self._hearer.incoming(head)
+        bounce: NDArray[np.uint8] | None = None
         if window is None or not announced.payload_bytes:
             pieces = Pieces.over(self._scratch, announced.payload_bytes, self._iovecs)
+        elif self.seal is None and fine(window.runs, head.n_bytes):
+            bounce = self._together(window, head.n_bytes)
+            pieces = Pieces.in_order(bounce, _HASH_BYTES, self._iovecs)
         else:
             pieces = Pieces.of_window(window.region, window.runs.dst, window.runs.length, self._iovecs)
             if pieces.size != head.n_bytes:
                 raise FrameError(f"a window of {head.n_bytes} bytes where the plan has {pieces.size}")
         arrival = _Arrival(pieces, head, window)
+        arrival.bounce = bounce
         if self.seal is not None:
             arrival.opening, arrival.sealed = bytes(whole), bytearray(announced.payload_bytes)
             arrival.pieces = Pieces.of_buffer(arrival.sealed, self._iovecs)
@@ -235,6 +244,15 @@ class Inbound:
             arrival.digest = xxhash.xxh3_64()
         self._arrival = arrival
         self._fill(arrival)
+
+    def _together(self, window: Slice, n_bytes: int) -> NDArray[np.uint8]:
+        """Where many short pieces are read to, behind each other, before they go to their places."""
+        runs = window.runs
+        if runs.n_bytes != n_bytes or not within(window.region, runs.dst, runs.length):
+            raise FrameError(f"a window of {n_bytes} bytes is not what the plan has, or reaches beyond its region")
+        if self._bounce.size < n_bytes:
+            self._bounce = np.empty(n_bytes, np.uint8)
+        return self._bounce[:n_bytes]
 
     def _fill(self, arrival: _Arrival) -> None:
         """Bytes that came along with the header."""
@@ -257,6 +275,8 @@ class Inbound:
             verdict = Verdict.STALE
         elif verdict is Verdict.OK and not _proven(arrival, proof):
             verdict = Verdict.CORRUPT
+        elif verdict is Verdict.OK and arrival.bounce is not None:
+            scatter(arrival.bounce, window.region.bytes, window.runs.dst, window.runs.length)
         self._hearer.landed(head, verdict)
 
     def _unseal(self, seal: Seal, arrival: _Arrival, sealed: bytearray, tag: bytes) -> None:

@@ -120,6 +120,13 @@ class Pieces:
             lengths[-1] = size - (count - 1) * scratch.size
         return cls(scratch, address_of(scratch), np.zeros(count, np.int64), lengths, iovecs)
 
+    @classmethod
+    def in_order(cls, buffer: Bytes, most: int, iovecs: Iovecs) -> Pieces:
+        """All of `buffer`, in pieces of at most `most` bytes: a digest is fed piece by piece."""
+        offsets = np.arange(0, buffer.size, most)
+        lengths = np.minimum(buffer.size - offsets, most)
+        return cls(buffer, address_of(buffer), offsets, lengths, iovecs)
+
     @property
     def left(self) -> int:
         return self.size - self.done

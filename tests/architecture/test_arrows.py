@@ -26,7 +26,7 @@ MAY_DO_IO = {
     "agent.py": KVTRANSFER_IO,
     "handles.py": {"asyncio", "os"},
     "lines.py": {"threading"},
-    "switchboard.py": {"threading"},
+    "hold.py": {"threading"},
     "clock.py": {"threading", "time"},
     "regions.py": {"fcntl", "mmap", "os"},
 }

@@ -1,0 +1,116 @@
+"""Many short runs: copied together and apart again, byte for byte, and never into place before they are proven."""
+
+from __future__ import annotations
+
+import socket
+from itertools import chain, repeat
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.frame import Kind, Proof, frame, pack_head, trailer
+from kvtransfer.regions import Region
+from kvtransfer.reshard import Runs
+from kvtransfer.transports.base import Slice, Verdict, WindowHead
+from kvtransfer.transports.runs import fine, gather, scatter
+from tests.contract.kvtransfer.links import BLOCK_BYTES, BLOCKS, Owner, expected, linked_pair, window
+from tests.unit.kvtransfer.transports.test_links import link_of, stranger
+
+__all__ = ["stranger"]  # a fixture
+
+CELL = 256
+SLOTS = BLOCKS * BLOCK_BYTES // CELL
+
+
+def cells(count: int = 512, seed: int = 5) -> Runs:
+    """Rows of one size anywhere in both regions: what another order of heads and tokens makes of a window."""
+    rng = np.random.default_rng(seed)
+    src, dst = (rng.permutation(SLOTS)[:count] * CELL for _ in range(2))
+    return Runs(src, dst, np.full(count, CELL, np.int64))
+
+
+@given(st.data(), st.sampled_from([1, 4, 8, 12, 64]))
+def test_runs_come_together_and_apart_as_they_were(data: st.DataObject, unit: int) -> None:
+    lengths = np.array(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=80)), np.int64) * unit
+    gaps = (
+        np.array(data.draw(st.lists(st.integers(0, 3), min_size=lengths.size, max_size=lengths.size)), np.int64) * unit
+    )
+    offsets = np.cumsum(lengths + gaps) - lengths
+    order = np.array(data.draw(st.permutations(range(lengths.size))))
+    offsets, lengths = offsets[order], lengths[order]
+    memory = np.random.default_rng(1).integers(0, 256, int((offsets + lengths).max()) + 3, np.uint8)
+    together, heard = np.empty(int(lengths.sum()), np.uint8), list[bytes]()
+    gather(memory, offsets, lengths, together, lambda part: heard.append(part.tobytes()))
+    wanted = b"".join(memory[a : a + n].tobytes() for a, n in zip(offsets, lengths, strict=True))
+    assert together.tobytes() == wanted == b"".join(heard)
+    back = np.zeros_like(memory)
+    scatter(together, back, offsets, lengths)
+    touched = np.zeros(memory.size, bool)
+    for at, length in zip(offsets, lengths, strict=True):
+        touched[at : at + length] = True
+    assert (back[touched] == memory[touched]).all()
+    assert not back[~touched].any()
+
+
+def test_only_many_and_short_runs_are_fine() -> None:
+    few, long = cells(64), Runs(*(np.arange(100) * 4096,) * 2, np.full(100, 4096))
+    assert [fine(runs, runs.n_bytes) for runs in (cells(65), few, long)] == [True, False, False]
+
+
+def test_a_window_of_many_short_runs_arrives_where_the_plan_says() -> None:
+    with linked_pair("tcp") as pair:
+        moves = cells()
+        head = window(1, moves)
+        pair.expect({head: moves})
+        pair.put(head, moves)
+        assert pair.hears.wait("landed") == [(head, Verdict.OK)]
+        assert pair.gives.wait("sent") == [head]
+        assert np.array_equal(pair.into.bytes, expected(pair, moves))
+
+
+@pytest.mark.parametrize("answers", [[False], [True, False]], ids=["before", "while they were read"])
+def test_of_many_short_runs_read_too_late_not_one_byte_is_sent(answers: list[bool]) -> None:
+    with linked_pair("tcp") as pair:
+        moves, said = cells(), chain(answers, repeat(False))
+        head = window(1, moves)
+        pair.expect({head: moves})
+        pair.put(head, moves, current=lambda: next(said))
+        assert pair.hears.wait("landed") == [(head, Verdict.STALE)]
+        assert not pair.into.bytes.any()
+        assert pair.sink.received_bytes < 4096
+
+
+def begun(owner: Owner, region: Region, sock: socket.socket) -> tuple[Runs, WindowHead]:
+    """All but the end of a window of many short runs, on its way to a sink."""
+    moves = cells()
+    head = window(1, moves)
+    owner.place = lambda head: Slice(moves, region, 0, 0)
+    link_of(owner).secure(bytes(32))
+    sock.sendall(frame(Kind.WINDOW, pack_head(head), moves.n_bytes, Proof.XXH3) + b"\1" * (moves.n_bytes - 1))
+    owner.wait("incoming")
+    return moves, head
+
+
+def test_short_runs_that_are_not_what_was_sent_are_not_put_into_place(
+    stranger: tuple[socket.socket, Owner, Region],
+) -> None:
+    sock, owner, region = stranger
+    _, head = begun(owner, region, sock)
+    sock.sendall(b"\1" + trailer(Verdict.OK, 12345))
+    assert owner.wait("landed") == [(head, Verdict.CORRUPT)]
+    assert not region.bytes.any()
+
+
+def test_short_runs_on_their_way_are_thrown_away_behind_a_fence(
+    stranger: tuple[socket.socket, Owner, Region],
+) -> None:
+    sock, owner, region = stranger
+    begun(owner, region, sock)
+    link_of(owner).fence(1)
+    assert owner.wait("fenced") == [1]
+    sock.sendall(b"\1" + trailer(Verdict.OK) + frame(Kind.MESSAGE, b"after"))
+    owner.wait("message")
+    assert not region.bytes.any()
+    assert not owner.all("landed")
