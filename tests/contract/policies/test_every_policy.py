@@ -61,7 +61,7 @@ def able(ask: Ask, candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def snapshot(candidates: Sequence[Candidate]) -> list[list[object]]:
-    return [[getattr(candidate.load, field) for field in LIVE] for candidate in candidates]
+    return [[getattr(candidate.load, field, None) for field in LIVE] for candidate in candidates]
 
 
 def test_a_pick_is_one_of_those_given_that_may_be_picked(name: str) -> None:
