@@ -31,6 +31,9 @@ class View:
     def ahead(self, tenant: str) -> float:
         return self.waiting
 
+    def first(self, tenant: str) -> bool:
+        return not self.waiting
+
 
 def verdicts(name: str, seed: int) -> list[tuple[int, object]]:
     """Some hundred questions to one admission, with what it is told in between."""
