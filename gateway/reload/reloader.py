@@ -227,7 +227,8 @@ class Reloader:
         first, more = error.problems[0], len(error.problems) - 1
         rest = f" ({more} more: GET /config)" if more else ""
         place = f"{_short(first.file)}{str(first)[len(first.file) :]}"
-        message = f"rejected {place}{rest}. Still serving v{self.version.number}."
+        end = "" if f"{place}{rest}".endswith("?") else "."
+        message = f"rejected {place}{rest}{end} Still serving v{self.version.number}."
         if not dry_run:
             self.last_error = Rejection(time(), trigger, error.problems)
             self._missing = error.references

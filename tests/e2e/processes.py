@@ -35,6 +35,10 @@ class Gateway:
         return int(self.url.rpartition(":")[2])
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def said(self) -> str:
         return "".join(self._lines)
 
