@@ -144,6 +144,10 @@ class RoomView(Protocol):
     @property
     def limits(self) -> WaitingRoom: ...
 
+    def first(self, tenant: str) -> bool:
+        """Whether a newcomer of the tenant would be the next to go in."""
+        ...
+
     def ahead(self, tenant: str) -> float:
         """How many would go in before a newcomer of the tenant."""
         ...

@@ -46,6 +46,7 @@ class Priced(AdmissionPreset, frozen=True):
     hold_least_s   or below this; beyond, they wait here, where a better place can still be chosen
     step_share     ... and while prefill takes of its time what leaves answers within this share of the TPOT budget,
     burst_s        give or take so many seconds of prefill
+    modest         by how much more of both a tenant may have that asks for no more than its share
     kv_share       share of the fleet's KV that may be booked before a price is asked
     late_value     what a request is worth whose first token is expected too late, in relation to one in time
     session_value  what a request is worth that goes on with a conversation, in relation to one that begins
@@ -61,6 +62,7 @@ class Priced(AdmissionPreset, frozen=True):
     hold_least_s: float = 0.6
     step_share: float = 0.85
     burst_s: float = 1.5
+    modest: float = 3.0
     kv_share: float = 1.0
     late_value: float = 0.2
     session_value: float = 20.0
@@ -115,7 +117,8 @@ class PricedAdmission:
         if shed is not None:
             self._usage.offered(ask.request.tenant, look.work_s, admitted=False)
             return shed
-        if room.busy < room.capacity and not (room.at_door and room.waiting) and self._fluid(ask, candidates):
+        turn = not room.at_door or room.first(ask.request.tenant)
+        if turn and room.busy < room.capacity and self._fluid(ask, candidates):
             return ADMIT
         return Wait(room.limits.timeout_s)
 
@@ -198,15 +201,19 @@ class PricedAdmission:
         return budget_s * (rule.burst_share + (rule.queue_share - rule.burst_share) * overload)
 
     def _fluid(self, ask: Ask, candidates: Sequence[Candidate]) -> bool:
-        """Whether some candidate would begin with it soon without making others' answers slow."""
+        """Whether some candidate would begin with it soon without making others' answers slow.
+
+        A tenant that asks for no more than its share need not wait for the pace: those who ask for more keep it.
+        """
         slo, rule = ask.request.slo, self._rule
-        until = ask.now + max(rule.hold_least_s, rule.hold_share * slo.ttft_s)
+        modest = 1.0 + rule.modest * (1.0 - self._usage.excess(ask.request.tenant))
+        until = ask.now + modest * max(rule.hold_least_s, rule.hold_share * slo.ttft_s)
         for candidate in candidates:
             load = candidate.load
             if (
                 load.available
                 and load.ready_at <= until
-                and self._pace.ahead_s(load, slo.tpot_s, ask.now) <= rule.burst_s
+                and self._pace.ahead_s(load, slo.tpot_s, ask.now) <= modest * rule.burst_s
             ):
                 return True
         return False

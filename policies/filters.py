@@ -27,3 +27,9 @@ def below_cap(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Has room under its own concurrency cap. A retry was admitted already: it goes over a cap rather than nowhere."""
     below = [candidate for candidate in candidates if candidate.load.in_flight < candidate.endpoint.max_concurrency]
     return below or candidates if ask.tried else below
+
+
+def fits_context(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Takes prompts and answers so long: a pool may have endpoints for short contexts and others for long ones."""
+    needed = ask.request.prompt_tokens + ask.request.output_tokens
+    return [each for each in candidates if (most := each.endpoint.context_tokens) is None or most >= needed]

@@ -46,7 +46,8 @@ class Layout(msgspec.Struct, frozen=True):
 class Endpoint(msgspec.Struct, frozen=True):
     """One TP group behind one URL, as configured. Live numbers are in EndpointLoad.
 
-    `bootstrap` is host:port of its bootstrap server, for dialects whose decoders are told one.
+    `bootstrap` is host:port of its bootstrap server, for dialects whose decoders are told one. `context_tokens` is the
+    longest prompt and answer that it takes; None: whatever its model takes.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     labels: Mapping[str, str] = {}
     max_concurrency: int = 24
     bootstrap: str | None = None
+    context_tokens: int | None = None
 
 
 class EndpointLoad:

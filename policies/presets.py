@@ -10,7 +10,12 @@ import msgspec
 from policies import filters, pickers, scorers
 from policies.contract import Filter, Policy, Scorer, Weighted
 
-ORDINARY: tuple[Filter, ...] = (filters.available, filters.untried, filters.below_cap)
+ORDINARY: tuple[Filter, ...] = (
+    filters.available,
+    filters.untried,
+    filters.below_cap,
+    filters.fits_context,
+)
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

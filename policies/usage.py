@@ -60,7 +60,9 @@ class Usage:
 
     def excess(self, tenant: str) -> float:
         """0 for a tenant that asks for its share or less, 1 for one well beyond, and a slope between: how much of the
-        price it pays."""
+        price it pays. One who is alone has nobody to share with and pays all of it."""
+        if len(self._offered) <= 1:
+            return 1.0
         asked = self._offered.get(tenant, 0.0) / self.weight(tenant)
         return min(1.0, max(0.0, (asked / self.level - 1.0) / 0.2)) if self.level > 0 else 1.0
 

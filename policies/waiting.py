@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 from typing import Generic, TypeVar
 
 import msgspec
@@ -26,6 +26,7 @@ from policies.model import Ask, Candidate, EndpointLoad, Pick, Request
 T = TypeVar("T", bound=Hashable)
 
 STARVED_EVERY = 4
+TENANTS_ASKED = 4
 CHARGES_REMEMBERED = 4096
 
 
@@ -136,6 +137,13 @@ class Room(Generic[T]):
         others = (min(line.size, turns * weight(name)) for name, line in self._lines.items() if line is not mine)
         return size + sum(others)
 
+    def first(self, tenant: str) -> bool:
+        """Whether a newcomer of the tenant would be the next to go in. O(tenants in line)."""
+        if not self._tickets:
+            return True
+        counter = self._counters.of(tenant)
+        return tenant not in self._lines and all(line.counter >= counter for line in self._lines.values())
+
     def refresh(self, candidates: Sequence[Candidate], leaving: Sequence[EndpointLoad] = ()) -> None:
         """Endpoints came, went, or changed their availability. `settle` is due after it.
 
@@ -145,6 +153,10 @@ class Room(Generic[T]):
         self._leaving = [load for load in leaving if load.in_flight]
         self.capacity = verdicts.capacity(candidates)
         self._degraded = bool(self._leaving) or not all(candidate.load.available for candidate in candidates)
+
+    def share(self, shares: FairShares) -> None:
+        """From now on tenants have these shares."""
+        self._counters.share(shares)
 
     # In and out
 
@@ -215,11 +227,8 @@ class Room(Generic[T]):
             waiter = self._due[0][-1]
             self._remove(waiter)
             out.append((waiter.ticket, self._too_late(waiter, now)))
-        while self._tickets:
-            waiter, starved = self._head(now)
-            verdict = self.admission.judge(msgspec.structs.replace(waiter.ask, now=now), waiter.candidates, self)
-            if isinstance(verdict, Wait):
-                break
+        while self._tickets and (found := self._next(now)) is not None:
+            waiter, verdict, starved = found
             self._remove(waiter)
             if isinstance(verdict, Admit):
                 self._go_in(waiter, starved)
@@ -258,6 +267,25 @@ class Room(Generic[T]):
         self._numbers += 1
         heappush(self._ranks, (line.counter, self._numbers, tenant))
 
+    def _next(self, now: float) -> tuple[Waiter[T], Verdict, bool] | None:
+        """Whose turn it is, what becomes of it, and whether that is for having waited so long; None: all go on waiting.
+
+        An admission may hold one tenant back where it would let in another, so that a few of them are asked.
+        """
+        first, starved = self._head(now)
+        verdict = self._judged(first, now)
+        if not isinstance(verdict, Wait):
+            return first, verdict, starved
+        if len(self._lines) > 1:
+            for name in nsmallest(TENANTS_ASKED, self._lines, key=lambda name: self._lines[name].counter):
+                other = self._lines[name].first()
+                if other is not first and not isinstance(verdict := self._judged(other, now), Wait):
+                    return other, verdict, False
+        return None
+
+    def _judged(self, waiter: Waiter[T], now: float) -> Verdict:
+        return self.admission.judge(msgspec.structs.replace(waiter.ask, now=now), waiter.candidates, self)
+
     def _head(self, now: float) -> tuple[Waiter[T], bool]:
         """Whose turn it is, and whether that is for having waited so long. Only while somebody waits."""
         while self._fifo[0].gone:
@@ -276,8 +304,9 @@ class Room(Generic[T]):
         request = waiter.ask.request
         self.in_flight += 1
         self._turns = 0 if starved else self._turns + 1
-        if not starved:
-            self._counters.served(self._counters.of(request.tenant))
+        counter = self._counters.of(request.tenant)
+        if all(line.counter >= counter for line in self._lines.values()):
+            self._counters.served(counter)
         if len(self._charged) >= CHARGES_REMEMBERED:
             self._charged.clear()
         self._charged[request.id] = waiter.tokens

@@ -1,0 +1,47 @@
+"""Alternatives to refusing: who fits, and in which order smaller tiers are asked."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from policies.filters import fits_context
+from policies.model import Candidate, Slo
+from policies.tiers import Tier, alternatives
+from tests.unit.policies.builders import ask, candidate
+
+
+def sized(slot: int, context_tokens: int | None, **load: object) -> Candidate:
+    made = candidate(slot, **load)
+    return replace(made, endpoint=replace(made.endpoint, context_tokens=context_tokens))
+
+
+def test_endpoints_for_short_contexts_are_kept_from_long_prompts() -> None:
+    short, long, any_ = sized(0, 8192), sized(1, 32768), sized(2, None)
+    assert list(fits_context(ask(8000, 192), [short, long, any_])) == [short, long, any_]
+    assert list(fits_context(ask(8000, 193), [short, long, any_])) == [long, any_]
+    assert list(fits_context(ask(40000, 100), [short, long, any_])) == [any_]
+
+
+def test_the_tier_that_loses_least_is_asked_first() -> None:
+    question = ask(1000, 100, now=100.0)
+    near = Tier("13b", (candidate(0),), 0.3)
+    small = Tier("8b", (candidate(1),), 0.5)
+    found = alternatives(question, [small, near])
+    assert [tier.name for tier, _ in found] == ["13b", "8b"]
+    assert found[0][1] == pytest.approx(0.3, abs=0.05)
+
+
+def test_a_busy_tier_costs_more_and_one_that_would_be_late_is_not_asked() -> None:
+    question = ask(1000, 100, now=100.0)
+    question = replace(question, request=replace(question.request, arrived_s=98.0, slo=Slo(ttft_s=5.0)))
+    busy = Tier("busy", (candidate(0, ready_at=102.0),), 0.1)
+    idle = Tier("idle", (candidate(1),), 0.3)
+    late = Tier("late", (candidate(2, ready_at=103.5),), 0.0)
+    assert [tier.name for tier, _ in alternatives(question, [busy, idle, late])] == ["idle", "busy"]
+
+
+def test_a_tier_that_nobody_serves_or_that_is_too_small_is_not_asked() -> None:
+    down = Tier("down", (candidate(0, available=False),))
+    small = Tier("small", (sized(1, 512),))
+    assert alternatives(ask(1000, 100), [down, small]) == []
