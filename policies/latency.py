@@ -190,6 +190,8 @@ class Belief:
 
 def backlog_s(load: EndpointLoad, now: float) -> float:
     """Seconds until the prompts booked so far are computed."""
+    if now > load.due_at:
+        return max(0.0, load.ready_at - load.due_at) + now - load.due_at
     return max(0.0, load.ready_at - now)
 
 
@@ -201,6 +203,8 @@ def prefill_s(load: EndpointLoad, uncached: float, cached: float) -> float:
 def ttft_s(load: EndpointLoad, uncached: float, cached: float, now: float) -> float:
     """Expected seconds from arrival at the endpoint to the first token: the queue or a wait for KV, then its own."""
     wait = load.ready_at - now
+    if now > load.due_at:  # what is late already was misjudged: expect it to take as long again
+        wait = max(0.0, load.ready_at - load.due_at) + now - load.due_at
     short = uncached + cached - load.kv_free
     if short > 0.0 and short * load.kv_s > wait:
         wait = short * load.kv_s
@@ -225,6 +229,8 @@ def ttfts(candidates: Sequence[Candidate], held: Sequence[int], prompt_tokens: i
         load = candidate.load
         uncached = prompt_tokens - cached
         wait = load.ready_at - now
+        if now > load.due_at:
+            wait = max(0.0, load.ready_at - load.due_at) + now - load.due_at
         short = prompt_tokens - load.kv_free
         if short > 0.0 and short * load.kv_s > wait:
             wait = short * load.kv_s

@@ -55,7 +55,7 @@ class Entry(Prompt):
         """The prompt is on its way to be computed here."""
         # The last token is always computed: its logits are what the first output token is drawn from.
         self.left = self._uncached or 1
-        self.at = self.prompt_tokens - self._uncached
+        self.at = max(0, self.prompt_tokens - self.left)
         load = self._load
         self.enters = now + load.belief.request_s
         load.timeline.arrive(load, self, now)

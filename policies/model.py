@@ -85,6 +85,7 @@ class EndpointLoad:
     The outlook, refreshed at every event of the ledger, so that a scorer costs a few attribute loads per candidate:
 
     ready_at    policy clock at which the booked prompts are expected to be computed; not after now: none are waiting
+    due_at      policy clock when the next first token of a booked prompt is expected; infinite while there is none
     token_s     seconds per further uncached prompt token, its share of the steps' overhead included
     pair_s      seconds per (prompt token x context token) of prefill attention
     fixed_s     seconds that any request pays: the API's cost, what is left of a decode step, one step's overhead
@@ -99,7 +100,8 @@ class EndpointLoad:
         *("available", "belief", "decode_tokens", "decoding", "expected_tokens", "held_tokens", "in_flight"),
         *("kv_booked", "kv_tokens", "kv_usage", "prefill_tokens", "regret", "running", "scraped_at", "slot"),
         *("strangers", "timeline", "waiting"),
-        *("context_s", "fixed_s", "kv_free", "kv_s", "pair_s", "ready_at", "sequence_s", "step_s", "token_s"),
+        *("context_s", "due_at", "fixed_s", "kv_free", "kv_s", "pair_s", "ready_at", "sequence_s"),
+        *("step_s", "token_s"),
     )
 
     def __init__(self, slot: int, belief: Belief | None = None) -> None:
@@ -119,7 +121,8 @@ class EndpointLoad:
         self.timeline = Timeline()
         self.ready_at = self.token_s = self.pair_s = self.fixed_s = 0.0
         self.step_s = self.sequence_s = self.context_s = 0.0
-        self.kv_free, self.kv_s = inf, 0.0
+        self.due_at = self.kv_free = inf
+        self.kv_s = 0.0
         self.timeline.refresh(self, 0.0)
 
 

@@ -7,7 +7,7 @@ first token that really comes. Not here: step times (latency.py), what is booked
 from __future__ import annotations
 
 from collections import deque
-from math import exp
+from math import exp, inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,7 +61,17 @@ class Timeline:
 
     __slots__ = (
         *("anchor", "batch", "began", "busy", "decode_raw_s", "decode_s", "ends", "finishing", "crowd"),
-        *("idle_s", "kv_prompts", "planned", "prefill_s", "prefill_steps", "queue", "queued_pairs", "queued_tokens"),
+        *(
+            "idle_s",
+            "over_s",
+            "kv_prompts",
+            "planned",
+            "prefill_s",
+            "prefill_steps",
+            "queue",
+            "queued_pairs",
+            "queued_tokens",
+        ),
         *("rate", "rate_at", "raw_decode", "raw_prefill", "raw_step_s", "slack_s", "starts", "steps", "tick", "tight"),
     )
 
@@ -75,7 +85,7 @@ class Timeline:
         self.starts = self.tick = 0.0
         self.anchor = self.raw_prefill = self.raw_decode = self.slack_s = 0.0
         self.prefill_steps, self.prefill_s, self.decode_raw_s = 0, 0.0, 0.0
-        self.decode_s = self.raw_step_s = self.idle_s = 0.0
+        self.decode_s = self.raw_step_s = self.idle_s = self.over_s = 0.0
         self.rate = self.rate_at = self.crowd = 0.0
 
     # Events
@@ -91,6 +101,8 @@ class Timeline:
         if ready_at < now:
             ready_at = now + self.idle_s
         load.ready_at = ready_at + left * load.token_s + pairs * load.pair_s
+        if load.due_at == inf:
+            load.due_at = load.ready_at + self.over_s
 
     def expect(self, prompt: Prompt) -> None:
         """A prompt is computed elsewhere and handed over: room for its KV is taken, nothing is queued."""
@@ -308,9 +320,17 @@ class Timeline:
         load.pair_s = pair_s = belief.pair_s
         self.idle_s = idle_s = belief.request_s + (0.5 * step_s if batch else 0.0)
         load.fixed_s = idle_s + over
-        load.ready_at = (self.ends if self.busy else self.began) + (
-            self.queued_tokens * token_s + self.queued_pairs * pair_s
-        )
+        base = self.ends if self.busy else self.began
+        load.ready_at = base + self.queued_tokens * token_s + self.queued_pairs * pair_s
+        self.over_s = over
+        if self.finishing:
+            load.due_at = base
+        elif self.queue:
+            head = self.queue[0]
+            head_s = head.left * (token_s + (head.at + 0.5 * head.left) * pair_s)
+            load.due_at = (base if base > head.enters else head.enters) + head_s + over
+        else:
+            load.due_at = inf
         self._average(now)
         busy = self.rate * per_token_s
         stretch = 1.0 / (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY))
@@ -337,4 +357,4 @@ class Timeline:
                 waiting += prompt.prompt_tokens
         context = self.starts + self.batch * self.tick
         load.kv_free = kv_tokens - context - self.kv_prompts - waiting
-        load.kv_s = load.expected_tokens * load.step_s / (load.in_flight * context) if self.batch else 0.0
+        load.kv_s = load.expected_tokens * load.step_s / (load.in_flight * context) if context > 0 else 0.0

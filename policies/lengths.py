@@ -1,0 +1,48 @@
+"""How long answers turn out to be: what to expect of a request whose client gave no bound.
+
+Lives here: a running mean per model, tenant and service class. Not here: what the client said (gateway/openai.py).
+"""
+
+from __future__ import annotations
+
+MEMORY = 100  # answers that a mean looks back on
+SEEN = 5  # answers before one of its own is believed more than its elders'
+
+
+class OutputLengths:
+    """Expected output tokens, learnt from answers that ended. One writer: who ends requests.
+
+    A tenant's class with few answers leans on the tenant, a tenant with few on the model: each of the three keeps a
+    mean over its last MEMORY answers or so. At most `most` of them are kept; the one longest without news goes first.
+    """
+
+    __slots__ = ("_means", "_most")
+
+    def __init__(self, most: int = 4096) -> None:
+        if most < 3:
+            raise ValueError(f"an answer is counted in three means, {most} are too few")
+        self._most = most
+        self._means: dict[tuple[str, ...], tuple[int, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._means)
+
+    def ended(self, model: str, tenant: str, slo: str, output_tokens: int) -> None:
+        """An answer came to its own end after so many tokens."""
+        means = self._means
+        for key in ((model,), (model, tenant), (model, tenant, slo)):
+            seen, mean = means.pop(key, (0, 0.0))
+            seen = min(seen + 1, MEMORY)
+            means[key] = seen, mean + (output_tokens - mean) / seen
+        while len(means) > self._most:
+            del means[next(iter(means))]
+
+    def expected(self, model: str, tenant: str, slo: str, bound: int | None = None) -> float | None:
+        """Tokens to expect, never more than `bound`; None while nothing was seen of the model."""
+        found: float | None = None
+        for key in ((model,), (model, tenant), (model, tenant, slo)):
+            seen, mean = self._means.get(key, (0, 0.0))
+            if seen:
+                own = min(1.0, seen / SEEN)
+                found = mean if found is None else found + own * (mean - found)
+        return found if found is None or bound is None else min(found, bound)

@@ -1,0 +1,129 @@
+"""The ledger as a state machine: whatever the order of events, all is given back and the outlook stays sane."""
+
+from __future__ import annotations
+
+from math import exp, isfinite
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from policies import ledger
+from policies.latency import MOST_CORRECTION, Gauge, backlog_s, spread, tpot_s, ttft_s
+from policies.ledger import Entry
+from policies.model import EndpointLoad, Request
+
+OUTLOOK = ("token_s", "pair_s", "fixed_s", "step_s", "sequence_s", "context_s", "kv_s")
+COUNTS = ("in_flight", "prefill_tokens", "decode_tokens", "expected_tokens", "decoding", "kv_booked")
+PASSING = st.sampled_from([0.0, 0.001, 0.02, 0.3, 4.0, 500.0])
+
+
+class Ledger(RuleBasedStateMachine):
+    """One endpoint, places of both kinds in any stage, time passing in between by nothing, a little or a lot."""
+
+    entries = Bundle("entries")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load = EndpointLoad(0)
+        ledger.scraped(self.load, None, None, None, 200_000, 0.5)
+        self.now = 1.0
+        self.open: set[Entry] = set()
+
+    def teardown(self) -> None:
+        for entry in list(self.open):
+            entry.dropped(self.now)
+        load, timeline = self.load, self.load.timeline
+        assert [getattr(load, name) for name in COUNTS] == [0] * len(COUNTS)
+        assert (timeline.batch, timeline.kv_prompts, timeline.queued_tokens, list(timeline.queue)) == (0, 0, 0, [])
+        assert timeline.starts == 0
+
+    @rule(
+        target=entries,
+        after=PASSING,
+        prompt=st.integers(0, 150_000),
+        share=st.floats(0, 1),
+        output=st.integers(0, 5000),
+        choices=st.integers(1, 4),
+        handed=st.booleans(),
+    )
+    def take(self, after: float, prompt: int, share: float, output: int, choices: int, handed: bool) -> Entry:
+        self.now += after
+        request = Request("id", "m", "t", prompt, output, choices=choices)
+        entry = (ledger.reserve if handed else ledger.book)(self.load, request, int(prompt * share), self.now)
+        assert (entry.predicted_ttft_s is None) == handed
+        assert isfinite(entry.predicted_tpot_s)
+        self.open.add(entry)
+        return entry
+
+    @rule(entry=entries, after=PASSING)
+    def first_token(self, entry: Entry, after: float) -> None:
+        self.now += after
+        entry.first_token(self.now)
+
+    @rule(entry=entries, after=PASSING)
+    def recompute(self, entry: Entry, after: float) -> None:
+        self.now += after
+        entry.recompute(self.now)
+
+    @rule(entry=consumes(entries), after=PASSING, tokens=st.none() | st.integers(0, 5000), again=st.booleans())
+    def end(self, entry: Entry, after: float, tokens: int | None, again: bool) -> None:
+        self.now += after
+        entry.finished(self.now, tokens)
+        self.open.discard(entry)
+        if again:
+            entry.dropped(self.now)
+            entry.first_token(self.now)
+            entry.recompute(self.now)
+
+    @rule(after=PASSING, running=st.none() | st.integers(0, 300), waiting=st.none() | st.integers(0, 300))
+    def scrape(self, after: float, running: int | None, waiting: int | None) -> None:
+        self.now += after
+        ledger.scraped(self.load, running, waiting, 0.5, None, self.now)
+
+    @invariant()
+    def counts_are_never_negative(self) -> None:
+        assert min(getattr(self.load, name) for name in COUNTS) >= 0
+        assert self.load.in_flight == len(self.open)
+        assert self.load.timeline.queued_tokens >= 0
+
+    @invariant()
+    def the_outlook_is_a_row_of_finite_numbers(self) -> None:
+        load = self.load
+        assert all(0.0 <= getattr(load, name) < 1e6 for name in OUTLOOK)
+        assert isfinite(load.ready_at)
+        assert load.kv_free <= 200_000
+        for uncached, cached in ((1, 0), (8000, 0), (100_000, 30_000)):
+            assert 0.0 < ttft_s(load, uncached, cached, self.now) < 1e9
+        assert 0.0 < tpot_s(load, 1000) < 1e6
+        assert 0.0 <= backlog_s(load, self.now) < 1e9
+        assert 0.0 <= spread(load) <= 2.0
+
+    @invariant()
+    def corrections_are_bounded(self) -> None:
+        belief = self.load.belief
+        for gauge in (belief.prefill, belief.layers, belief.step):
+            assert exp(-MOST_CORRECTION) * 0.999 <= gauge.factor <= exp(MOST_CORRECTION) * 1.001
+
+
+TestLedger = Ledger.TestCase
+TestLedger.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+@given(st.lists(st.tuples(st.integers(1, 50_000), st.integers(0, 50_000)), min_size=1, max_size=20))
+def test_the_queue_grows_with_every_booking(prompts: list[tuple[int, int]]) -> None:
+    load = EndpointLoad(0)
+    for uncached, cached in prompts:
+        before = load.ready_at, ttft_s(load, 1000, 0, 5.0)
+        ledger.book(load, Request("id", "m", "t", uncached + cached, 100), cached, 5.0)
+        assert load.ready_at > before[0]
+        assert ttft_s(load, 1000, 0, 5.0) > before[1]
+
+
+@given(st.lists(st.tuples(st.floats(1e-6, 1e6), st.floats(0, 10)), max_size=60))
+def test_a_gauge_stays_within_its_bounds_whatever_it_sees(seen: list[tuple[float, float]]) -> None:
+    gauge = Gauge()
+    for factor, noise in seen:
+        gauge.observe(factor, noise)
+        assert abs(gauge.log) <= MOST_CORRECTION
+        assert gauge.var > 0
