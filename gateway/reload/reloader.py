@@ -83,6 +83,8 @@ class Reloader:
         self._say = say
         self._one_at_a_time = asyncio.Lock()
         self._metrics = metrics
+        for result in ("applied", "unchanged", "rejected", "rolled_back"):
+            metrics.config_reload_total.labels(result)  # so that a query finds them before anything has happened
         folder = loaded.config.reload.state_dir
         self.versions = Versions(Path(folder) if folder is not None else None)
         self.version = self._first(loaded)

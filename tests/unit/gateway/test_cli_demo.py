@@ -7,12 +7,14 @@ import json
 import os
 import re
 import select
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,6 +100,15 @@ def test_demo_serves_what_its_welcome_says_and_ctrl_c_ends_everything(tmp_path: 
         connection.close()
         assert streamed.rstrip().endswith("data: [DONE]")
         assert json.loads(streamed.split("\n\n")[0].removeprefix("data: "))["model"] == "demo-8b"
+        edit = re.search(r"(sed -i 's/[^']+') (\S+)", welcome)
+        assert edit, welcome
+        began = time.monotonic()
+        subprocess.run([*shlex.split(edit[1]), edit[2]], cwd=tmp_path, check=True)
+        assert process.stdout
+        said = next(line for line in process.stdout if line.startswith("re"))
+        assert said.startswith("reloaded gateway.yaml v2 (1 change: pools.chat.policy) in "), said
+        assert said.endswith(" ms, 0 requests affected\n"), said
+        assert time.monotonic() - began < 2.0, "half a second, and a busy machine"
         with watched(mocks_of(process.pid)) as mocks:
             assert mocks
             process.send_signal(signal.SIGINT)

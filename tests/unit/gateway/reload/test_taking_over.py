@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import pytest
 
+from gateway.app import App, Origin
+from gateway.config import from_engines
+from gateway.reload import swap
 from gateway.reload.follow import POLL_S
 from tests.unit.gateway.reload.running import Running, dumped, running
 
@@ -249,12 +252,14 @@ async def test_reloads_under_load_fail_nobody_and_stop_the_loop_for_no_longer_th
             made.text(0, 3).replace("stall: 60s", "stall: 55s"),
         ]
         took: list[float] = []
+        worked: list[float] = []
         carry_out = made.app.swap.carry_out
 
         def timed(plan: Any) -> int:
-            began = perf_counter()
+            began, busy = perf_counter(), thread_time()
             affected = carry_out(plan)
             took.append(perf_counter() - began)
+            worked.append(thread_time() - busy)
             return affected
 
         made.app.swap.carry_out = timed  # type: ignore[method-assign]
@@ -263,9 +268,11 @@ async def test_reloads_under_load_fail_nobody_and_stop_the_loop_for_no_longer_th
             for number in range(1, reloads + 1):
                 results.add((await made.app.reloader.put(texts[number % len(texts)].encode(), "admin")).result)
         assert results == {"applied"}
-        print(f"{reloads} reloads, {made.fates}, longest swap {max(took) * 1e3:.2f} ms, sum {sum(took) * 1e3:.1f} ms")
+        print(f"{reloads} reloads, {made.fates}, mean swap {sum(took) / reloads * 1e3:.2f} ms")
+        print(f"longest {max(took) * 1e3:.2f} ms, of its own work {max(worked) * 1e3:.2f} ms")
         assert made.fates["ok"] > reloads
-        assert max(took) < 0.05
+        assert sorted(took)[int(0.98 * reloads)] < 0.05
+        assert max(worked) < 0.05, "however busy the machine is with others"
         async with asyncio.timeout(5):
             while made.app.swap.retiring:
                 await asyncio.sleep(0.05)
@@ -273,3 +280,36 @@ async def test_reloads_under_load_fail_nobody_and_stop_the_loop_for_no_longer_th
         assert len(list(table.all())) == len(made.app.gateway.snapshot.config.pools["chat"].endpoints)
         assert all(live.load.in_flight == 0 for live in table.all())
         assert len(table.prefixes.index.stats().held_tokens) <= 24, "slots are used again"
+
+
+async def test_engines_of_the_command_line_have_no_file_and_can_be_changed_and_gone_back_to(tmp_path: Path) -> None:
+    said: list[str] = []
+    begun = from_engines(["http://127.0.0.1:9"], "least_loaded", "127.0.0.1", 0, 0)
+    app = App(begun.config, Origin(begun, None, {}, lambda line, bad: said.append(line)))
+    assert (await app.reloader.reload("signal")).result == "nothing"
+    text = "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\npools: {engines: {endpoints: [{url: 'http://h:9'}]}}"
+    outcome = await app.reloader.put(text.encode(), "admin")
+    assert (outcome.result, [change.path for change in outcome.changes]) == (
+        "applied",
+        ["pools.engines.policy", "pools.engines.endpoints.127.0.0.1:9", "pools.engines.endpoints.h:9"],
+    )
+    assert (await app.reloader.rollback(1)).result == "applied"
+    assert app.gateway.snapshot.policies["engines"].name == "least_loaded"
+    assert [line.split(" (")[0] for line in said] == ["reloaded PUT config v2", "reloaded command line v3"]
+
+
+async def test_a_policy_that_fails_at_its_trial_pick_is_refused_where_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async with running(tmp_path) as made:
+        before = made.app.gateway.snapshot
+        monkeypatch.setattr(swap.run, "pick", broken)
+        status, told = await made.put(made.text().replace(*LEAST))
+        monkeypatch.undo()
+        assert (status, told["problems"][0]["line"], told["problems"][0]["col"]) == (400, 10, 13)
+        assert "least_loaded failed at a trial pick: ZeroDivisionError()" in told["message"]
+        assert made.app.gateway.snapshot is before
+        assert await made.ask() == "ok"
