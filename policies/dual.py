@@ -46,7 +46,8 @@ class Priced(AdmissionPreset, frozen=True):
     hold_least_s   or below this; beyond, they wait here, where a better place can still be chosen
     step_share     ... and while prefill takes of its time what leaves answers within this share of the TPOT budget,
     burst_s        give or take so many seconds of prefill
-    modest         by how much more of both a tenant may have that asks for no more than its share
+    modest, immodest  where tenants compete, factors on both: of one that asks for more than its share immodest, of one
+                   that does not, more by modest
     kv_share       share of the fleet's KV that may be booked before a price is asked
     late_value     what a request is worth whose first token is expected too late, in relation to one in time
     session_value  what a request is worth that goes on with a conversation, in relation to one that begins
@@ -63,6 +64,7 @@ class Priced(AdmissionPreset, frozen=True):
     step_share: float = 0.85
     burst_s: float = 1.5
     modest: float = 3.0
+    immodest: float = 0.6
     kv_share: float = 1.0
     late_value: float = 0.2
     session_value: float = 20.0
@@ -203,10 +205,12 @@ class PricedAdmission:
     def _fluid(self, ask: Ask, candidates: Sequence[Candidate]) -> bool:
         """Whether some candidate would begin with it soon without making others' answers slow.
 
-        A tenant that asks for no more than its share need not wait for the pace: those who ask for more keep it.
+        A tenant that asks for no more than its share need not wait as others do: those who ask for more keep the pace.
         """
         slo, rule = ask.request.slo, self._rule
-        modest = 1.0 + rule.modest * (1.0 - self._usage.excess(ask.request.tenant))
+        modest = 1.0
+        if self._usage.shared:
+            modest = rule.immodest + rule.modest * (1.0 - self._usage.excess(ask.request.tenant))
         until = ask.now + modest * max(rule.hold_least_s, rule.hold_share * slo.ttft_s)
         for candidate in candidates:
             load = candidate.load

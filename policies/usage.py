@@ -27,7 +27,7 @@ class Usage:
         self._tau_s = tau_s
         self._offered: dict[str, float] = {}
         self._admitted = 0.0
-        self._at = 0.0
+        self._at: float | None = None
         self.level = inf
 
     def offered(self, tenant: str, work_s: float, admitted: bool) -> None:
@@ -40,7 +40,7 @@ class Usage:
 
     def tick(self, now: float) -> None:
         """Let the past fade, and find the level that what is admitted now would reach if it were shared fairly."""
-        fade = exp(min(0.0, self._at - now) / self._tau_s)
+        fade = exp(min(0.0, self._at - now) / self._tau_s) if self._at is not None else 1.0
         self._at = now
         self._admitted *= fade
         self._offered = {name: work * fade for name, work in self._offered.items() if work * fade > 1e-6}
@@ -52,6 +52,11 @@ class Usage:
                 return
             left -= self._offered[name]
             weight -= self.weight(name)
+
+    @property
+    def shared(self) -> bool:
+        """Whether several tenants have asked lately."""
+        return len(self._offered) > 1
 
     @property
     def rate_s(self) -> float:

@@ -1,0 +1,245 @@
+"""Priced admission: nothing is refused when calm; beyond, every reason comes with its numbers."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from policies.admission import Admit, DrainRate, Outcome, Shed, Verdict, Wait, WaitingRoom
+from policies.dual import Priced, PricedAdmission
+from policies.fingerprint import of_chain
+from policies.model import Ask, Candidate, Pick, Slo
+from tests.unit.policies.builders import ask, candidate
+
+NOW = 100.0
+
+
+class View:
+    """A room as an admission sees it, with the numbers that a test wants."""
+
+    def __init__(self, busy: int = 0, capacity: int = 48, waiting: int = 0, waiting_s: float = 0.0) -> None:
+        self.busy, self.capacity, self.waiting, self.waiting_s = busy, capacity, waiting, waiting_s
+        self.at_door = True
+        self.drain = DrainRate()
+        self.limits = WaitingRoom()
+
+    def ahead(self, tenant: str) -> float:
+        return self.waiting
+
+    def first(self, tenant: str) -> bool:
+        return not self.waiting
+
+    def draining(self, per_s: float) -> View:
+        for number in range(int(30 * per_s) + 1):
+            self.drain.completed(NOW - 30 + number / per_s)
+        return self
+
+
+def admission(**params: Any) -> PricedAdmission:
+    return PricedAdmission(Priced(**params))
+
+
+def asking(prompt_tokens: int = 1000, now: float = NOW, seed: int = 1, prompt: int = 0, **request: Any) -> Ask:
+    """A question; `prompt` other than 0 names its content."""
+    question = ask(prompt_tokens, now=now, seed=seed)
+    print_ = of_chain((prompt,), 2048, 4 * prompt_tokens) if prompt else None
+    return replace(question, request=replace(question.request, arrived_s=now, **request), fingerprint=print_)
+
+
+def queued(seconds: float, count: int = 2) -> list[Candidate]:
+    """Endpoints that will have computed what they were given in so many seconds."""
+    return [candidate(slot, ready_at=NOW + seconds, in_flight=4, kv_tokens=600_000.0) for slot in range(count)]
+
+
+def shed(verdict: Verdict) -> Shed:
+    assert isinstance(verdict, Shed), verdict
+    return verdict
+
+
+def refused(made: PricedAdmission, candidates: list[Candidate], view: View, tries: int = 400, **asked: Any) -> float:
+    """The share of equal questions that is refused for their price."""
+    verdicts = [made.judge(asking(seed=seed, **asked), candidates, view) for seed in range(tries)]
+    return sum(isinstance(verdict, Shed) for verdict in verdicts) / tries
+
+
+def overload(made: PricedAdmission, candidates: list[Candidate], tenant: str = "tenant", requests: int = 400) -> None:
+    """Let a tenant ask for more than the endpoints can do, all of which is let in."""
+    for number in range(requests):
+        question = asking(20_000, tenant=tenant)
+        made.booked(question, Pick(candidates[number % len(candidates)], 0, 0.0, 2, "test"))
+    made.tick(NOW, candidates)
+
+
+def test_nothing_is_refused_while_the_queue_is_within_the_promise() -> None:
+    made = admission()
+    assert refused(made, queued(0.5), View()) == 0
+    assert refused(made, queued(3.9), View()) == 0
+    assert made.price == 0
+
+
+def test_beyond_it_the_more_is_refused_the_longer_the_queue_is() -> None:
+    shares = [refused(admission(), queued(seconds), View()) for seconds in (4.2, 5.0, 6.0, 9.0)]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.1
+    assert shares[-1] > 0.9
+
+
+def test_in_lasting_overload_the_queue_must_be_shorter() -> None:
+    made, fleet = admission(), queued(3.0)
+    assert refused(made, fleet, View()) == 0
+    overload(made, fleet)
+    assert refused(made, fleet, View()) > 0.5
+
+
+def test_those_who_wait_count_as_queue() -> None:
+    assert refused(admission(), queued(0.5), View(waiting=40, waiting_s=20.0)) > 0.9
+
+
+def test_long_prompts_pay_more_and_still_have_their_chance() -> None:
+    made, fleet = admission(), queued(1.7)
+    overload(made, fleet)
+    verdicts: dict[int, list[bool]] = {2000: [], 8000: [], 40_000: []}
+    for seed in range(600):
+        for prompt_tokens, seen in verdicts.items():
+            seen.append(isinstance(made.judge(asking(prompt_tokens, seed=seed), fleet, View()), Shed))
+    short, middle, long = (sum(seen) / len(seen) for seen in verdicts.values())
+    assert short < middle < 0.2 < long < 0.9
+
+
+def test_weight_priority_and_a_conversation_under_way_are_worth_more() -> None:
+    made, fleet = admission(), queued(5.5)
+    plain = refused(made, fleet, View())
+    assert refused(made, fleet, View(), tries=50, priority=3) < plain - 0.2
+    assert refused(made, fleet, View(), tries=50, slo=Slo(weight=10.0)) < plain - 0.2
+    warm = [replace(asking(seed=seed), cached=(600, 0)) for seed in range(400)]
+    assert sum(isinstance(made.judge(each, fleet, View()), Shed) for each in warm) / 400 < plain
+
+
+def test_who_is_refused_for_its_price_hears_the_queue_the_work_and_the_odds() -> None:
+    verdict = shed(admission().judge(asking(), queued(12.0), View().draining(2.0)))
+    assert verdict.reason == "price"
+    assert verdict.retry_after_s is None  # nothing was booked yet: nobody knows what gets done per second
+    assert "12.0 s of prompts are queued for each of 2 endpoints" in verdict.detail
+    assert "beyond 4.0 s a price is asked" in verdict.detail
+    assert "s of work; of those like it one in" in verdict.detail
+
+
+def test_retry_after_comes_from_the_measured_drain_and_spreads_those_who_return() -> None:
+    made, fleet = admission(), queued(12.0)
+    overload(made, fleet, requests=50)
+    view = View().draining(2.0)
+    back = [
+        verdict.retry_after_s
+        for seed in range(60)
+        if isinstance(verdict := made.judge(asking(seed=seed, prompt=seed + 1), fleet, view), Shed)
+    ]
+    assert all(seconds is not None and 1.0 <= seconds <= 60.0 for seconds in back)
+    assert len({round(seconds, 1) for seconds in back if seconds is not None}) > len(back) / 2
+
+
+def test_one_who_keeps_to_its_time_is_let_in_and_one_who_comes_early_only_hears_it_again() -> None:
+    made, fleet = admission(), queued(12.0)
+    overload(made, fleet, requests=50)
+    view = View().draining(2.0)
+    first = shed(made.judge(asking(prompt=7), fleet, view))
+    assert first.retry_after_s is not None
+    early = shed(made.judge(asking(prompt=7, now=NOW + 0.2), fleet, view))
+    assert early.reason == "early"
+    assert early.retry_after_s == pytest.approx(first.retry_after_s - 0.2)
+    assert f"due in {early.retry_after_s:.1f} s" in early.detail
+    for each in fleet:
+        each.load.ready_at += first.retry_after_s
+    due = asking(prompt=7, now=NOW + first.retry_after_s)
+    assert isinstance(made.judge(due, fleet, view), Wait)  # there is a queue, but no price is asked again
+    assert made.judge(asking(prompt=8, now=due.now), fleet, view) != Admit()
+
+
+def test_one_whose_client_will_have_given_up_is_refused_with_both_times() -> None:
+    verdict = shed(admission().judge(asking(deadline_s=NOW + 1.0), queued(3.0), View(busy=8).draining(2.0)))
+    assert verdict.reason == "deadline"
+    assert verdict.detail.startswith("The client gives up in 1.0 s and the first token is expected in 3.")
+
+
+def test_who_has_waited_too_long_to_be_in_time_makes_way_only_when_there_is_a_price() -> None:
+    made = admission()
+    view = View(busy=8, waiting=3, waiting_s=30.0)
+    view.at_door = False
+    late = replace(asking(now=NOW - 4.0), now=NOW)
+    verdict = shed(made.judge(late, queued(2.0), view))
+    assert verdict.reason == "ttft"
+    assert verdict.detail.startswith("The first token was due in 1.0 s and is expected in 2.")
+    view.waiting_s = 0.1
+    assert isinstance(made.judge(late, queued(2.0), view), Wait)
+
+
+def test_requests_are_held_while_no_endpoint_would_begin_with_them_soon() -> None:
+    made = admission()
+    assert isinstance(made.judge(asking(), queued(2.0), View()), Wait)
+    one_free = [*queued(2.0), candidate(2, ready_at=NOW)]
+    assert isinstance(made.judge(asking(), one_free, View()), Admit)
+
+
+def test_requests_are_held_while_every_endpoint_is_ahead_of_its_pace() -> None:
+    made, fleet = admission(), queued(0.0, count=1)
+    assert isinstance(made.judge(asking(), fleet, View()), Admit)
+    made.booked(asking(60_000), Pick(fleet[0], 0, 0.0, 1, "test"))
+    assert not made.calm
+    assert isinstance(made.judge(asking(), fleet, View()), Wait)
+    assert isinstance(made.judge(asking(now=NOW + 30.0), fleet, View()), Admit)
+
+
+def test_a_new_session_enters_only_while_the_contexts_of_those_in_fit() -> None:
+    made, fleet = admission(), queued(0.0)  # 1.2 M tokens of KV
+    for number in range(8):
+        question = asking(100_000, session=f"s{number}")
+        assert not isinstance(made.judge(question, fleet, View()), Shed)
+        made.booked(question, Pick(fleet[0], 0, 0.0, 2, "test"))
+    verdict = shed(made.judge(asking(100_000, session="new"), fleet, View()))
+    assert verdict.reason == "session_memory"
+    assert "8 sessions under way hold 800000 tokens" in verdict.detail
+    assert "below 840000, 70% of the fleet's KV cache" in verdict.detail
+    assert not isinstance(made.judge(asking(100_000, session="s3"), fleet, View()), Shed)
+    assert not isinstance(made.judge(asking(100_000), fleet, View()), Shed)
+
+
+def test_a_tenant_within_its_share_pays_no_price_for_what_another_asks() -> None:
+    made, fleet = admission(), queued(6.0)
+    overload(made, fleet, "loud")
+    made.booked(asking(tenant="quiet"), Pick(fleet[0], 0, 0.0, 2, "test"))
+    made.tick(NOW, fleet)
+    assert refused(made, fleet, View(), tenant="loud") > 0.5
+    assert refused(made, fleet, View(), tenant="quiet") == 0
+
+
+def test_nobody_needs_to_be_judged_when_calm_and_everybody_when_not() -> None:
+    made, idle = admission(), queued(0.0)
+    made.tick(NOW, idle)
+    assert made.calm
+    made.tick(NOW, queued(2.0))
+    assert not made.calm
+    made.tick(NOW + 60, idle)
+    assert made.calm
+    made.booked(asking(session="s"), Pick(idle[0], 0, 0.0, 2, "test"))
+    assert not made.calm
+    made.ended(asking(session="s").request, Outcome(NOW + 1, 0.1, 0.01, 100, 0))
+    made.tick(NOW + 61, idle)
+    assert not made.calm  # it may come back
+    made.tick(NOW + 400, idle)
+    assert made.calm
+
+
+def test_without_any_endpoint_nobody_waits() -> None:
+    assert shed(admission().judge(asking(), [], View(capacity=0))).reason == "no_capacity"
+    down = [candidate(0, available=False)]
+    assert shed(admission().judge(asking(), down, View(capacity=24))).reason == "no_capacity"
+
+
+def test_equal_questions_get_equal_answers_from_an_equal_seed() -> None:
+    rng, other = Random(3), Random(3)
+    verdicts = [
+        admission().judge(replace(asking(), rng=each), queued(5.5), View().draining(2.0)) for each in (rng, other)
+    ]
+    assert verdicts[0] == verdicts[1]
