@@ -14,6 +14,7 @@ import msgspec
 from gateway.exchange import Exchange, SplitRecord
 from gateway.metrics import Metrics
 from gateway.relay import Relay, Usage
+from policies.fingerprint import ids_of
 
 MAX_CHILDREN = 8192
 SPLIT_STAGES = ("queue", "prefill", "transfer", "first_token")
@@ -23,7 +24,10 @@ KEEP_BYTES = 8 * 1024 * 1024  # lines waiting for a blocked sink; beyond it they
 
 
 class AccessLine(msgspec.Struct, omit_defaults=True):
-    """One request in the access log. Times in us count from the moment the request's head was parsed."""
+    """One request in the access log. Times in us count from the moment the request's head was parsed.
+
+    `blocks` (asked for by `access_blocks`): chained ids of the prompt's blocks of 2 KiB, which are 512 tokens or so.
+    """
 
     time: float
     id: str
@@ -64,13 +68,15 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     prefilled_us: int | None = None
     handed_over_us: int | None = None
     handoff_us: int | None = None
+    blocks: list[int] = []
 
 
 class AccessLog:
     """A buffered sink of lines. Writing happens in a thread, so a slow disk or a full pipe never holds a request up."""
 
-    def __init__(self, where: str, flush_s: float, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, where: str, flush_s: float, loop: asyncio.AbstractEventLoop, blocks: bool = False) -> None:
         self._fd = _open(where)
+        self.blocks = blocks
         self._flush_s = flush_s
         self._loop = loop
         self._encode = msgspec.json.Encoder().encode
@@ -204,7 +210,10 @@ class Accounts:
         if x.outcome == "client_gone":
             self._metrics.client_disconnects_total.labels(x.stage).inc()
         if self._log.on:
-            self._log.write(_line(x, relay, now))
+            line = _line(x, relay, now)
+            if self._log.blocks and x.fingerprint is not None:
+                line.blocks = ids_of(x.fingerprint)
+            self._log.write(line)
 
     def forget(self, endpoint: str) -> None:
         """An endpoint of this name is gone: its children were dropped from their families."""

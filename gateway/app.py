@@ -80,7 +80,8 @@ class App:
         rng = Random(secrets.randbits(64))
         self._endpoints = EndpointTable(config, self._prefixes, self.metrics, rng, self._outbox)
         self._endpoints.on_change = self._gate.refresh
-        self._log = AccessLog(config.observability.access_log, config.observability.access_flush, self._loop)
+        seen = config.observability
+        self._log = AccessLog(seen.access_log, seen.access_flush, self._loop, seen.access_blocks)
         self._watcher = Watcher(config, self._endpoints, self._learnt)
         plan = build(config, self._endpoints, self._gate, {})
         self._endpoints.adopt(plan.adoption)

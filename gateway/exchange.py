@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gateway.gate import Gate
     from gateway.openai import Api, Call
     from gateway.relay import Relay
+    from policies.fingerprint import Fingerprint
 
 
 class Sent(Protocol):
@@ -54,6 +55,7 @@ class Exchange(msgspec.Struct, eq=False):
     retries       endpoints that failed this request, in order
     retrying      it holds a turn of the fleet's retry budget
     body_bytes    memory held for the body
+    fingerprint   of its prompt; None where the policy does not read prefixes
     split         whether and how it was split; None for models that are not
     """
 
@@ -80,6 +82,7 @@ class Exchange(msgspec.Struct, eq=False):
     outcome: str = "served"
     reason: str | None = None
     split: SplitRecord | None = None
+    fingerprint: Fingerprint | None = None
 
     def hold(self, gate: Gate, body_bytes: int) -> None:
         """Take memory for a body of so many bytes, in place of what was taken before. Raises GatewayError."""

@@ -89,7 +89,7 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
 async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route, call: Call) -> None:
     """Pick, book and send, until an endpoint answers or nothing is left to try."""
     endpoints, request, policy = gateway.endpoints, call.request, route.policy
-    fingerprint = endpoints.prefixes.of(call, route.name) if policy.reads_prefix else None
+    fingerprint = x.fingerprint = endpoints.prefixes.of(call, route.name) if policy.reads_prefix else None
     try:
         while True:
             pick = x.pick = run.pick(policy, endpoints.ask(request, fingerprint, x.retries), route.candidates)

@@ -155,3 +155,13 @@ def of_chain(ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0) 
         keys *= np.uint64(odd)
     keys ^= keys >> np.uint64(31)
     return Fingerprint(keys, block_bytes, n_bytes)
+
+
+def ids_of(fingerprint: Fingerprint, bytes_each: int = 2048) -> list[int]:
+    """Chained ids of the prompt's blocks of that size (at least the fingerprint's own), for a log: 48 bits of a key.
+
+    They say which prompts of one process begin alike and how far, and nothing else: keys are made under its secret.
+    """
+    step = max(1, bytes_each // fingerprint.block_bytes)
+    ids: list[int] = (fingerprint.keys[step - 1 :: step] >> np.uint64(16)).tolist()
+    return ids

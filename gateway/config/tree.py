@@ -347,6 +347,9 @@ class Observability(Section):
         "stdout", "One JSON line per request to stdout, off, or the path of a file."
     )
     access_flush: Duration = setting("200ms", "Longest time a line waits to be written with others.")
+    access_blocks: Annotated[bool, Field(strict=True)] = setting(
+        False, "Whether lines tell the keys of prompts' blocks, so that a replay knows what prompts had in common."
+    )
     tenants: Annotated[bool, Field(strict=True)] = setting(
         False, "Whether penstock_goodput_total tells tenants apart, up to 64 of them."
     )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Client, route: Route, call: Call) -> None:
     """Serve it by a pair or whole, until somebody answers or nothing is left to try. Raises GatewayError then."""
-    fingerprint = gateway.endpoints.prefixes.of(call, route.name)
+    fingerprint = x.fingerprint = gateway.endpoints.prefixes.of(call, route.name)
     work = Work(gateway, route, split, x, client, call, Body(call), fingerprint)
     recompute = False
     try:

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from planner.traces.shape import TraceRequest, parsed
+from planner.words import BYTES_PER_TOKEN
 
-SHORTEST_OUTPUT = 1
+_BESIDES = 2
+"""Events of a stream that bring no token: what it begins or ends with, and [DONE]."""
 
 
 class _Line(msgspec.Struct):
@@ -22,6 +24,8 @@ class _Line(msgspec.Struct):
     tenant: str = ""
     model: str = ""
     received_us: int | None = None
+    body_bytes: int = 0
+    events: int = 0
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     slo: str = ""
@@ -32,23 +36,25 @@ class _Line(msgspec.Struct):
 
 
 def access(lines: Iterable[bytes], name: str = "trace", model: str | None = None) -> Iterator[TraceRequest]:
-    """Requests in order of arrival, from the first one's moment on; those whose lengths the log does not know (refused
-    at the door, broken before the engine spoke) are passed over. `model`: only those for it.
+    """Requests in order of arrival, from the first one's moment on; those that were refused or broken are passed over.
+    `model`: only those for it.
 
-    Lines are written when requests end, so all of them are read before the first is given out.
+    Where an engine was not asked for usage, as in most streams, lengths are estimated: four bytes of body per token of
+    the prompt, an event per token of the answer. Lines are written when requests end, so all of them are read before
+    the first is given out.
     """
     rows = [
         row
         for _, row in parsed(_Line, lines, name)
-        if row.prompt_tokens and (model is None or row.model == model) and row.status < 400
+        if row.status < 400 and (model is None or row.model == model) and _prompt_tokens(row)
     ]
     rows.sort(key=_arrived_s)
     begin_s = _arrived_s(rows[0]) if rows else 0.0
     for row in rows:
         yield TraceRequest(
             _arrived_s(row) - begin_s,
-            row.prompt_tokens or 1,
-            max(SHORTEST_OUTPUT, row.completion_tokens or 0),
+            _prompt_tokens(row),
+            max(1, row.events - _BESIDES if row.completion_tokens is None else row.completion_tokens),
             row.blocks,
             row.block_tokens,
             session=row.session,
@@ -56,6 +62,10 @@ def access(lines: Iterable[bytes], name: str = "trace", model: str | None = None
             slo=row.slo,
             priority=row.priority,
         )
+
+
+def _prompt_tokens(row: _Line) -> int:
+    return row.body_bytes // BYTES_PER_TOKEN if row.prompt_tokens is None else row.prompt_tokens
 
 
 def _arrived_s(row: _Line) -> float:

@@ -114,6 +114,11 @@ def test_our_own_log_is_replayed_in_order_of_arrival_without_what_was_refused() 
     assert (second.arrival_s, second.tenant, second.blocks) == (0.5, "b", ())
 
 
+def test_lengths_that_an_engine_was_not_asked_for_are_estimated() -> None:
+    (one,) = access([logged(1.0, None, completion_tokens=None, body_bytes=4000, events=12)])
+    assert (one.input_tokens, one.output_tokens) == (1000, 10)
+
+
 def test_b2b_asks_at_its_rate_about_prompts_that_customers_share() -> None:
     found = list(b2b(20.0, 200.0, seed=3))
     assert len(found) / 200 == pytest.approx(20.0, rel=0.1)
