@@ -69,7 +69,7 @@ class Agents:
         tokens = self.LAYOUT.block_tokens
         parts = what.src[:, None] if self.each else [what.src]
         self.offers = [
-            self.agent.offer(f"{self.turn}/{i}", blocks, len(blocks) * tokens, ttl_s=PATIENCE_S)
+            self.agent.offer(f"{self.turn}/{i}", blocks, len(blocks) * tokens, ttl_s=PATIENCE_S, public=True)
             for i, blocks in enumerate(parts)
         ]
 
@@ -126,7 +126,9 @@ class Layers(Agents):
         assert self.what is not None
         tokens, layers = len(self.what.src) * self.LAYOUT.block_tokens, self.LAYOUT.layers
         began = last = time.perf_counter()
-        offer = self.agent.offer(str(self.turn), self.what.src, tokens, ready_layers=0 if prefill_s else None)
+        offer = self.agent.offer(
+            str(self.turn), self.what.src, tokens, ready_layers=0 if prefill_s else None, public=True
+        )
         for layer in range(layers if prefill_s else 0):
             await asyncio.sleep(began + prefill_s * (layer + 1) / layers - time.perf_counter())
             last = time.perf_counter()
