@@ -176,3 +176,25 @@ async def test_a_new_endpoint_is_asked_for_nothing_before_a_probe_found_it_well(
             assert await made.ask() == "ok"
         assert made.app.metrics.retries_total._meters == {}
         assert status == 200
+
+
+async def test_requests_that_were_refused_broke_or_were_left_keep_no_old_generation(tmp_path: Path) -> None:
+    tenants = "tenants: [{name: a, key: sk-a}]\n"
+    async with running(tmp_path, speed=4, more=tenants) as made:
+        assert (await made.ask()).startswith("401")
+        made.http.headers["Authorization"] = "Bearer sk-a"
+        async with made.http.post(f"{made.app.url}/v1/chat/completions", json={"model": "none"}) as answer:
+            assert answer.status in (400, 404)
+        async with made.http.post(f"{made.app.url}/v1/chat/completions", data=b"{") as answer:
+            assert answer.status == 400
+        async with made.http.get(f"{made.app.url}/v1/models") as answer:
+            assert answer.status == 200
+        made.members[0].faults.set("5xx")
+        for _ in range(3):
+            await made.ask()
+        left = await slow_answer(made)
+        left.cancel()
+        await until(lambda: not any(live.load.in_flight for live in made.app.gateway.endpoints.all()))
+        assert (await made.put(made.text(1) + tenants))[0] == 200
+        await until(lambda: not made.app.swap.retiring)
+        assert names(made) == ["group-1"]
