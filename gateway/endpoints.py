@@ -65,7 +65,7 @@ class Booking:
         self._request = request
         self._told = False
         self._usage: Usage | None = None
-        self.place = self._take(live.load, request, pick.cached_tokens, monotonic())
+        self.place = self._take(live.load, request, pick.cached_tokens, monotonic(), request.stream)
 
     def first_token(self) -> None:
         """The prompt is computed: its tokens are context now, not backlog."""

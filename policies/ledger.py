@@ -26,10 +26,12 @@ class Entry(Prompt):
         *("predicted_tpot_s", "predicted_ttft_s"),
     )
 
-    def __init__(self, load: EndpointLoad, request: Request, cached_tokens: int, now: float, handed: bool) -> None:
+    def __init__(
+        self, load: EndpointLoad, request: Request, cached_tokens: int, now: float, told: bool, handed: bool
+    ) -> None:
         self.prompt_tokens = prompt = request.prompt_tokens
         self.sequences = request.choices
-        self.cached_tokens = cached_tokens
+        self.cached_tokens, self.told = cached_tokens, told
         self._load, self._booked_at, self._open = load, now, True
         self._output = output = request.output_tokens
         self.planned = self.decoding = self.locked = False
@@ -72,22 +74,28 @@ class Entry(Prompt):
         """The prompt is computed: its tokens are context now, not backlog."""
         if self.decoding or not self._open:
             return
+        self.told = True
+        self.computed()
+        load = self._load
+        if self.predicted_ttft_s is not None:
+            load.belief.missed(self.predicted_ttft_s, now - self._booked_at)
+        load.timeline.answered(load, self, now)
+
+    def computed(self) -> None:
         load = self._load
         load.prefill_tokens -= self._uncached
         self._uncached = 0
         load.decode_tokens += self.prompt_tokens - self._context
         self._context = self.prompt_tokens
         load.decoding += 1
-        if self.predicted_ttft_s is not None:
-            load.belief.missed(self.predicted_ttft_s, now - self._booked_at)
-        load.timeline.answered(load, self, now)
 
     def finished(self, now: float, output_tokens: int | None = None) -> None:
         """The answer is whole; `output_tokens` is how long it was, if anybody said. Gives back what is still held."""
         if not self._open:
             return
-        self._open = False
         load, prompt = self._load, self.prompt_tokens
+        load.timeline.advance(load, now)
+        self._open = False
         load.in_flight -= 1
         load.expected_tokens -= self._output
         load.kv_booked -= prompt + self._output
@@ -102,14 +110,18 @@ class Entry(Prompt):
         self.finished(now)
 
 
-def book(load: EndpointLoad, request: Request, cached_tokens: int, now: float) -> Entry:
-    """Take a place for a whole request: a prompt to compute, then tokens to make."""
-    return Entry(load, request, cached_tokens, now, handed=False)
+def book(load: EndpointLoad, request: Request, cached_tokens: int, now: float, told: bool = True) -> Entry:
+    """Take a place for a whole request: a prompt to compute, then tokens to make.
+
+    `told` False: nobody will know when its first token came (an answer that comes whole), so it is believed to come
+    when the timeline says so, and teaches nothing.
+    """
+    return Entry(load, request, cached_tokens, now, told, handed=False)
 
 
-def reserve(load: EndpointLoad, request: Request, cached_tokens: int, now: float) -> Entry:
+def reserve(load: EndpointLoad, request: Request, cached_tokens: int, now: float, told: bool = True) -> Entry:
     """Take a decode place for a split request: KV for all of its prompt from the start, and nothing to prefill."""
-    return Entry(load, request, cached_tokens, now, handed=True)
+    return Entry(load, request, cached_tokens, now, told, handed=True)
 
 
 def scraped(

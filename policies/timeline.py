@@ -26,11 +26,12 @@ class Prompt:
     left, at  tokens in no step yet, and tokens of the prompt before those
     planned   its last chunk is in a step; decoding  it is past its first token; locked  it has its KV
     sequences answers that grow from it
+    told      somebody will tell of its first token; else it is believed to come when the step ends
     """
 
     __slots__ = (
         *("at", "began", "decode_raw_s", "decoding", "enters", "left", "locked", "planned", "prefill_s"),
-        *("prefill_steps", "prompt_tokens", "sequences", "tick"),
+        *("prefill_steps", "prompt_tokens", "sequences", "tick", "told"),
     )
 
     at: int
@@ -46,6 +47,10 @@ class Prompt:
     prompt_tokens: int
     sequences: int
     tick: float
+    told: bool
+
+    def computed(self) -> None:
+        """Its first token is believed to be made, and nobody will tell."""
 
 
 class Timeline:
@@ -120,23 +125,17 @@ class Timeline:
                 self._learn(load, now)
             if not self._plan(load, now) and now > self.anchor:
                 self._learn(load, now)
-        tick = self.tick
-        prompt.decoding = True
-        prompt.began, prompt.tick = now, tick
-        prompt.prefill_steps, prompt.prefill_s = self.prefill_steps, self.prefill_s
-        prompt.decode_raw_s = self.decode_raw_s
-        if prompt.locked:
-            prompt.locked = False
-            self.kv_prompts -= prompt.prompt_tokens
-        self.batch += prompt.sequences
-        self.starts += prompt.sequences * (prompt.prompt_tokens - tick)
+        if not prompt.decoding:
+            self._start(prompt, now)
         self.refresh(load, now)
 
     def leave(self, load: EndpointLoad, prompt: Prompt, now: float, output_tokens: int | None) -> None:
-        """A prompt is over, computed or not; `output_tokens` when the answer is whole and somebody told its length."""
-        self.advance(load, now)
+        """A prompt is over, computed or not; `output_tokens` when the answer is whole and somebody told its length.
+
+        The timeline was advanced to this moment before.
+        """
         if prompt.decoding:
-            if output_tokens is not None:
+            if output_tokens is not None and prompt.told:
                 self._decoded(load, prompt, output_tokens, now)
             self.batch -= prompt.sequences
             self.starts -= prompt.sequences * (prompt.prompt_tokens - prompt.tick)
@@ -159,7 +158,7 @@ class Timeline:
         while True:
             if self.busy:
                 ends = self.ends
-                if self.finishing or ends > now:
+                if ends > now or (self.finishing and self._awaited()):
                     return
                 self._close(ends)
                 self._plan(load, ends)
@@ -245,7 +244,30 @@ class Timeline:
         self.prefill_s += at - self.began
         self.tick += 1
         self.busy, self.began = False, at
-        self.finishing = []
+        finishing, self.finishing = self.finishing, []
+        for prompt in finishing:
+            if not prompt.told:
+                self._start(prompt, at)
+                prompt.computed()
+
+    def _awaited(self) -> bool:
+        """Whether somebody will tell when the step under way has ended."""
+        for prompt in self.finishing:  # noqa: SIM110  # any() costs twice as much, and nearly always there is one
+            if prompt.told:
+                return True
+        return False
+
+    def _start(self, prompt: Prompt, now: float) -> None:
+        """A prompt is past its first token: it decodes."""
+        prompt.decoding = True
+        prompt.began, prompt.tick = now, self.tick
+        prompt.prefill_steps, prompt.prefill_s = self.prefill_steps, self.prefill_s
+        prompt.decode_raw_s = self.decode_raw_s
+        if prompt.locked:
+            prompt.locked = False
+            self.kv_prompts -= prompt.prompt_tokens
+        self.batch += prompt.sequences
+        self.starts += prompt.sequences * (prompt.prompt_tokens - self.tick)
 
     def _hurry(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
         """The engine is faster than believed: plan on to the step that completes this prompt."""

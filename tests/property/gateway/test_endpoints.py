@@ -62,7 +62,7 @@ class Bookings(RuleBasedStateMachine):
     def book(self, slot: int, prompt: int, output: int, share: float) -> Booking:
         cached = int(prompt * share)
         pick = Pick(self.candidates[slot], cached, 0.0, 3, "test")
-        booking = self.table.book(pick, Request("id", "m", "", prompt, output), None)
+        booking = self.table.book(pick, Request("id", "m", "", prompt, output, stream=True), None)
         self.open[booking] = (slot, prompt, cached, False)
         return booking
 

@@ -46,11 +46,14 @@ class Ledger(RuleBasedStateMachine):
         output=st.integers(0, 5000),
         choices=st.integers(1, 4),
         handed=st.booleans(),
+        told=st.booleans(),
     )
-    def take(self, after: float, prompt: int, share: float, output: int, choices: int, handed: bool) -> Entry:
+    def take(
+        self, after: float, prompt: int, share: float, output: int, choices: int, handed: bool, told: bool
+    ) -> Entry:
         self.now += after
         request = Request("id", "m", "t", prompt, output, choices=choices)
-        entry = (ledger.reserve if handed else ledger.book)(self.load, request, int(prompt * share), self.now)
+        entry = (ledger.reserve if handed else ledger.book)(self.load, request, int(prompt * share), self.now, told)
         assert (entry.predicted_ttft_s is None) == handed
         assert isfinite(entry.predicted_tpot_s)
         self.open.add(entry)
