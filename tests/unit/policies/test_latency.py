@@ -1,0 +1,143 @@
+"""Beliefs of speed: the prior from a layout, what a few first tokens change, and what a newcomer is told to expect."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from policies import ledger
+from policies.latency import NEUTRAL, Belief, Shape, backlog_s, shape_for, spread, tpot_s, ttft_s, ttfts
+from policies.ledger import Entry
+from policies.model import Candidate, Endpoint, EndpointLoad, Request
+
+SHAPE = shape_for("h100", 4, params_b=70.6, weight_bytes=1, request_s=0.0)
+
+
+def load_of(shape: Shape = SHAPE) -> EndpointLoad:
+    return EndpointLoad(0, Belief(shape))
+
+
+def request(prompt: int = 8000, output: int = 100) -> Request:
+    return Request("id", "m", "t", prompt, output)
+
+
+def serve(load: EndpointLoad, now: float, slowness: float, prompt: int = 6000, tokens: int = 50) -> float:
+    """One request alone on an engine that is `slowness` times the prior; the time when it is over."""
+    entry: Entry = ledger.book(load, request(prompt), 0, now)
+    work_s = SHAPE.token_s * prompt + SHAPE.wire_s * prompt + SHAPE.pair_s * prompt * prompt / 2 + SHAPE.step_s
+    now += slowness * work_s
+    entry.first_token(now)
+    now += slowness * (tokens - 1) * (SHAPE.weights_s + SHAPE.step_s + SHAPE.context_s * prompt)
+    entry.finished(now, tokens)
+    return now
+
+
+def test_the_prior_of_a_70b_model_on_four_h100_is_near_the_measured_grid() -> None:
+    load = load_of()
+    assert ttft_s(load, 4000, 0, 0.0) == pytest.approx(0.211, rel=0.2)
+    assert ttft_s(load, 32_000, 0, 0.0) == pytest.approx(1.976, rel=0.2)
+    assert tpot_s(load, 4000) == pytest.approx(0.0107, rel=0.2)
+
+
+def test_what_is_unknown_of_a_layout_is_neutral_and_more_gpus_are_faster() -> None:
+    assert shape_for(tp=4) == NEUTRAL
+    assert shape_for("nobody's", 4) == NEUTRAL
+    small, large = shape_for("h100", 2, params_b=70), shape_for("h100", 8, params_b=70)
+    assert large.token_s < small.token_s
+    assert large.weights_s < small.weights_s
+    assert shape_for("h100", 2, 2, params_b=70).weights_s == small.weights_s
+
+
+@pytest.mark.parametrize("slowness", [3.0, 0.4])
+def test_an_endpoint_unlike_its_prior_is_known_within_twenty_requests(slowness: float) -> None:
+    load, now = load_of(), 0.0
+    for _ in range(20):
+        now = serve(load, now + 1.0, slowness)
+    assert load.belief.prefill.factor == pytest.approx(slowness, rel=0.05)
+    assert load.belief.step.factor == pytest.approx(slowness, rel=0.05)
+
+
+def test_one_that_is_throttled_and_recovers_is_followed_both_ways() -> None:
+    load, now = load_of(), 0.0
+    for slowness in (1.0, 3.0, 1.0):
+        for _ in range(60 if now == 0.0 else 20):
+            now = serve(load, now + 1.0, slowness)
+        assert load.belief.prefill.factor == pytest.approx(slowness, rel=0.1)
+        assert load.belief.step.factor == pytest.approx(slowness, rel=0.1)
+
+
+def test_one_odd_first_token_hardly_moves_a_settled_belief() -> None:
+    load, now = load_of(), 0.0
+    for _ in range(60):
+        now = serve(load, now + 1.0, 1.0)
+    serve(load, now + 1.0, 4.0, tokens=2)
+    assert load.belief.prefill.factor == pytest.approx(1.0, abs=0.1)
+
+
+def test_error_bars_shrink_while_predictions_hold() -> None:
+    load, now = load_of(), 0.0
+    before = spread(load)
+    for _ in range(60):
+        now = serve(load, now + 1.0, 1.0)
+    assert spread(load) < 0.3 * before
+
+
+def test_a_queue_is_waited_for_and_given_back_token_by_token() -> None:
+    load = load_of()
+    alone = ttft_s(load, 8000, 0, 0.0)
+    first = ledger.book(load, request(), 0, 0.0)
+    ledger.book(load, request(), 0, 0.0)
+    assert ttft_s(load, 8000, 0, 0.0) == pytest.approx(3 * alone, rel=0.1)
+    first.first_token(alone)
+    assert ttft_s(load, 8000, 0, alone) == pytest.approx(2 * alone, rel=0.1)
+
+
+def test_a_first_token_that_is_late_is_expected_to_be_as_late_again() -> None:
+    load = load_of()
+    entry = ledger.book(load, request(), 0, 0.0)
+    predicted = entry.predicted_ttft_s
+    assert predicted is not None
+    assert load.due_at == pytest.approx(predicted, rel=0.1)
+    late = predicted + 5.0
+    assert backlog_s(load, late) == pytest.approx(late - load.due_at, abs=0.1)
+    entry.first_token(late)
+    assert load.due_at == inf
+
+
+def test_who_finds_no_room_for_its_kv_waits_for_answers_to_end() -> None:
+    load, now = load_of(), 0.0
+    ledger.scraped(load, None, None, None, 50_000, 0.0)
+    for _ in range(5):
+        ledger.book(load, request(), 0, now).first_token(now + 0.4)
+        now += 0.4
+    calm = ttft_s(load, 1000, 0, now)
+    assert ttft_s(load, 9000, 0, now) < 20 * calm
+    assert ttft_s(load, 12_000, 0, now) > ttft_s(load, 9000, 0, now) + 0.1
+
+
+def test_strangers_slow_every_step() -> None:
+    load = load_of()
+    before = load.step_s
+    ledger.scraped(load, 40, 0, None, None, 1.0)
+    assert load.strangers == 40
+    assert load.step_s > before
+
+
+def test_an_answer_nobody_tells_of_does_not_hold_up_the_others() -> None:
+    load = load_of()
+    ledger.book(load, request(), 0, 0.0, told=False)
+    ledger.scraped(load, 1, 0, None, None, 10.0)
+    assert (load.prefill_tokens, load.decode_tokens, load.decoding) == (0, 8000, 1)
+    assert backlog_s(load, 10.0) == 0.0
+
+
+def test_many_candidates_are_told_what_each_would_be_told_alone() -> None:
+    loads = [EndpointLoad(slot) for slot in range(4)]
+    for times, load in enumerate(loads):
+        for _ in range(times):
+            ledger.book(load, request(), 0, 0.0)
+    candidates = [Candidate(Endpoint(f"tp{load.slot}", "u", "p", "m"), load) for load in loads]
+    held = [0, 100, 5000, 0]
+    alone = [ttft_s(load, 6000 - cached, cached, 0.1) for load, cached in zip(loads, held, strict=True)]
+    assert ttfts(candidates, held, 6000, 0.1) == pytest.approx(alone)
