@@ -47,15 +47,20 @@ def appraise(ask: Ask, candidates: Sequence[Candidate]) -> Appraisal:
         if not load.available:
             continue
         held = cached[load.slot] if load.slot < known else 0
-        missing = max(1, prompt - held)
+        missing = prompt - held if held < prompt else 1
         alone = load.fixed_s + missing * (load.token_s + load.pair_s * (held + missing / 2))
-        backlog = max(0.0, load.ready_at - now)
-        queues += backlog
         count += 1
-        soonest = min(soonest, backlog + alone)
+        backlog = load.ready_at - now
+        if backlog > 0.0:
+            queues += backlog
+        else:
+            backlog = 0.0
+        if backlog + alone < soonest:
+            soonest = backlog + alone
         if alone < least:
             least, best = alone, load
-        most = max(most, held)
+        if held > most:
+            most = held
     if best is None:
         return Appraisal(inf, inf, 0.0, 0.0, 0, 0)
     output, context = request.output_tokens, prompt + request.output_tokens / 2

@@ -84,7 +84,18 @@ class PricedAdmission:
     """
 
     __slots__ = (
-        *("_budget", "_calendar", "_pace", "_paced", "_per_value", "_rule", "_sessions", "_usage", "_work_s"),
+        *(
+            "_budget",
+            "_calendar",
+            "_kv_booked",
+            "_pace",
+            "_paced",
+            "_per_value",
+            "_rule",
+            "_sessions",
+            "_usage",
+            "_work_s",
+        ),
         *("calm", "name", "price"),
     )
 
@@ -95,12 +106,17 @@ class PricedAdmission:
         self._rule = rule
         self._sessions = WorkingSet(rule.sessions)
         self._calendar = Calendar(rule.returns)
-        self._paced = 1.0
+        self._paced, self._kv_booked = 1.0, 0.0
         self._pace = Pace(rule.step_share)
         self._usage = Usage(rule.weights)
         self._budget: float | None = None
         self._per_value: float | None = None
         self._work_s: float | None = None
+
+    @property
+    def phi(self) -> float:
+        """The share of the fleet's KV that sessions may fill."""
+        return self._sessions.phi
 
     # Verdicts
 
@@ -114,7 +130,7 @@ class PricedAdmission:
         look = appraise(ask, candidates)
         if not look.count:
             return no_capacity()
-        self._reprice(look, candidates, room)
+        self._reprice(look, room)
         shed = self._refusal(ask, candidates, look, key, room) if room.at_door else self._too_late(ask, look, room)
         if shed is not None:
             self._usage.offered(ask.request.tenant, look.work_s, admitted=False)
@@ -187,11 +203,11 @@ class PricedAdmission:
 
     # The price
 
-    def _reprice(self, look: Appraisal, candidates: Sequence[Candidate], room: RoomView) -> None:
+    def _reprice(self, look: Appraisal, room: RoomView) -> None:
         """The price of this moment: flat at first, so that a burst costs few, then exponential."""
         rule, queue_s = self._rule, look.queue_s + room.waiting_s / look.count
         queued = queue_s / self._threshold_s(look.count)
-        beyond = rule.steepness * min(4.0, max(0.0, queued - 1.0, _kv_booked(candidates) / rule.kv_share - 1.0))
+        beyond = rule.steepness * min(4.0, max(0.0, queued - 1.0, self._kv_booked / rule.kv_share - 1.0))
         self.price = expm1(beyond) - beyond
 
     def _threshold_s(self, count: int) -> float:
@@ -266,6 +282,7 @@ class PricedAdmission:
         self._sessions.tick(now)
         self._usage.tick(now)
         self._calendar.forget(now)
+        self._kv_booked = _kv_booked(candidates)
         self._paced = self._pace.mean(candidates, STANDARD.tpot_s)
         loads = [candidate.load for candidate in candidates if candidate.load.available]
         queue_s = sum(max(0.0, load.ready_at - now) for load in loads) / max(1, len(loads))
@@ -274,7 +291,7 @@ class PricedAdmission:
             and not len(self._calendar)
             and queue_s < 0.5 * self._rule.hold_least_s
             and not any(self._pace.ahead_s(load, STANDARD.tpot_s, now) > 0.5 * self._rule.burst_s for load in loads)
-            and _kv_booked(candidates) < self._rule.kv_share
+            and self._kv_booked < self._rule.kv_share
         )
         if self.calm:
             self.price = 0.0
