@@ -1,0 +1,63 @@
+"""Predicted against actual times to first token, on the conversation trace in front of simulated TP groups."""
+
+from __future__ import annotations
+
+from statistics import fmean, median
+
+from msgspec.structs import replace
+
+from planner.replay import End, FleetSpec, Kind, Options, Run, replay, traffic
+from planner.replay.record import Record
+from policies import registry
+from tests.sim.conversation import conversation
+
+H100 = Kind("llama-3.1-70b-fp8", "h100", 4, count=4)
+L40S = Kind("llama-3.1-70b-fp8", "l40s", 8, count=4)
+REQUESTS, WARM_S = 800, 90.0
+
+
+def ran(*kinds: Kind, speed: float) -> Run:
+    requests = [replace(one, arrival_s=one.arrival_s / speed) for one in conversation(REQUESTS)]
+    fleet = FleetSpec("fleet", kinds)
+    return replay(fleet, traffic(requests), registry.build("prefix_aware", {}), options=Options(scrape_s=None))
+
+
+def errors(run: Run) -> list[float]:
+    """Relative errors of predictions after the warm-up, where what was believed to be cached was."""
+    return [error(one) for one in run.records if one.arrived_s > WARM_S and one.end is End.SERVED and known(one)]
+
+
+def known(one: Record) -> bool:
+    return abs(one.believed_tokens - one.cached_tokens) < 600
+
+
+def error(one: Record) -> float:
+    assert one.first_s is not None
+    assert one.entered_s is not None
+    assert one.predicted_ttft_s is not None
+    actual_s = one.first_s - one.entered_s
+    return abs(one.predicted_ttft_s - actual_s) / actual_s
+
+
+def test_first_tokens_are_foreseen_at_half_load() -> None:
+    found = errors(ran(H100, speed=0.6))
+    assert len(found) > 500
+    assert median(found) < 0.04
+    assert fmean(found) < 0.075
+
+
+def test_first_tokens_are_foreseen_near_saturation() -> None:
+    found = errors(ran(H100, speed=1.0))
+    assert median(found) < 0.045
+    assert fmean(found) < 0.1
+
+
+def test_unequal_gpus_are_foreseen_as_well_as_equal_ones() -> None:
+    found = errors(ran(H100, L40S, speed=1.0))
+    assert median(found) < 0.045
+    assert fmean(found) < 0.1
+
+
+def test_a_group_slower_than_its_gpu_says_is_found_out() -> None:
+    found = errors(ran(replace(H100, count=3), replace(H100, count=1, slowness=3.0), speed=0.5))
+    assert median(found) < 0.05
