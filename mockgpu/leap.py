@@ -9,7 +9,7 @@ from __future__ import annotations
 from mockgpu.roofline import Roofline, Work
 
 MOST_STEPS = 4096
-_GROWTH = 0.5
+_GROWTH = 0.2
 """A run is cut where the mean context has grown by this share: over such a stretch the parabola is within 0.1 %."""
 
 

@@ -1,4 +1,4 @@
-"""Leaping over decode steps is stepping through them: the same jobs at the same ticks, times within a thousandth."""
+"""Leaping over decode steps is stepping through them: the same jobs at the same ticks, times within 0.1 %."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPES = [("llama-3.1-70b-fp8", "h100", 4), ("llama-3.1-8b", "l40s", 1), ("qwen3
     steps=st.integers(1, 4096),
     slowness=st.sampled_from([1.0, 2.5]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_run_in_closed_form_takes_as_long_as_its_steps(
     shape: tuple[str, str, int], seqs: int, each: int, steps: int, slowness: float
 ) -> None:
@@ -43,8 +43,8 @@ def test_a_run_in_closed_form_takes_as_long_as_its_steps(
     for step in range(run.steps):
         seconds = timed.step_s(Work(0, 0.0, seqs, context + step * seqs)) * slowness
         real += seconds
-        assert run.step_s(step) == pytest.approx(seconds, rel=2e-3)
-    assert run.until(run.steps) == pytest.approx(real, rel=1e-3)
+        assert run.step_s(step) == pytest.approx(seconds, rel=5e-3)
+        assert run.until(step + 1) == pytest.approx(real, rel=1e-3)
 
 
 @given(steps=st.integers(1, 500), part=st.floats(0.0, 1.2))
