@@ -18,8 +18,10 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from policies import registry
+from policies import ledger, registry
 from policies.fingerprint import Fingerprint, Fingerprinter
+from policies.latency import ttfts
+from policies.ledger import Entry
 from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request, Slo
 from policies.prefix_index import PrefixIndex
 from policies.run import pick
@@ -120,6 +122,61 @@ def decision(one: Callable[..., object], asks: Sequence[Ask], fleet: Sequence[Ca
     return one(asks[number], fleet)
 
 
+class Beliefs:
+    """What the ledger costs per request, and a look at everybody's expected time to first token."""
+
+    BATCH = 20
+
+    def __init__(self, endpoints: int) -> None:
+        self.load = EndpointLoad(0)
+        self.load.kv_tokens = 600_000
+        self.request = Request("id", "model", "tenant", 5000, 300)
+        self.now = 1.0
+        self.decoding: list[Entry] = []
+        self.entry: Entry | None = None
+        self.candidates = [
+            Candidate(Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), EndpointLoad(slot))
+            for slot in range(endpoints)
+        ]
+        self.held = [100] * endpoints
+
+    def book(self, _: int) -> None:
+        self.now += 0.2
+        self.entry = ledger.book(self.load, self.request, 1000, self.now)
+
+    def first_token(self, _: int) -> None:
+        assert self.entry is not None
+        self.now += 0.15
+        self.entry.first_token(self.now)
+
+    def finished(self, _: int) -> None:
+        self.now += 0.01
+        self.decoding.pop(0).finished(self.now, 100)
+
+    def round(self) -> list[float]:
+        """Book, first token, end, each timed by itself in turn; then the look at all candidates."""
+        spent: list[list[float]] = [[], [], []]
+        for _ in range(PROMPTS):
+            for number, step in enumerate((self.book, self.first_token, self.finished)):
+                if step == self.finished and len(self.decoding) < self.BATCH:
+                    continue
+                begin = perf_counter()
+                step(0)
+                spent[number].append(perf_counter() - begin)
+            assert self.entry is not None
+            self.decoding.append(self.entry)
+        look = us_each(lambda n: ttfts(self.candidates, self.held, 8000, self.now))
+        return [*(median(each) * 1e6 for each in spent), look]
+
+
+def beliefs() -> None:
+    print("\nmicroseconds".ljust(23), *(name.rjust(12) for name in ("book", "first_token", "finished", "ttfts")))
+    for endpoints in (4, 64):
+        bench = Beliefs(endpoints)
+        best = map(min, zip(*[bench.round() for _ in range(ROUNDS)], strict=True))
+        print(f"{endpoints:3} ep".ljust(22), *(f"{value:12.1f}" for value in best))
+
+
 def main() -> None:
     columns = (
         "fingerprint",
@@ -138,6 +195,7 @@ def main() -> None:
             bench = Bench(tokens, endpoints)
             best = map(min, zip(*[bench.round() for _ in range(ROUNDS)], strict=True))
             print(f"{endpoints:3} ep, {tokens:7} tokens".ljust(22), *(f"{value:12.1f}" for value in best))
+    beliefs()
     print("pick alone".ljust(28), *(column.rjust(8) for column in ("nobody", "some")))
     for endpoints in (4, 64):
         picks(endpoints)
