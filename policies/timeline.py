@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from policies.model import EndpointLoad
 
-RATE_S = 20.0  # over how long arriving prompt tokens are averaged
+RATE_S = 20.0  # over how long the prompt tokens computed are averaged
+FRESH_S = 0.5  # how old that average may be
 SHORT_S = 0.1  # first tokens within so much of an idle queue tell of a step's overhead
 LEARN_S = 1.0  # first tokens in a row are judged together until they span so much
 MOST_BUSY = 0.95  # no prediction lets prefill take more of the time than this
@@ -123,7 +124,7 @@ class Timeline:
             self._close(now)
             if now - self.anchor > LEARN_S:
                 self._learn(load, now)
-            if not self._plan(load, now) and now > self.anchor:
+            if not (self.queue and self._plan(load, now)) and now > self.anchor:
                 self._learn(load, now)
         if not prompt.decoding:
             self._start(prompt, now)
@@ -161,7 +162,8 @@ class Timeline:
                 if ends > now or (self.finishing and self._awaited()):
                     return
                 self._close(ends)
-                self._plan(load, ends)
+                if self.queue:
+                    self._plan(load, ends)
             elif self.queue:
                 start = self.queue[0].enters
                 if self.batch:  # the decode step under way comes to its end first
@@ -353,7 +355,8 @@ class Timeline:
             load.due_at = (base if base > head.enters else head.enters) + head_s + over
         else:
             load.due_at = inf
-        self._average(now)
+        if now - self.rate_at > FRESH_S:
+            self._average(now)
         busy = self.rate * per_token_s
         stretch = 1.0 / (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY))
         load.sequence_s = stretch * belief.sequence_s
@@ -365,11 +368,9 @@ class Timeline:
 
     def _average(self, now: float) -> None:
         """Prompt tokens computed per second, over the last RATE_S or so."""
-        if now > self.rate_at:
-            kept = exp((self.rate_at - now) / RATE_S)
-            gain = (1.0 - kept) / (now - self.rate_at)
-            self.rate = self.rate * kept + self.planned * gain
-            self.rate_at, self.planned = now, 0
+        kept = exp((self.rate_at - now) / RATE_S)
+        self.rate = self.rate * kept + self.planned * (1.0 - kept) / (now - self.rate_at)
+        self.rate_at, self.planned = now, 0
 
     def _room(self, load: EndpointLoad, kv_tokens: float) -> None:
         """KV that is free when all who are queued have theirs, and how fast it comes back: answers end one by one."""
