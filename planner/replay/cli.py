@@ -28,7 +28,7 @@ from policies.registry import PolicyConfigError
 
 _EXPECTED = 350
 _WIDE = 220
-_BRIEF = {"policy", "load", "attainment", "good req/s", "TTFT p50 s", "TTFT p99 s", "TPOT p99 ms", "hits", "shed"}
+_BRIEF = {"policy", "load", "attainment", "good req/s", "TTFT p99 s", "TPOT p99 ms", "hits", "shed"}
 """What fits the width of a terminal; a pipe, JSON and the page have the rest."""
 
 Trace = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Recorded traffic, or a .yaml mix of it.")]
