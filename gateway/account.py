@@ -11,10 +11,15 @@ from time import monotonic, time
 
 import msgspec
 
+from gateway.config import Observability
 from gateway.exchange import Exchange, SplitRecord
+from gateway.explain import Explained, before
+from gateway.kept import Kept, usage_of
 from gateway.metrics import Metrics
 from gateway.relay import Relay, Usage
+from policies.contract import Policy
 from policies.fingerprint import ids_of
+from policies.model import Ask, Pick
 
 MAX_CHILDREN = 8192
 SPLIT_STAGES = ("queue", "prefill", "transfer", "first_token")
@@ -26,7 +31,9 @@ KEEP_BYTES = 8 * 1024 * 1024  # lines waiting for a blocked sink; beyond it they
 class AccessLine(msgspec.Struct, omit_defaults=True):
     """One request in the access log. Times in us count from the moment the request's head was parsed.
 
-    `blocks` (asked for by `access_blocks`): chained ids of the prompt's blocks of 2 KiB, which are 512 tokens or so.
+    `slo` is its class and `kept` what became of the promise; `predicted_ttft_us` counts from the pick. `asked_model`
+    is there where another one served. `blocks` (asked for by `access_blocks`): chained ids of the prompt's blocks of
+    2 KiB, which are 512 tokens or so.
     """
 
     time: float
@@ -68,6 +75,10 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     prefilled_us: int | None = None
     handed_over_us: int | None = None
     handoff_us: int | None = None
+    slo: str = ""
+    kept: str = ""
+    predicted_ttft_us: int | None = None
+    asked_model: str = ""
     blocks: list[int] = []
 
 
@@ -195,9 +206,21 @@ class Accounts:
     def __init__(self, metrics: Metrics, log: AccessLog) -> None:
         self._metrics = metrics
         self._log = log
+        self.kept, self.explained = Kept(metrics), Explained()
         self._overhead, self._bytes_out = metrics.overhead_seconds, metrics.bytes_out_total
         self._stages = [metrics.split_stage_seconds.labels(stage) for stage in SPLIT_STAGES]
         self._children: dict[tuple[str, str, int, str], _Children] = {}
+
+    def follow(self, seen: Observability) -> None:
+        """From now on as this configuration has it."""
+        self.kept.tenants = seen.tenants
+        self.explained.resize(seen.explained)
+
+    def picked(self, x: Exchange, policy: Policy, ask: Ask, pick: Pick) -> None:
+        """A pick, before its place is taken: note what the booking is about to change."""
+        self.kept.picked(ask, pick)
+        if policy.terms is not None and self.explained.size:
+            x.before = before(policy, pick)
 
     def close(self, x: Exchange) -> None:
         """The last stage of the line."""
@@ -214,6 +237,8 @@ class Accounts:
             if self._log.blocks and x.fingerprint is not None:
                 line.blocks = ids_of(x.fingerprint)
             self._log.write(line)
+        if self.explained.size:
+            self.explained.keep(x)
 
     def forget(self, endpoint: str) -> None:
         """An endpoint of this name is gone: its children were dropped from their families."""
@@ -225,8 +250,10 @@ class Accounts:
     def _unanswered(self, x: Exchange) -> None:
         reason = x.reason or x.outcome
         self._metrics.requests_total.labels(x.model, str(x.status), reason).inc()
+        self.kept.unanswered(x)
         if x.status == 429:
-            self._metrics.shed_total.labels(reason).inc()
+            slo = "" if x.call is None else x.call.request.slo.name
+            self._metrics.shed_total.labels(reason, slo).inc()
 
     def _answered(self, x: Exchange, relay: Relay, now: float) -> None:
         assert x.pick is not None
@@ -234,8 +261,11 @@ class Accounts:
         key = (x.model, x.pick.candidate.endpoint.name, x.status, x.reason or x.outcome)
         children = self._children.get(key) or self._find(key)
         received = x.received_at or now
-        usage = relay.usage if x.split is None else _usage(x.split, relay)
+        usage = usage_of(x, relay)
         children.count(received, relay, usage, x.call.request.prompt_tokens, now)
+        self.kept.answered(x, relay, usage, received, now)
+        if x.tier:
+            self._metrics.overflow_total.labels(x.call.asked_model, x.tier).inc()
         if x.split is not None:
             self._split(x.split, relay, x, received)
         if x.sent_at is not None and x.admitted_at is not None and x.parsed_at is not None:
@@ -268,7 +298,7 @@ def _line(x: Exchange, relay: Relay | None, now: float) -> AccessLine:
     """All fields in their order: by name, or one after the other, they would cost twice as much."""
     start, call, pick, retries = x.accepted_at, x.call, x.pick, x.retries
     answer = NO_ANSWER if relay is None else relay
-    usage = answer.usage if x.split is None else _usage(x.split, answer)
+    usage = usage_of(x, answer)
     line = AccessLine(
         time() - now + start,
         x.id,
@@ -303,6 +333,14 @@ def _line(x: Exchange, relay: Relay | None, now: float) -> AccessLine:
         None if pick is None else pick.considered,
         retries,
     )
+    if call is not None:
+        line.slo = call.request.slo.name
+    if x.kept:
+        line.kept = x.kept
+    if x.predicted_ttft_s is not None:
+        line.predicted_ttft_us = int(x.predicted_ttft_s * 1e6)
+    if x.tier and call is not None:
+        line.asked_model = call.asked_model
     if x.split is not None:
         _tell(line, x.split, relay, start)
     return line
@@ -317,11 +355,3 @@ def _tell(line: AccessLine, split: SplitRecord, relay: Relay | None, start: floa
     first = relay.first_token_at if relay is not None else None
     if first is not None and split.prefilled_at is not None:
         line.handoff_us = int(max(0.0, first - split.prefilled_at) * 1e6)
-
-
-def _usage(split: SplitRecord, relay: Relay) -> Usage:
-    """A decoder that was handed the KV calls the transfer a cache hit; the prefiller knows better."""
-    usage = relay.usage
-    if split.cached_tokens is None:
-        return usage
-    return Usage(usage.prompt_tokens, usage.completion_tokens, split.cached_tokens)

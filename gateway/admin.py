@@ -43,6 +43,12 @@ def application(app: App) -> web.Application:
         shown = [_shown(live, now) for live in app.gateway.endpoints.all()]
         return web.json_response({"endpoints": shown, "splits": _splits(app), "pairs": _pairs(app)})
 
+    async def explain(request: web.Request) -> web.Response:
+        found = app.gateway.accounts.explained.find(request.match_info["id"])
+        if found is None:
+            return web.json_response({"message": "no such request among the newest that are over"}, status=404)
+        return web.json_response(found)
+
     server = web.Application(
         middlewares=[guard(lambda: app.gateway.snapshot.config)], client_max_size=FILE_CAP_BYTES + 1
     )
@@ -50,6 +56,7 @@ def application(app: App) -> web.Application:
     server.router.add_get("/readyz", readyz)
     server.router.add_get("/metrics", metrics)
     server.router.add_get("/endpoints", endpoints)
+    server.router.add_get("/explain/{id}", explain)
     pages.add(app, server.router)
     return server
 

@@ -11,6 +11,9 @@ from http import HTTPStatus
 
 import msgspec
 
+# SDKs wait no longer than one or two minutes because a server says so; asked to, some come back at once instead.
+LONGEST_OBEYED_S = 60.0
+
 
 class Row(msgspec.Struct, frozen=True):
     """One line of the table. `retry` is the x-should-retry hint the OpenAI SDKs obey; None leaves it to the SDK."""
@@ -37,6 +40,8 @@ class Failure(Enum):
     EXPECTATION_FAILED = Row(417, "invalid_request_error", "expectation_failed")
     HEADERS_TOO_LARGE = Row(431, "invalid_request_error", "headers_too_large")
     OVERLOADED = Row(429, "overloaded_error", "overloaded", retry=None)
+    SHED = Row(429, "overloaded_error", "slo_shed", retry=None)
+    DEADLINE_UNREACHABLE = Row(429, "overloaded_error", "deadline_unreachable", retry=None)
     QUEUE_TIMEOUT = Row(429, "overloaded_error", "queue_timeout", retry=None)
     INTERNAL = Row(500, "server_error", "internal_error")
     UPSTREAM_FAILED = Row(502, "upstream_error", "upstream_failed", retry=None)
@@ -82,11 +87,14 @@ def event_of(failure: Failure, message: str) -> bytes:
 def headers_of(error: GatewayError) -> list[tuple[str, str]]:
     """Retry advice: without it the SDKs retry 408, 409, 429 and 5xx twice and triple the load."""
     headers = []
-    if error.failure.value.retry is not None:
-        headers.append(("x-should-retry", "true" if error.failure.value.retry else "false"))
-    if error.retry_after_s is not None:
-        headers.append(("retry-after-ms", str(max(1, round(error.retry_after_s * 1000)))))
-        headers.append(("retry-after", str(max(1, round(error.retry_after_s)))))
+    retry, after_s = error.failure.value.retry, error.retry_after_s
+    if after_s is not None and after_s > LONGEST_OBEYED_S:
+        retry = False
+    if retry is not None:
+        headers.append(("x-should-retry", "true" if retry else "false"))
+    if after_s is not None:
+        headers.append(("retry-after-ms", str(max(1, round(after_s * 1000)))))
+        headers.append(("retry-after", str(max(1, round(after_s)))))
     return headers
 
 

@@ -44,6 +44,7 @@ from gateway.watch.watcher import Watcher
 log = logging.getLogger("penstock")
 
 SWEEP_S = 0.25
+PULSE_S = 0.1
 BACKLOG = 4096
 
 
@@ -101,12 +102,14 @@ class App:
         self._runners: list[web.AppRunner] = []
         self._servers: list[asyncio.Server] = []
         self._sweeping: asyncio.Task[None] | None = None
+        self._pulse: asyncio.TimerHandle | None = None
         self._follow_gauges()
 
     async def start(self) -> None:
         """Look at the engines once, then listen. Raises OSError when an address is taken."""
         await self._watcher.start()
         self._sweeping = asyncio.create_task(self._sweep(), name="sweep")
+        self._pulse = self._loop.call_later(PULSE_S, self._beat)
         await self._follow.start()
         self._trial.start()
         self.url = await self._listen_api(self.config.listeners.api)
@@ -136,6 +139,8 @@ class App:
         await self._watcher.stop()
         if self._sweeping is not None:
             self._sweeping.cancel()
+        if self._pulse is not None:
+            self._pulse.cancel()
         self.gateway.handoffs.close()
         self._endpoints.close()
         await self._log.close()
@@ -173,6 +178,14 @@ class App:
         await web.TCPSite(runner, where.host, where.port).start()
         self._runners.append(runner)
         return _url(where.host, runner.addresses[0][1])
+
+    def _beat(self) -> None:
+        """The clockwork of admissions."""
+        self._pulse = self._loop.call_later(PULSE_S, self._beat)
+        try:
+            self._gate.tick(monotonic())
+        except Exception:  # an admission may be anybody's: the next beat may do better
+            log.exception("an admission failed at its tick")
 
     async def _sweep(self) -> None:
         """One timer for all deadlines of all connections; its own lateness is the loop's lag."""

@@ -41,6 +41,11 @@ PREFILL_TOKENS_PER_S = 10_000
 PREFILL_MARGIN = 3
 
 
+def _tells(request: Request) -> bool:
+    """Whether its first token will be seen when it comes."""
+    return request.stream or request.output_tokens == 1
+
+
 class Booking:
     """A place taken at an endpoint, from pick to last byte. Leaving gives back whatever is still held.
 
@@ -48,7 +53,7 @@ class Booking:
     """
 
     __slots__ = (
-        *("_fingerprint", "_live", "_pick", "_request", "_table", "_told", "_usage"),
+        *("_computed", "_fingerprint", "_live", "_pick", "_request", "_table", "_told", "_usage"),
         *("endpoint", "place", "upstream"),
     )
     _take = staticmethod(ledger.book)
@@ -63,13 +68,18 @@ class Booking:
         self.upstream = live.upstream
         self._pick = pick
         self._request = request
-        self._told = False
+        self._computed = self._told = False
         self._usage: Usage | None = None
-        self.place = self._take(live.load, request, pick.cached_tokens, monotonic(), request.stream)
+        self.place = self._take(live.load, request, pick.cached_tokens, monotonic(), _tells(request))
 
     def first_token(self) -> None:
-        """The prompt is computed: its tokens are context now, not backlog."""
-        self.place.first_token(monotonic())
+        """The prompt is computed: its tokens are context now, not backlog.
+
+        An answer of several tokens that comes whole tells of the first when that is long over: no news of its speed.
+        """
+        self._computed = True
+        if _tells(self._request):
+            self.place.first_token(monotonic())
 
     def served(self, usage: Usage) -> None:
         """The answer was whole. What the engine says it had cached corrects what we believed."""
@@ -97,7 +107,7 @@ class Booking:
             self.place.dropped(monotonic())
         else:
             self.place.finished(monotonic(), self._usage.completion_tokens)
-        if not self.place.decoding:
+        if not self._computed:
             self._unlearn()
 
     def _unlearn(self) -> None:
@@ -215,7 +225,7 @@ class EndpointTable:
     def _learn(self, fingerprint: Fingerprint, pick: Pick, request: Request) -> None:
         load, index = pick.candidate.load, self.prefixes.index
         index.insert(fingerprint, load.slot, request.prompt_tokens)
-        load.held_tokens = index.held_tokens(load.slot)
+        load.held_tokens, load.regret = index.held_tokens(load.slot), index.regret(load.slot)
 
     # Evidence
 
@@ -273,7 +283,7 @@ class EndpointTable:
         if after.state in (health.State.EJECTED, health.State.DEAD):
             self._metrics.ejections_total.labels(live.endpoint.name, str(after.cause)).inc()
             self.prefixes.index.forget(live.load.slot)
-            live.load.held_tokens = 0.0
+            live.load.held_tokens = live.load.regret = 0.0
         if after.state is health.State.DEAD:
             live.upstream.fail_all("ejected", "the engine is dead")
         if live.leaving:  # nobody probes it any more, and no pool is left that it could be the last of

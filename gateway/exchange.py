@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from policies.model import Pick
+from policies.model import Ask, Pick
 
 if TYPE_CHECKING:
     from gateway.answer import GatewayError
     from gateway.endpoints import Booking
-    from gateway.gate import Gate
+    from gateway.explain import Before
+    from gateway.gate import Gate, Room
     from gateway.openai import Api, Call
     from gateway.relay import Relay
     from policies.fingerprint import Fingerprint
@@ -55,7 +56,13 @@ class Exchange(msgspec.Struct, eq=False):
     retries       endpoints that failed this request, in order
     retrying      it holds a turn of the fleet's retry budget
     body_bytes    memory held for the body
+    room, asked   where it was let in, and the question that its first pick answered; None until it was booked
+    tier          the smaller model that serves it in place of the one it asked for; "" for nearly all
+    detail        the numbers behind a refusal, in words
     fingerprint   of its prompt; None where the policy does not read prefixes
+    kept          what became of its promise, in kept.py's word; "" when it cannot be told
+    ttft_s, tpot_s   as its client saw them; predicted_*  as expected when it was picked
+    before        how the best two candidates stood at the pick, for a policy that can explain itself
     split         whether and how it was split; None for models that are not
     """
 
@@ -81,8 +88,24 @@ class Exchange(msgspec.Struct, eq=False):
     status: int = 0
     outcome: str = "served"
     reason: str | None = None
+    room: Room | None = None
+    asked: Ask | None = None
+    tier: str = ""
+    detail: str = ""
+    kept: str = ""
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    predicted_ttft_s: float | None = None
+    predicted_tpot_s: float | None = None
+    before: Before | None = None
     split: SplitRecord | None = None
     fingerprint: Fingerprint | None = None
+
+    def booked(self, room: Room, ask: Ask, pick: Pick) -> None:
+        """A place is taken for it. The room that let it in hears of the first one."""
+        if self.asked is None:
+            self.asked, self.room = ask, room
+            room.booked(ask, pick)
 
     def hold(self, gate: Gate, body_bytes: int) -> None:
         """Take memory for a body of so many bytes, in place of what was taken before. Raises GatewayError."""
@@ -97,11 +120,18 @@ class Exchange(msgspec.Struct, eq=False):
                 call.release()
 
     def refused(self, error: GatewayError) -> None:
-        self.status, self.outcome, self.reason = error.status, "refused", error.reason
+        self.status, self.outcome, self.reason, self.detail = error.status, "refused", error.reason, error.message
 
     def interrupted(self, reason: str) -> None:
         """The answer broke after its first byte; its status had gone out as 200."""
         self.status, self.outcome, self.reason = 200, "interrupted", reason
+
+    def forget(self) -> None:
+        """Let go of all that is heavy or a client's own; what is left tells how it went."""
+        for call in (self.call, self.sent):
+            if call is not None:
+                call.release()
+        self.sent = self.booking = self.relay = self.room = self.fingerprint = None
 
     def gone(self) -> None:
         """The client left. 499 is nginx's number for it; nobody receives it."""

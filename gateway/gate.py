@@ -8,20 +8,34 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable, Mapping
 from time import monotonic
+from types import MappingProxyType
 
 from gateway.answer import Failure, GatewayError
 from gateway.config import Config, WaitingRoom
 from gateway.errand import within
 from policies import admission, waiting
-from policies.admission import Admit, Cap, Shed, Verdict, Wait
-from policies.model import Ask, Candidate, EndpointLoad
+from policies.admission import Admission, Admit, Cap, Outcome, Shed, Verdict, Wait
+from policies.dual import PricedAdmission
+from policies.fairness import FairShares
+from policies.model import Ask, Candidate, EndpointLoad, Pick, Request
 from policies.retry import RetryBudget, RetryLimits
 
 RETRY_PATIENCE_S = 5.0
 
 # uvloop's timers count whole milliseconds and may come that much early: who is due within this is due.
 TIMER_SLACK_S = 0.002
+
+# Reasons that are told apart by their code. The others are a price of some kind: too much would be lost by serving it.
+FAILURES: Mapping[str, Failure] = MappingProxyType(
+    {
+        "waited_too_long": Failure.QUEUE_TIMEOUT,
+        "waiting_room_full": Failure.OVERLOADED,
+        "too_slow": Failure.OVERLOADED,
+        "deadline": Failure.DEADLINE_UNREACHABLE,
+    }
+)
 
 Turn = asyncio.Future[Verdict]
 
@@ -32,11 +46,12 @@ class Room:
     `with` it to give a permit back.
     """
 
-    __slots__ = ("_candidates", "_leaving", "_room", "name", "take")
+    __slots__ = ("_candidates", "_leaving", "_room", "_tells", "name", "take")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._room: waiting.Room[Turn] = waiting.Room(Cap())
+        self._tells = False
         self._candidates: tuple[Candidate, ...] = ()
         self._leaving: tuple[EndpointLoad, ...] = ()
         self.take = self._room.take
@@ -48,6 +63,47 @@ class Room:
         self._room.limits = admission.WaitingRoom(limits.size, limits.timeout)
         self._candidates, self._leaving = candidates, leaving
         self.refresh()
+
+    def govern(self, judge: Admission, shares: Mapping[str, float]) -> None:
+        """From now on this admission decides, and tenants have these shares. configure() is due after it.
+
+        A mere cap with a single tenant learns nothing from requests and is not told of them.
+        """
+        self._room.admission = judge
+        self._room.share(FairShares(shares))
+        self._tells = bool(shares) or type(judge) is not Cap
+
+    @property
+    def admission(self) -> Admission:
+        return self._room.admission
+
+    @property
+    def price(self) -> float:
+        """What the admission asks for a typical request; 0 for one that has no prices."""
+        judge = self._room.admission
+        return judge.price if isinstance(judge, PricedAdmission) else 0.0
+
+    @property
+    def phi(self) -> float:
+        """The share of KV memory that sessions may fill; 1 for an admission that does not watch them."""
+        judge = self._room.admission
+        return judge.phi if isinstance(judge, PricedAdmission) else 1.0
+
+    def booked(self, ask: Ask, pick: Pick) -> None:
+        """One with a permit was picked its first endpoint."""
+        if self._tells:
+            self._room.booked(ask, pick)
+
+    def ended(self, request: Request, outcome: Callable[[], Outcome]) -> None:
+        """One that was booked is over, and how."""
+        if self._tells:
+            self._room.ended(request, outcome())
+
+    def tick(self, now: float) -> None:
+        """The admission's clockwork, due about every 100 ms."""
+        self._room.tick(now)
+        if self._room.waiting:
+            self._settle()
 
     def refresh(self) -> None:
         """Endpoints came or went: count the capacity anew and let in whom it fits."""
@@ -76,6 +132,15 @@ class Room:
         if isinstance(verdict, Shed):
             raise refusal(verdict)
         return self
+
+    def enter_now(self, ask: Ask) -> bool:
+        """Whether there was a Permit without waiting, which has been taken then."""
+        turn: Turn = asyncio.get_running_loop().create_future()
+        verdict = self._room.arrive(ask, self._candidates, turn)
+        if isinstance(verdict, Wait):
+            self._room.cancel(turn)
+        self._settle()
+        return isinstance(verdict, Admit)
 
     async def _wait(self, turn: Turn, timeout_s: float) -> Verdict:
         """What becomes of one in line. The timer only calls settle() at the moment when the room refuses it."""
@@ -111,7 +176,7 @@ def refusal(shed: Shed) -> GatewayError:
     """A verdict as the client hears it."""
     if shed.reason == "no_capacity":
         return GatewayError(Failure.NO_CAPACITY, shed.detail, retry_after_s=1.0)
-    failure = Failure.QUEUE_TIMEOUT if shed.reason == "waited_too_long" else Failure.OVERLOADED
+    failure = FAILURES.get(shed.reason, Failure.SHED)
     return GatewayError(failure, shed.detail, retry_after_s=shed.retry_after_s, reason=shed.reason)
 
 
@@ -145,6 +210,11 @@ class Gate:
 
     def rooms(self) -> list[Room]:
         return list(self._rooms.values())
+
+    def tick(self, now: float) -> None:
+        """Due about every 100 ms."""
+        for room in self._rooms.values():
+            room.tick(now)
 
     def refresh(self) -> None:
         """Some endpoint's availability changed."""

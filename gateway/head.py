@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 from gateway.openai import LINE, Api
+from gateway.slo import Fields
 
 MAX_HEAD = 8 * 1024  # bytes; longer ones are for the full parser, which knows what to say about them
 MAX_FIELDS = 64
@@ -75,7 +76,7 @@ def read_head(data: bytes, at: int) -> Head | None:
     if whole is None:
         return None
     fields = _FIELD.findall(whole[2].decode("ascii"))
-    headers = {name.lower(): value for name, value in fields}
+    headers = Fields((name.lower(), value) for name, value in fields)
     if len(headers) != len(fields) or not UNUSUAL.isdisjoint(headers) or not _HOST.fullmatch(headers.get("host", "")):
         return None
     length = _LENGTH.search(data, at, whole.end())

@@ -69,8 +69,9 @@ def refusal(relay: Relay) -> int:
 
 def answer_headers(x: Exchange, endpoint: str) -> bytes:
     """What the client is told besides the answer."""
+    tier = f"x-penstock-tier: {x.tier}\r\n" if x.tier else ""
     return (
-        f"x-request-id: {x.id}\r\nx-penstock-endpoint: {endpoint}\r\n"
+        f"x-request-id: {x.id}\r\nx-penstock-endpoint: {endpoint}\r\n{tier}"
         "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
     ).encode()
 

@@ -23,6 +23,11 @@ RESULT = Label("result", 8)
 ROLE = Label("role", 4)
 OUTCOME = Label("outcome", 16)
 DECISION = Label("decision", 4)
+CLASS = Label("class", 33)
+KEPT = Label("kept", 8)
+TENANT = Label("tenant", 64)
+TIER = Label("tier", 64)
+CAUSE = Label("cause", 4)
 
 TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -42,6 +47,9 @@ E2E_BUCKETS_S = (
 )
 """vLLM's buckets for whole requests."""
 
+RATIO_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)
+"""Relative errors from 1 % to ten times."""
+
 OVERHEAD_BUCKETS_S = (
     *(0.00005, 0.0001, 0.00015, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.002, 0.003),
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
@@ -59,6 +67,7 @@ class Metrics:
         meters = self._meters = Meters()
         self._requests(meters)
         self._latency(meters)
+        self._promises(meters)
         self._endpoints(meters)
         self._tokens(meters)
         self._split(meters)
@@ -89,7 +98,9 @@ class Metrics:
             *(MODEL, CODE, REASON),
         )
         self.shed_total: Family[Counter] = meters.counter(
-            "penstock_shed_total", "Requests refused at the door to protect the others, by reason.", REASON
+            "penstock_shed_total",
+            "Requests refused at the door to protect the others, by reason and service class.",
+            *(REASON, CLASS),
         )
         self.retries_total: Family[Counter] = meters.counter(
             "penstock_retries_total",
@@ -130,6 +141,44 @@ class Metrics:
             "The gateway's own time from the last byte of the request to its dispatch, waiting left out.",
             OVERHEAD_BUCKETS_S,
         ).labels()
+
+    def _promises(self, meters: Meters) -> None:
+        self.goodput_total: Family[Counter] = meters.counter(
+            "penstock_goodput_total",
+            "Requests by service class and what became of their promise: met, ttft_missed, tpot_missed, both_missed, "
+            "failed, shed. An answer that comes whole is judged by its end. `tenant` is empty unless asked for.",
+            *(CLASS, KEPT, TENANT),
+        )
+        self.overflow_total: Family[Counter] = meters.counter(
+            "penstock_overflow_total", "Requests served by a smaller model in place of a refusal.", *(MODEL, TIER)
+        )
+        self.ttft_prediction_error_ratio: Histogram = meters.histogram(
+            "penstock_ttft_prediction_error_ratio",
+            "How far the expected time from pick to first token was off, as a share of what it was; streams alone.",
+            RATIO_BUCKETS,
+        ).labels()
+        self.pick_regret_seconds: Histogram = meters.histogram(
+            "penstock_pick_regret_seconds",
+            "How much later the first token was expected where a request went than where it would have come soonest; "
+            "one pick in 32 is looked at.",
+            TTFT_BUCKETS_S,
+        ).labels()
+        self.prefill_tokens_total: Family[Counter] = meters.counter(
+            "penstock_prefill_tokens_total",
+            "Prompt tokens that were computed where prefixes are known, by why: never_seen, spread (another endpoint "
+            "held them), evicted (its own cache had lost them). The last two could have been avoided.",
+            CAUSE,
+        )
+        self.admission_price: Family[Gauge] = meters.gauge(
+            "penstock_admission_price",
+            "What a pool's admission asks for a typical request's work, in worth of requests; 0 while it is calm.",
+            POOL,
+        )
+        self.admission_phi: Family[Gauge] = meters.gauge(
+            "penstock_admission_session_share",
+            "Share of a pool's KV memory that sessions under way may fill before new ones are refused.",
+            POOL,
+        )
 
     def _endpoints(self, meters: Meters) -> None:
         self.inflight: Family[Gauge] = meters.gauge(

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import msgspec
 
 from gateway.answer import Failure, GatewayError
-from policies.model import Request
+from gateway.slo import MAX_SESSION, MOST_PRIORITY, Wish, session_key
+from policies.model import Request, Slo
 
 
 class Api(StrEnum):
@@ -77,12 +78,17 @@ _NEXT = re.compile(rb"[ \t\r\n]*([,}])")
 
 
 class Servable(Protocol):
-    """What the door must know of a model: what engines call it and how long a context may be."""
+    """What the door must know of a model: what engines call it, how long a context may be, what its requests are
+    promised, and whether a low number in the body's `priority` goes first, as at vLLM."""
 
     @property
     def served_model(self) -> str: ...
     @property
     def context_tokens(self) -> int | None: ...
+    @property
+    def slo(self) -> Slo: ...
+    @property
+    def low_first(self) -> bool: ...
 
 
 class Call(msgspec.Struct):
@@ -112,7 +118,16 @@ class Call(msgspec.Struct):
         self.body, self.prompt = b"", ()
 
 
-def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str, tenant: str) -> Call:
+class Caller(msgspec.Struct, frozen=True):
+    """Who calls, and what was learnt of the request before its body: `arrived_s` is when that was whole."""
+
+    request_id: str
+    tenant: str
+    wish: Wish
+    arrived_s: float
+
+
+def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller) -> Call:
     """Body bytes to Call. Raises GatewayError (400 or 404) naming what is wrong; nothing is forwarded then."""
     members = _members(body)
     asked = _string(members, "model")
@@ -128,17 +143,36 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], request_id: str
     output_tokens = numbers.get("max_completion_tokens") or numbers.get("max_tokens")
     if model.context_tokens is not None:
         _check_context(_longest(prompt[-1]) if ids else 0, output_tokens or 0, model.context_tokens)
-    choices = numbers.get("n", 1)
+    choices, wish, arrived_s = numbers.get("n", 1), caller.wish, caller.arrived_s
     request = Request(
-        request_id,
+        caller.request_id,
         model.served_model,
-        tenant,
+        caller.tenant,
         ids or sum(map(len, prompt)) // BYTES_PER_TOKEN + 1,
         min(output_tokens or DEFAULT_OUTPUT_TOKENS, EXPECTED_CEILING) * choices,
         "stream" in members and bytes(members["stream"]) == b"true",
-        choices=choices,
+        wish.of(model.slo),
+        wish.rank(_priority(members, model.low_first) if "priority" in members else 0),
+        arrived_s,
+        None if wish.patience_s is None else arrived_s + wish.patience_s,
+        wish.session or (_session(members, caller.tenant) if "prompt_cache_key" in members else ""),
+        choices,
     )
     return Call(api, request, asked, _outbound(body, members, asked, model.served_model), prompt)
+
+
+def _priority(members: Mapping[str, msgspec.Raw], low_first: bool) -> int:
+    """The body's own member for it, which engines read in opposite ways; higher first."""
+    found = _value(members, "priority")
+    if not isinstance(found, int) or isinstance(found, bool):
+        return 0
+    return max(-MOST_PRIORITY, min(MOST_PRIORITY, -found if low_first else found))
+
+
+def _session(members: Mapping[str, msgspec.Raw], tenant: str) -> str:
+    """What agents put their conversation's id in, for want of another member."""
+    found = _value(members, "prompt_cache_key")
+    return session_key(tenant, found) if isinstance(found, str) and len(found) <= MAX_SESSION else ""
 
 
 def _prompt(names: tuple[str, ...], members: Mapping[str, msgspec.Raw]) -> tuple[msgspec.Raw, ...]:

@@ -16,6 +16,7 @@ from gateway.config import Config, EndpointSpec
 from gateway.outbox import Outbox
 from gateway.upstream import Patience, Upstream
 from policies.health import Health, State
+from policies.latency import Belief, shape_for
 from policies.model import Candidate, Endpoint, EndpointLoad, Layout, Role
 
 HEALTHY = Health()  # nothing ever went wrong: a success has nothing to tell it
@@ -35,8 +36,10 @@ class LiveEndpoint:
         *("produced", "spec", "stalled", "upstream"),
     )
 
-    def __init__(self, endpoint: Endpoint, spec: EndpointSpec, slot: int, patience: Patience, outbox: Outbox) -> None:
-        self.load = EndpointLoad(slot)
+    def __init__(
+        self, endpoint: Endpoint, spec: EndpointSpec, load: EndpointLoad, patience: Patience, outbox: Outbox
+    ) -> None:
+        self.load = load
         self.upstream = Upstream(spec.url, None, patience, outbox)
         self.become(endpoint, spec, patience)
         self.health = HEALTHY
@@ -109,7 +112,8 @@ class Roster:
                 endpoint = described(pool, each)
                 live = known.get((pool, endpoint.url))
                 if live is None:
-                    live = LiveEndpoint(endpoint, each, next(slots), patience, self._outbox)
+                    load = EndpointLoad(next(slots), expected(config, endpoint))
+                    live = LiveEndpoint(endpoint, each, load, patience, self._outbox)
                 members.append(Member(live, endpoint, each))
         pools: dict[str, list[Candidate]] = {pool: [] for pool in config.pools}
         for member in members:
@@ -173,4 +177,18 @@ def described(pool: str, spec: EndpointSpec) -> Endpoint:
         labels=dict(spec.labels),
         max_concurrency=spec.max_concurrency,
         bootstrap=spec.bootstrap,
+        context_tokens=spec.context_tokens,
     )
+
+
+def expected(config: Config, endpoint: Endpoint) -> Belief:
+    """How fast a newcomer is taken to be: by its GPU, its layout, and the largest model of its pool."""
+    sized = [model for model in config.models if model.pool == endpoint.pool and model.parameters is not None]
+    model = max(sized, key=lambda each: each.parameters or 0.0, default=None)
+    params_b = active_b = None
+    if model is not None:
+        params_b, active_b = model.parameters, model.active_parameters
+    elif "gpu" not in endpoint.labels:
+        return Belief()
+    layout = endpoint.layout
+    return Belief(shape_for(endpoint.labels.get("gpu"), layout.tp, layout.pp, params_b, active_b))

@@ -1,6 +1,9 @@
 """THE LINE: one request from its bytes to the last byte of its answer. Read this file first.
 
-    authenticate -> read -> parse -> admit (a Permit to the last byte) -> fingerprint -> pick AND book -> leg -> account
+    authenticate, wish -> read -> parse -> admit (a Permit to the last byte) -> pick AND book -> leg -> account
+
+Where the room is calm the Permit is had without a thought, and the prompt is fingerprinted for the pick. Where it is
+not, the admission judges the request by what of its prompt is cached, so the fingerprint comes first.
 
 Stages are plain calls, in order. No await stands between pick and book: one turn of the event loop is the lock.
 A retry is free until the first byte reaches the client; after it an answer can only go on or be broken off.
@@ -13,7 +16,7 @@ import logging
 from functools import partial
 from time import monotonic
 
-from gateway import legs
+from gateway import legs, overflow
 from gateway.account import Accounts
 from gateway.answer import Failure, GatewayError
 from gateway.attempts import break_off, nobody, retry
@@ -21,12 +24,14 @@ from gateway.client import Client
 from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
 from gateway.gate import Gate
-from gateway.openai import Call, parse
+from gateway.kept import outcome_of
+from gateway.openai import Call, Caller, parse
 from gateway.relay import UpstreamBroke
 from gateway.snapshot import Route, Snapshot
 from gateway.split import dispatch as split
 from gateway.split.handoffs import Handoffs
 from policies import run
+from policies.fingerprint import Fingerprint
 
 log = logging.getLogger("penstock")
 
@@ -62,6 +67,8 @@ async def serve(gateway: Gateway, x: Exchange, client: Client) -> None:
         _apologise(x, client)
     finally:
         gateway.gate.release(x.body_bytes)
+        if x.room is not None and x.call is not None:
+            x.room.ended(x.call.request, partial(outcome_of, x))
         gateway.accounts.close(x)
 
 
@@ -69,16 +76,18 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     snapshot, gate = gateway.snapshot, gateway.gate
     if snapshot.tenants:
         x.tenant = snapshot.authenticate(client.headers)
+    wish = snapshot.levels.wish(client.headers, x.tenant)
     body = client.body_at_hand() or await client.body(partial(x.hold, gate))
-    x.received_at = monotonic()
+    x.received_at = received_at = monotonic()
     x.hold(gate, len(body))
-    call = x.call = parse(body, x.api, snapshot.routes, x.id, x.tenant)
+    call = x.call = parse(body, x.api, snapshot.routes, Caller(x.id, x.tenant, wish, received_at))
     del body  # from here the call owns the bytes, and lets go of them when no retry can need them
     route = snapshot.routes[call.asked_model]
     x.model = route.name
     x.parsed_at = monotonic()
-    room = route.room
-    with room if room.take() else await room.enter(gateway.endpoints.ask(call.request, None, ())):
+    if not route.room.take():
+        route = await _enter(gateway, snapshot, x, route, call)
+    with route.room:
         x.admitted_at = monotonic()
         if route.split is None:
             await _dispatch(gateway, x, client, route, call)
@@ -86,17 +95,40 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
             await split.dispatch(gateway, route.split, x, client, route, call)
 
 
+async def _enter(gateway: Gateway, snapshot: Snapshot, x: Exchange, route: Route, call: Call) -> Route:
+    """Be judged, and wait if need be. The route whose room gave a Permit: its own or, before a refusal, a smaller
+    model's. Raises GatewayError when it is refused."""
+    fingerprint = x.fingerprint = _fingerprint(gateway.endpoints, route, call)
+    try:
+        await route.room.enter(gateway.endpoints.ask(call.request, fingerprint, ()))
+    except GatewayError:
+        tier = overflow.into(gateway.endpoints, snapshot.routes, route, call)
+        if tier is None:
+            raise
+        x.model = x.tier = tier.name
+        x.fingerprint = None
+        return tier
+    return route
+
+
+def _fingerprint(endpoints: EndpointTable, route: Route, call: Call) -> Fingerprint | None:
+    return endpoints.prefixes.of(call, route.name) if route.policy.reads_prefix else None
+
+
 async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route, call: Call) -> None:
     """Pick, book and send, until an endpoint answers or nothing is left to try."""
     endpoints, request, policy = gateway.endpoints, call.request, route.policy
-    fingerprint = x.fingerprint = endpoints.prefixes.of(call, route.name) if policy.reads_prefix else None
+    fingerprint = x.fingerprint = x.fingerprint or _fingerprint(endpoints, route, call)
     try:
         while True:
-            pick = x.pick = run.pick(policy, endpoints.ask(request, fingerprint, x.retries), route.candidates)
+            ask = endpoints.ask(request, fingerprint, x.retries)
+            pick = x.pick = run.pick(policy, ask, route.candidates)
             if pick is None:
                 raise nobody(x, route)
             x.picked_at = monotonic()
+            gateway.accounts.picked(x, policy, ask, pick)
             with endpoints.book(pick, request, fingerprint) as booking:
+                x.booked(route.room, ask, pick)
                 try:
                     return await legs.single(route, x, call, client, booking)
                 except UpstreamBroke as broke:

@@ -12,21 +12,26 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from gateway.answer import Failure, GatewayError
-from gateway.config import Config, Model
+from gateway.config import AdmissionSpec, Config, Model
 from gateway.endpoints import EndpointTable
 from gateway.gate import Gate, Room
 from gateway.roster import Adoption
+from gateway.slo import Levels
 from gateway.split import pairing
 from gateway.split.pairing import SplitRoute
-from policies import registry
+from policies import admissions, registry
+from policies.admission import Admission
 from policies.contract import Policy
-from policies.model import Candidate
+from policies.model import STANDARD, Candidate, EngineKind, Slo
 
 
 class Route(msgspec.Struct, frozen=True):
     """Where a model name leads. `name` is the canonical one, also for aliases.
 
     candidates  those who serve whole requests
+    slo         the promise to requests that name none
+    low_first   whether its engines take a low number in a body's `priority` for urgent
+    overflow    names and penalties of the smaller models that may serve in place of a refusal
     split       how requests are split between prefill and decode; None: never
     """
 
@@ -36,6 +41,9 @@ class Route(msgspec.Struct, frozen=True):
     policy: Policy
     candidates: tuple[Candidate, ...]
     room: Room
+    slo: Slo = STANDARD
+    low_first: bool = False
+    overflow: tuple[tuple[str, float], ...] = ()
     split: SplitRoute | None = None
 
     @property
@@ -55,6 +63,7 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     routes: Mapping[str, Route]
     tenants: Mapping[bytes, str]
     policies: Mapping[str, Policy]
+    levels: Levels
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
         """The tenant a request belongs to. Looking up a digest takes the same time for any wrong key."""
@@ -68,15 +77,21 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
         return tenant
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """A snapshot, and what the live parts become with it. It holds until the next one is carried out.
+class Opening(msgspec.Struct, frozen=True):
+    """What a room becomes: who serves whole requests there, who decides, and the shares of its tenants."""
 
-    `rooms` by pool, each with those who serve whole requests there.
-    """
+    room: Room
+    serving: tuple[Candidate, ...]
+    admission: Admission
+    shares: Mapping[str, float]
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A snapshot, and what the live parts become with it, rooms by pool. It holds until the next one is carried out."""
 
     snapshot: Snapshot
     adoption: Adoption
-    rooms: Mapping[str, tuple[Room, tuple[Candidate, ...]]]
+    rooms: Mapping[str, Opening]
 
 
 def build(
@@ -95,18 +110,30 @@ def build(
     adoption = endpoints.plan(config)
     candidates = adoption.pools
     serving = {name: pairing.whole(members) for name, members in candidates.items()}  # prefill takes nobody's place
-    rooms = {name: gate.room(name) for name in config.pools}
+    rooms = _rooms(config, gate, serving, before)
+    levels = Levels(config)
     routes: dict[str, Route] = {}
     for model in _models(config, discovered):
         pool = model.pool
         members = serving[pool] if config.models else adoption.serving(model.name, serving[pool])
         split = pairing.split_route(model, policies[pool], candidates[pool])
-        route = Route(model.name, pool, model.context_tokens, policies[pool], members, rooms[pool], split)
+        route = Route(
+            model.name,
+            pool,
+            model.context_tokens,
+            policies[pool],
+            members,
+            rooms[pool].room,
+            levels.named(model.slo),
+            any(each.endpoint.engine is EngineKind.VLLM for each in members),
+            tuple((tier.model, tier.penalty) for tier in model.overflow),
+            split,
+        )
         routes.update(dict.fromkeys((model.name, *model.aliases), route))
     tenants = {hashlib.sha256(tenant.key.reveal().encode()).digest(): tenant.name for tenant in config.tenants}
     generation = before.generation + 1 if before is not None else 1
-    snapshot = Snapshot(generation, config, routes, tenants, policies)
-    return Plan(snapshot, adoption, {name: (room, serving[name]) for name, room in rooms.items()})
+    snapshot = Snapshot(generation, config, routes, tenants, policies, levels)
+    return Plan(snapshot, adoption, rooms)
 
 
 def _policies(config: Config, before: Snapshot | None) -> dict[str, Policy]:
@@ -118,6 +145,28 @@ def _policies(config: Config, before: Snapshot | None) -> dict[str, Policy]:
         else:
             made[name] = registry.build(pool.policy.name, pool.policy.params)
     return made
+
+
+def _rooms(
+    config: Config, gate: Gate, serving: Mapping[str, tuple[Candidate, ...]], before: Snapshot | None
+) -> dict[str, Opening]:
+    """What becomes of the rooms. An admission that stays as configured stays the one it is, with all it has learnt."""
+    shares = {tenant.name: tenant.weight for tenant in config.tenants}
+    kept_shares = before is not None and shares == {tenant.name: tenant.weight for tenant in before.config.tenants}
+    made = {}
+    for name, pool in config.pools.items():
+        room, old = gate.room(name), before.config.pools.get(name) if before is not None else None
+        kept = kept_shares and old is not None and old.admission == pool.admission
+        judge = room.admission if kept else _admission(pool.admission, shares)
+        made[name] = Opening(room, serving[name], judge, shares)
+    return made
+
+
+def _admission(spec: AdmissionSpec, shares: Mapping[str, float]) -> Admission:
+    """A live admission; one that weighs tenants hears their weights unless it has been given others."""
+    known = admissions.params_type(spec.name).__struct_fields__
+    params = {"weights": shares, **spec.params} if shares and "weights" in known else spec.params
+    return admissions.build_admission(spec.name, params)
 
 
 def _models(config: Config, discovered: Mapping[str, Sequence[str]]) -> list[Model]:

@@ -51,6 +51,10 @@ class Counters:
     def __len__(self) -> int:
         return len(self._ahead)
 
+    def share(self, shares: FairShares) -> None:
+        """From now on these weights; what was charged stays charged."""
+        self._shares = shares
+
     def weight(self, tenant: str) -> float:
         return self._shares.weights.get(tenant, 1.0)
 

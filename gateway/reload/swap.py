@@ -104,6 +104,8 @@ class Swap:
             del self._closed_in[room]
             self._gateway.gate.close(room)
             self._metrics.waiting.forget("pool", room.name)
+            self._metrics.admission_price.forget("pool", room.name)
+            self._metrics.admission_phi.forget("pool", room.name)
             self._metrics.queue_seconds.forget("pool", room.name)
 
     def sweep(self) -> None:
@@ -120,11 +122,16 @@ def furnish(gateway: Gateway, plan: Plan, metrics: Metrics) -> None:
     """Rooms, limits and modes as the plan's configuration has them."""
     config = plan.snapshot.config
     gateway.gate.configure(config)
+    gateway.accounts.follow(config.observability)
     leaving = [live for live in gateway.endpoints.all() if live.leaving]
-    for pool, (room, serving) in plan.rooms.items():
+    for pool, opening in plan.rooms.items():
+        room = opening.room
         gateway.gate.open(room)
+        room.govern(opening.admission, opening.shares)
         finishing = tuple(live.load for live in leaving if live.endpoint.pool == pool)
-        room.configure(config.pools[pool].waiting_room, serving, finishing)
+        room.configure(config.pools[pool].waiting_room, opening.serving, finishing)
+        metrics.admission_price.labels(pool).follow(lambda room=room: room.price)  # type: ignore[misc]
+        metrics.admission_phi.labels(pool).follow(lambda room=room: room.phi)  # type: ignore[misc]
         metrics.waiting.labels(pool).follow(lambda room=room: float(room.waiting))  # type: ignore[misc]
     models = {route.name for route in plan.snapshot.routes.values()}
     splitting = gateway.handoffs.splitting

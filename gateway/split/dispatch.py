@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Client, route: Route, call: Call) -> None:
     """Serve it by a pair or whole, until somebody answers or nothing is left to try. Raises GatewayError then."""
-    fingerprint = x.fingerprint = gateway.endpoints.prefixes.of(call, route.name)
+    fingerprint = x.fingerprint = x.fingerprint or gateway.endpoints.prefixes.of(call, route.name)
     work = Work(gateway, route, split, x, client, call, Body(call), fingerprint)
     recompute = False
     try:
@@ -40,7 +40,7 @@ async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Cli
                 work.body.forget()
                 problem = await _whole(work, ask, decision)
             else:
-                problem, recompute = await _pair(work, decision.pair)
+                problem, recompute = await _pair(work, ask, decision.pair)
             if problem is None:
                 return None
             if x.committed:
@@ -76,7 +76,9 @@ async def _whole(work: Work, ask: Ask, decision: Decision) -> UpstreamBroke | No
     if pick is None:
         raise _nobody(work, decision)
     x.picked_at = monotonic()
+    work.gateway.accounts.picked(x, route.policy, ask, pick)
     with endpoints.book(pick, request, work.fingerprint) as booking:
+        x.booked(route.room, ask, pick)
         try:
             await legs.single(route, x, work.call, work.client, booking)
             return None
@@ -93,12 +95,13 @@ def _nobody(work: Work, decision: Decision) -> GatewayError:
     return nobody(work.x, work.route)
 
 
-async def _pair(work: Work, pair: Pair) -> tuple[UpstreamBroke | None, bool]:
+async def _pair(work: Work, ask: Ask, pair: Pair) -> tuple[UpstreamBroke | None, bool]:
     """Two endpoints, both places taken in this turn of the loop; what broke, and whether to compute it all in one."""
     x = work.x
     x.pick, x.picked_at = pair.decode, monotonic()
     work.record.prefill, work.record.dialect = pair.prefill.candidate.endpoint.name, work.split.dialect.name
     attempt = PairAttempt(work, pair)
+    x.booked(work.route.room, ask, pair.prefill)
     problem = await attempt.run()
     x.retries += attempt.suspects if problem is not None else []
     return problem, attempt.recompute

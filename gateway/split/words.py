@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from gateway.client import Client
 from gateway.endpoints import Booking
@@ -61,7 +62,7 @@ class Work(msgspec.Struct, frozen=True, eq=False):
 
 def one_token(request: Request) -> Request:
     """What a prefill endpoint is asked for."""
-    return Request(request.id, request.model, request.tenant, request.prompt_tokens, 1, request.stream)
+    return replace(request, output_tokens=1, choices=1)
 
 
 class Words:

@@ -12,12 +12,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.answer import GatewayError
-from gateway.openai import BYTES_PER_TOKEN, ENGINE_INTERNAL, LIMITS, SIZES, XARGS, Api, Call, parse
+from gateway.openai import BYTES_PER_TOKEN, ENGINE_INTERNAL, LIMITS, SIZES, XARGS, Api, Call, Caller, parse
+from gateway.slo import NOTHING
+from policies.model import STANDARD, Slo
 
 
 class Model(NamedTuple):
     served_model: str = "demo"
     context_tokens: int | None = None
+    slo: Slo = STANDARD
+    low_first: bool = True
 
 
 SPECIAL = {*ENGINE_INTERNAL, *LIMITS, *SIZES, XARGS, "model", "messages", "prompt", "stream"}
@@ -71,7 +75,7 @@ def chat(others: dict[str, Any], rng: Random, model: str = "demo") -> Members:
 
 
 def parsed(body: bytes, api: Api = Api.CHAT, served: str = "demo") -> Call:
-    return parse(body, api, {"demo": Model(served), "other": Model("demo")}, "req_1", "acme")
+    return parse(body, api, {"demo": Model(served), "other": Model("demo")}, Caller("req_1", "acme", NOTHING, 0.0))
 
 
 def as_bytes(members: Members, rng: Random, compact: bool) -> bytes:

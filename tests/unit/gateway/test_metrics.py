@@ -58,7 +58,7 @@ def test_names_carry_the_prefix_and_base_units() -> None:
         assert spec.name.startswith("penstock_")
         assert (spec.kind == "counter") == spec.name.endswith("_total")
         assert list(spec.buckets) == sorted(set(spec.buckets))
-        assert not spec.buckets or spec.name.endswith("_seconds")
+        assert not spec.buckets or spec.name.endswith(("_seconds", "_ratio"))
 
 
 def test_ttft_has_the_22_buckets_of_vllm() -> None:
@@ -108,5 +108,5 @@ def test_two_sets_of_metrics_in_one_process_do_not_know_each_other() -> None:
 
 def test_hostile_label_values_do_not_break_the_page() -> None:
     metrics = Metrics()
-    metrics.shed_total.labels('a"\n\\b').inc()
-    assert samples(metrics.render())["penstock_shed_total", frozenset({("reason", 'a"\n\\b')})] == 1
+    metrics.shed_total.labels('a"\n\\b', "x").inc()
+    assert samples(metrics.render())["penstock_shed_total", frozenset({("reason", 'a"\n\\b'), ("class", "x")})] == 1

@@ -19,8 +19,11 @@ from gateway.openai import (
     SMALL_BODY,
     Api,
     Call,
+    Caller,
     parse,
 )
+from gateway.slo import NOTHING
+from policies.model import STANDARD, Slo
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "hi"}
@@ -29,11 +32,13 @@ COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "hi"}
 class Model(NamedTuple):
     served_model: str = "demo"
     context_tokens: int | None = None
+    slo: Slo = STANDARD
+    low_first: bool = True
 
 
 def parsed(body: dict[str, Any] | bytes, api: Api = Api.CHAT, context_tokens: int | None = None) -> Call:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return parse(raw, api, {"demo": Model("demo", context_tokens)}, "req_1", "acme")
+    return parse(raw, api, {"demo": Model("demo", context_tokens)}, Caller("req_1", "acme", NOTHING, 0.0))
 
 
 def refusal(body: dict[str, Any] | bytes, api: Api = Api.CHAT, context_tokens: int | None = None) -> GatewayError:

@@ -16,6 +16,7 @@ from gateway.reload.generations import Generations
 from gateway.reload.reloader import Outcome
 from gateway.reload.trial import Tally, Trial, tallied, worse
 from gateway.reload.versions import KEEP, Versions, made
+from gateway.slo import Levels
 from gateway.snapshot import Snapshot
 from tests.unit.gateway.reload.running import Running, running
 
@@ -133,7 +134,8 @@ async def test_versions_go_on_counting_after_a_restart_and_can_be_gone_back_to(t
 
 
 def snapshot(generation: int) -> Snapshot:
-    return Snapshot(generation, loaded(BASE).config, {}, {}, {})
+    config = loaded(BASE).config
+    return Snapshot(generation, config, {}, {}, {}, Levels(config))
 
 
 def test_what_an_old_snapshot_needs_goes_when_nobody_holds_it_or_an_older_one() -> None:

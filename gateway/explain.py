@@ -1,0 +1,145 @@
+"""Why a request went where it went: the newest exchanges, kept for who asks, and told as plain values.
+
+Lives here: what is kept at the pick and afterwards, and the page of one request. Not here: HTTP (admin.py), or the
+reasons themselves, which are the policy's (policies.contract.Terms).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter
+
+import msgspec
+
+from gateway.exchange import Exchange
+from policies.contract import Policy, Terms
+from policies.model import Ask, Candidate, EndpointLoad, Pick
+
+_NUMBERS = tuple(name for name in EndpointLoad.__slots__ if name not in ("belief", "timeline"))
+_numbers = attrgetter(*_NUMBERS)
+
+
+class Before(msgspec.Struct, frozen=True):
+    """The picked candidate and the runner-up, with their live numbers as they were: those change with the booking."""
+
+    terms: Terms
+    stood: tuple[tuple[Candidate, tuple[object, ...]], ...]
+
+    def of(self, ask: Ask, candidate: Candidate) -> Mapping[str, float] | None:
+        """The parts of its score, for one of the two."""
+        for each, numbers in self.stood:
+            if each is candidate:
+                load = EndpointLoad(each.load.slot, each.load.belief)
+                for name, value in zip(_NUMBERS, numbers, strict=True):
+                    setattr(load, name, value)
+                return self.terms(ask, Candidate(each.endpoint, load))
+        return None
+
+
+def before(policy: Policy, pick: Pick) -> Before | None:
+    """What must be noted before the place is taken; nothing for a policy that has no terms."""
+    if policy.terms is None:
+        return None
+    stood = [(pick.candidate, _numbers(pick.candidate.load))]
+    other = runner_up(pick)
+    if other is not None:
+        stood.append((other, _numbers(other.load)))
+    return Before(policy.terms, tuple(stood))
+
+
+def runner_up(pick: Pick) -> Candidate | None:
+    """Who would have been picked next: the best score but the picked one's; None when nobody else was kept."""
+    others = [at for at, each in enumerate(pick.kept) if each is not pick.candidate]
+    return pick.kept[max(others, key=pick.scores.__getitem__)] if others else None
+
+
+class Explained:
+    """The newest `size` requests that are over, oldest overwritten first. One owner: accounts."""
+
+    __slots__ = ("_at", "_ring", "size")
+
+    def __init__(self, size: int = 0) -> None:
+        self.size = 0
+        self._ring: list[Exchange | None] = []
+        self._at = 0
+        self.resize(size)
+
+    def resize(self, size: int) -> None:
+        """From now on so many; those that were kept are forgotten when the number changes."""
+        if size != self.size:
+            self.size, self._at, self._ring = size, 0, [None] * size
+
+    def keep(self, x: Exchange) -> None:
+        """A request is over."""
+        at = self._at
+        x.forget()
+        self._ring[at] = x
+        self._at = at + 1 if at + 1 < self.size else 0
+
+    def find(self, request_id: str) -> dict[str, object] | None:
+        """The page of one request; None when it is not, or no longer, known. O(size)."""
+        return next((told(x) for x in self._ring if x is not None and x.id == request_id), None)
+
+
+def told(x: Exchange) -> dict[str, object]:
+    """Everything that led to the answer, in plain values."""
+    return {
+        "id": x.id,
+        "status": x.status,
+        "outcome": x.outcome,
+        "model": x.model,
+        "tier": x.tier or None,
+        "tenant": x.tenant,
+        **_request(x),
+        "admission": _admission(x),
+        "pick": None if x.pick is None else _pick(x, x.pick),
+        "retries": x.retries,
+        "split": None if x.split is None else {"reason": x.split.reason, "prefill": x.split.prefill},
+        "predicted": {"ttft_s": x.predicted_ttft_s, "tpot_s": x.predicted_tpot_s},
+        "actual": {"ttft_s": x.ttft_s, "tpot_s": x.tpot_s},
+        "kept": x.kept or None,
+    }
+
+
+def _request(x: Exchange) -> dict[str, object]:
+    if x.call is None:
+        return {}
+    request = x.call.request
+    deadline_s = None if request.deadline_s is None else request.deadline_s - request.arrived_s
+    return {
+        "slo": msgspec.structs.asdict(request.slo),
+        "priority": request.priority,
+        "deadline_s": deadline_s,
+        "in_session": bool(request.session),
+        "prompt_tokens": request.prompt_tokens,
+        "output_tokens": request.output_tokens,
+    }
+
+
+def _admission(x: Exchange) -> dict[str, object]:
+    if x.admitted_at is None or x.parsed_at is None:
+        return {"verdict": "refused", "reason": x.reason, "detail": x.detail}
+    return {"verdict": "admitted", "waited_s": round(x.admitted_at - x.parsed_at, 6)}
+
+
+def _pick(x: Exchange, pick: Pick) -> dict[str, object]:
+    other = runner_up(pick)
+    rows = sorted(zip(pick.scores, pick.kept, strict=True), key=lambda row: -row[0])
+    return {
+        "policy": pick.reason,
+        "endpoint": pick.candidate.endpoint.name,
+        "runner_up": None if other is None else other.endpoint.name,
+        "candidates": [_candidate(x, score, each) for score, each in rows],
+    }
+
+
+def _candidate(x: Exchange, score: float, candidate: Candidate) -> dict[str, object]:
+    shown: dict[str, object] = {"endpoint": candidate.endpoint.name, "score": score}
+    asked = x.asked
+    if asked is not None and candidate.load.slot < len(asked.cached):
+        shown["cached_tokens"] = asked.cached[candidate.load.slot]
+    if asked is not None and x.before is not None:
+        terms = x.before.of(asked, candidate)
+        if terms is not None:
+            shown["terms"] = dict(terms)
+    return shown

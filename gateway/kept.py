@@ -1,0 +1,136 @@
+"""Whether promises were kept, and how good the beliefs behind them were: what is learnt from a request that is over.
+
+Lives here: the outcome as admissions hear it, and the metrics of promises and predictions. Not here: the access line
+and everything else that is counted of a request (account.py).
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from gateway.exchange import Exchange
+from gateway.meters import Counter
+from gateway.metrics import Metrics
+from gateway.relay import Relay, Usage
+from policies.admission import Outcome
+from policies.latency import ttfts
+from policies.model import Ask, Pick, Slo
+
+KEPT = ("met", "ttft_missed", "tpot_missed", "both_missed")
+FAILED = "failed"
+REGRET_EVERY = 32
+"""One pick in so many is compared with the candidate whose first token was expected soonest: that takes a while."""
+
+
+def outcome_of(x: Exchange) -> Outcome:
+    """How a request that had entered ended. An engine's word about the request itself is nobody's fault."""
+    now, relay = monotonic(), x.relay
+    if relay is None or not relay.committed:
+        blameless = x.outcome == "client_gone" or x.reason == "engine"
+        return Outcome(now, ended="ignored" if blameless else "dropped")
+    usage = usage_of(x, relay)
+    ttft_s, tpot_s = pace(x, relay, usage)
+    ended = "served" if x.outcome == "served" else "ignored" if x.outcome == "client_gone" else "dropped"
+    return Outcome(now, ttft_s, tpot_s, usage.completion_tokens or relay.events, usage.cached_tokens, ended)
+
+
+def usage_of(x: Exchange, relay: Relay) -> Usage:
+    """A decoder that was handed the KV calls the transfer a cache hit; the prefiller knows better."""
+    usage, split = relay.usage, x.split
+    if split is None or split.cached_tokens is None:
+        return usage
+    return Usage(usage.prompt_tokens, usage.completion_tokens, split.cached_tokens)
+
+
+def pace(x: Exchange, relay: Relay, usage: Usage) -> tuple[float | None, float | None]:
+    """Seconds from its last byte to the first token, and per token after it; None where there was none."""
+    first, last, received = relay.first_token_at, relay.last_at, x.received_at
+    if first is None or last is None or received is None:
+        return None, None
+    tokens = usage.completion_tokens or relay.events - 2
+    return first - received, (last - first) / (tokens - 1) if relay.events and tokens > 1 else None
+
+
+def judge(slo: Slo, ttft_s: float, tpot_s: float | None, whole_tokens: int | None) -> str:
+    """Which promise was missed, if any. An answer that comes whole has `whole_tokens` and is judged by its end: it may
+    take the budget of its first token and of all that follow."""
+    if whole_tokens is not None:
+        return KEPT[ttft_s > slo.ttft_s + slo.tpot_s * max(0, whole_tokens - 1)]
+    return KEPT[(ttft_s > slo.ttft_s) + 2 * (tpot_s is not None and tpot_s > slo.tpot_s)]
+
+
+class Kept:
+    """Counts promises by class, and what was predicted. One per process; children of metrics are found once."""
+
+    __slots__ = ("_error", "_evicted", "_goodput", "_metrics", "_never", "_picks", "_regret", "_spread", "tenants")
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._goodput: dict[tuple[str, str, str], Counter] = {}
+        self._error, self._regret = metrics.ttft_prediction_error_ratio, metrics.pick_regret_seconds
+        causes = metrics.prefill_tokens_total
+        self._never, self._spread, self._evicted = map(causes.labels, ("never_seen", "spread", "evicted"))
+        self._picks = 0
+        self.tenants = False
+
+    def picked(self, ask: Ask, pick: Pick) -> None:
+        """A pick, before its place is taken. One in many is compared with what would have been soonest."""
+        self._picks += 1
+        if self._picks >= REGRET_EVERY and len(pick.kept) > 1:
+            self._picks = 0
+            cached, known, prompt = ask.cached, len(ask.cached), ask.request.prompt_tokens
+            held = [cached[each.load.slot] if each.load.slot < known else 0 for each in pick.kept]
+            expected = ttfts(pick.kept, [min(prompt, tokens) for tokens in held], prompt, ask.now)
+            chosen = next(at for at, each in enumerate(pick.kept) if each is pick.candidate)
+            self._regret.observe(expected[chosen] - min(expected))
+
+    def answered(self, x: Exchange, relay: Relay, usage: Usage, received: float, now: float) -> None:
+        """One whose answer has begun. Leaves what it finds in the exchange."""
+        assert x.call is not None
+        slo, first, events = x.call.request.slo, relay.first_token_at, relay.events
+        tokens = usage.completion_tokens or events - 2
+        if first is not None and relay.last_at is not None:
+            ttft_s = x.ttft_s = first - received
+            if not events:
+                x.kept = judge(slo, ttft_s, None, tokens)
+            else:
+                tpot_s = x.tpot_s = (relay.last_at - first) / (tokens - 1) if tokens > 1 else None
+                x.kept = judge(slo, ttft_s, tpot_s, None)
+                self._predicted(x, first)
+        if x.outcome != "served":
+            x.kept = FAILED if x.outcome == "interrupted" else ""
+        if x.kept:
+            self._count(x, slo.name, x.kept)
+        if x.asked is not None and x.asked.cached and x.pick is not None:
+            self._computed(x.asked, x.pick.cached_tokens, usage)
+
+    def unanswered(self, x: Exchange) -> None:
+        """One that got no answer: refused at the door, or nobody could."""
+        if x.call is not None and (x.status == 429 or x.status >= 500):
+            x.kept = "shed" if x.status == 429 else FAILED
+            self._count(x, x.call.request.slo.name, x.kept)
+
+    def _count(self, x: Exchange, slo: str, kept: str) -> None:
+        key = (slo, kept, x.tenant if self.tenants else "")
+        counter = self._goodput.get(key)
+        if counter is None:
+            counter = self._goodput[key] = self._metrics.goodput_total.labels(*key)
+        counter.value += 1.0
+
+    def _predicted(self, x: Exchange, first: float) -> None:
+        """How far the expected time from the pick to the first token was off, as a share of what it was."""
+        if x.booking is None or x.picked_at is None:
+            return
+        place = x.booking.place
+        x.predicted_ttft_s, x.predicted_tpot_s = place.predicted_ttft_s, place.predicted_tpot_s
+        actual_s = first - x.picked_at
+        if x.predicted_ttft_s is not None and actual_s > 0:
+            self._error.observe(abs(x.predicted_ttft_s - actual_s) / actual_s)
+
+    def _computed(self, asked: Ask, believed: int, usage: Usage) -> None:
+        """Why the prompt's tokens were computed: nobody had them, others had, or the endpoint had lost them."""
+        prompt, held = asked.request.prompt_tokens, max(asked.cached)
+        self._never.value += max(0, prompt - held)
+        self._spread.value += max(0, held - believed)
+        if usage.cached_tokens is not None and usage.cached_tokens < believed:
+            self._evicted.value += believed - usage.cached_tokens
