@@ -57,7 +57,9 @@ def test_a_command_has_the_options_that_other_tools_call(runner: CliRunner, comm
 
 def test_help_lists_every_command(runner: CliRunner) -> None:
     shown = runner.invoke(cli.app, ["--help"]).output
-    assert all(f" {name} " in shown for name in ("demo", "serve", "mock", "bench", "replay", "check", "schema", "version"))
+    assert all(
+        f" {name} " in shown for name in ("demo", "serve", "mock", "bench", "replay", "check", "schema", "version")
+    )
 
 
 def test_check_says_good_and_exits_0(runner: CliRunner, tmp_path: Path) -> None:
