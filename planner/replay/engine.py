@@ -26,8 +26,8 @@ class Engine:
     """
 
     __slots__ = (
-        *("_gaps", "_leaping", "_plan", "_roofline", "_run", "_since", "began", "busy_s", "due_s", "ended", "fetch"),
-        *("scheduler", "slowness", "steps"),
+        *("_gaps", "_leaping", "_pauses", "_plan", "_preempted", "_roofline", "_run", "_since", "_thrown_out"),
+        *("began", "busy_s", "due_s", "ended", "fetch", "scheduler", "slowness", "steps"),
     )
 
     def __init__(
@@ -54,6 +54,10 @@ class Engine:
         self._since = 0.0
         # Ends and durations of past steps, none longer than one before it: the longest gap of an answer is found here.
         self._gaps: list[tuple[float, float]] = []
+        # Preempted jobs since when they make no tokens, and the longest such pause of those that go on.
+        self._preempted = 0
+        self._thrown_out: dict[Job, float] = {}
+        self._pauses: dict[Job, float] = {}
 
     def wake(self, now: float) -> None:
         """Something new is in the queue: begin to step if idle, and cut a run short at the end of its present step."""
@@ -67,7 +71,10 @@ class Engine:
         outcome = self.scheduler.finish(self._settled(now))
         for job in outcome.began:
             if job.made == 1:
+                self._thrown_out.pop(job, None)
                 self.began(job, now)
+            elif job in self._thrown_out:
+                self._pauses[job] = max(self._pauses.get(job, 0.0), now - self._thrown_out.pop(job))
         for job in outcome.ended:
             self.ended(job, now)
         self._begin(now)
@@ -77,14 +84,19 @@ class Engine:
         if self._run is not None:
             self._cut(now)
         self.scheduler.abort(job)
+        self._thrown_out.pop(job, None)
+        self._pauses.pop(job, None)
 
     def stop(self) -> None:
         """The group is dead: whatever was under way is gone."""
         self._plan = self._run = None
         self.due_s = inf
 
-    def longest_gap_s(self, since_s: float) -> float:
-        """The longest step of those that ended after that moment."""
+    def longest_gap_s(self, job: Job, since_s: float) -> float:
+        """The longest time between two tokens of a job that is over and had its first one at `since_s`."""
+        return max(self._longest_step_s(since_s), self._pauses.pop(job, 0.0))
+
+    def _longest_step_s(self, since_s: float) -> float:
         gaps = self._gaps
         low, high = 0, len(gaps)
         while low < high:
@@ -99,6 +111,11 @@ class Engine:
         plan = self._plan = self.scheduler.step()
         for job in self.scheduler.to_fetch():
             self.fetch(job, now)
+        if self.scheduler.totals.preemptions != self._preempted:
+            self._preempted = self.scheduler.totals.preemptions
+            for job in self.scheduler.waiting:
+                if job.preemptions:
+                    self._thrown_out.setdefault(job, now)
         if plan is None:
             self.due_s = inf
             return

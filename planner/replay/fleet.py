@@ -334,7 +334,7 @@ class Fleet:
             return
         record, entry = flight.record, flight.entry
         assert entry is not None
-        record.longest_gap_s = group.engine.longest_gap_s(record.first_s or now)
+        record.longest_gap_s = group.engine.longest_gap_s(job, record.first_s or now)
         record.preemptions += job.preemptions
         record.done_s = now
         entry.finished(now, record.output_tokens)
