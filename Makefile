@@ -7,13 +7,15 @@ PY     := $(VENV)/bin/python
 DEMO   ?=
 TESTS  ?=
 TRIALS ?=
+TRACES ?= ../shared/data
+GOODPUT ?=
 comma  := ,
 RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split real compiled load policies clocks docs lock clean
+.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split goodput real compiled load policies clocks docs lock clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +56,9 @@ bench-kv: $(VENV)/.dev ## KV transfers: ours beside NIXL, Mooncake, raw TCP and 
 
 bench-split: $(VENV)/.dev ## the gateway's CPU for a split request beside that for a whole one
 	$(PY) tests/bench/split.py
+
+goodput: $(VENV)/.dev ## every policy at, below and beyond capacity on a virtual clock, into docs/goodput.md; make goodput GOODPUT="--quick"
+	$(PY) tests/bench/goodput.py --data $(TRACES) --page docs/goodput.md $(GOODPUT)
 
 real: $(VENV)/.dev ## the gateway before two real vLLM engines, without a GPU (3.5 GB; docs/real-engines.md)
 	@sh deploy/real/install.sh $(PYTHON) build/real

@@ -21,8 +21,8 @@ Picker = Callable[[Ask, Sequence[Candidate], Sequence[float]], int]
 """Chooses an index into the candidates. Only pickers may use `ask.rng`."""
 
 
-Terms = Callable[[Ask, Candidate], Mapping[str, float]]
-"""The parts of what a candidate would cost, by name. For explaining a pick, so it need not be fast."""
+Terms = Callable[[Ask, Sequence[Candidate]], Sequence[Mapping[str, float]]]
+"""The parts of what each candidate would cost, by name, aligned. For explaining a pick, so it need not be fast."""
 
 
 class Weighted(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Weighted(msgspec.Struct, frozen=True):
 class Policy(msgspec.Struct, frozen=True):
     """Filters, then weighted scorers, then a picker. `reads_prefix` asks the line to fingerprint prompts for it.
 
-    `terms` names the parts of one candidate's score, for a policy that can say more than a number about its picks.
+    `terms` names the parts of each candidate's score, for a policy that can say more than a number about its picks.
     """
 
     name: str

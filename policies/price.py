@@ -8,6 +8,7 @@ docs/how-the-price-works.md explains it without code.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 
 import msgspec
 
@@ -28,36 +29,42 @@ class Priced(Preset, frozen=True):
     """The cheapest endpoint: least loss of promises, this request's own and everybody else's, in one currency.
 
     One unit is one request that uses up exactly its budget. Every delay is a share of a budget; its loss is the share
-    cubed, so small delays are nearly free, and it stops growing at `late` budgets: a request that is lost anyway
-    should not push others aside. The price of an endpoint is the sum of
+    cubed, so small delays are nearly free, up to `late` budgets. From there it grows by `overdue` per budget only: a
+    request that is lost anyway should not push others aside. The price of an endpoint is the sum of
 
         ttft    loss of this request's own first token: queue + prefill, over what is left of its TTFT budget
         tpot    tpot_weight x loss of its own decoding: expected step time over its TPOT budget
-        others  others_weight x what its prefill and its sequence add to the loss of each request that decodes there
+        others  others_weight x what its prefill and its sequence add to the loss of each request that has answers to
+                come there, at the slope where those stand: step time, and `stall` x the queue spread over an answer
+                (many answers are shorter than expected, and feel a queue of prompts more)
         work    work_weight x prefill over the TTFT budget, raised by regret_weight x the share of this endpoint's
                 evictions that were asked for again: seconds that nobody else gets, and cache that somebody loses
-        kv      kv_weight x what its KV adds to the cube of the share of memory that is booked; this one never stops
+        kv      kv_weight x what its KV adds to the cube of the share of memory that is booked; this one never bends
 
-    fresh_s: how old a scrape may be to be believed, seconds. Own bookings come first; a scrape only tells of strangers.
+    alike    endpoints whose believed speeds differ by less than this factor from the median are taken to be equal
+    fresh_s  how old a scrape may be to be believed, seconds; own bookings come first, a scrape only tells of strangers
 
-    Kin: opportunity costs of online routing (Awerbuch, Azar, Plotkin 1993), Mooncake's TTFT and LMetric's product are
-    its first-order cases; saturation is what JITServe's density does for deadlines that cannot be met.
+    Kin: opportunity costs of online routing (Awerbuch, Azar, Plotkin 1993); Mooncake's TTFT and LMetric's product are
+    first-order cases; the bend is what JITServe's density does for deadlines that cannot be met.
     """
 
     late: float = 1.35
-    tpot_weight: float = 2.0
-    others_weight: float = 4.0
+    overdue: float = 0.6
+    tpot_weight: float = 1.0
+    others_weight: float = 2.0
+    stall: float = 6.0
     work_weight: float = 1.0
-    regret_weight: float = 0.0
-    kv_weight: float = 0.1
+    regret_weight: float = 3.0
+    kv_weight: float = 0.5
+    alike: float = 1.5
     fresh_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if not (self.late >= 1.0 and self.fresh_s >= 0.0):
-            raise ValueError(f"late is 1 or more and fresh_s not negative, not {self.late}, {self.fresh_s}")
-        weights = (self.tpot_weight, self.others_weight, self.work_weight, self.regret_weight, self.kv_weight)
-        if not all(0.0 <= weight < 1e6 for weight in weights):
-            raise ValueError(f"weights are not negative and below a million, not {weights}")
+        if not (1.0 <= self.late <= 1e3 and 1.0 <= self.alike <= 1e3 and self.fresh_s >= 0.0):
+            raise ValueError(f"late and alike are 1 or more and fresh_s is not negative, not {self}")
+        times = (self.overdue, self.tpot_weight, self.others_weight, self.stall)
+        if not all(0.0 <= each <= 1e6 for each in (*times, self.work_weight, self.regret_weight, self.kv_weight)):
+            raise ValueError(f"weights are neither negative nor above a million, not {self}")
 
     def build(self) -> Policy:
         prices = Prices(self)
@@ -111,78 +118,93 @@ class Prices:
         return [-price for price in self.prices(ask, candidates)]
 
     def cheapest(self, ask: Ask, candidates: Sequence[Candidate]) -> float:
-        """The price of the best that can be done now: what holding or refusing has to be weighed against."""
-        return min(self.prices(ask, candidates))
+        """The price of the best that can be done now: what holding or refusing is weighed against; inf with nobody."""
+        return min(self.prices(ask, candidates), default=inf)
 
-    def terms(self, ask: Ask, candidate: Candidate) -> Mapping[str, float]:
-        """What the price of serving all of it there is made of, by name: for explaining a pick."""
-        return msgspec.structs.asdict(self.explain(ask, candidate))
+    def terms(self, ask: Ask, candidates: Sequence[Candidate]) -> list[Mapping[str, float]]:
+        """What the price of serving all of it is made of, by name, aligned: for explaining a pick and its runner-up."""
+        return [msgspec.structs.asdict(self.explain(ask, candidates, index)) for index in range(len(candidates))]
 
     def prices(self, ask: Ask, candidates: Sequence[Candidate], part: Part = WHOLE) -> list[float]:
         """Prices aligned with the candidates: the totals of `explain`, unrolled, because every request pays for it."""
         weights, request, now, cached = self.weights, ask.request, ask.now, ask.cached
-        prompt, output, known, late = request.prompt_tokens, request.output_tokens, len(cached), weights.late
-        most, oldest, own = late * late * late, now - weights.fresh_s, part.decodes * weights.tpot_weight
-        prefills, decodes, others_weight, kv_weight = (
-            part.prefills,
-            part.decodes,
-            weights.others_weight,
-            weights.kv_weight,
-        )
-        work_weight, regret_weight = weights.work_weight / request.slo.ttft_s, weights.regret_weight
+        late, overdue, stall, kv_weight = weights.late, weights.overdue, weights.stall, weights.kv_weight
+        prompt, output, known, oldest = request.prompt_tokens, request.output_tokens, len(cached), now - weights.fresh_s
+        prefills, decodes, beyond = part.prefills, part.decodes, late * late * late - overdue * late
         per_ttft, per_tpot = prefills / patience_s(request, now), 1.0 / request.slo.tpot_s
-        per_output, found = per_tpot / (output or 1), []
-        for candidate in candidates:
+        answer = 1.0 / (output or 1)
+        per_answer, others, own = per_tpot * answer, 3.0 * weights.others_weight * answer, decodes * weights.tpot_weight
+        work_price, regretted = weights.work_weight / request.slo.ttft_s, weights.regret_weight
+        later, transfer_s, found = decodes * output, part.transfer_s, []
+        for candidate, fast, slow in zip(candidates, *self.speeds(candidates), strict=True):
             load = candidate.load
             held = cached[load.slot] if load.slot < known else 0
             new, room = prompt - held, load.kv_tokens or UNKNOWN_KV_TOKENS
-            work_s = prefills * new * (load.token_s + (held + 0.5 * new) * load.pair_s)
+            work_s = prefills * fast * new * (load.token_s + (held + 0.5 * new) * load.pair_s)
             wait_s, share = load.ready_at - now, load.kv_booked / room
+            if wait_s < 0.0:
+                wait_s = 0.0
             if load.strangers and load.scraped_at is not None and load.scraped_at >= oldest:
-                wait_s = (wait_s if wait_s > 0.0 else 0.0) + ahead(load) * work_s
+                wait_s += ahead(load) * work_s
                 share = max(share, load.kv_usage or 0.0)
-            first_s = part.transfer_s + load.fixed_s + work_s
-            first = (first_s + wait_s if wait_s > 0.0 else first_s) * per_ttft
-            added_s = decodes * (load.sequence_s + load.context_s * prompt)
-            step = (load.step_s + added_s) * per_tpot
-            slower = step + work_s * per_output
-            loss = step * step * step if step < late else most
-            fuller = share + (new + decodes * output) / room
+            first = (transfer_s + wait_s + load.fixed_s + work_s) * per_ttft
+            more_s = decodes * slow * (load.sequence_s + load.context_s * prompt)
+            step = (slow * load.step_s + more_s) * per_tpot
+            more = work_s * per_answer + more_s * per_tpot
+            stand = step + stall * wait_s * per_answer + 0.5 * more
+            if stand > late:
+                stand = late
+            fuller = share + (new + later) / room
             found.append(
-                (first * first * first if first < late else most)
-                + own * loss
-                + others_weight * load.decoding * ((slower * slower * slower if slower < late else most) - loss)
-                + work_weight * work_s * (1.0 + regret_weight * load.regret)
+                (first * first * first if first < late else beyond + overdue * first)
+                + own * (step * step * step if step < late else beyond + overdue * step)
+                + others * load.expected_tokens * more * stand * stand
+                + work_price * work_s * (1.0 + regretted * load.regret)
                 + kv_weight * (fuller * fuller * fuller - share * share * share)
             )
         return found
 
-    def explain(self, ask: Ask, candidate: Candidate, part: Part = WHOLE) -> Terms:
-        """One candidate's price in its parts; the same arithmetic as `prices`, to be read."""
-        weights, request, load = self.weights, ask.request, candidate.load
+    def explain(self, ask: Ask, candidates: Sequence[Candidate], index: int, part: Part = WHOLE) -> Terms:
+        """The price of candidates[index] in its parts; the same arithmetic as `prices`, to be read."""
+        weights, request, load = self.weights, ask.request, candidates[index].load
+        fast, slow = (factors[index] for factors in self.speeds(candidates))
+        slo, output = request.slo, max(1, request.output_tokens)
         held = ask.cached[load.slot] if load.slot < len(ask.cached) else 0
-        new, slo = request.prompt_tokens - held, request.slo
-        work_s = part.prefills * prefill_s(load, new, held)
-        wait_s, share = max(0.0, load.ready_at - ask.now), booked_share(load)
+        new, room = request.prompt_tokens - held, load.kv_tokens or UNKNOWN_KV_TOKENS
+        work_s = part.prefills * fast * prefill_s(load, new, held)
+        wait_s, share = max(0.0, load.ready_at - ask.now), load.kv_booked / room
         if load.strangers and load.scraped_at is not None and load.scraped_at >= ask.now - weights.fresh_s:
             wait_s += ahead(load) * work_s
             share = max(share, load.kv_usage or 0.0)
-        first_s = part.transfer_s + load.fixed_s + work_s + wait_s
-        added_s = part.decodes * (load.sequence_s + load.context_s * request.prompt_tokens)
-        step_s = load.step_s + added_s
-        loss, slower_s = self._loss(step_s / slo.tpot_s), step_s + work_s / max(1, request.output_tokens)
-        fuller = share + (new + part.decodes * request.output_tokens) / (load.kv_tokens or UNKNOWN_KV_TOKENS)
+        first_s = part.transfer_s + wait_s + load.fixed_s + work_s
+        more_s = part.decodes * slow * (load.sequence_s + load.context_s * request.prompt_tokens)
+        step_s = slow * load.step_s + more_s
+        added = (work_s / output + more_s) / slo.tpot_s
+        stand = min(weights.late, (step_s + weights.stall * wait_s / output) / slo.tpot_s + 0.5 * added)
+        fuller = share + (new + part.decodes * request.output_tokens) / room
         return Terms(
             ttft=self._loss(part.prefills * first_s / patience_s(request, ask.now)),
-            tpot=part.decodes * weights.tpot_weight * loss,
-            others=weights.others_weight * load.decoding * (self._loss(slower_s / slo.tpot_s) - loss),
+            tpot=part.decodes * weights.tpot_weight * self._loss(step_s / slo.tpot_s),
+            others=weights.others_weight * load.expected_tokens / output * added * 3.0 * stand**2,
             work=weights.work_weight * work_s / slo.ttft_s * (1.0 + weights.regret_weight * load.regret),
             kv=weights.kv_weight * (fuller**3 - share**3),
         )
 
+    def speeds(self, candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+        """Factors on each candidate's times of prefill and of decode steps, by which those believed alike become so."""
+        if not candidates:
+            return [], []
+        beliefs = [candidate.load.belief for candidate in candidates]
+        alike = self.weights.alike
+        return (
+            level([belief.prefill.factor for belief in beliefs], alike),
+            level([belief.step.factor for belief in beliefs], alike),
+        )
+
     def _loss(self, share: float) -> float:
         """What using up that share of a budget costs, in requests lost."""
-        return float(min(share, self.weights.late) ** 3)
+        kept = min(share, self.weights.late)
+        return kept**3 + self.weights.overdue * (share - kept)
 
 
 def patience_s(request: Request, now: float) -> float:
@@ -192,11 +214,16 @@ def patience_s(request: Request, now: float) -> float:
     return max(LEAST_BUDGET * budget_s, budget_s - max(0.0, waited_s))
 
 
-def booked_share(load: EndpointLoad) -> float:
-    """Share of the endpoint's KV that is booked; above 1 when shared prefixes are booked by all who share them."""
-    return load.kv_booked / (load.kv_tokens or UNKNOWN_KV_TOKENS)
-
-
 def ahead(load: EndpointLoad) -> int:
     """Requests that others sent and that the engine had not begun at the last scrape; each is taken to be like ours."""
     return min(load.strangers, load.waiting or 0)
+
+
+def level(factors: Sequence[float], alike: float) -> list[float]:
+    """What to multiply each factor with to bring it to the median, by `alike` at most either way.
+
+    Beliefs of equal endpoints differ by the noise of what was observed. Who is believed a little faster would get all
+    the work that has no other preference: only what is beyond noise may count.
+    """
+    middle, least = sorted(factors)[len(factors) // 2], 1.0 / alike
+    return [min(alike, max(least, middle / factor)) for factor in factors]

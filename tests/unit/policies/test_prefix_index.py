@@ -176,3 +176,46 @@ def test_what_a_slot_holds_is_told_without_walking_anything() -> None:
     assert index.held_tokens(0) == index.held_tokens(99) == 0.0
     index.forget(3)
     assert index.held_tokens(3) == 0.0
+
+
+def asked_in_turn(index: PrefixIndex, documents: range, rounds: int, slot: int = 0) -> None:
+    """Documents of 8 blocks, 512 tokens each, one after another."""
+    for _ in range(rounds):
+        for document in documents:
+            index.insert(prompt_of(document, 8), slot, 512)
+
+
+def test_evictions_of_what_nobody_asks_for_again_are_no_pity() -> None:
+    index = PrefixIndex(8 << 20)
+    index.set_capacity(0, 512 * 32)
+    asked_in_turn(index, range(400), 1)
+    assert index.held_tokens(0) <= 512 * 32
+    assert index.regret(0) == 0.0
+    assert index.regret(7) == 0.0
+
+
+def test_evictions_of_what_is_asked_for_again_are_a_pity_until_they_fade() -> None:
+    index = PrefixIndex(8 << 20)
+    index.set_capacity(0, 512 * 32)
+    asked_in_turn(index, range(48), 8)
+    assert index.regret(0) > 0.7
+    asked_in_turn(index, range(1000, 1400), 1)
+    assert index.regret(0) < 0.01
+
+
+def test_an_eviction_is_no_pity_while_somebody_else_holds_it() -> None:
+    index = PrefixIndex(8 << 20)
+    index.set_capacity(0, 512 * 32)
+    asked_in_turn(index, range(48), 2, slot=1)
+    asked_in_turn(index, range(48), 1)
+    asked_in_turn(index, range(48), 3, slot=1)
+    assert index.regret(0) == 0.0
+
+
+def test_a_restarted_endpoint_regrets_nothing() -> None:
+    index = PrefixIndex(8 << 20)
+    index.set_capacity(0, 512 * 32)
+    asked_in_turn(index, range(20), 1)
+    index.forget(0)
+    asked_in_turn(index, range(20), 1)
+    assert index.regret(0) == 0.0

@@ -1,0 +1,82 @@
+"""Whatever an endpoint's numbers: more to wait for is never cheaper, more of the prompt cached is never dearer."""
+
+from __future__ import annotations
+
+from math import isfinite
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request, Slo
+from policies.price import DECODE, WHOLE, Part, Priced, Prices
+
+share = st.floats(0.0, 1.0)
+tokens = st.integers(0, 200_000)
+slos = st.builds(Slo, st.just("any"), st.floats(0.05, 60.0), st.floats(0.005, 2.0))
+requests = st.builds(Request, *map(st.just, ("id", "m", "t")), tokens, st.integers(0, 4000), slo=slos)
+parts = st.sampled_from((WHOLE, DECODE, Part(decodes=0.0), Part(decodes=0.0, transfer_s=1.0)))
+prices = st.builds(
+    Prices, st.builds(Priced, st.floats(1.0, 3.0), st.floats(0.0, 3.0), *[st.floats(0.0, 9.0)] * 6, st.floats(1.0, 4.0))
+)
+
+
+@st.composite
+def candidates(draw: st.DrawFn, slot: int = 0) -> Candidate:
+    load = EndpointLoad(slot)
+    load.ready_at, load.fixed_s = draw(st.floats(0.0, 200.0)), draw(share)
+    load.token_s, load.pair_s = draw(st.floats(0.0, 1e-3)), draw(st.floats(0.0, 1e-7))
+    load.step_s, load.sequence_s = draw(st.floats(0.0, 1.0)), draw(st.floats(0.0, 1e-3))
+    load.context_s, load.regret = draw(st.floats(0.0, 1e-6)), draw(share)
+    load.kv_tokens, load.kv_booked = draw(st.one_of(st.none(), st.floats(1e3, 1e7))), draw(st.integers(0, 10**6))
+    load.expected_tokens = draw(st.integers(0, 10**5))
+    load.strangers, load.waiting = draw(st.integers(0, 9)), draw(st.one_of(st.none(), st.integers(0, 9)))
+    load.scraped_at, load.kv_usage = draw(st.sampled_from((None, 60.0, 99.0))), draw(st.one_of(st.none(), share))
+    return Candidate(Endpoint("tp", "http://127.0.0.1:9000", "pool", "m"), load)
+
+
+def price(by: Prices, request: Request, one: Candidate, held: int, part: Part) -> float:
+    (found,) = by.prices(Ask(request, 100.0, Random(1), [held]), [one], part)
+    return found
+
+
+@given(prices, requests, candidates(), share, parts, st.floats(0.0, 100.0))
+def test_more_backlog_is_never_cheaper(
+    by: Prices, request: Request, one: Candidate, held: float, part: Part, more_s: float
+) -> None:
+    cached = int(held * request.prompt_tokens)
+    before = price(by, request, one, cached, part)
+    one.load.ready_at += more_s
+    assert price(by, request, one, cached, part) >= before - 1e-9 * abs(before)
+
+
+@given(prices, requests, candidates(), share, share, parts)
+def test_more_of_the_prompt_cached_is_never_dearer(
+    by: Prices, request: Request, one: Candidate, some: float, more: float, part: Part
+) -> None:
+    low, high = sorted(int(each * request.prompt_tokens) for each in (some, more))
+    dear = price(by, request, one, low, part)
+    assert price(by, request, one, high, part) <= dear + 1e-9 * abs(dear)
+
+
+@given(prices, requests, candidates(), share, parts, st.integers(0, 10**6), st.integers(0, 10**5), share)
+def test_more_booked_memory_more_answers_to_come_and_more_regret_are_never_cheaper(
+    by: Prices, request: Request, one: Candidate, held: float, part: Part, kv: int, answers: int, regret: float
+) -> None:
+    cached = int(held * request.prompt_tokens)
+    for field, more in (("kv_booked", kv), ("expected_tokens", answers), ("regret", regret)):
+        before = price(by, request, one, cached, part)
+        setattr(one.load, field, getattr(one.load, field) + more)
+        assert price(by, request, one, cached, part) >= before - 1e-9 * abs(before)
+
+
+@given(prices, requests, candidates(), share, parts)
+def test_a_price_is_a_finite_number_not_below_zero_and_the_sum_of_its_parts(
+    by: Prices, request: Request, one: Candidate, held: float, part: Part
+) -> None:
+    question = Ask(request, 100.0, Random(1), [int(held * request.prompt_tokens)])
+    (found,) = by.prices(question, [one], part)
+    assert isfinite(found)
+    assert found >= 0.0
+    assert found == pytest.approx(by.explain(question, [one], 0, part).total, rel=1e-6, abs=1e-12)

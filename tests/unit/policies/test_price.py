@@ -1,0 +1,185 @@
+"""The price: what each of its terms answers to, and that its parts add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+
+import msgspec
+import pytest
+
+from policies import registry
+from policies.model import Ask, Candidate, Request, Slo
+from policies.price import DECODE, WHOLE, Part, Priced, Prices, level, patience_s
+from policies.run import pick
+from tests.unit.policies.builders import ask, candidate
+
+PRICES = Prices(Priced())
+
+
+def outlook(slot: int, **numbers: object) -> Candidate:
+    """An endpoint some 20 ms a step and 60 us a prompt token fast; keywords set more."""
+    usual: dict[str, object] = {
+        "ready_at": 0.0,
+        "token_s": 6e-5,
+        "pair_s": 1e-9,
+        "fixed_s": 0.03,
+        "step_s": 0.02,
+        "sequence_s": 1e-5,
+        "context_s": 1e-8,
+        "kv_tokens": 600_000.0,
+    }
+    return candidate(slot, **(usual | numbers))
+
+
+def term(question: Ask, one: Candidate, name: str) -> float:
+    (parts,) = PRICES.terms(question, [one])
+    return parts[name]
+
+
+def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
+    fleet = [
+        outlook(slot, ready_at=100.0 + slot, kv_booked=90_000 * slot, expected_tokens=900 * slot) for slot in range(5)
+    ]
+    question = ask(9000, 300, cached=[0, 4096, 0, 8192])
+    explained: list[Mapping[str, float]] = list(PRICES.terms(question, fleet))
+    for parts, score in zip(explained, PRICES.scores(question, fleet), strict=True):
+        assert set(parts) == {"ttft", "tpot", "others", "work", "kv"}
+        assert sum(parts.values()) == pytest.approx(-score)
+
+
+def test_a_queue_costs_the_own_first_token_and_those_who_answer_there() -> None:
+    question, idle, queue = (
+        ask(4000, 300),
+        outlook(0, expected_tokens=7000),
+        outlook(1, expected_tokens=7000, ready_at=103.0),
+    )
+    assert term(question, queue, "ttft") > 10 * term(question, idle, "ttft")
+    assert term(question, queue, "others") > term(question, idle, "others")
+    assert term(question, queue, "work") == term(question, idle, "work")
+
+
+def test_a_first_token_at_its_budget_costs_one_request() -> None:
+    question = ask(1000, 100)
+    at_budget = outlook(0, fixed_s=0.0, token_s=5.0 / 1000, pair_s=0.0)
+    assert term(question, at_budget, "ttft") == pytest.approx(1.0)
+
+
+def test_a_request_that_is_lost_anyway_loses_little_more_by_waiting() -> None:
+    question = ask(1000, 100)
+    steps = [term(question, outlook(0, ready_at=100.0 + 5.0 * waits), "ttft") for waits in (1, 2, 3)]
+    assert 0.0 < steps[2] - steps[1] == pytest.approx(Priced().overdue)
+    assert steps[1] - steps[0] > steps[2] - steps[1]
+
+
+def test_a_prefix_held_elsewhere_is_work_that_others_need_not_do() -> None:
+    question = ask(20_000, 300, cached=[0, 16_384])
+    cold, warm = outlook(0), outlook(1)
+    assert term(question, warm, "work") < 0.3 * term(question, cold, "work")
+    assert PRICES.scores(question, [cold, warm])[1] > PRICES.scores(question, [cold, warm])[0]
+
+
+def test_who_keeps_evicting_what_is_asked_for_again_is_dearer_to_fill() -> None:
+    question, calm, thrashing = ask(20_000, 300), outlook(0), outlook(1, regret=0.5)
+    assert term(question, thrashing, "work") == pytest.approx(2.5 * term(question, calm, "work"))
+
+
+def test_a_full_memory_repels_more_than_a_long_way_to_the_next_free_one() -> None:
+    question = ask(8000, 300)
+    full, free = outlook(0, kv_booked=1_200_000), outlook(1, kv_booked=60_000, ready_at=100.5)
+    assert term(question, full, "kv") > term(question, free, "kv")
+    assert PRICES.scores(question, [full, free])[1] > PRICES.scores(question, [full, free])[0]
+
+
+def test_a_scrape_tells_of_strangers_only_while_it_is_fresh() -> None:
+    question = ask(4000, 300)
+    seen = {"strangers": 5, "waiting": 3, "kv_usage": 0.9}
+    alone, old, fresh = outlook(0), outlook(1, scraped_at=90.0, **seen), outlook(2, scraped_at=99.0, **seen)
+    prices = PRICES.prices(question, [alone, old, fresh])
+    assert prices[0] == prices[1] < prices[2]
+
+
+def test_time_spent_waiting_at_the_gateway_is_gone_from_the_budget() -> None:
+    request = Request("id", "model", "tenant", 4000, 300, slo=Slo("tight", 2.0, 0.1), arrived_s=10.0)
+    assert patience_s(request, 10.0) == 2.0
+    assert patience_s(request, 11.5) == pytest.approx(0.5)
+    assert patience_s(request, 99.0) == pytest.approx(0.1)
+
+
+def test_those_believed_nearly_alike_are_equal_and_the_really_slow_are_not() -> None:
+    assert level([1.0, 1.2, 0.9], 1.5) == pytest.approx([1.0, 1 / 1.2, 1 / 0.9])
+    assert [factor * times for factor, times in zip((1.0, 1.0, 4.0), level([1.0, 1.0, 4.0], 1.5), strict=True)] == (
+        pytest.approx([1.0, 1.0, 4.0 / 1.5])
+    )
+
+
+def test_a_slow_endpoint_is_passed_over_and_noise_decides_nothing() -> None:
+    fleet = [outlook(slot) for slot in range(3)]
+    for one, factor in zip(fleet, (1.1, 1.0, 3.0), strict=True):
+        one.load.belief.prefill.factor = factor
+        one.load.token_s *= factor
+        one.load.pair_s *= factor
+    prices = PRICES.prices(ask(8000, 300), fleet)
+    assert prices[0] == pytest.approx(prices[1])
+    assert prices[2] > 1.2 * prices[0]
+
+
+def test_the_halves_of_a_split_request_pay_for_what_they_do() -> None:
+    question, one = ask(8000, 300), [outlook(0, expected_tokens=5000)]
+    prefill = PRICES.explain(question, one, 0, Part(decodes=0.0, transfer_s=0.2))
+    decode, whole = PRICES.explain(question, one, 0, DECODE), PRICES.explain(question, one, 0, WHOLE)
+    assert prefill.tpot == 0.0
+    assert prefill.ttft > whole.ttft
+    assert prefill.work == pytest.approx(whole.work)
+    assert decode.ttft == decode.work == 0.0
+    assert decode.tpot == pytest.approx(whole.tpot)
+    assert decode.others < whole.others
+
+
+def test_halves_add_up_in_the_unrolled_form_as_well() -> None:
+    fleet = [
+        outlook(slot, ready_at=100.0 + slot, expected_tokens=700 * slot, kv_booked=99_000 * slot) for slot in range(4)
+    ]
+    question = ask(9000, 300, cached=[512, 4096])
+    for part in (WHOLE, DECODE, Part(decodes=0.0, transfer_s=0.7)):
+        totals = [PRICES.explain(question, fleet, index, part).total for index in range(4)]
+        assert PRICES.prices(question, fleet, part) == pytest.approx(totals)
+
+
+def test_the_cheapest_price_is_that_of_the_pick() -> None:
+    fleet = [outlook(slot, ready_at=101.0 + slot) for slot in range(4)]
+    question = ask(9000, 300)
+    found = pick(registry.build("priced", {}), question, fleet)
+    assert found is not None
+    assert found.candidate is fleet[0]
+    assert PRICES.cheapest(question, fleet) == pytest.approx(-found.score)
+
+
+def test_an_interactive_request_goes_where_a_batch_request_need_not() -> None:
+    """Cached behind a queue of three seconds: worth waiting for with a minute to spend, not with two seconds."""
+    fleet = [outlook(0, ready_at=103.0), outlook(1)]
+    usual = ask(30_000, 300, cached=[28_672])
+    chosen = [
+        PRICES.scores(msgspec.structs.replace(usual, request=msgspec.structs.replace(usual.request, slo=slo)), fleet)
+        for slo in (Slo("interactive", 2.0, 0.05), Slo("batch", 60.0, 0.5))
+    ]
+    assert chosen[0][1] > chosen[0][0]
+    assert chosen[1][0] > chosen[1][1]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"late": 0.5}, {"work_weight": -1.0}, {"fresh_s": -1.0}, {"kv_weight": 1e9}, {"alike": 0.0}]
+)
+def test_weights_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="not"):
+        Priced(**wrong)
+
+
+def test_equal_endpoints_share_the_picks() -> None:
+    policy, rng, counts = registry.build("priced", {}), Random(3), [0] * 4
+    fleet = [outlook(slot) for slot in range(4)]
+    for _ in range(400):
+        found = pick(policy, msgspec.structs.replace(ask(1000, 100), rng=rng), fleet)
+        assert found is not None
+        counts[found.candidate.load.slot] += 1
+    assert min(counts) > 60
