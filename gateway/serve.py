@@ -85,7 +85,7 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     route = snapshot.routes[call.asked_model]
     x.model = route.name
     x.parsed_at = monotonic()
-    if not route.room.take():
+    if wish.hasty or not route.room.take():
         route = await _enter(gateway, snapshot, x, route, call)
     with route.room:
         x.admitted_at = monotonic()

@@ -27,6 +27,7 @@ NAMES = frozenset((CLASS, *OBJECTIVES, *TTFT, *TPOT, PRIORITY, SESSION, *PATIENC
 
 MOST_MS = 86_400_000
 MOST_PRIORITY = 8
+HASTY_S = 10.0
 MAX_SESSION = 256  # characters
 SHOWN = 64  # characters of a bad value that its error repeats
 
@@ -41,6 +42,7 @@ class Wish(msgspec.Struct, frozen=True):
     slo            the class; ttft_s and tpot_s replace its budgets
     priority       as asked for; its tenant may claim `most_priority`
     patience_s     how long its client waits for the first byte
+    hasty          so short a time that whether it can be served by then is looked at even where all is calm
     """
 
     slo: Slo | None = None
@@ -50,6 +52,7 @@ class Wish(msgspec.Struct, frozen=True):
     most_priority: int = MOST_PRIORITY
     session: str = ""
     patience_s: float | None = None
+    hasty: bool = False
 
     def of(self, usual: Slo) -> Slo:
         """The promise to a request of a model whose usual one this is."""
@@ -112,6 +115,7 @@ class Levels:
         found = {name: value for name in NAMES if (value := headers.get(name)) is not None}
         if not found:
             return usual
+        patience_s = _patience_s(found)
         return Wish(
             self._class(found) or usual.slo,
             _budget_s(found, TTFT),
@@ -119,7 +123,8 @@ class Levels:
             _priority(found),
             usual.most_priority,
             _session(found, tenant),
-            _patience_s(found),
+            patience_s,
+            patience_s is not None and patience_s < HASTY_S,
         )
 
     def _class(self, found: Mapping[str, str]) -> Slo | None:
