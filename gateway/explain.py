@@ -6,7 +6,7 @@ reasons themselves, which are the policy's (policies.contract.Terms).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 import msgspec
@@ -20,20 +20,26 @@ _numbers = attrgetter(*_NUMBERS)
 
 
 class Before(msgspec.Struct, frozen=True):
-    """The picked candidate and the runner-up, with their live numbers as they were: those change with the booking."""
+    """The picked candidate and the runner-up, with their live numbers as they were: those change with the booking.
+
+    Noting them for all candidates would cost as much as the pick. What is believed of speeds is as it is when asked.
+    """
 
     terms: Terms
     stood: tuple[tuple[Candidate, tuple[object, ...]], ...]
 
-    def of(self, ask: Ask, candidate: Candidate) -> Mapping[str, float] | None:
-        """The parts of its score, for one of the two."""
-        for each, numbers in self.stood:
-            if each is candidate:
-                load = EndpointLoad(each.load.slot, each.load.belief)
-                for name, value in zip(_NUMBERS, numbers, strict=True):
-                    setattr(load, name, value)
-                return self.terms(ask, Candidate(each.endpoint, load))
-        return None
+    def of(self, ask: Ask, kept: Sequence[Candidate]) -> Mapping[str, Mapping[str, float]]:
+        """The parts of their scores, by name of the endpoint."""
+        then = {id(each): Candidate(each.endpoint, _restored(each, numbers)) for each, numbers in self.stood}
+        told = self.terms(ask, [then.get(id(each), each) for each in kept])
+        return {each.endpoint.name: parts for each, parts in zip(kept, told, strict=True) if id(each) in then}
+
+
+def _restored(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointLoad:
+    load = EndpointLoad(candidate.load.slot, candidate.load.belief)
+    for name, value in zip(_NUMBERS, numbers, strict=True):
+        setattr(load, name, value)
+    return load
 
 
 def before(policy: Policy, pick: Pick) -> Before | None:
@@ -124,22 +130,23 @@ def _admission(x: Exchange) -> dict[str, object]:
 
 def _pick(x: Exchange, pick: Pick) -> dict[str, object]:
     other = runner_up(pick)
+    terms = x.before.of(x.asked, pick.kept) if x.before is not None and x.asked is not None else {}
     rows = sorted(zip(pick.scores, pick.kept, strict=True), key=lambda row: -row[0])
     return {
         "policy": pick.reason,
         "endpoint": pick.candidate.endpoint.name,
         "runner_up": None if other is None else other.endpoint.name,
-        "candidates": [_candidate(x, score, each) for score, each in rows],
+        "candidates": [_candidate(x, score, each, terms) for score, each in rows],
     }
 
 
-def _candidate(x: Exchange, score: float, candidate: Candidate) -> dict[str, object]:
+def _candidate(
+    x: Exchange, score: float, candidate: Candidate, terms: Mapping[str, Mapping[str, float]]
+) -> dict[str, object]:
     shown: dict[str, object] = {"endpoint": candidate.endpoint.name, "score": score}
     asked = x.asked
     if asked is not None and candidate.load.slot < len(asked.cached):
         shown["cached_tokens"] = asked.cached[candidate.load.slot]
-    if asked is not None and x.before is not None:
-        terms = x.before.of(asked, candidate)
-        if terms is not None:
-            shown["terms"] = dict(terms)
+    if candidate.endpoint.name in terms:
+        shown["terms"] = dict(terms[candidate.endpoint.name])
     return shown
