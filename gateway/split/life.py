@@ -121,6 +121,21 @@ KEPT: Mapping[State, tuple[Owner, Deadline]] = MappingProxyType(
 
 ENDS = frozenset(State) - KEPT.keys()
 
+# The end of a leg that an event is: its role, and how.
+LEG_ENDS: Mapping[Event, tuple[str, str]] = MappingProxyType(
+    {
+        Event.PREFILLED: ("prefill", "served"),
+        Event.UNUSABLE: ("prefill", "unusable"),
+        Event.FINISHED: ("prefill", "finished"),
+        Event.PREFILL_REFUSED: ("prefill", "refused"),
+        Event.PREFILL_BROKE: ("prefill", "broke"),
+        Event.UNREACHED: ("decode", "unreached"),
+        Event.DECODED: ("decode", "served"),
+        Event.DECODE_REFUSED: ("decode", "refused"),
+        Event.DECODE_BROKE: ("decode", "broke"),
+    }
+)
+
 TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
     {
         (State.BOOKED, Event.START_PREFILL): Row(State.PREFILLING, (Act.SEND_PREFILL,)),

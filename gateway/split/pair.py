@@ -22,7 +22,7 @@ from gateway.relay import Relay, UpstreamBroke
 from gateway.split.bootstrap import Query
 from gateway.split.inbox import Inbox
 from gateway.split.leg import Leg
-from gateway.split.life import ENDS, TABLE, Act, Event, State
+from gateway.split.life import ENDS, LEG_ENDS, TABLE, Act, Event, State
 from gateway.split.words import Words, Work, one_token
 from kvtransfer.dialects import Finished, Handover, Needs, Order, Unusable, read_answer
 from policies import run
@@ -342,13 +342,20 @@ class PairAttempt:
         leg, now = self._decode, monotonic()
         if leg is None or leg.over:
             return
-        if leg.sent_at is None:
+        if not self._kv_may_stay():
+            leg.close()
+        elif leg.sent_at is None:
             leg.close()
             self._give_up(self._handover)
         else:
             since = leg.sent_at if self._work.record.prefilled_at is not None else now
             leg.close_in(since + self._handoffs.figures(self._pair).seen_s - now)
         self._handoffs.count(("decode", "closed"))
+
+    def _kv_may_stay(self) -> bool:
+        """Whether P can be left with KV that only a decoder frees. If not, D would wait for what nobody sends."""
+        prefill = self._prefill
+        return prefill is not None and prefill.sent_at is not None and not self._work.split.dialect.abort_frees
 
     def _give_up(self, handover: Handover | None) -> None:
         if handover is not None:
@@ -403,20 +410,6 @@ class PairAttempt:
         self._handoffs.ended(self._pair, self.state, self._work.record, self._x.relay)
 
 
-_LEG_ENDS: Mapping[Event, tuple[str, str]] = MappingProxyType(
-    {
-        Event.PREFILLED: ("prefill", "served"),
-        Event.UNUSABLE: ("prefill", "unusable"),
-        Event.FINISHED: ("prefill", "finished"),
-        Event.PREFILL_REFUSED: ("prefill", "refused"),
-        Event.PREFILL_BROKE: ("prefill", "broke"),
-        Event.UNREACHED: ("decode", "unreached"),
-        Event.DECODED: ("decode", "served"),
-        Event.DECODE_REFUSED: ("decode", "refused"),
-        Event.DECODE_BROKE: ("decode", "broke"),
-    }
-)
-
 _DO: Mapping[Act, Callable[[PairAttempt], None]] = MappingProxyType(
     {
         Act.ASK: PairAttempt._ask,
@@ -441,7 +434,7 @@ _DO: Mapping[Act, Callable[[PairAttempt], None]] = MappingProxyType(
 _ROWS: Mapping[tuple[State, Event], tuple[State, tuple[str, str] | None, tuple[Callable[[PairAttempt], None], ...]]] = (
     MappingProxyType(
         {
-            (state, event): (row.state, _LEG_ENDS.get(event), tuple(_DO[act] for act in row.acts))
+            (state, event): (row.state, LEG_ENDS.get(event), tuple(_DO[act] for act in row.acts))
             for (state, event), row in TABLE.items()
         }
     )

@@ -18,7 +18,9 @@ from gateway.config import Config
 from gateway.endpoints import EndpointTable
 from gateway.roster import LiveEndpoint
 from gateway.watch import scrape
+from kvtransfer.dialects import by_itself
 from policies.health import probe_due
+from policies.model import Role
 
 log = logging.getLogger("penstock")
 
@@ -136,7 +138,9 @@ class Watcher:
         model = live.endpoint.served_model or next(iter(live.models), None)
         if model is None:
             return True
-        canary = {"model": model, "prompt": "1", "max_tokens": 1}
+        canary: dict[str, str | int] = {"model": model, "prompt": "1", "max_tokens": 1}
+        if live.endpoint.role is not Role.BOTH:
+            canary |= by_itself(live.endpoint.engine)
         try:
             status, _ = await self._fetch(live, "/v1/completions", timeout_s, METRICS_LIMIT, canary)
         except UNREACHABLE:

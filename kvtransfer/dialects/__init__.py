@@ -4,7 +4,7 @@ One module per dialect, each a frozen Dialect; contract.py is what they have in 
 nothing here knows who serves: that is the gateway's business.
 """
 
-from kvtransfer.dialects.catalogue import DIALECTS, known_members, named
+from kvtransfer.dialects.catalogue import DIALECTS, by_itself, known_members, named
 from kvtransfer.dialects.contract import (
     Answer,
     Bootstrap,
@@ -35,6 +35,7 @@ __all__ = [
     "Terms",
     "Unusable",
     "as_events",
+    "by_itself",
     "known_members",
     "named",
     "read_answer",

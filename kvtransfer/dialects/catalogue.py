@@ -27,3 +27,8 @@ def known_members(engine: str, *, chat: bool) -> frozenset[str] | None:
     if engine != TRTLLM.engine:
         return None
     return CHAT if chat else COMPLETIONS
+
+
+def by_itself(engine: str) -> Mapping[str, str | int]:
+    """What a half of this engine wants of a request that it is to answer without any other half."""
+    return next((each.by_itself for each in DIALECTS.values() if each.engine == engine and each.by_itself), {})

@@ -131,6 +131,8 @@ class Dialect(msgspec.Struct, frozen=True):
     needs         what must be known first; without it the first handoff is sequential (FIRST_ANSWER) or not at all
     reads_answer  the prefill answer is read; otherwise it is only waited for
     decode_alone  a decode endpoint can serve a whole request by itself
+    abort_frees   an engine whose prefill request is closed frees the KV itself; otherwise only its decoder can say so
+    by_itself     members that a half wants of a request for which there is no other half, such as a probe
     prefill       terms -> edits of the prefill request
     decode        terms, prefill answer -> decode request. The answer is None when both legs go out at once
     identify      what tells who a prefill engine is (its answer, or its bootstrap server's page) -> identities, by rank
@@ -145,6 +147,8 @@ class Dialect(msgspec.Struct, frozen=True):
     needs: Needs = Needs.NOTHING
     reads_answer: bool = True
     decode_alone: bool = True
+    abort_frees: bool = False
+    by_itself: Mapping[str, str | int] = {}
     identify: Callable[[bytes], tuple[Identity, ...]] = lambda _: ()
     check: Callable[[Answer], Unusable | None] = lambda _: None
 

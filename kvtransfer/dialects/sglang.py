@@ -1,10 +1,12 @@
 """SGLang: the same body to both at once, with a room of the prefill's bootstrap server to meet in (engines.md D).
 
-The prefill server caps generation itself and its answer is dropped. A decode server without a room answers 400: it
-serves nobody alone.
+The prefill server caps generation itself and its answer is dropped; it is over when the KV has been taken, and a closed
+one gives up its KV. A server of either kind answers 400 without a room: it serves nobody alone.
 """
 
 from __future__ import annotations
+
+from types import MappingProxyType
 
 from kvtransfer.dialects.contract import (
     Answer,
@@ -17,6 +19,9 @@ from kvtransfer.dialects.contract import (
     Unusable,
     json_of,
 )
+
+# The servers' own probes (/health_generate) meet nobody so: no KV is sent or awaited for this host.
+NOBODY = MappingProxyType({"bootstrap_host": "2.2.2.2", "bootstrap_room": 0})
 
 
 def prefill(terms: Terms) -> Edits:
@@ -46,4 +51,6 @@ SGLANG = Dialect(
     needs=Needs.ADDRESS,
     reads_answer=False,
     decode_alone=False,
+    abort_frees=True,
+    by_itself=NOBODY,
 )

@@ -1,7 +1,7 @@
 """SGLang's disaggregation, the engine's side: one body to both servers at once, met in a room of prefill's bootstrap.
 
-A prefill server stops after one token by itself and answers when its KV has been taken. Errors are in SGLang's shapes
-(answers.py). Source: engines.md D.
+A prefill server stops after one token by itself and answers when its KV has been taken. A probe names a host that is
+nobody's: either server answers it alone. Errors are in SGLang's shapes (answers.py). Source: engines.md D.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from mockgpu.handoff.contract import Here
 from mockgpu.handoff.legs import Answering, Asked, Give, Offered, Take
 
 BOOTSTRAP_S = 300.0
+NOBODY = "2.2.2.2"
 # Rooms remembered so that none is used twice.
 MOST_ROOMS = 1 << 16
 
@@ -36,6 +37,8 @@ class Sglang:
             if body.bootstrap_room is not None:
                 raise MalformedHandoffError("bootstrap_room")
             return NO_LEG
+        if body.bootstrap_host == NOBODY and body.bootstrap_room is not None:
+            return Reading(one_token=here.role == "prefill")
         room = self._room(body)
         if here.role == "prefill":
             leg = Give(str(room), here.wait_s, public=True, answering=Answering.WHEN_TAKEN)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.dialects import by_itself, named
 from mockgpu.text import expected_text, token_bytes, token_ids
 from tests.e2e.mock_pair import DIALECTS, PROMPT, Pair, pair, rooms
 
@@ -448,6 +449,16 @@ async def test_a_request_that_is_no_leg_is_served_whole(dialect: str) -> None:
             assert status == 400
         else:
             assert answer["choices"][0]["text"] == expected_text(BODY, 24)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_probe_is_answered_by_either_half_alone_and_as_often_as_it_comes(dialect: str) -> None:
+    probe = {"prompt": "1", "max_tokens": 1} | by_itself(named(dialect).engine)
+    async with pair(dialect) as groups:
+        for group in (groups.prefill, groups.decode) * 2:
+            status, answer = await groups.post(group, probe)
+            assert (status, answer["usage"]["completion_tokens"]) == (200, 1)
+        await groups.at_rest()
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from gateway.split.handoffs import TAKEN_S
+from mockgpu.handoff.desk import DECLINING_S
 from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
 
 REQUESTS = int(os.environ.get("PENSTOCK_SPLIT_REQUESTS", "500"))
@@ -76,7 +78,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(dialect: st
 
         for batch in range(6):
             await asyncio.gather(*(leave(batch * 100 + number) for number in range(6)))
-        # A leg that was closed before its engine saw it declines by name, for a second, and a busy machine is slow.
-        await house.at_rest(within_s=5.0)
+        # What frees KV for nobody is let go of at last, and a leg closed before its engine saw it declines by name.
+        await house.at_rest(within_s=TAKEN_S + DECLINING_S + 5.0)
         await house.right({"prompt": "and still " + SENTENCE * 20, "max_tokens": 8})
         await house.at_rest()

@@ -9,12 +9,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 
+from gateway.upstream import Connection, Upstream
 from tests.unit.gateway.split.halves import (
     OBJECT,
     PUSHED,
     TEXT,
     Asked,
     Front,
+    Half,
     Script,
     after,
     begins,
@@ -202,6 +204,84 @@ async def test_a_client_that_leaves_takes_both_legs_along(stage: str) -> None:
             await asyncio.wait_for(asked.closed.wait(), 1)
             assert asked.closed_at is not None
             assert asked.closed_at - left_at < 0.25
+        await f.at_rest()
+
+
+class Connecting:
+    """Connections to these halves do not come about; `begun` once somebody waits for each of them."""
+
+    def __init__(self, f: Front, monkeypatch: pytest.MonkeyPatch, *halves: Half) -> None:
+        held = {live.upstream for live in f.app.gateway.endpoints.all() if live.endpoint.url in {h.url for h in halves}}
+        self._left, self._all_begun = len(held), asyncio.Event()
+        connect = Upstream.connect
+
+        async def slowly(to: Upstream) -> Connection:
+            if to in held:
+                self._left -= 1
+                if not self._left:
+                    self._all_begun.set()
+                await asyncio.Event().wait()
+            return await connect(to)
+
+        monkeypatch.setattr(Upstream, "connect", slowly)
+
+    async def begun(self) -> None:
+        await self._all_begun.wait()
+
+
+async def test_a_decoder_is_sent_to_no_room_that_nobody_enters_when_the_client_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang's P gives up the KV of a request that is closed: a D sent to free it would wait for minutes."""
+    async with sglang([holds], [decodes]) as f:
+        connecting = Connecting(f, monkeypatch, f.decode[0])
+
+        async def prefill_has_it() -> None:
+            await connecting.begun()
+            await f.prefill[0].was_asked()
+
+        await f.ask_and_leave(prefill_has_it)
+        await asyncio.wait_for(f.prefill[0].asked[0].closed.wait(), 5)
+        await f.at_rest()
+        assert f.metric("penstock_split_leases_given_up_total") == 0
+        assert f.metric("penstock_split_legs_total", role="decode", outcome="closed") == 1
+
+
+@pytest.mark.parametrize("sent", [False, True])
+async def test_only_kv_of_a_prefill_that_was_asked_for_is_freed_by_a_decoder(
+    sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        bootstrap_server([page("one")]) as (address, _),
+        front("mooncake", [each(prefills(None), holds)], [decodes], bootstrap=address) as f,
+    ):
+        assert (await f.ask()).text == WHOLE
+        for live in f.app.gateway.endpoints.all():
+            live.upstream.close()  # both legs have to connect
+        held = f.decode if sent else [*f.prefill, *f.decode]
+        connecting = Connecting(f, monkeypatch, *held)
+
+        async def legs_are_out() -> None:
+            await connecting.begun()
+            if sent:
+                await f.prefill[0].was_asked(2)
+
+        await f.ask_and_leave(legs_are_out)
+        await f.at_rest()
+        assert f.metric("penstock_split_leases_given_up_total") == sent
+
+
+async def test_a_silent_half_of_sglang_is_asked_for_a_token_that_needs_no_other_half() -> None:
+    """Without a room it would answer 400 at its door, which says nothing about the engine behind it."""
+    quickly = {"progress": "100ms", "timeout": "5s"}
+    async with sglang([each(holds, decodes)], [each(holds, decodes)], health=quickly) as f:
+        asking = asyncio.ensure_future(f.ask())
+        for half in (*f.prefill, *f.decode):
+            canary = (await half.was_asked(2)).json
+            assert (canary["bootstrap_host"], canary["bootstrap_room"]) == ("2.2.2.2", 0)
+            assert canary["max_tokens"] == 1
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
         await f.at_rest()
 
 
