@@ -322,6 +322,8 @@ class Room(Generic[T]):
     def _make_room(self, tenant: str, now: float) -> bool:
         """Whether somebody of a tenant with more people in line, by weight, has made place for this one's newcomer."""
         weight = self._counters.weight
+        if not self._lines:  # a room without a chair
+            return False
         crowd = max(self._lines, key=lambda name: self._lines[name].size / weight(name))
         line = self._lines.get(tenant)
         mine = (line.size if line is not None else 0) + 1

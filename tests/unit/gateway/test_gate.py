@@ -57,6 +57,14 @@ async def test_permits_are_given_up_to_the_sum_of_caps_and_given_back_on_leaving
     assert made.in_flight == 0
 
 
+async def test_a_room_without_chairs_refuses_whoever_finds_no_place() -> None:
+    made, _ = room(1, size=0)
+    await made.enter(ask())
+    with pytest.raises(GatewayError) as refused:
+        await made.enter(ask())
+    assert (refused.value.status, refused.value.reason) == (429, "waiting_room_full")
+
+
 async def test_those_who_wait_enter_in_the_order_they_came() -> None:
     made, _ = room(1)
     await made.enter(ask())
