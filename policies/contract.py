@@ -25,6 +25,23 @@ Terms = Callable[[Ask, Sequence[Candidate]], Sequence[Mapping[str, float]]]
 """The parts of what each candidate would cost, by name, aligned. For explaining a pick, so it need not be fast."""
 
 
+class Part(msgspec.Struct, frozen=True):
+    """What of a request an endpoint would do: 1 or 0 each.
+
+    transfer_s  seconds from the end of its prefill until the KV is where it will be decoded
+    """
+
+    prefills: float = 1.0
+    decodes: float = 1.0
+    transfer_s: float = 0.0
+
+
+WHOLE, DECODE = Part(), Part(prefills=0.0)
+
+PartPrices = Callable[[Ask, Sequence[Candidate], Part], list[float]]
+"""What doing a part of the request would cost at each candidate, aligned; lower is better. Parts' prices add up."""
+
+
 class Weighted(msgspec.Struct, frozen=True):
     """A scorer and what one unit of its score is worth."""
 
@@ -36,6 +53,7 @@ class Policy(msgspec.Struct, frozen=True):
     """Filters, then weighted scorers, then a picker. `reads_prefix` asks the line to fingerprint prompts for it.
 
     `terms` names the parts of each candidate's score, for a policy that can say more than a number about its picks.
+    `parts` prices halves of a request, for a policy that can also decide whether to split it (split.py).
     """
 
     name: str
@@ -44,3 +62,4 @@ class Policy(msgspec.Struct, frozen=True):
     picker: Picker
     reads_prefix: bool = False
     terms: Terms | None = None
+    parts: PartPrices | None = None

@@ -13,7 +13,7 @@ from math import inf
 import msgspec
 
 from policies import pickers
-from policies.contract import Policy, Weighted
+from policies.contract import WHOLE, Part, Policy, Weighted
 from policies.latency import prefill_s
 from policies.model import Ask, Candidate, EndpointLoad, Request
 from policies.presets import ORDINARY, Preset
@@ -37,8 +37,9 @@ class Priced(Preset, frozen=True):
         others  others_weight x what its prefill and its sequence add to the loss of each request that has answers to
                 come there, at the slope where those stand: step time, and `stall` x the queue spread over an answer
                 (many answers are shorter than expected, and feel a queue of prompts more)
-        work    work_weight x prefill over the TTFT budget, raised by regret_weight x the share of this endpoint's
-                evictions that were asked for again: seconds that nobody else gets, and cache that somebody loses
+        work    work_weight x prefill over the TTFT budget: seconds that nobody else gets; and again regret_weight x
+                the share of this endpoint's evictions that were asked for again: cache that somebody loses, also to
+                KV that was computed elsewhere
         kv      kv_weight x what its KV adds to the cube of the share of memory that is booked; this one never bends
 
     alike    endpoints whose believed speeds differ by less than this factor from the median are taken to be equal
@@ -75,6 +76,7 @@ class Priced(Preset, frozen=True):
             picker=pickers.best,
             reads_prefix=True,
             terms=prices.terms,
+            parts=prices.prices,
         )
 
 
@@ -91,18 +93,6 @@ class Terms(msgspec.Struct, frozen=True):
     def total(self) -> float:
         """The price."""
         return self.ttft + self.tpot + self.others + self.work + self.kv
-
-
-class Part(msgspec.Struct, frozen=True):
-    """What of a request an endpoint would do: 1 or 0 each. `transfer_s`: until its KV is where it will be decoded."""
-
-    prefills: float = 1.0
-    decodes: float = 1.0
-    transfer_s: float = 0.0
-
-
-WHOLE = Part()
-DECODE = Part(prefills=0.0)
 
 
 class Prices:
@@ -140,7 +130,8 @@ class Prices:
             load = candidate.load
             held = cached[load.slot] if load.slot < known else 0
             new, room = prompt - held, load.kv_tokens or UNKNOWN_KV_TOKENS
-            work_s = prefills * fast * new * (load.token_s + (held + 0.5 * new) * load.pair_s)
+            fill_s = fast * new * (load.token_s + (held + 0.5 * new) * load.pair_s)
+            work_s = prefills * fill_s
             wait_s, share = load.ready_at - now, load.kv_booked / room
             if wait_s < 0.0:
                 wait_s = 0.0
@@ -159,7 +150,7 @@ class Prices:
                 (first * first * first if first < late else beyond + overdue * first)
                 + own * (step * step * step if step < late else beyond + overdue * step)
                 + others * load.expected_tokens * more * stand * stand
-                + work_price * work_s * (1.0 + regretted * load.regret)
+                + work_price * (work_s + regretted * load.regret * fill_s)
                 + kv_weight * (fuller * fuller * fuller - share * share * share)
             )
         return found
@@ -171,7 +162,8 @@ class Prices:
         slo, output = request.slo, max(1, request.output_tokens)
         held = ask.cached[load.slot] if load.slot < len(ask.cached) else 0
         new, room = request.prompt_tokens - held, load.kv_tokens or UNKNOWN_KV_TOKENS
-        work_s = part.prefills * fast * prefill_s(load, new, held)
+        fill_s = fast * prefill_s(load, new, held)
+        work_s = part.prefills * fill_s
         wait_s, share = max(0.0, load.ready_at - ask.now), load.kv_booked / room
         if load.strangers and load.scraped_at is not None and load.scraped_at >= ask.now - weights.fresh_s:
             wait_s += ahead(load) * work_s
@@ -186,7 +178,7 @@ class Prices:
             ttft=self._loss(part.prefills * first_s / patience_s(request, ask.now)),
             tpot=part.decodes * weights.tpot_weight * self._loss(step_s / slo.tpot_s),
             others=weights.others_weight * load.expected_tokens / output * added * 3.0 * stand**2,
-            work=weights.work_weight * work_s / slo.ttft_s * (1.0 + weights.regret_weight * load.regret),
+            work=weights.work_weight / slo.ttft_s * (work_s + weights.regret_weight * load.regret * fill_s),
             kv=weights.kv_weight * (fuller**3 - share**3),
         )
 

@@ -11,8 +11,8 @@ from enum import StrEnum
 
 import msgspec
 
-from policies import run
-from policies.contract import Policy
+from policies import pickers, run
+from policies.contract import DECODE, Filter, Part, PartPrices, Policy, Weighted
 from policies.filters import below_cap
 from policies.model import Ask, Candidate, Pick
 from policies.presets import DecodeLoad
@@ -25,6 +25,8 @@ class Reason(StrEnum):
 
     LONG = "long"  # split: enough of the prompt is not cached where it would be decoded
     NOBODY_ALONE = "nobody_alone"  # split: nobody may serve it whole
+    PAIR_CHEAPER = "pair_cheaper"  # split: the two halves cost less than the whole anywhere
+    WHOLE_CHEAPER = "whole_cheaper"  # not split, by the same comparison
     SHORT = "short"
     CACHED = "cached"
     ONE_TOKEN = "one_token"  # noqa: S105  # a reason, no secret
@@ -55,14 +57,20 @@ class SplitRule(msgspec.Struct, frozen=True):
 
     hysteresis  half the width of a band around the threshold, as a share of it; inside, requests go the way the last
                 request outside of it went, so that two modes do not alternate over a hair
+    handoff_s, kv_token_s  what bringing the KV over takes, once and per token: for policies that price a split, which
+                need no threshold (320 KiB per token at 50 GB/s)
     """
 
     threshold_tokens: int = 2048
     hysteresis: float = 0.25
+    handoff_s: float = 0.01
+    kv_token_s: float = 6.5e-6
 
     def __post_init__(self) -> None:
         if self.threshold_tokens < 1 or not 0.0 <= self.hysteresis < 1.0:
             raise ValueError(f"a threshold of 1 or more and a hysteresis in [0, 1), not {self}")
+        if self.handoff_s < 0.0 or self.kv_token_s < 0.0:
+            raise ValueError(f"a handoff takes no negative time, not {self}")
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -96,9 +104,20 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def splitter(rule: SplitRule, policy: Policy) -> Splitter:
-    """The pool's policy chooses who prefills; who decodes goes by load."""
-    crowded = tuple(keep for keep in policy.filters if keep is not below_cap)
-    return Splitter(rule, policy, DecodeLoad().build(), msgspec.structs.replace(policy, filters=crowded))
+    """The pool's policy chooses who prefills; who decodes goes by load. A policy that prices halves decides it all."""
+    crowded = msgspec.structs.replace(policy, filters=tuple(keep for keep in policy.filters if keep is not below_cap))
+    if policy.parts is not None:
+        return PricedSplitter(rule, policy, by_price("decode_price", DECODE, policy.filters, policy.parts), crowded)
+    return Splitter(rule, policy, DecodeLoad().build(), crowded)
+
+
+def by_price(name: str, part: Part, filters: tuple[Filter, ...], prices: PartPrices) -> Policy:
+    """A policy that picks who does a part of a request for the least."""
+
+    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        return [-price for price in prices(ask, candidates, part)]
+
+    return Policy(name, filters, (Weighted(score),), pickers.best, reads_prefix=True)
 
 
 def compat(engine: str, model: str, labels: Mapping[str, str]) -> str:
@@ -177,6 +196,52 @@ class Splitter(msgspec.Struct, frozen=True):
         if prompt_tokens - cached_tokens >= bound:
             return Reason.LONG, True
         return (Reason.CACHED if prompt_tokens >= bound else Reason.SHORT), False
+
+
+class PricedSplitter(Splitter, frozen=True):
+    """Prefill and decode apart or together, whichever is expected to cost everybody less.
+
+    There is no threshold and no band. A long prompt among many answers is dear where these are generated, and a busy
+    prefiller is dear to queue at, so splitting begins and ends with the load; endpoints that decode stay cheap to
+    decode at and dear to prefill at, so roles form and dissolve by themselves.
+    """
+
+    def decide(self, pools: Pools, ask: Ask, shape: Shape, splitting: bool) -> Decision:
+        """As Splitter's, by price. `splitting` is handed through: no mode is needed."""
+        why = unsplittable(shape)
+        if why is not None:
+            return Decision(None, why, splitting)
+        whole = run.pick(self.prefill, ask, pools.alone)
+        if whole is not None and shape.max_tokens is not None and shape.max_tokens <= 1:
+            return Decision(None, Reason.ONE_TOKEN, splitting)
+        pair = self.pair(pools, ask)
+        if pair is None:
+            return Decision(None, Reason.NO_PAIR, splitting)
+        if whole is None:
+            if _anybody(pools.alone, ask):
+                return Decision(None, Reason.WHOLE_CHEAPER, splitting)
+            return Decision(pair, Reason.NOBODY_ALONE, splitting)
+        if pair.prefill.score + pair.decode.score > whole.score:
+            return Decision(pair, Reason.PAIR_CHEAPER, splitting)
+        return Decision(None, Reason.WHOLE_CHEAPER, splitting)
+
+    def pair(self, pools: Pools, ask: Ask) -> Pair | None:
+        """The cheapest pair: in every group the cheapest decoder, then who prefills for it for the least."""
+        pairs = [pair for group in pools.groups if (pair := self._pair_of(group, pools, ask)) is not None]
+        return max(pairs, key=lambda pair: pair.prefill.score + pair.decode.score, default=None)
+
+    def _pair_of(self, group: Group, pools: Pools, ask: Ask) -> Pair | None:
+        decode = run.pick(self.decode, ask, group.decodes)
+        if decode is None or self.prefill.parts is None:
+            return None
+        chosen = decode.candidate
+        moved = ask.request.prompt_tokens - decode.cached_tokens
+        part = Part(decodes=0.0, transfer_s=chosen.load.fixed_s + self.rule.handoff_s + moved * self.rule.kv_token_s)
+        others = [each for each in group.prefills if each is not chosen]
+        prefill = run.pick(by_price("prefill_price", part, self.prefill.filters, self.prefill.parts), ask, others)
+        if prefill is None and not _anybody(pools.alone, ask):
+            prefill = run.pick(by_price("prefill_price", part, self.crowded.filters, self.prefill.parts), ask, others)
+        return None if prefill is None else Pair(prefill, decode)
 
 
 def _anybody(candidates: Sequence[Candidate], ask: Ask) -> bool:

@@ -81,7 +81,7 @@ class Fleet:
             for slot, kind in enumerate(spec.groups)
         ]
         self.front = Front(policy, self.groups, options, spec.block_tokens)
-        split = any(kind.role is not Role.BOTH for kind in spec.groups)
+        split = spec.pairs or any(kind.role is not Role.BOTH for kind in spec.groups)
         self.halves = Halves(self, spec.split, policy) if split else None
         self._room = room
         self._rng = Random(f"clients {options.seed}")

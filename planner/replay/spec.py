@@ -77,12 +77,14 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fleet: its groups, and when requests are split between those that prefill and those that decode.
 
     block_tokens  KV is counted in blocks of so many tokens; those of traces are joined or cut to it
+    pairs         whether groups that do both may also do halves for each other
     """
 
     name: str
     kinds: tuple[Kind, ...]
     block_tokens: int = BLOCK_TOKENS
     split: SplitRule = SplitRule()
+    pairs: bool = False
 
     @property
     def groups(self) -> tuple[Kind, ...]:

@@ -94,7 +94,7 @@ def overload_cells(readings: Iterable[Reading], seeds: Iterable[int], quick: boo
 
 def split_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
     """Prefill and decode apart, together, or as the price says, by the TPOT budget."""
-    rivals = [("F1", "priced"), ("F1", "llmd_blend"), ("F1", "llmd_predictor"), ("F1:pairs@50", "priced")]
+    rivals = [("F1", "priced"), ("F1", "llmd_blend"), ("F1", "llmd_predictor"), ("F1:pairs", "priced")]
     rivals += [(fleet, policy) for fleet in DECODERS for policy in ("prefix_aware", "llmd_predictor")]
     for seed in seeds:
         for tpot_s in TPOTS:

@@ -85,7 +85,7 @@ def measure(cell: Cell, data: Data) -> Reading:
 
     capacities = {}
     for target in cell.targets:
-        capacities[f"{target:g}"] = capacity(attainment, target, cell.load, 0.03).load
+        capacities[f"{target:g}"] = capacity(attainment, target, cell.load, 0.03, least=cell.load / 8).load
     if not cell.targets:
         attainment(cell.load)
     aim = min(cell.targets, default=0.0)
@@ -112,8 +112,9 @@ def played(cell: Cell, load: float, data: Data) -> tuple[Run, float, float | Non
 
 
 def fleet_of(name: str) -> FleetSpec:
-    """A preset."""
-    return preset(name)
+    """A preset; `F1:pairs` may also split between groups that do both."""
+    plain, _, _ = name.partition(":pairs")
+    return preset(name) if plain == name else msgspec.structs.replace(preset(plain), name=name, pairs=True)
 
 
 def offered(cell: Cell, load: float, data: Data) -> tuple[Traffic, float, float | None]:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.contract import DECODE, WHOLE, Part
 from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request, Slo
-from policies.price import DECODE, WHOLE, Part, Priced, Prices
+from policies.price import Priced, Prices
 
 share = st.floats(0.0, 1.0)
 tokens = st.integers(0, 200_000)

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from policies import registry
+from policies.contract import DECODE, WHOLE, Part
 from policies.model import Ask, Candidate, Request, Slo
-from policies.price import DECODE, WHOLE, Part, Priced, Prices, level, patience_s
+from policies.price import Priced, Prices, level, patience_s
 from policies.run import pick
 from tests.unit.policies.builders import ask, candidate
 
@@ -29,7 +30,7 @@ def outlook(slot: int, **numbers: object) -> Candidate:
         "context_s": 1e-8,
         "kv_tokens": 600_000.0,
     }
-    return candidate(slot, **(usual | numbers))
+    return candidate(slot, cap=1000, **(usual | numbers))
 
 
 def term(question: Ask, one: Candidate, name: str) -> float:
@@ -132,6 +133,8 @@ def test_the_halves_of_a_split_request_pay_for_what_they_do() -> None:
     assert prefill.ttft > whole.ttft
     assert prefill.work == pytest.approx(whole.work)
     assert decode.ttft == decode.work == 0.0
+    one[0].load.regret = 0.5
+    assert PRICES.explain(question, one, 0, DECODE).work == pytest.approx(1.5 * prefill.work)
     assert decode.tpot == pytest.approx(whole.tpot)
     assert decode.others < whole.others
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from policies.model import Candidate
+from policies.model import Candidate, Slo
 from policies.presets import LeastLoaded, PrefixAware
+from policies.price import Priced
 from policies.split import Group, Pools, Reason, Shape, SplitRule, compat, splitter, unsplittable
 from tests.unit.policies.builders import ask, candidate
 
@@ -138,3 +139,67 @@ def test_the_pools_own_policy_chooses_who_prefills() -> None:
 def test_a_rule_that_makes_no_sense_is_refused(rule: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="threshold"):
         SplitRule(**rule)  # type: ignore[arg-type]
+
+
+def busy(slot: int, **load: object) -> Candidate:
+    """An endpoint some 15 ms a step and 60 us a prompt token fast; keywords set more."""
+    usual: dict[str, object] = {"ready_at": 0.0, "token_s": 6e-5, "pair_s": 1e-9, "step_s": 0.015, "kv_tokens": 6e5}
+    return candidate(slot, 1000, **(usual | load))
+
+
+PRICED = splitter(SplitRule(), Priced().build())
+ANSWERING = {"decoding": 40, "in_flight": 40, "expected_tokens": 14_000, "kv_booked": 300_000}
+
+
+def test_a_price_splits_a_long_prompt_off_from_many_answers_and_not_from_an_idle_endpoint() -> None:
+    spare = busy(1)
+    busy_here, idle_here = busy(0, **ANSWERING), busy(0)
+    split = PRICED.decide(pools([spare], [busy_here]), ask(30_000, 300), Shape(), splitting=False)
+    assert (split.reason, split.pair is not None) == (Reason.PAIR_CHEAPER, True)
+    whole = PRICED.decide(pools([spare], [idle_here]), ask(30_000, 300), Shape(), splitting=True)
+    assert (whole.reason, whole.pair) == (Reason.WHOLE_CHEAPER, None)
+
+
+def test_a_price_stops_splitting_when_the_prefiller_is_the_one_with_the_queue() -> None:
+    decides = [
+        PRICED.decide(
+            pools([busy(1, ready_at=100.0 + queue_s)], [busy(0, **ANSWERING)]), ask(8000, 300), Shape(), False
+        )
+        for queue_s in (0.0, 8.0)
+    ]
+    assert [each.reason for each in decides] == [Reason.PAIR_CHEAPER, Reason.WHOLE_CHEAPER]
+
+
+def test_a_priced_pair_is_of_two_endpoints_and_inside_one_group() -> None:
+    one, other, apart = busy(0), busy(1), busy(2)
+    both = Group("g", (one, other), (one, other))
+    alone = Group("h", (apart,), (apart,))
+    pair = PRICED.pair(Pools((alone, both), ()), ask(8000, 300))
+    assert pair is not None
+    assert {pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name} == {"tp0", "tp1"}
+
+
+def test_a_priced_request_that_nobody_serves_whole_is_split_and_queues_at_full_prefillers() -> None:
+    full = candidate(0, 1, in_flight=1)
+    decision = PRICED.decide(pools([full], [busy(1)], alone=[]), ask(100, 300), Shape(), False)
+    assert decision.reason is Reason.NOBODY_ALONE
+    assert decision.pair is not None
+    assert decision.pair.prefill.candidate is full
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [(Shape(choices=2), Reason.CHOICES), (Shape(max_tokens=1), Reason.ONE_TOKEN)],
+)
+def test_what_cannot_or_need_not_be_split_is_not_priced(shape: Shape, why: Reason) -> None:
+    decision = PRICED.decide(pools([busy(1)], [busy(0, **ANSWERING)]), ask(30_000, 300), shape, splitting=False)
+    assert (decision.reason, decision.pair) == (why, None)
+
+
+def test_endpoints_that_answer_go_on_answering_and_the_others_go_on_prefilling() -> None:
+    """Roles form by themselves: among four that do both, the next pair keeps to what is there."""
+    fleet = [busy(0, **ANSWERING), busy(1, **ANSWERING), busy(2), busy(3)]
+    tight = msgspec.structs.replace(ask(20_000, 300).request, slo=Slo("tight", 5.0, 0.03))
+    pair = PRICED.pair(pools(fleet, fleet), msgspec.structs.replace(ask(20_000, 300), request=tight))
+    assert pair is not None
+    assert pair.prefill.candidate in fleet[2:]
