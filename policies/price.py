@@ -118,31 +118,33 @@ class Prices:
     def prices(self, ask: Ask, candidates: Sequence[Candidate], part: Part = WHOLE) -> list[float]:
         """Prices aligned with the candidates: the totals of `explain`, unrolled, because every request pays for it."""
         weights, request, now, cached = self.weights, ask.request, ask.now, ask.cached
-        late, overdue, stall, kv_weight = weights.late, weights.overdue, weights.stall, weights.kv_weight
+        late, overdue, kv_weight = weights.late, weights.overdue, weights.kv_weight
         prompt, output, known, oldest = request.prompt_tokens, request.output_tokens, len(cached), now - weights.fresh_s
         prefills, decodes, beyond = part.prefills, part.decodes, late * late * late - overdue * late
         per_ttft, per_tpot = prefills / patience_s(request, now), 1.0 / request.slo.tpot_s
         answer = 1.0 / (output or 1)
         per_answer, others, own = per_tpot * answer, 3.0 * weights.others_weight * answer, decodes * weights.tpot_weight
         work_price, regretted = weights.work_weight / request.slo.ttft_s, weights.regret_weight
-        later, transfer_s, found = decodes * output, part.transfer_s, []
+        later, transfer_s, unknown = decodes * output, part.transfer_s, UNKNOWN_KV_TOKENS
+        decoded, stalled, found = decodes * per_tpot, weights.stall * per_answer, []
         for candidate, fast, slow in zip(candidates, *self.speeds(candidates), strict=True):
             load = candidate.load
             held = cached[load.slot] if load.slot < known else 0
-            new, room = prompt - held, load.kv_tokens or UNKNOWN_KV_TOKENS
+            new = prompt - held
             fill_s = fast * new * (load.token_s + (held + 0.5 * new) * load.pair_s)
-            work_s = prefills * fill_s
+            work_s, room = prefills * fill_s, load.kv_tokens or unknown
             wait_s, share = load.ready_at - now, load.kv_booked / room
             if wait_s < 0.0:
                 wait_s = 0.0
             if load.strangers and load.scraped_at is not None and load.scraped_at >= oldest:
                 wait_s += ahead(load) * work_s
-                share = max(share, load.kv_usage or 0.0)
+                if load.kv_usage is not None and load.kv_usage > share:
+                    share = load.kv_usage
             first = (transfer_s + wait_s + load.fixed_s + work_s) * per_ttft
-            more_s = decodes * slow * (load.sequence_s + load.context_s * prompt)
-            step = (slow * load.step_s + more_s) * per_tpot
-            more = work_s * per_answer + more_s * per_tpot
-            stand = step + stall * wait_s * per_answer + 0.5 * more
+            more = decoded * slow * (load.sequence_s + load.context_s * prompt)
+            step = slow * load.step_s * per_tpot + more
+            more += work_s * per_answer
+            stand = step + stalled * wait_s + 0.5 * more
             if stand > late:
                 stand = late
             fuller = share + (new + later) / room
@@ -186,12 +188,10 @@ class Prices:
         """Factors on each candidate's times of prefill and of decode steps, by which those believed alike become so."""
         if not candidates:
             return [], []
-        beliefs = [candidate.load.belief for candidate in candidates]
-        alike = self.weights.alike
-        return (
-            level([belief.prefill.factor for belief in beliefs], alike),
-            level([belief.step.factor for belief in beliefs], alike),
-        )
+        beliefs, alike = [candidate.load.belief for candidate in candidates], self.weights.alike
+        prefills = [belief.prefill.factor for belief in beliefs]
+        steps = [belief.step.factor for belief in beliefs]
+        return level(prefills, alike), level(steps, alike)
 
     def _loss(self, share: float) -> float:
         """What using up that share of a budget costs, in requests lost."""
@@ -217,5 +217,9 @@ def level(factors: Sequence[float], alike: float) -> list[float]:
     Beliefs of equal endpoints differ by the noise of what was observed. Who is believed a little faster would get all
     the work that has no other preference: only what is beyond noise may count.
     """
-    middle, least = sorted(factors)[len(factors) // 2], 1.0 / alike
-    return [min(alike, max(least, middle / factor)) for factor in factors]
+    ordered = sorted(factors)
+    middle, least = ordered[len(ordered) // 2], 1.0 / alike
+    times = [middle / factor for factor in factors]
+    if ordered[-1] <= alike * middle <= alike * alike * ordered[0]:
+        return times
+    return [min(alike, max(least, each)) for each in times]
