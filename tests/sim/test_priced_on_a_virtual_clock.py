@@ -1,0 +1,72 @@
+"""The priced policy before simulated TP groups, against the rules it is measured by, on short slices of traffic.
+
+Small runs with bounds wide enough for their noise; the figures that count are made by `make goodput`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from planner.replay import FleetSpec, Kind, Options, Run, replay, traffic
+from planner.replay.figures import Figures, figures
+from planner.traces.b2b import b2b
+from planner.traces.mix import scaled
+from planner.traces.shape import TraceRequest
+from planner.traces.source import read_trace
+from policies import registry
+from policies.model import STANDARD
+
+TRACE = Path(__file__).parents[1] / "data" / "mooncake_conversation_1500.jsonl.gz"
+H100 = Kind("llama-3.1-70b-fp8", "h100", 4, count=4, kv_tokens=600_000)
+
+
+@cache
+def conversation(speed: float) -> tuple[TraceRequest, ...]:
+    return tuple(scaled(islice(read_trace(TRACE), 700), speed))
+
+
+def ran(policy: str, requests: tuple[TraceRequest, ...], spec: FleetSpec, tpot_s: float = 0.1) -> Run:
+    options = Options(standard=msgspec.structs.replace(STANDARD, tpot_s=tpot_s))
+    return replay(spec, traffic(requests), registry.build(policy, {}), options=options)
+
+
+def fared(policy: str, requests: tuple[TraceRequest, ...], spec: FleetSpec, tpot_s: float = 0.1) -> Figures:
+    return figures(ran(policy, requests, spec, tpot_s), 20.0)
+
+
+@pytest.mark.parametrize("rival", ["llmd_blend", "prefix_aware", "least_loaded"])
+def test_a_busy_fleet_keeps_as_many_promises_of_a_conversation_as_under_any_rule_that_follows_caches(
+    rival: str,
+) -> None:
+    requests, spec = conversation(1.35), FleetSpec("four", (H100,))
+    assert fared("priced", requests, spec).attainment >= 0.97 * fared(rival, requests, spec).attainment
+
+
+def test_shared_prefixes_are_found_again_and_groups_stay_even() -> None:
+    seen = fared("priced", tuple(b2b(4.5, 90.0, 1)), FleetSpec("three", (Kind("qwen3-32b", "h100", 2, count=3),)))
+    assert seen.of_ideal is not None
+    assert seen.of_ideal > 0.8
+    assert seen.imbalance < 1.25
+
+
+def test_a_slow_group_gets_less_than_its_sisters_without_being_told() -> None:
+    slow = msgspec.structs.replace(H100, count=1, slowness=3.0)
+    run = ran("priced", conversation(0.9), FleetSpec("one slow", (msgspec.structs.replace(H100, count=3), slow)))
+    *sisters, last = [group.prompt_tokens - group.cached_tokens for group in run.groups]
+    assert last < 0.7 * min(sisters)
+
+
+def test_with_a_tight_budget_per_token_groups_that_do_both_take_roles_and_keep_more_promises() -> None:
+    whole = FleetSpec("whole", (H100,))
+    pairs = msgspec.structs.replace(whole, pairs=True)
+    requests = conversation(0.8)
+    together, apart = (ran("priced", requests, spec, 0.02) for spec in (whole, pairs))
+    assert figures(apart, 20.0).attainment > 1.05 * figures(together, 20.0).attainment
+    computed = sorted(group.prompt_tokens for group in apart.groups)
+    assert computed[0] < 0.5 * computed[-1]
+    assert any(record.prefilled_by for record in apart.records)
