@@ -14,7 +14,7 @@ import msgspec
 from gateway.config import Observability
 from gateway.exchange import Exchange, SplitRecord
 from gateway.explain import Explained, before
-from gateway.kept import Kept, usage_of
+from gateway.kept import REGRET_EVERY, Kept, usage_of
 from gateway.metrics import Metrics
 from gateway.relay import Relay, Usage
 from policies.contract import Policy
@@ -68,6 +68,9 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     pick_score: float | None = None
     considered: int | None = None
     retries: list[str] = []
+    slo: str = ""
+    kept: str = ""
+    predicted_ttft_us: int | None = None
     split_reason: str = ""
     prefill: str = ""
     dialect: str = ""
@@ -75,9 +78,6 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     prefilled_us: int | None = None
     handed_over_us: int | None = None
     handoff_us: int | None = None
-    slo: str = ""
-    kept: str = ""
-    predicted_ttft_us: int | None = None
     asked_model: str = ""
     blocks: list[int] = []
 
@@ -207,6 +207,7 @@ class Accounts:
         self._metrics = metrics
         self._log = log
         self.kept, self.explained = Kept(metrics), Explained()
+        self._picks = 0
         self._overhead, self._bytes_out = metrics.overhead_seconds, metrics.bytes_out_total
         self._stages = [metrics.split_stage_seconds.labels(stage) for stage in SPLIT_STAGES]
         self._children: dict[tuple[str, str, int, str], _Children] = {}
@@ -218,7 +219,10 @@ class Accounts:
 
     def picked(self, x: Exchange, policy: Policy, ask: Ask, pick: Pick) -> None:
         """A pick, before its place is taken: note what the booking is about to change."""
-        self.kept.picked(ask, pick)
+        self._picks += 1
+        if self._picks >= REGRET_EVERY:
+            self._picks = 0
+            self.kept.compare(ask, pick)
         if policy.terms is not None and self.explained.size:
             x.before = before(policy, pick)
 
@@ -261,9 +265,9 @@ class Accounts:
         key = (x.model, x.pick.candidate.endpoint.name, x.status, x.reason or x.outcome)
         children = self._children.get(key) or self._find(key)
         received = x.received_at or now
-        usage = usage_of(x, relay)
+        usage = relay.usage if x.split is None else usage_of(x, relay)
         children.count(received, relay, usage, x.call.request.prompt_tokens, now)
-        self.kept.answered(x, relay, usage, received, now)
+        self.kept.answered(x, relay, usage, received)
         if x.tier:
             self._metrics.overflow_total.labels(x.call.asked_model, x.tier).inc()
         if x.split is not None:
@@ -298,7 +302,7 @@ def _line(x: Exchange, relay: Relay | None, now: float) -> AccessLine:
     """All fields in their order: by name, or one after the other, they would cost twice as much."""
     start, call, pick, retries = x.accepted_at, x.call, x.pick, x.retries
     answer = NO_ANSWER if relay is None else relay
-    usage = usage_of(x, answer)
+    usage = answer.usage if x.split is None else usage_of(x, answer)
     line = AccessLine(
         time() - now + start,
         x.id,
@@ -332,13 +336,10 @@ def _line(x: Exchange, relay: Relay | None, now: float) -> AccessLine:
         None if pick is None else pick.score,
         None if pick is None else pick.considered,
         retries,
+        "" if call is None else call.request.slo.name,
+        x.kept,
+        None if (seconds := x.predicted_ttft_s) is None else int(seconds * 1e6),
     )
-    if call is not None:
-        line.slo = call.request.slo.name
-    if x.kept:
-        line.kept = x.kept
-    if x.predicted_ttft_s is not None:
-        line.predicted_ttft_us = int(x.predicted_ttft_s * 1e6)
     if x.tier and call is not None:
         line.asked_model = call.asked_model
     if x.split is not None:

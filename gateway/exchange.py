@@ -128,9 +128,8 @@ class Exchange(msgspec.Struct, eq=False):
 
     def forget(self) -> None:
         """Let go of all that is heavy or a client's own; what is left tells how it went."""
-        for call in (self.call, self.sent):
-            if call is not None:
-                call.release()
+        if self.ttft_s is None and self.call is not None:  # else it was let go of at the first token
+            self.call.release()
         self.sent = self.booking = self.relay = self.room = self.fingerprint = None
 
     def gone(self) -> None:

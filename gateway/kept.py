@@ -16,7 +16,6 @@ from policies.admission import Outcome
 from policies.latency import ttfts
 from policies.model import Ask, Pick, Slo
 
-KEPT = ("met", "ttft_missed", "tpot_missed", "both_missed")
 FAILED = "failed"
 REGRET_EVERY = 32
 """One pick in so many is compared with the candidate whose first token was expected soonest: that takes a while."""
@@ -51,18 +50,22 @@ def pace(x: Exchange, relay: Relay, usage: Usage) -> tuple[float | None, float |
     return first - received, (last - first) / (tokens - 1) if relay.events and tokens > 1 else None
 
 
-def judge(slo: Slo, ttft_s: float, tpot_s: float | None, whole_tokens: int | None) -> str:
-    """Which promise was missed, if any. An answer that comes whole has `whole_tokens` and is judged by its end: it may
-    take the budget of its first token and of all that follow."""
-    if whole_tokens is not None:
-        return KEPT[ttft_s > slo.ttft_s + slo.tpot_s * max(0, whole_tokens - 1)]
-    return KEPT[(ttft_s > slo.ttft_s) + 2 * (tpot_s is not None and tpot_s > slo.tpot_s)]
+def judge(slo: Slo, ttft_s: float, tpot_s: float | None) -> str:
+    """Which promise to a stream was missed, if any."""
+    if tpot_s is None or tpot_s <= slo.tpot_s:
+        return "met" if ttft_s <= slo.ttft_s else "ttft_missed"
+    return "tpot_missed" if ttft_s <= slo.ttft_s else "both_missed"
+
+
+def judge_whole(slo: Slo, ttft_s: float, tokens: int) -> str:
+    """An answer that comes whole is judged by its end: it may take the budget of its first token and of all others."""
+    return "met" if ttft_s <= slo.ttft_s + slo.tpot_s * max(0, tokens - 1) else "ttft_missed"
 
 
 class Kept:
     """Counts promises by class, and what was predicted. One per process; children of metrics are found once."""
 
-    __slots__ = ("_error", "_evicted", "_goodput", "_metrics", "_never", "_picks", "_regret", "_spread", "tenants")
+    __slots__ = ("_error", "_evicted", "_goodput", "_metrics", "_never", "_regret", "_spread", "tenants")
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -70,37 +73,41 @@ class Kept:
         self._error, self._regret = metrics.ttft_prediction_error_ratio, metrics.pick_regret_seconds
         causes = metrics.prefill_tokens_total
         self._never, self._spread, self._evicted = map(causes.labels, ("never_seen", "spread", "evicted"))
-        self._picks = 0
         self.tenants = False
 
-    def picked(self, ask: Ask, pick: Pick) -> None:
-        """A pick, before its place is taken. One in many is compared with what would have been soonest."""
-        self._picks += 1
-        if self._picks >= REGRET_EVERY and len(pick.kept) > 1:
-            self._picks = 0
+    def compare(self, ask: Ask, pick: Pick) -> None:
+        """One pick in REGRET_EVERY, before its place is taken, beside what would have been soonest."""
+        if len(pick.kept) > 1:
             cached, known, prompt = ask.cached, len(ask.cached), ask.request.prompt_tokens
             held = [cached[each.load.slot] if each.load.slot < known else 0 for each in pick.kept]
             expected = ttfts(pick.kept, [min(prompt, tokens) for tokens in held], prompt, ask.now)
             chosen = next(at for at, each in enumerate(pick.kept) if each is pick.candidate)
             self._regret.observe(expected[chosen] - min(expected))
 
-    def answered(self, x: Exchange, relay: Relay, usage: Usage, received: float, now: float) -> None:
+    def answered(self, x: Exchange, relay: Relay, usage: Usage, received: float) -> None:
         """One whose answer has begun. Leaves what it finds in the exchange."""
-        assert x.call is not None
-        slo, first, events = x.call.request.slo, relay.first_token_at, relay.events
-        tokens = usage.completion_tokens or events - 2
-        if first is not None and relay.last_at is not None:
+        call, first, last, events = x.call, relay.first_token_at, relay.last_at, relay.events
+        assert call is not None
+        slo = call.request.slo
+        if first is not None and last is not None:
+            tokens = usage.completion_tokens or events - 2
             ttft_s = x.ttft_s = first - received
-            if not events:
-                x.kept = judge(slo, ttft_s, None, tokens)
+            if events:
+                tpot_s = x.tpot_s = (last - first) / (tokens - 1) if tokens > 1 else None
+                x.kept = judge(slo, ttft_s, tpot_s)
+                place = x.booking.place if x.booking is not None else None
+                if place is not None and place.predicted_ttft_s is not None and x.picked_at is not None:
+                    predicted_s = x.predicted_ttft_s = place.predicted_ttft_s
+                    x.predicted_tpot_s = place.predicted_tpot_s
+                    actual_s = first - x.picked_at
+                    self._error.observe(abs(predicted_s - actual_s) / actual_s if actual_s > 0 else 0.0)
             else:
-                tpot_s = x.tpot_s = (relay.last_at - first) / (tokens - 1) if tokens > 1 else None
-                x.kept = judge(slo, ttft_s, tpot_s, None)
-                self._predicted(x, first)
+                x.kept = judge_whole(slo, ttft_s, tokens)
         if x.outcome != "served":
             x.kept = FAILED if x.outcome == "interrupted" else ""
         if x.kept:
-            self._count(x, slo.name, x.kept)
+            key = (slo.name, x.kept, x.tenant if self.tenants else "")
+            (self._goodput.get(key) or self._find(key)).value += 1.0
         if x.asked is not None and x.asked.cached and x.pick is not None:
             self._computed(x.asked, x.pick.cached_tokens, usage)
 
@@ -108,24 +115,12 @@ class Kept:
         """One that got no answer: refused at the door, or nobody could."""
         if x.call is not None and (x.status == 429 or x.status >= 500):
             x.kept = "shed" if x.status == 429 else FAILED
-            self._count(x, x.call.request.slo.name, x.kept)
+            key = (x.call.request.slo.name, x.kept, x.tenant if self.tenants else "")
+            (self._goodput.get(key) or self._find(key)).value += 1.0
 
-    def _count(self, x: Exchange, slo: str, kept: str) -> None:
-        key = (slo, kept, x.tenant if self.tenants else "")
-        counter = self._goodput.get(key)
-        if counter is None:
-            counter = self._goodput[key] = self._metrics.goodput_total.labels(*key)
-        counter.value += 1.0
-
-    def _predicted(self, x: Exchange, first: float) -> None:
-        """How far the expected time from the pick to the first token was off, as a share of what it was."""
-        if x.booking is None or x.picked_at is None:
-            return
-        place = x.booking.place
-        x.predicted_ttft_s, x.predicted_tpot_s = place.predicted_ttft_s, place.predicted_tpot_s
-        actual_s = first - x.picked_at
-        if x.predicted_ttft_s is not None and actual_s > 0:
-            self._error.observe(abs(x.predicted_ttft_s - actual_s) / actual_s)
+    def _find(self, key: tuple[str, str, str]) -> Counter:
+        counter = self._goodput[key] = self._metrics.goodput_total.labels(*key)
+        return counter
 
     def _computed(self, asked: Ask, believed: int, usage: Usage) -> None:
         """Why the prompt's tokens were computed: nobody had them, others had, or the endpoint had lost them."""

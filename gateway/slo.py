@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from gateway.answer import Failure, GatewayError
 from gateway.config import Config
@@ -39,8 +41,8 @@ _PRIORITY = re.compile(r"[+-]?[0-9]{1,2}")
 class Wish(msgspec.Struct, frozen=True):
     """What a request's headers and its tenant say. None: nothing, and what its model or the configuration says holds.
 
-    slo            the class; ttft_s and tpot_s replace its budgets
-    priority       as asked for; its tenant may claim `most_priority`
+    slo            the class; ttft_s and tpot_s replace its budgets; usual: none of the three is given
+    priority       as asked for; its tenant may claim `most_priority`; `ranked` is what counts if the body asks for none
     patience_s     how long its client waits for the first byte
     hasty          so short a time that whether it can be served by then is looked at even where all is calm
     """
@@ -53,6 +55,8 @@ class Wish(msgspec.Struct, frozen=True):
     session: str = ""
     patience_s: float | None = None
     hasty: bool = False
+    usual: bool = True
+    ranked: int = 0
 
     def of(self, usual: Slo) -> Slo:
         """The promise to a request of a model whose usual one this is."""
@@ -89,7 +93,7 @@ class Levels:
         classes = {name: Slo(name, each.ttft, each.tpot, each.weight) for name, each in config.slo.classes.items()}
         self._classes: Mapping[str, Slo] = MappingProxyType(classes)
         self._tenants = {
-            tenant.name: Wish(self._classes.get(tenant.slo or ""), most_priority=tenant.priority)
+            tenant.name: _wish(self._classes.get(tenant.slo or ""), most_priority=tenant.priority)
             for tenant in config.tenants
         }
         self.default = classes[config.slo.default]
@@ -116,15 +120,15 @@ class Levels:
         if not found:
             return usual
         patience_s = _patience_s(found)
-        return Wish(
+        return _wish(
             self._class(found) or usual.slo,
             _budget_s(found, TTFT),
             _budget_s(found, TPOT),
-            _priority(found),
-            usual.most_priority,
-            _session(found, tenant),
-            patience_s,
-            patience_s is not None and patience_s < HASTY_S,
+            priority=_priority(found),
+            most_priority=usual.most_priority,
+            session=_session(found, tenant),
+            patience_s=patience_s,
+            hasty=patience_s is not None and patience_s < HASTY_S,
         )
 
     def _class(self, found: Mapping[str, str]) -> Slo | None:
@@ -136,6 +140,12 @@ class Levels:
         if name not in self._classes:
             raise _wrong(CLASS, name, f"one of {', '.join(self._classes)}")
         return self._classes[name]
+
+
+def _wish(slo: Slo | None, ttft_s: float | None = None, tpot_s: float | None = None, **more: Any) -> Wish:
+    """A wish with what follows from it worked out: it is read once and asked often."""
+    wish = Wish(slo, ttft_s, tpot_s, **more)
+    return replace(wish, usual=slo is None and ttft_s is None and tpot_s is None, ranked=wish.rank(0))
 
 
 def _budget_s(found: Mapping[str, str], names: tuple[str, ...]) -> float | None:

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.exchange import Exchange
 from gateway.explain import Explained, before, runner_up
-from gateway.kept import REGRET_EVERY, Kept, judge, outcome_of
+from gateway.kept import Kept, judge, judge_whole, outcome_of
 from gateway.metrics import Metrics
 from gateway.openai import Api, Call
 from gateway.relay import Relay, Usage
@@ -41,7 +41,7 @@ def answered(first_s: float, last_s: float, tokens: int, events: int | None = No
 
 def count(x: Exchange, relay: Relay) -> dict[tuple[str, ...], float]:
     metrics = Metrics()
-    Kept(metrics).answered(x, relay, relay.usage, 0.0, relay.last_at or 0.0)
+    Kept(metrics).answered(x, relay, relay.usage, 0.0)
     return {labels: each.value for labels, each in metrics.goodput_total.children()}
 
 
@@ -56,13 +56,13 @@ def count(x: Exchange, relay: Relay) -> dict[tuple[str, ...], float]:
     ],
 )
 def test_a_stream_is_judged_by_its_first_token_and_its_pace(ttft_s: float, tpot_s: float | None, kept: str) -> None:
-    assert judge(SLO, ttft_s, tpot_s, None) == kept
+    assert judge(SLO, ttft_s, tpot_s) == kept
 
 
 def test_a_whole_answer_may_take_what_all_its_tokens_may() -> None:
-    assert judge(SLO, 1.0 + 9 * 0.05, None, 10) == "met"
-    assert judge(SLO, 1.46, None, 10) == "ttft_missed"
-    assert judge(SLO, 1.0, None, 0) == "met"
+    assert judge_whole(SLO, 1.0 + 9 * 0.05, 10) == "met"
+    assert judge_whole(SLO, 1.46, 10) == "ttft_missed"
+    assert judge_whole(SLO, 1.0, 0) == "met"
 
 
 def test_promises_are_counted_by_class_and_by_tenant_only_when_asked_for() -> None:
@@ -73,7 +73,7 @@ def test_promises_are_counted_by_class_and_by_tenant_only_when_asked_for() -> No
     kept = Kept(metrics)
     kept.tenants = True
     relay = answered(0.5, 3.0, 10)
-    kept.answered(x, relay, relay.usage, 0.0, 3.0)
+    kept.answered(x, relay, relay.usage, 0.0)
     assert [labels for labels, _ in metrics.goodput_total.children()] == [("interactive", "tpot_missed", "acme")]
 
 
@@ -117,7 +117,7 @@ def test_computed_prompt_tokens_are_told_apart_by_what_could_have_spared_them() 
     x.asked = Ask(Request("r", "demo", "", 1000, 100), 0.0, Random(1), (700, 400))
     x.pick = Pick(chosen, 400, 1.0, 2, "test")
     relay = answered(0.1, 0.2, 10)
-    Kept(metrics).answered(x, relay, Usage(1000, 10, 250), 0.0, 0.2)
+    Kept(metrics).answered(x, relay, Usage(1000, 10, 250), 0.0)
     causes = {labels[0]: each.value for labels, each in metrics.prefill_tokens_total.children()}
     assert causes == {"never_seen": 300, "spread": 300, "evicted": 150}
 
@@ -125,9 +125,8 @@ def test_computed_prompt_tokens_are_told_apart_by_what_could_have_spared_them() 
 def test_regret_is_how_much_later_the_first_token_was_expected_than_where_it_was_soonest() -> None:
     metrics, near, far = Metrics(), candidate(0), candidate(1)
     far.load.ready_at = 13.0
-    kept, ask = Kept(metrics), Ask(Request("r", "demo", "", 1000, 100), 10.0, Random(1))
-    for _ in range(REGRET_EVERY):
-        kept.picked(ask, Pick(far, 0, 1.0, 2, "test", (0.0, 1.0), (near, far)))
+    ask = Ask(Request("r", "demo", "", 1000, 100), 10.0, Random(1))
+    Kept(metrics).compare(ask, Pick(far, 0, 1.0, 2, "test", (0.0, 1.0), (near, far)))
     seen = metrics.pick_regret_seconds
     assert (sum(seen.counts), seen.sum) == (1, pytest.approx(3.0))
 
