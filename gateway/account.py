@@ -15,7 +15,9 @@ from gateway.config import Observability
 from gateway.exchange import Exchange, SplitRecord
 from gateway.explain import Explained, before
 from gateway.kept import REGRET_EVERY, Kept, usage_of
+from gateway.meters import Counter
 from gateway.metrics import Metrics
+from gateway.observe.export import Tracer
 from gateway.relay import Relay, Usage
 from policies.contract import Policy
 from policies.fingerprint import ids_of
@@ -85,8 +87,12 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
 class AccessLog:
     """A buffered sink of lines. Writing happens in a thread, so a slow disk or a full pipe never holds a request up."""
 
-    def __init__(self, where: str, flush_s: float, loop: asyncio.AbstractEventLoop, blocks: bool = False) -> None:
+    def __init__(
+        self, where: str, flush_s: float, loop: asyncio.AbstractEventLoop, blocks: bool, dropped: Counter
+    ) -> None:
+        """`dropped` counts the lines that got lost."""
         self._fd = _open(where)
+        self._dropped = dropped
         self.blocks = blocks
         self._flush_s = flush_s
         self._loop = loop
@@ -95,7 +101,6 @@ class AccessLog:
         self._size = 0
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.Future[None] | None = None
-        self.dropped = 0
 
     @property
     def on(self) -> bool:
@@ -104,7 +109,7 @@ class AccessLog:
     def write(self, line: AccessLine) -> None:
         encoded = self._encode(line)
         if self._size > KEEP_BYTES:
-            self.dropped += 1
+            self._dropped.inc()
             return
         self._lines.append(encoded)
         self._size += len(encoded)
@@ -133,7 +138,7 @@ class AccessLog:
             self._loop.call_soon_threadsafe(self._written, lost)
 
     def _written(self, lost: int) -> None:
-        self.dropped += lost
+        self._dropped.inc(lost)
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.set_result(None)
@@ -186,15 +191,16 @@ class _Children:
         self._completion = metrics.completion_tokens_total.labels(model)
         self._cached = metrics.cached_tokens_total.labels(model)
 
-    def count(self, received: float, relay: Relay, usage: Usage, prompt_tokens: int, now: float) -> None:
+    def count(self, x: Exchange, received: float, relay: Relay, usage: Usage, prompt_tokens: int, now: float) -> None:
         """One answered request."""
+        trace_id = "" if x.trace is None else x.trace.trace_id
         first = relay.first_token_at or relay.first_byte_at or now
         tokens = usage.completion_tokens or max(relay.events - 2, 1)
         self._requests.value += 1.0
-        self._ttft.observe(first - received)
+        self._ttft.mark((first - received, now, x.id, trace_id))
         self._e2e.observe(now - received)
         if relay.events and tokens > 1 and relay.last_at is not None:
-            self._tpot.observe((relay.last_at - first) / (tokens - 1))
+            self._tpot.mark(((relay.last_at - first) / (tokens - 1), now, x.id, trace_id))
         self._prompt.value += usage.prompt_tokens or prompt_tokens
         self._completion.value += tokens
         self._cached.value += usage.cached_tokens or 0
@@ -203,9 +209,12 @@ class _Children:
 class Accounts:
     """Closes exchanges: observes their metrics, writes their line. Label children are looked up once and kept."""
 
-    def __init__(self, metrics: Metrics, log: AccessLog) -> None:
+    def __init__(self, metrics: Metrics, log: AccessLog, traces: Tracer) -> None:
+        """`tracer` is None while nobody is traced."""
         self._metrics = metrics
         self._log = log
+        self._traces = traces
+        self.tracer: Tracer | None = None
         self.kept, self.explained = Kept(metrics), Explained()
         self._picks = 0
         self._overhead, self._bytes_out = metrics.overhead_seconds, metrics.bytes_out_total
@@ -215,6 +224,8 @@ class Accounts:
     def follow(self, seen: Observability) -> None:
         """From now on as this configuration has it."""
         self.kept.tenants = seen.tenants
+        self._traces.follow(seen.traces)
+        self.tracer = self._traces.on
         self.explained.resize(seen.explained)
 
     def picked(self, x: Exchange, policy: Policy, ask: Ask, pick: Pick) -> None:
@@ -233,7 +244,7 @@ class Accounts:
         if relay is not None and relay.committed:
             self._answered(x, relay, now)
         else:
-            self._unanswered(x)
+            self._unanswered(x, now)
         if x.outcome == "client_gone":
             self._metrics.client_disconnects_total.labels(x.stage).inc()
         if self._log.on:
@@ -241,6 +252,8 @@ class Accounts:
             if self._log.blocks and x.fingerprint is not None:
                 line.blocks = ids_of(x.fingerprint)
             self._log.write(line)
+        if x.trace is not None:
+            self._traces.ended(x, x.trace, now)
         if self.explained.size:
             self.explained.keep(x)
 
@@ -251,13 +264,14 @@ class Accounts:
     def retried(self, kind: str) -> None:
         self._metrics.retries_total.labels(kind).inc()
 
-    def _unanswered(self, x: Exchange) -> None:
+    def _unanswered(self, x: Exchange, now: float) -> None:
         reason = x.reason or x.outcome
         self._metrics.requests_total.labels(x.model, str(x.status), reason).inc()
         self.kept.unanswered(x)
         if x.status == 429:
             slo = "" if x.call is None else x.call.request.slo.name
             self._metrics.shed_total.labels(reason, slo).inc()
+            self._metrics.shed_seconds.observe(now - (x.received_at or x.accepted_at))
 
     def _answered(self, x: Exchange, relay: Relay, now: float) -> None:
         assert x.pick is not None
@@ -266,7 +280,7 @@ class Accounts:
         children = self._children.get(key) or self._find(key)
         received = x.received_at or now
         usage = relay.usage if x.split is None else usage_of(x, relay)
-        children.count(received, relay, usage, x.call.request.prompt_tokens, now)
+        children.count(x, received, relay, usage, x.call.request.prompt_tokens, now)
         self.kept.answered(x, relay, usage, received)
         if x.tier:
             self._metrics.overflow_total.labels(x.call.asked_model, x.tier).inc()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
 
 from gateway.config.source import FILE_CAP_BYTES
 from gateway.reload import pages
@@ -31,12 +32,14 @@ def application(app: App) -> web.Application:
         reason = _not_ready(app)
         return web.Response(text="ready\n") if reason is None else web.Response(status=503, text=f"{reason}\n")
 
-    async def metrics(_: web.Request) -> web.Response:
+    async def metrics(request: web.Request) -> web.Response:
+        exemplars = "application/openmetrics-text" in request.headers.get("Accept", "")
         page = []
-        for family in app.metrics.slices():
+        for family in app.metrics.slices(exemplars=exemplars):
             page.append(family)
             await asyncio.sleep(0)  # 16 ms at 64 endpoints: streams go on in between
-        return web.Response(body=b"".join(page), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        shown = OPENMETRICS if exemplars else CONTENT_TYPE_LATEST
+        return web.Response(body=b"".join(page), headers={"Content-Type": shown})
 
     async def endpoints(_: web.Request) -> web.Response:
         now = monotonic()

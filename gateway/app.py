@@ -28,6 +28,7 @@ from gateway.front import Front
 from gateway.gate import Gate
 from gateway.lobby import Lobby
 from gateway.metrics import Metrics
+from gateway.observe.export import Tracer
 from gateway.openai import Api
 from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
@@ -46,6 +47,7 @@ log = logging.getLogger("penstock")
 SWEEP_S = 0.25
 PULSE_S = 0.1
 BACKLOG = 4096
+GAPS_EVERY = 32  # one request in so many has the times between its pieces looked at
 
 
 def _log_it(line: str, bad: bool) -> None:
@@ -82,7 +84,9 @@ class App:
         self._endpoints = EndpointTable(config, self._prefixes, self.metrics, rng, self._outbox)
         self._endpoints.on_change = self._gate.refresh
         seen = config.observability
-        self._log = AccessLog(seen.access_log, seen.access_flush, self._loop, seen.access_blocks)
+        dropped = self.metrics.inside.log_lines_dropped_total
+        self._log = AccessLog(seen.access_log, seen.access_flush, self._loop, seen.access_blocks, dropped)
+        self._tracer = Tracer(self.metrics, Random(secrets.randbits(64)))
         self._watcher = Watcher(config, self._endpoints, self._learnt)
         plan = build(config, self._endpoints, self._gate, {})
         self._endpoints.adopt(plan.adoption)
@@ -90,7 +94,7 @@ class App:
             plan.snapshot,
             self._endpoints,
             self._gate,
-            Accounts(self.metrics, self._log),
+            Accounts(self.metrics, self._log, self._tracer),
             Handoffs(self.metrics, rng, self._outbox),
         )
         furnish(self.gateway, plan, self.metrics)
@@ -143,6 +147,7 @@ class App:
             self._pulse.cancel()
         self.gateway.handoffs.close()
         self._endpoints.close()
+        await self._tracer.close()
         await self._log.close()
 
     def _in_front(self) -> list[Front]:
@@ -150,7 +155,13 @@ class App:
         return [each for each in self.fronts if isinstance(each, Front)]
 
     def _serve(self, client: Client, api: Api) -> Coroutine[Any, Any, None]:
-        return serve(self.gateway, Exchange(self._ids.next(), api, client.address, monotonic()), client)
+        x = Exchange(self._ids.next(), api, client.address, monotonic())
+        tracer = self.gateway.accounts.tracer
+        if tracer is not None:
+            x.trace = tracer.begin(client.headers)
+        if not self._ids.count % GAPS_EVERY:
+            x.gaps = self.metrics.itl_seconds
+        return serve(self.gateway, x, client)
 
     async def _doors(self) -> Callable[[], Front]:
         """What makes a protocol for every client connection."""
@@ -214,20 +225,24 @@ class App:
         metrics.retry_budget_remaining.follow(lambda: float(self._gate.retries_left))
         metrics.open_streams.follow(lambda: float(self._gate.active))
         metrics.prefix_index_bytes.follow(lambda: float(prefixes.index.stats().bytes))
+        inside, handoffs = metrics.inside, self.gateway.handoffs
+        inside.connections.follow(lambda: float(len(self.fronts)))
+        inside.body_bytes.follow(lambda: float(self._gate.body_bytes))
+        inside.split_live.follow(lambda: float(handoffs.live))
 
 
 class _Ids:
     """Request ids: fixed length, unguessable (an engine may match aborts by prefix, faults.md F21), 0.4 us each."""
 
-    __slots__ = ("_count", "_secret")
+    __slots__ = ("_secret", "count")
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(16)
-        self._count = 0
+        self.count = 0
 
     def next(self) -> str:
-        self._count += 1
-        return "req_" + xxhash.xxh3_128_hexdigest(self._secret + self._count.to_bytes(8, "little"))
+        self.count += 1
+        return "req_" + xxhash.xxh3_128_hexdigest(self._secret + self.count.to_bytes(8, "little"))
 
 
 def run(origin: Origin, ready: Callable[[App], None] | None = None, *, hangup_reloads: bool = True) -> int:

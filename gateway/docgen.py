@@ -16,7 +16,9 @@ import typer.main
 from gateway import cli
 from gateway.config import json_schema
 from gateway.config.tree import Config
+from gateway.meters import Spec
 from gateway.metrics import Metrics
+from gateway.observe.labels import Row
 from gateway.split.life import KEPT, TABLE
 from policies import admissions, registry
 
@@ -47,19 +49,31 @@ def config_page() -> str:
 def metrics_page() -> str:
     """Every metric with its labels and buckets."""
     catalogue = Metrics().catalogue()
-    rows = [
-        (f"`{spec.name}`", spec.kind, ", ".join(f"`{label.name}`" for label in spec.labels), spec.help)
-        for spec in catalogue
-    ]
+    table = "\n".join(_row(row, [spec for spec in catalogue if spec.row == row]) for row in Row)
     caps = {label.name: label.cap for spec in catalogue for label in spec.labels}
     buckets = "\n".join(
         f"- `{spec.name}`: {', '.join(f'{bound:g}' for bound in spec.buckets)}" for spec in catalogue if spec.buckets
     )
     shown_caps = _table(("label", "values at most"), [(f"`{name}`", str(cap)) for name, cap in sorted(caps.items())])
-    table = _table(("metric", "type", "labels", "meaning"), rows)
     return "\n".join(
         [_MADE, _METRICS_INTRO, table, "## Labels\n", _LABELS_INTRO, shown_caps, "## Buckets\n", buckets, ""]
     )
+
+
+def _row(row: Row, specs: Sequence[Spec]) -> str:
+    """The families of one row of the boards."""
+    rows = [
+        (
+            f"`{spec.name}`",
+            f"{spec.kind}, {spec.unit}".rstrip(", ") + (", exemplars" if spec.marked else ""),
+            ", ".join(f"`{label.name}`" for label in spec.labels),
+            spec.help,
+            spec.merge,
+            f"`{spec.owner}`",
+        )
+        for spec in specs
+    ]
+    return f"## {row}\n\n" + _table(("metric", "type, unit", "labels", "meaning", "of workers", "owner"), rows)
 
 
 def cli_page() -> str:
@@ -251,7 +265,11 @@ _METRICS_INTRO = """\
 
 `GET /metrics` on the admin port, in Prometheus' text format. Base units; counters end in `_total`.
 Observing one costs about 0.1 us (`tests/bench/bench_metrics.py`). `penstock_process_*` tell memory, CPU and file
-descriptors of the process besides.
+descriptors of the process besides. A scraper that accepts `application/openmetrics-text` gets that format, with
+exemplars: every bucket of a family with exemplars names the newest request that fell into it, and its trace.
+
+The tables are the rows of the boards in `deploy/grafana/` (docs/observability.md). "Of workers" says how the same
+series of several processes become one, "owner" which module below `gateway/` changes it.
 """
 
 _LABELS_INTRO = """\

@@ -177,6 +177,7 @@ class EndpointTable:
         load, name = live.load, live.endpoint.name
         self._metrics.inflight.labels(name).follow(lambda: float(load.in_flight))
         self._metrics.endpoint_up.labels(name).follow(lambda: float(load.available))
+        self._metrics.inside.follow(live)
 
     def release(self, live: LiveEndpoint) -> None:
         """Nobody can ask for one who left any more: its connections end and its slot is free. Not if it came back."""

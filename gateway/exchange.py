@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from gateway.endpoints import Booking
     from gateway.explain import Before
     from gateway.gate import Gate, Room
+    from gateway.meters import Histogram
     from gateway.openai import Api, Call
     from gateway.relay import Relay
+    from gateway.trace import Trace
     from policies.fingerprint import Fingerprint
 
 
@@ -64,6 +66,8 @@ class Exchange(msgspec.Struct, eq=False):
     ttft_s, tpot_s   as its client saw them; predicted_*  as expected when it was picked
     before        how the best two candidates stood at the pick, for a policy that can explain itself
     split         whether and how it was split; None for models that are not
+    trace         its place in a trace; None for one that is not traced, as nearly all
+    gaps          where the times between its pieces are counted; None unless it is looked at
     """
 
     id: str
@@ -100,6 +104,8 @@ class Exchange(msgspec.Struct, eq=False):
     before: Before | None = None
     split: SplitRecord | None = None
     fingerprint: Fingerprint | None = None
+    trace: Trace | None = None
+    gaps: Histogram | None = None
 
     def booked(self, room: Room, ask: Ask, pick: Pick) -> None:
         """A place is taken for it. The room that let it in hears of the first one."""
@@ -130,7 +136,7 @@ class Exchange(msgspec.Struct, eq=False):
         """Let go of all that is heavy or a client's own; what is left tells how it went."""
         if self.ttft_s is None and self.call is not None:  # else it was let go of at the first token
             self.call.release()
-        self.sent = self.booking = self.relay = self.room = self.fingerprint = None
+        self.sent = self.booking = self.relay = self.room = self.fingerprint = self.trace = self.gaps = None
 
     def gone(self) -> None:
         """The client left. 499 is nginx's number for it; nobody receives it."""

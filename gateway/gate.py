@@ -119,6 +119,11 @@ class Room:
         return self._room.waiting
 
     @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of those who wait."""
+        return self._room.queued_tokens
+
+    @property
     def busy(self) -> int:
         return self._room.busy
 

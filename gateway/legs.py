@@ -16,12 +16,12 @@ from gateway.openai import Api, Call
 from gateway.relay import Relay, UpstreamBroke
 from gateway.rename import Renamer
 from gateway.snapshot import Route
+from gateway.trace import passed_on
 from kvtransfer.dialects import known_members
 from policies.model import EngineKind
 
 OWN_TROUBLE = frozenset({401, 403, 407, 408, 429})  # our key for it, its queue: nothing the client could mend
-# Trace context continues through the gateway; a session id keeps a conversation recognisable to the engine.
-FORWARDED = ("traceparent", "tracestate", "x-session-id")
+SESSION = "x-session-id"  # it keeps a conversation recognisable to the engine
 
 
 async def single(route: Route, x: Exchange, call: Call, client: Client, booking: Booking) -> None:
@@ -36,8 +36,9 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
         x.first_token,
         client.http_1_0,
         Renamer(served, call.asked_model) if served != call.asked_model else None,
+        gaps=x.gaps,
     )
-    head = booking.upstream.head(x.api) + request_headers(x.id, client.headers, len(sent.body))
+    head = booking.upstream.head(x.api) + request_headers(x, client.headers, len(sent.body), endpoint.name)
     x.booking, x.relay, x.sent = booking, relay, sent
     x.sent_at = monotonic()
     await booking.upstream.send(head, sent, relay, client)
@@ -76,17 +77,14 @@ def answer_headers(x: Exchange, endpoint: str) -> bytes:
     ).encode()
 
 
-def request_headers(request_id: str, headers: Mapping[str, str], length: int) -> bytes:
+def request_headers(x: Exchange, headers: Mapping[str, str], length: int, endpoint: str) -> bytes:
     """The lines that are this request's own, and the blank one."""
-    lines = f"x-request-id: {request_id}\r\ncontent-length: {length}\r\n{forwarded(headers)}\r\n"
+    context = passed_on(headers) if x.trace is None else x.trace.leg("whole", endpoint, monotonic())
+    lines = f"x-request-id: {x.id}\r\ncontent-length: {length}\r\n{forwarded(headers)}{context}\r\n"
     return lines.encode("utf-8", "surrogateescape")
 
 
 def forwarded(headers: Mapping[str, str]) -> str:
-    """What of a client's headers an engine gets to see, as lines."""
-    lines = ""
-    for name in FORWARDED:
-        value = headers.get(name)
-        if value is not None:
-            lines += f"{name}: {value}\r\n"
-    return lines
+    """What of a client's headers an engine gets to see, as lines; the trace's context is trace.py's."""
+    session = headers.get(SESSION)
+    return "" if session is None else f"{SESSION}: {session}\r\n"

@@ -8,17 +8,21 @@ Owner of all numbers: the event loop's thread. Scraping from another thread may 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import StrEnum
+from time import monotonic, time
 from typing import Generic, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
+    Exemplar,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
@@ -33,14 +37,45 @@ class Label(msgspec.Struct, frozen=True):
     cap: int = 64
 
 
+class Merge(StrEnum):
+    """How the same series of several processes become one."""
+
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+
+
+UNITS = ("seconds", "bytes", "tokens", "ratio")
+EOF = b"# EOF\n"
+
+Mark = tuple[float, float, str, str]
+"""What an exemplar tells: the value, when (monotonic seconds), the request's id, its trace's id or ""."""
+
+
 class Spec(msgspec.Struct, frozen=True):
-    """What a family is, as its documentation shows it. `buckets` are upper bounds, ascending, +Inf left out."""
+    """What a family is: its documentation, its place on a board and its merging are made from this.
+
+    buckets   upper bounds, ascending, +Inf left out
+    owner     the module that changes it          row     of the boards that it belongs to
+    marked    its buckets remember one request each
+    """
 
     name: str
     kind: str
     help: str
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()
+    owner: str = ""
+    row: str = ""
+    merge: Merge = Merge.SUM
+    marked: bool = False
+
+    @property
+    def unit(self) -> str:
+        """The base unit that its name ends in; "" for what is merely counted."""
+        last = self.name.removesuffix("_total").rpartition("_")[2]
+        return last if last in UNITS else ""
 
 
 class Counter:
@@ -63,7 +98,7 @@ class Gauge:
 
     def __init__(self) -> None:
         self.value = 0.0
-        self._source: Callable[[], float] | None = None
+        self._source: Callable[[], float | None] | None = None
 
     def set(self, value: float) -> None:
         """Now it is `value`."""
@@ -73,29 +108,43 @@ class Gauge:
         """Adds `amount`."""
         self.value += amount
 
-    def follow(self, source: Callable[[], float]) -> None:
-        """From now on `source` is asked at each scrape; it must be quick and must not fail."""
+    def follow(self, source: Callable[[], float | None]) -> None:
+        """From now on `source` is asked at each scrape; it must be quick and must not fail. None: nothing to show."""
         self._source = source
 
-    def read(self) -> float:
+    def read(self) -> float | None:
         """The value a scrape sees."""
         return self.value if self._source is None else self._source()
 
 
 class Histogram:
-    """Observations in buckets: counts[i] holds those in (bounds[i-1], bounds[i]], the last those above every bound."""
+    """Observations in buckets: counts[i] holds those in (bounds[i-1], bounds[i]], the last those above every bound.
 
-    __slots__ = ("_bounds", "counts", "sum")
+    `marks` has the newest request of each bucket, which is all that exemplars ever cost.
+    """
+
+    __slots__ = ("_bounds", "counts", "marks", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
+        self.marks: list[Mark | None] = []
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
         """Counts `value`, in the unit of the name (seconds)."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
+
+    def mark(self, mark: Mark) -> None:
+        """Counts the mark's value, and remembers it as the newest in its bucket."""
+        value = mark[0]
+        at = bisect_left(self._bounds, value)
+        self.counts[at] += 1
+        self.sum += value
+        if not self.marks:
+            self.marks = [None] * len(self.counts)
+        self.marks[at] = mark
 
     def cumulative(self) -> list[tuple[str, float]]:
         """(upper bound as Prometheus writes it, observations at or below it), +Inf last."""
@@ -104,6 +153,22 @@ class Histogram:
             total += count
             shown.append(("+Inf" if bound == float("inf") else repr(bound), float(total)))
         return shown
+
+    def exemplars(self) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
+        """As cumulative(), each bucket with its newest request if it remembers one."""
+        zero = time() - monotonic()
+        marks = self.marks or [None] * len(self.counts)
+        return [
+            shown if mark is None else (*shown, _exemplar(mark, zero))
+            for shown, mark in zip(self.cumulative(), marks, strict=True)
+        ]
+
+
+def _exemplar(mark: Mark, zero: float) -> Exemplar:
+    """`zero` is when the monotonic clock began, in Unix time."""
+    value, at, request_id, trace_id = mark
+    labels = {"request_id": request_id} | ({"trace_id": trace_id} if trace_id else {})
+    return Exemplar(labels, value, round(zero + at, 3))
 
 
 Meter = TypeVar("Meter", Counter, Gauge, Histogram)
@@ -155,43 +220,69 @@ class Family(Generic[Meter]):
         return value
 
 
-class Meters:
-    """The families of one process, and what the system knows of the process; no global registry is touched."""
+AnyFamily = Family[Counter] | Family[Gauge] | Family[Histogram]
 
-    def __init__(self) -> None:
-        self.families: list[Family[Counter] | Family[Gauge] | Family[Histogram]] = []
-        self._process = CollectorRegistry(auto_describe=False)
-        ProcessCollector(namespace="penstock", registry=self._process)
+
+class Section:
+    """Where families are made: those of one owner and one row of the boards."""
+
+    __slots__ = ("_families", "_owner", "_row")
+
+    def __init__(self, families: list[AnyFamily], row: str, owner: str) -> None:
+        self._families = families
+        self._row = row
+        self._owner = owner
 
     def counter(self, name: str, text: str, *labels: Label) -> Family[Counter]:
         """A new family of counters; `name` without the suffix _total is refused, so that both spellings agree."""
         if not name.endswith("_total"):
             raise ValueError(f"counter {name} must end in _total")
-        family = Family(Spec(name, "counter", text, labels), Counter)
-        self.families.append(family)
+        family = Family(self._spec(name, "counter", text, labels), Counter)
+        self._families.append(family)
         return family
 
-    def gauge(self, name: str, text: str, *labels: Label) -> Family[Gauge]:
-        """A new family of gauges."""
-        family = Family(Spec(name, "gauge", text, labels), Gauge)
-        self.families.append(family)
+    def gauge(self, name: str, text: str, *labels: Label, merge: Merge = Merge.SUM) -> Family[Gauge]:
+        """A new family of gauges. What several processes each have a part of is summed; all else says its `merge`."""
+        family = Family(msgspec.structs.replace(self._spec(name, "gauge", text, labels), merge=merge), Gauge)
+        self._families.append(family)
         return family
 
-    def histogram(self, name: str, text: str, bounds: tuple[float, ...], *labels: Label) -> Family[Histogram]:
-        """A new family of histograms with ascending upper `bounds`."""
-        family = Family(Spec(name, "histogram", text, labels, bounds), lambda: Histogram(bounds))
-        self.families.append(family)
+    def histogram(
+        self, name: str, text: str, bounds: tuple[float, ...], *labels: Label, marked: bool = False
+    ) -> Family[Histogram]:
+        """A new family of histograms with ascending upper `bounds`; one that is `marked` shows exemplars."""
+        spec = msgspec.structs.replace(self._spec(name, "histogram", text, labels), buckets=bounds, marked=marked)
+        family = Family(spec, lambda: Histogram(bounds))
+        self._families.append(family)
         return family
+
+    def _spec(self, name: str, kind: str, text: str, labels: tuple[Label, ...]) -> Spec:
+        return Spec(name, kind, text, labels, owner=self._owner, row=self._row)
+
+
+class Meters:
+    """The families of one process, and what the system knows of the process; no global registry is touched."""
+
+    def __init__(self) -> None:
+        self.families: list[AnyFamily] = []
+        self._process = CollectorRegistry(auto_describe=False)
+        ProcessCollector(namespace="penstock", registry=self._process)
+
+    def section(self, row: str, owner: str) -> Section:
+        """Makes families that `owner` (a module's path below gateway/) changes and that stand in this row."""
+        return Section(self.families, row, owner)
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format (prometheus_client.CONTENT_TYPE_LATEST)."""
         return b"".join(self.slices())
 
-    def slices(self) -> Iterator[bytes]:
-        """As `render`, a family at a time: a server that yields to its loop in between stalls no stream."""
+    def slices(self, *, exemplars: bool = False) -> Iterator[bytes]:
+        """As `render`, a family at a time: a server that yields to its loop in between stalls no stream. With
+        `exemplars` it is OpenMetrics' text, which has a place for them."""
         for family in self.families:
-            yield generate_latest(_Page(_exposed(family)))
-        yield generate_latest(self._process)
+            page = _Page(_exposed(family, exemplars=exemplars))
+            yield _openmetrics(page).removesuffix(EOF) if exemplars else generate_latest(page)
+        yield _openmetrics(self._process) if exemplars else generate_latest(self._process)
 
 
 class _Page(Collector):
@@ -204,23 +295,30 @@ class _Page(Collector):
         return (self._metric,)
 
 
-def _exposed(family: Family[Counter] | Family[Gauge] | Family[Histogram]) -> Metric:
-    spec, names = family.spec, [label.name for label in family.spec.labels]
-    if spec.kind == "counter":
-        shown: Metric = CounterMetricFamily(spec.name, spec.help, labels=names)
-    elif spec.kind == "gauge":
-        shown = GaugeMetricFamily(spec.name, spec.help, labels=names)
-    else:
-        shown = HistogramMetricFamily(spec.name, spec.help, labels=names)
+_FAMILIES: Mapping[str, Callable[..., Metric]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
+def _openmetrics(page: Collector) -> bytes:
+    written: bytes = openmetrics(page)  # type: ignore[no-untyped-call]
+    return written
+
+
+def _exposed(family: AnyFamily, *, exemplars: bool) -> Metric:
+    spec = family.spec
+    shown = _FAMILIES[spec.kind](spec.name, spec.help, labels=[label.name for label in spec.labels], unit=spec.unit)
     for values, meter in family.children():
-        _add(shown, values, meter)
+        _add(shown, values, meter, exemplars=exemplars and spec.marked)
     return shown
 
 
-def _add(shown: Metric, values: tuple[str, ...], meter: Counter | Gauge | Histogram) -> None:
+def _add(shown: Metric, values: tuple[str, ...], meter: Counter | Gauge | Histogram, *, exemplars: bool) -> None:
     if isinstance(shown, HistogramMetricFamily) and isinstance(meter, Histogram):
-        shown.add_metric(values, meter.cumulative(), meter.sum)
+        shown.add_metric(values, meter.exemplars() if exemplars else meter.cumulative(), meter.sum)
     elif isinstance(shown, CounterMetricFamily) and isinstance(meter, Counter):
         shown.add_metric(values, meter.value)
-    elif isinstance(shown, GaugeMetricFamily) and isinstance(meter, Gauge):
-        shown.add_metric(values, meter.read())
+    elif isinstance(shown, GaugeMetricFamily) and isinstance(meter, Gauge) and (value := meter.read()) is not None:
+        shown.add_metric(values, value)

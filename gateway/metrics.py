@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gateway.meters import Counter, Family, Gauge, Histogram, Label, Meters, Spec
+from gateway.meters import Counter, Family, Gauge, Histogram, Label, Merge, Meters, Section, Spec
+from gateway.observe.inside import Inside
+from gateway.observe.labels import ENDPOINT, KIND, POOL, RESULT, Row
 
 MODEL = Label("model", 256)
-ENDPOINT = Label("endpoint", 1024)
-POOL = Label("pool", 128)
 CODE = Label("code", 32)
 REASON = Label("reason", 64)
-KIND = Label("kind", 32)
 STAGE = Label("stage", 16)
+PREFILL, DECODE = Label("prefill", 64), Label("decode", 64)
 VERSION = Label("version", 2)
 HASH = Label("hash", 2)
-RESULT = Label("result", 8)
 ROLE = Label("role", 4)
 OUTCOME = Label("outcome", 16)
 DECISION = Label("decision", 4)
@@ -65,21 +64,24 @@ class Metrics:
 
     def __init__(self) -> None:
         meters = self._meters = Meters()
-        self._requests(meters)
-        self._latency(meters)
-        self._promises(meters)
-        self._endpoints(meters)
-        self._tokens(meters)
-        self._split(meters)
-        self._process(meters)
+        self._requests(meters.section(Row.REQUESTS, "account.py"))
+        self._latency(meters.section(Row.LATENCY, "account.py"))
+        self._promises(meters.section(Row.PROMISES, "kept.py"))
+        self._admission(meters.section(Row.ADMISSION, "gate.py"))
+        self._endpoints(meters.section(Row.ENDPOINTS, "endpoints.py"))
+        self._tokens(meters.section(Row.CACHE, "account.py"))
+        self._split(meters.section(Row.SPLIT, "split/handoffs.py"))
+        self._process(meters.section(Row.CONFIGURATION, "reload/reloader.py"), meters.section(Row.PROCESS, "app.py"))
+        self.inside = Inside(meters)
 
     def render(self) -> bytes:
         """The text a scrape gets."""
         return self._meters.render()
 
-    def slices(self) -> Iterator[bytes]:
-        """The same text a family at a time, for a server that lets its streams go on in between."""
-        return self._meters.slices()
+    def slices(self, *, exemplars: bool = False) -> Iterator[bytes]:
+        """The same text a family at a time, for a server that lets its streams go on in between; in OpenMetrics' format
+        when it is to have exemplars."""
+        return self._meters.slices(exemplars=exemplars)
 
     def catalogue(self) -> tuple[Spec, ...]:
         """What there is, in order."""
@@ -88,10 +90,11 @@ class Metrics:
     def forget_endpoint(self, endpoint: str) -> None:
         """Drops the series of an endpoint that was removed."""
         for family in self._meters.families:
-            if ENDPOINT in family.spec.labels:
-                family.forget(ENDPOINT.name, endpoint)
+            for label in family.spec.labels:
+                if label in (ENDPOINT, PREFILL, DECODE):
+                    family.forget(label.name, endpoint)
 
-    def _requests(self, meters: Meters) -> None:
+    def _requests(self, meters: Section) -> None:
         self.requests_total: Family[Counter] = meters.counter(
             "penstock_requests_total",
             "Requests answered, by HTTP status (499: the client left) and the reason of the answer.",
@@ -114,19 +117,26 @@ class Metrics:
             "penstock_client_disconnects_total", "Clients that left before their answer was complete, by stage.", STAGE
         )
 
-    def _latency(self, meters: Meters) -> None:
+    def _latency(self, meters: Section) -> None:
         self.ttft_seconds: Family[Histogram] = meters.histogram(
             "penstock_ttft_seconds",
             "Time from the last byte of the request to the first token handed to the client.",
             TTFT_BUCKETS_S,
             *(MODEL, ENDPOINT),
+            marked=True,
         )
         self.tpot_seconds: Family[Histogram] = meters.histogram(
             "penstock_tpot_seconds",
             "Mean time per output token after the first, one observation per request.",
             TPOT_BUCKETS_S,
             *(MODEL, ENDPOINT),
+            marked=True,
         )
+        self.itl_seconds: Histogram = meters.histogram(
+            "penstock_itl_seconds",
+            "Time between two pieces of a stream as they came from the engine; one request in 32 is looked at.",
+            TPOT_BUCKETS_S,
+        ).labels()
         self.e2e_seconds: Family[Histogram] = meters.histogram(
             "penstock_e2e_seconds",
             "Time from the last byte of the request to the last byte of the answer.",
@@ -141,8 +151,13 @@ class Metrics:
             "The gateway's own time from the last byte of the request to its dispatch, waiting left out.",
             OVERHEAD_BUCKETS_S,
         ).labels()
+        self.shed_seconds: Histogram = meters.histogram(
+            "penstock_shed_seconds",
+            "Time from the last byte of a request to its refusal at the door, waiting included.",
+            OVERHEAD_BUCKETS_S,
+        ).labels()
 
-    def _promises(self, meters: Meters) -> None:
+    def _promises(self, meters: Section) -> None:
         self.goodput_total: Family[Counter] = meters.counter(
             "penstock_goodput_total",
             "Requests by service class and what became of their promise: met, ttft_missed, tpot_missed, both_missed, "
@@ -169,24 +184,34 @@ class Metrics:
             "held them), evicted (its own cache had lost them). The last two could have been avoided.",
             CAUSE,
         )
+
+    def _admission(self, meters: Section) -> None:
+        self.waiting: Family[Gauge] = meters.gauge("penstock_waiting", "Requests in the waiting room of a pool.", POOL)
+        self.queued_tokens: Family[Gauge] = meters.gauge(
+            "penstock_queued_tokens", "Prompt tokens of the requests in the waiting room of a pool.", POOL
+        )
         self.admission_price: Family[Gauge] = meters.gauge(
             "penstock_admission_price",
             "What a pool's admission asks for a typical request's work, in worth of requests; 0 while it is calm.",
             POOL,
+            merge=Merge.MAX,
         )
         self.admission_phi: Family[Gauge] = meters.gauge(
             "penstock_admission_session_share",
             "Share of a pool's KV memory that sessions under way may fill before new ones are refused.",
             POOL,
+            merge=Merge.MIN,
         )
 
-    def _endpoints(self, meters: Meters) -> None:
+    def _endpoints(self, meters: Section) -> None:
         self.inflight: Family[Gauge] = meters.gauge(
             "penstock_inflight", "Requests booked on an endpoint and not yet given back.", ENDPOINT
         )
-        self.waiting: Family[Gauge] = meters.gauge("penstock_waiting", "Requests in the waiting room of a pool.", POOL)
         self.endpoint_up: Family[Gauge] = meters.gauge(
-            "penstock_endpoint_up", "1 while an endpoint may be picked, 0 while it is ejected or draining.", ENDPOINT
+            "penstock_endpoint_up",
+            "1 while an endpoint may be picked, 0 while it is ejected or draining.",
+            ENDPOINT,
+            merge=Merge.MIN,
         )
         self.ejections_total: Family[Counter] = meters.counter(
             "penstock_ejections_total", "Times an endpoint was taken out, by reason.", *(ENDPOINT, REASON)
@@ -197,7 +222,7 @@ class Metrics:
             *(ENDPOINT, KIND),
         )
 
-    def _tokens(self, meters: Meters) -> None:
+    def _tokens(self, meters: Section) -> None:
         self.prompt_tokens_total: Family[Counter] = meters.counter(
             "penstock_prompt_tokens_total", "Prompt tokens of answered requests, as the engines counted them.", MODEL
         )
@@ -219,7 +244,7 @@ class Metrics:
             "penstock_prefix_index_bytes", "Memory the prefix index accounts for."
         ).labels()
 
-    def _split(self, meters: Meters) -> None:
+    def _split(self, meters: Section) -> None:
         self.split_decisions_total: Family[Counter] = meters.counter(
             "penstock_split_decisions_total",
             "Attempts at requests of models with a split: split between two endpoints or whole, and why.",
@@ -246,12 +271,18 @@ class Metrics:
             "Handoffs that no decoder was left to read, handed to one only to have the KV freed, by reason.",
             REASON,
         )
+        self.split_pairs_total: Family[Counter] = meters.counter(
+            "penstock_split_pairs_total",
+            "Attempts of a prefill and a decode endpoint at a request, by how they ended: served, failed.",
+            *(PREFILL, DECODE, RESULT),
+        )
 
-    def _process(self, meters: Meters) -> None:
+    def _process(self, meters: Section, process: Section) -> None:
         self.config_version_info: Family[Gauge] = meters.gauge(
             "penstock_config_version_info",
             "1 for the configuration in force, by its version and its text's hash.",
             *(VERSION, HASH),
+            merge=Merge.LAST,
         )
         self.config_reload_total: Family[Counter] = meters.counter(
             "penstock_config_reload_total",
@@ -259,20 +290,24 @@ class Metrics:
             RESULT,
         )
         self.config_last_reload_successful: Gauge = meters.gauge(
-            "penstock_config_last_reload_successful", "0 while the last configuration offered is one that was rejected."
+            "penstock_config_last_reload_successful",
+            "0 while the last configuration offered is one that was rejected.",
+            merge=Merge.MIN,
         ).labels()
         self.config_applied_timestamp_seconds: Gauge = meters.gauge(
-            "penstock_config_applied_timestamp_seconds", "When the configuration in force was applied, Unix time."
+            "penstock_config_applied_timestamp_seconds",
+            "When the configuration in force was applied, Unix time.",
+            merge=Merge.MAX,
         ).labels()
         self.config_swap_seconds: Histogram = meters.histogram(
             "penstock_config_swap_seconds",
             "Time in which a new configuration took the old one's place: the loop did nothing else.",
             OVERHEAD_BUCKETS_S,
         ).labels()
-        self.loop_lag_seconds: Histogram = meters.histogram(
+        self.loop_lag_seconds: Histogram = process.histogram(
             "penstock_loop_lag_seconds", "How late the event loop ran a timer.", OVERHEAD_BUCKETS_S
         ).labels()
-        self.bytes_out_total: Counter = meters.counter(
+        self.bytes_out_total: Counter = process.counter(
             "penstock_bytes_out_total", "Bytes of answers handed to clients."
         ).labels()
-        self.open_streams: Gauge = meters.gauge("penstock_open_streams", "Answers being streamed right now.").labels()
+        self.open_streams: Gauge = process.gauge("penstock_open_streams", "Answers being streamed right now.").labels()

@@ -27,6 +27,7 @@ from gateway.framing import (
     chunk,
     parse_head,
 )
+from gateway.meters import Histogram
 from gateway.rename import Renamer
 
 ERROR_BODY_LIMIT = 64 * 1024
@@ -83,6 +84,7 @@ class Relay(msgspec.Struct, eq=False):
     on_first   called once, at the first generated token
     http_1_0   the client cannot read chunks: it gets the bare body and a close
     patient    a stream is held until its first token: engines show a role before they know whether there will be one
+    gaps       where the times between a stream's pieces are counted; None for nearly all
     renamer    puts the client's alias in place of the engine's model name; None when they are the same
 
     committed  a byte of the answer was handed to the client: from there on nothing can be retried
@@ -95,6 +97,7 @@ class Relay(msgspec.Struct, eq=False):
     http_1_0: bool = False
     renamer: Renamer | None = None
     patient: bool = False
+    gaps: Histogram | None = None
 
     state: State = State.HEAD
     head: Head | None = None
@@ -135,6 +138,8 @@ class Relay(msgspec.Struct, eq=False):
         """Bytes from the engine to bytes for the client. Raises UpstreamBroke when they make no sense."""
         if self.state is not State.FLOWING:
             return self._begin(data, now)
+        if self.gaps is not None and self._sse and self.first_token_at is not None:
+            self.gaps.observe(now - (self.last_at or now))
         self.last_at = now
         body = self._body
         try:

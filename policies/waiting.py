@@ -118,6 +118,11 @@ class Room(Generic[T]):
         return len(self._tickets)
 
     @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of those who wait. O(waiting)."""
+        return sum(waiter.ask.request.prompt_tokens for waiter in self._tickets.values())
+
+    @property
     def busy(self) -> int:
         """Permits that weigh on available endpoints; answers still flowing from one that is ejected or leaves take
         nobody's place."""

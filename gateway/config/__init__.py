@@ -6,6 +6,7 @@ load.py puts them together.
 
 from gateway.config.load import MASK, SCHEMA_ID, Loaded, examine, examine_text, from_engines, json_schema, load
 from gateway.config.problems import ConfigError, Problem
+from gateway.config.seen import Observability, Traces
 from gateway.config.tree import (
     Admin,
     AdmissionSpec,
@@ -18,7 +19,6 @@ from gateway.config.tree import (
     Listener,
     Listeners,
     Model,
-    Observability,
     Overflow,
     PolicySpec,
     Pool,
@@ -66,6 +66,7 @@ __all__ = [
     "Split",
     "Tenant",
     "Timeouts",
+    "Traces",
     "WaitingRoom",
     "examine",
     "examine_text",

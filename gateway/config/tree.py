@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from gateway.config.seen import Observability
 from gateway.config.source import number_if_substituted
 from gateway.config.values import (
     Bootstrap,
@@ -338,24 +339,6 @@ class Tenant(Section):
     )
 
     _sendable_key = field_validator("key")(sendable)
-
-
-class Observability(Section):
-    """What the gateway writes about itself."""
-
-    access_log: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = setting(
-        "stdout", "One JSON line per request to stdout, off, or the path of a file."
-    )
-    access_flush: Duration = setting("200ms", "Longest time a line waits to be written with others.")
-    access_blocks: Annotated[bool, Field(strict=True)] = setting(
-        False, "Whether lines tell the keys of prompts' blocks, so that a replay knows what prompts had in common."
-    )
-    tenants: Annotated[bool, Field(strict=True)] = setting(
-        False, "Whether penstock_goodput_total tells tenants apart, up to 64 of them."
-    )
-    explained: Annotated[int, Field(strict=True, ge=0, le=65536), BeforeValidator(number_if_substituted)] = setting(
-        512, "Newest requests whose routing /explain/{id} of the admin server can tell."
-    )
 
 
 class Admin(Section):

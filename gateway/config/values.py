@@ -77,6 +77,15 @@ def _http_url(url: str) -> str:
     return f"http://{host}:{port or 80}"
 
 
+def _collector_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("is not the URL of a collector; write http://host:4318/v1/traces")
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise ValueError("must be scheme, host, port and path alone; a key has a key of its own beside it")
+    return url
+
+
 def _host_and_port(text: str) -> str:
     parts = urlsplit(f"//{text}")
     try:
@@ -112,6 +121,7 @@ Parameters = Annotated[
 Count = Annotated[int, Field(strict=True, ge=1, le=2**40), BeforeValidator(number_if_substituted)]
 Port = Annotated[int, Field(strict=True, ge=0, le=65535), BeforeValidator(number_if_substituted)]
 Name = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f\x7f\"\\]+$", max_length=200)]
+CollectorUrl = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_collector_url)]
 Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:_-]+$", max_length=253)]
 Url = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_http_url)]
 HttpPath = Annotated[str, StringConstraints(pattern=r"^/[!-~]*$", max_length=200)]

@@ -104,6 +104,7 @@ class Swap:
             del self._closed_in[room]
             self._gateway.gate.close(room)
             self._metrics.waiting.forget("pool", room.name)
+            self._metrics.queued_tokens.forget("pool", room.name)
             self._metrics.admission_price.forget("pool", room.name)
             self._metrics.admission_phi.forget("pool", room.name)
             self._metrics.queue_seconds.forget("pool", room.name)
@@ -133,6 +134,7 @@ def furnish(gateway: Gateway, plan: Plan, metrics: Metrics) -> None:
         metrics.admission_price.labels(pool).follow(lambda room=room: room.price)  # type: ignore[misc]
         metrics.admission_phi.labels(pool).follow(lambda room=room: room.phi)  # type: ignore[misc]
         metrics.waiting.labels(pool).follow(lambda room=room: float(room.waiting))  # type: ignore[misc]
+        metrics.queued_tokens.labels(pool).follow(lambda room=room: float(room.queued_tokens))  # type: ignore[misc]
     models = {route.name for route in plan.snapshot.routes.values()}
     splitting = gateway.handoffs.splitting
     for model in splitting.keys() - models:

@@ -96,6 +96,11 @@ class Handoffs:
         self._numbers.add(number)
         return number
 
+    @property
+    def live(self) -> int:
+        """Pairs at work right now."""
+        return len(self._numbers)
+
     def give_back(self, number: int) -> None:
         self._numbers.discard(number)
 
@@ -144,10 +149,13 @@ class Handoffs:
         """A pair's attempt is over."""
         figures = self.figures(pair)
         figures.transport = record.transport or figures.transport
+        names = pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
         if state is State.FAILED:
             figures.failed += 1
+            self.metrics.split_pairs_total.labels(*names, "failed").inc()
         elif state is State.DONE:
             figures.served += 1
+            self.metrics.split_pairs_total.labels(*names, "served").inc()
             began, done = record.prefill_sent_at, record.prefilled_at
             if relay is not None and relay.first_token_at is not None and began is not None and done is not None:
                 figures.took(done - began, max(0.0, relay.first_token_at - done))

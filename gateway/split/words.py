@@ -5,6 +5,7 @@ Everything that depends on the dialect is here. Not here: when something is sent
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +21,7 @@ from gateway.rename import Corrector, Renamer
 from gateway.snapshot import Route
 from gateway.split.edit import Body
 from gateway.split.pairing import SplitRoute
+from gateway.trace import passed_on
 from kvtransfer.dialects import (
     Answer,
     Edits,
@@ -68,13 +70,14 @@ def one_token(request: Request) -> Request:
 class Words:
     """The words of one attempt at one request. `terms` hold for both legs; the decoder's may be corrected later."""
 
-    __slots__ = ("_corrector", "_lines", "_prefill", "_work", "terms")
+    __slots__ = ("_context", "_corrector", "_lines", "_prefill", "_work", "terms")
 
     def __init__(self, work: Work, prefill: Endpoint, number: int) -> None:
         x, facts = work.x, work.split.facts[prefill.name]
         self._work = work
         self._prefill = prefill
         self._lines = forwarded(work.client.headers)  # they may be needed when the client has gone
+        self._context = "" if x.trace is not None else passed_on(work.client.headers)
         self._corrector: Corrector | None = None
         self.terms = Terms(
             f"{x.id}-{len(x.retries)}" if x.retries else x.id,  # a copy of it may still live on an engine
@@ -93,20 +96,21 @@ class Words:
 
     def prefill(self, place: Booking) -> tuple[bytes, bytes]:
         """Head and body of the prefill request."""
-        return self._request(place, self._work.split.dialect.prefill(self.terms))
+        return self._request(place, self._work.split.dialect.prefill(self.terms), "prefill")
 
     def decode(self, place: Booking, handover: Handover | None) -> tuple[bytes, bytes]:
         """Head and body of the decode request; without a handover, of the client's own."""
         if handover is not None:
-            return self._request(place, handover.edits)
-        return self._request(place, Edits(keep=known_members(place.endpoint.engine, chat=self.terms.chat)))
+            return self._request(place, handover.edits, "decode")
+        kept = known_members(place.endpoint.engine, chat=self.terms.chat)
+        return self._request(place, Edits(keep=kept), "whole")
 
     def farewell(self, place: Booking, handover: Handover) -> tuple[bytes, bytes]:
         """Head and body of a decode request that only has the KV fetched, for one token nobody reads."""
         edits = handover.edits
         put = {**edits.put, "max_tokens": b"1", "stream": b"false"}
         drop = edits.drop | {"stream_options", "max_completion_tokens", "min_tokens"}
-        return self._request(place, msgspec.structs.replace(edits, put=put, drop=drop))
+        return self._request(place, msgspec.structs.replace(edits, put=put, drop=drop), "")
 
     def relay(self, endpoint: Endpoint, handover: Handover | None) -> Relay:
         """What brings the decoder's answer to the client, with the prefiller's word on cached tokens if needed."""
@@ -119,7 +123,7 @@ class Words:
         elif served != asked:
             renamer = Renamer(served, asked)
         headers = answer_headers(work.x, endpoint.name) + b"x-penstock-prefill: %b\r\n" % self._prefill.name.encode()
-        return Relay(headers, None, work.client.http_1_0, renamer, patient=handover is not None)
+        return Relay(headers, None, work.client.http_1_0, renamer, handover is not None, work.x.gaps)
 
     def meaning(self, answer: Answer | Unusable, *, alone: bool) -> Handover | Unusable | Finished | None:
         """What a prefill answer means; `alone` while no decoder has the request yet. None: all is as it should be."""
@@ -150,11 +154,14 @@ class Words:
         events = as_events(answer.body, usage=self._work.body.shows_usage)
         return _SSE % len(events) + events
 
-    def _request(self, place: Booking, edits: Edits) -> tuple[bytes, bytes]:
-        work, endpoint = self._work, place.endpoint
+    def _request(self, place: Booking, edits: Edits, role: str) -> tuple[bytes, bytes]:
+        """`role` as a trace calls it; "" for what no trace tells of."""
+        work, endpoint, trace = self._work, place.endpoint, self._work.x.trace
         served = endpoint.served_model or work.route.name
         body = work.body.edited(edits, None if served == work.call.request.model else served)
-        lines = f"x-request-id: {self.terms.request_id}\r\ncontent-length: {len(body)}\r\n{self._lines}"
+        lines = f"x-request-id: {self.terms.request_id}\r\ncontent-length: {len(body)}\r\n{self._lines}{self._context}"
+        if trace is not None and role:
+            lines += trace.leg(role, endpoint.name, monotonic())
         for name, value in edits.headers:
             lines += f"{name}: {value}\r\n"
         return place.upstream.head(work.x.api) + (lines + "\r\n").encode("utf-8", "surrogateescape"), body

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from gateway.meters import OTHER, Family, Histogram, Label, Meters
+from gateway.meters import OTHER, Family, Histogram, Label, Merge, Meters
 from gateway.metrics import TTFT_BUCKETS_S, Metrics
+from gateway.observe.labels import Row
+
+ROOT = Path(__file__).parents[3]
 
 
 def samples(page: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -77,7 +82,7 @@ def test_a_bucket_counts_exactly_the_values_at_or_below_its_bound(values: list[f
 
 
 def test_label_values_beyond_the_cap_become_other_and_old_ones_stay_themselves() -> None:
-    family = Meters().counter("x_total", "x", Label("model", 2))
+    family = Meters().section("a row", "x.py").counter("x_total", "x", Label("model", 2))
     first = family.labels("a")
     family.labels("b")
     family.labels("c").inc()
@@ -110,3 +115,49 @@ def test_hostile_label_values_do_not_break_the_page() -> None:
     metrics = Metrics()
     metrics.shed_total.labels('a"\n\\b', "x").inc()
     assert samples(metrics.render())["penstock_shed_total", frozenset({("reason", 'a"\n\\b'), ("class", "x")})] == 1
+
+
+def test_every_family_says_who_owns_it_where_it_stands_and_how_it_merges() -> None:
+    for spec in Metrics().catalogue():
+        assert (ROOT / "gateway" / spec.owner).is_file(), spec
+        assert spec.row in set(Row), spec
+        assert spec.kind == "gauge" or spec.merge is Merge.SUM, f"{spec.name}: what is counted is added up"
+        assert not spec.marked or spec.kind == "histogram"
+
+
+def test_a_gauge_whose_source_knows_nothing_shows_nothing() -> None:
+    metrics = Metrics()
+    metrics.inside.endpoint_kv_usage.labels("a").follow(lambda: None)
+    metrics.inside.endpoint_kv_usage.labels("b").follow(lambda: 0.25)
+    found = [value for (name, _), value in samples(metrics.render()).items() if name.endswith("kv_usage_ratio")]
+    assert found == [0.25]
+
+
+def test_a_bucket_remembers_its_newest_request_and_openmetrics_alone_shows_it() -> None:
+    metrics = Metrics()
+    ttft = metrics.ttft_seconds.labels("m", "a")
+    ttft.mark((0.2, 10.0, "req_old", ""))
+    ttft.mark((0.21, 11.0, "req_new", "4bf92f3577b34da6a3ce929d0e0e4736"))
+    ttft.mark((9000.0, 12.0, "req_slow", ""))
+    text = b"".join(metrics.slices(exemplars=True)).decode()
+    families = {family.name: family for family in openmetrics(text)}
+    shown = {each.labels["le"]: each.exemplar for each in families["penstock_ttft_seconds"].samples if each.exemplar}
+    assert {bound: mark.labels["request_id"] for bound, mark in shown.items()} == {
+        "0.25": "req_new",
+        "+Inf": "req_slow",
+    }
+    assert shown["0.25"].labels["trace_id"] == "4bf92f3577b34da6a3ce929d0e0e4736"
+    assert shown["0.25"].value == 0.21
+    assert float(shown["+Inf"].timestamp) - float(shown["0.25"].timestamp) == pytest.approx(1.0, abs=0.01)
+    assert b"req_" not in metrics.render()
+    assert families.keys() >= {spec.name.removesuffix("_total") for spec in metrics.catalogue()}
+
+
+@given(st.lists(st.floats(0, 1e5), max_size=500))
+def test_remembering_costs_one_request_a_bucket_and_counts_like_observing(values: list[float]) -> None:
+    marked, observed = Histogram(TTFT_BUCKETS_S), Histogram(TTFT_BUCKETS_S)
+    for value in values:
+        marked.mark((value, 0.0, "req", ""))
+        observed.observe(value)
+    assert (marked.counts, marked.sum) == (observed.counts, observed.sum)
+    assert len(marked.marks) == (len(TTFT_BUCKETS_S) + 1 if values else 0)

@@ -1,0 +1,41 @@
+"""What the gateway writes about itself, as sections of the configuration: access log, explanations, traces."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, StringConstraints, field_validator
+
+from gateway.config.source import number_if_substituted
+from gateway.config.values import CollectorUrl, Duration, Secret, Section, sendable, setting
+
+
+class Traces(Section):
+    """Traces of requests for an OpenTelemetry collector. Never a prompt, a header or a key in them."""
+
+    endpoint: CollectorUrl = Field(description="Where to, OTLP over HTTP: http://127.0.0.1:4318/v1/traces or so.")
+    ratio: Annotated[float, Field(ge=0, le=1), BeforeValidator(number_if_substituted)] = setting(
+        0.01, "Share of requests that are traced. One that comes with a traceparent is if that says so, and only then."
+    )
+    key: Secret | None = setting(None, "What the collector wants as a bearer token, by reference.")
+
+    _sendable_key = field_validator("key")(sendable)
+
+
+class Observability(Section):
+    """What the gateway writes about itself."""
+
+    access_log: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = setting(
+        "stdout", "One JSON line per request to stdout, off, or the path of a file."
+    )
+    access_flush: Duration = setting("200ms", "Longest time a line waits to be written with others.")
+    access_blocks: Annotated[bool, Field(strict=True)] = setting(
+        False, "Whether lines tell the keys of prompts' blocks, so that a replay knows what prompts had in common."
+    )
+    tenants: Annotated[bool, Field(strict=True)] = setting(
+        False, "Whether penstock_goodput_total tells tenants apart, up to 64 of them."
+    )
+    explained: Annotated[int, Field(strict=True, ge=0, le=65536), BeforeValidator(number_if_substituted)] = setting(
+        512, "Newest requests whose routing /explain/{id} of the admin server can tell."
+    )
+    traces: Traces | None = setting(None, "Where traces go; nobody is traced unless given.")

@@ -1,0 +1,27 @@
+"""Labels that several parts of the catalogue use, and the rows of the boards that families stand in."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from gateway.meters import Label
+
+ENDPOINT = Label("endpoint", 1024)
+POOL = Label("pool", 128)
+KIND = Label("kind", 32)
+RESULT = Label("result", 8)
+
+
+class Row(StrEnum):
+    """A row of a board; boards.py says of which."""
+
+    REQUESTS = "Requests"
+    LATENCY = "Latency"
+    PROMISES = "Promises"
+    ADMISSION = "Admission"
+    ENDPOINTS = "Endpoints"
+    CACHE = "Prefix cache"
+    SPLIT = "Split and KV transfer"
+    SHARED = "Several gateways"
+    CONFIGURATION = "Configuration"
+    PROCESS = "Process"
