@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from gateway.answer import Failure, GatewayError
 from gateway.client import Client
 from gateway.exchange import Exchange
 from gateway.relay import UpstreamBroke
 from gateway.snapshot import Route
+from policies import run
+from policies.contract import Policy
+from policies.filters import below_cap, fits_context
+from policies.model import Ask, Candidate, Pick
 
 if TYPE_CHECKING:
     from gateway.serve import Gateway
@@ -36,6 +43,26 @@ def retry_now(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> bool:
             gateway.accounts.retried(broke.kind)
             return True
     return False
+
+
+def crowded(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Pick | None:
+    """Those with room take no prompt so long: one that does gets it beyond its cap, and its engine has it wait.
+
+    Permits are counted by pool, so who has one may find every endpoint taken that its prompt fits. None when it is
+    something else that left nobody. Raises GatewayError when no endpoint takes so long a prompt at all.
+    """
+    if run.refusal(policy, ask, candidates) != fits_context.__name__:
+        return None
+    filters = tuple(keep for keep in policy.filters if keep is not below_cap)
+    pick = run.pick(replace(policy, filters=filters), ask, candidates)
+    if pick is None:
+        request = ask.request
+        raise GatewayError(
+            Failure.CONTEXT_TOO_LONG,
+            f"No endpoint takes a context of about {request.prompt_tokens + request.output_tokens} tokens "
+            f"({request.prompt_tokens} in the prompt, {request.output_tokens} to be generated).",
+        )
+    return pick
 
 
 def nobody(x: Exchange, route: Route) -> GatewayError:

@@ -19,7 +19,7 @@ from time import monotonic
 from gateway import legs, overflow
 from gateway.account import Accounts
 from gateway.answer import Failure, GatewayError
-from gateway.attempts import break_off, nobody, retry
+from gateway.attempts import break_off, crowded, nobody, retry
 from gateway.client import Client
 from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
@@ -122,7 +122,7 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
     try:
         while True:
             ask = endpoints.ask(request, fingerprint, x.retries)
-            pick = x.pick = run.pick(policy, ask, route.candidates)
+            pick = x.pick = run.pick(policy, ask, route.candidates) or crowded(policy, ask, route.candidates)
             if pick is None:
                 raise nobody(x, route)
             x.picked_at = monotonic()

@@ -207,3 +207,22 @@ async def test_prompts_go_only_where_their_context_fits() -> None:
             assert {each.headers["x-penstock-endpoint"] for each in seen} == {"long"}
             both = [await create(model="demo-8b", max_completion_tokens=4, **ASK) for _ in range(4)]
             assert {each.headers["x-penstock-endpoint"] for each in both} == {"short", "long"}
+
+
+async def test_a_long_prompt_goes_beyond_a_cap_when_those_with_room_are_too_short_for_it() -> None:
+    spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"))
+    long: Any = [{"role": "user", "content": "water " * 1500}]
+    async with running_fleet([spec] * 2) as members:
+        endpoints = [
+            {"url": members[0].url, "name": "short", "context_tokens": 1000},
+            {"url": members[1].url, "name": "long", "max_concurrency": 1, "context_tokens": 9000},
+        ]
+        async with place({"endpoints": endpoints}) as home, home.sdk() as sdk:
+            create = sdk.chat.completions.with_raw_response.create
+            held = await create(model="demo-8b", stream=True, max_completion_tokens=400, messages=long)
+            second = await create(model="demo-8b", max_completion_tokens=4, messages=long)
+            assert second.headers["x-penstock-endpoint"] == "long"
+            with pytest.raises(openai.BadRequestError) as refused:
+                await create(model="demo-8b", max_completion_tokens=4, messages=long * 6)
+            assert refused.value.code == "context_length_exceeded"
+            await held.parse().close()
