@@ -1,6 +1,6 @@
 """The admin listener: health, readiness, metrics, endpoints and the configuration. Never on the API port.
 
-Not here: who may ask (trust.py), and the pages of the configuration (reload/pages.py).
+Not here: who may ask (trust.py), the pages of the configuration (reload/pages.py) and the live view (live/pages.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
 
 from gateway.config.source import FILE_CAP_BYTES
+from gateway.live import pages as live_pages
+from gateway.live.view import state_of
 from gateway.reload import pages
 from gateway.trust import guard
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def application(app: App) -> web.Application:
-    """Everything it answers. Only the configuration's pages change anything."""
+    """Everything it answers. The configuration's pages change something, and draining an endpoint."""
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -61,6 +63,7 @@ def application(app: App) -> web.Application:
     server.router.add_get("/endpoints", endpoints)
     server.router.add_get("/explain/{id}", explain)
     pages.add(app, server.router)
+    live_pages.add(app, server)
     return server
 
 
@@ -89,7 +92,7 @@ def _shown(live: LiveEndpoint, now: float) -> dict[str, object]:
         "labels": dict(endpoint.labels),
         "max_concurrency": endpoint.max_concurrency,
         "available": load.available,
-        "state": "leaving" if live.leaving else health.state,
+        "state": state_of(live),
         "cause": health.cause,
         "back_in_s": max(0.0, round(health.until - now, 3)) if not load.available else None,
         "in_flight": load.in_flight,

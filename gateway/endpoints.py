@@ -209,12 +209,14 @@ class EndpointTable:
 
     def book(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Booking:
         """Take the picked place. Our own picks teach the index: the endpoint will hold this prompt soon."""
-        slot = pick.candidate.load.slot
+        live = self._by_slot[pick.candidate.load.slot]
         if fingerprint is not None:
             self._looked_up.value += request.prompt_tokens
             self._hits.value += pick.cached_tokens
+            live.sent_tokens += request.prompt_tokens
+            live.hit_tokens += pick.cached_tokens
             self._learn(fingerprint, pick, request)
-        return Booking(self, self._by_slot[slot], pick, request, fingerprint)
+        return Booking(self, live, pick, request, fingerprint)
 
     def reserve(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Reservation:
         """Take a place for decoding what another endpoint prefills; it will hold the prompt as well."""
@@ -298,7 +300,14 @@ class EndpointTable:
         members = [self._by_slot[candidate.load.slot] for candidate in self._pools[pool]]
         verdicts = health.available([member.health for member in members], self._limits)
         for member, available in zip(members, verdicts, strict=True):
-            member.load.available = available
+            member.load.available = available and not member.drained
+
+    def drain(self, live: LiveEndpoint, wanted: bool) -> int:
+        """An operator wants it to get nothing new, or to be asked again; how many requests it still has."""
+        live.drained = wanted
+        self._judge(live.endpoint.pool)
+        self.on_change()
+        return live.load.in_flight
 
     def sweep(self, now: float) -> None:
         for live in self.all():

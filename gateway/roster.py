@@ -29,11 +29,13 @@ class LiveEndpoint:
     produced        tokens the engine says it has ever generated, at its last scrape
     stalled         it was found wedged: its /health is not believed until it generates again
     leaving         no configuration in force has it; requests of an older one may still be there
+    drained         an operator wants it to get nothing new
+    sent_tokens, hit_tokens   prompt tokens ever sent there, and those of them believed to be cached there
     """
 
     __slots__ = (
-        *("backlog_tokens", "endpoint", "health", "key_header", "leaving", "load", "models", "models_at"),
-        *("produced", "spec", "stalled", "upstream"),
+        *("backlog_tokens", "drained", "endpoint", "health", "hit_tokens", "key_header", "leaving", "load", "models"),
+        *("models_at", "produced", "sent_tokens", "spec", "stalled", "upstream"),
     )
 
     def __init__(
@@ -45,9 +47,9 @@ class LiveEndpoint:
         self.health = HEALTHY
         self.models: tuple[str, ...] = ()
         self.models_at: float | None = None
-        self.backlog_tokens = 0
+        self.backlog_tokens = self.sent_tokens = self.hit_tokens = 0
         self.produced: int | None = None
-        self.stalled = self.leaving = False
+        self.stalled = self.leaving = self.drained = False
 
     def become(self, endpoint: Endpoint, spec: EndpointSpec, patience: Patience) -> None:
         """What the configuration now says of it."""

@@ -65,7 +65,7 @@ class Health(msgspec.Struct, frozen=True):
     since      when the state began; until: when an ejection ends (both seconds on the caller's clock)
     failures   in a row while UP; successes: since the probe while RETURNING
     ejections  not yet forgiven: the exponent of the next length
-    cause      the event that ejected it last
+    cause      the event that ejected it, before it was seen well again
     """
 
     state: State = State.UP
@@ -138,8 +138,14 @@ def _leave(health: Health, what: _Happening, state: State) -> Health:
 
 
 def _stay_out(health: Health, what: _Happening) -> Health:
-    """A probe failed: out again for longer, in the same state; before `until` it tells nothing new."""
-    return _leave(health, what, health.state) if what.now >= health.until else health
+    """A probe failed: out again for longer, in the same state; before `until` it tells nothing new.
+
+    It is out since it left, and for what it left: that nobody answers its probes either is no other cause.
+    """
+    if what.now < health.until:
+        return health
+    again = _leave(health, what, health.state)
+    return msgspec.structs.replace(again, since=health.since, cause=health.cause or again.cause)
 
 
 def _return(health: Health, what: _Happening) -> Health:

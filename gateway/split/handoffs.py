@@ -5,6 +5,7 @@ A reload forgets nothing of it. One owner, the event loop; pair.py is its only w
 
 from __future__ import annotations
 
+from collections import deque
 from random import Random
 
 import msgspec
@@ -28,6 +29,7 @@ STEP_S = 0.1  # how long a prefill answer is waited for, at least, that nobody n
 MOST_WAIT_S = 2.0  # either, at most
 TAKEN_S = 5.0  # how long a decoder may take to fetch KV that is only to be freed
 WEIGHT = 0.2  # of the newest handoff in a pair's mean
+NEWEST = 64  # handoffs of a pair that its percentile is of
 
 
 class PairFigures(msgspec.Struct):
@@ -41,10 +43,18 @@ class PairFigures(msgspec.Struct):
     prefill_s: float | None = None
     handoff_s: float | None = None
     transport: str | None = None
+    newest_s: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=NEWEST))
 
     def took(self, prefill_s: float, handoff_s: float) -> None:
         self.prefill_s = _nearer(self.prefill_s, prefill_s)
         self.handoff_s = _nearer(self.handoff_s, handoff_s)
+        self.newest_s.append(handoff_s)
+
+    @property
+    def p95_s(self) -> float | None:
+        """Of its newest handoffs, NEWEST of them; None before the first."""
+        ordered = sorted(self.newest_s)
+        return ordered[(len(ordered) * 19 - 1) // 20] if ordered else None
 
     @property
     def step_s(self) -> float:
@@ -103,6 +113,11 @@ class Handoffs:
 
     def give_back(self, number: int) -> None:
         self._numbers.discard(number)
+
+    @property
+    def under_way(self) -> int:
+        """Split requests that are not over: each may hold a lease."""
+        return len(self._numbers)
 
     # Who prefill engines are
 

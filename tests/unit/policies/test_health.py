@@ -68,11 +68,22 @@ def test_one_failure_while_returning_doubles_the_backoff() -> None:
 def test_the_backoff_doubles_up_to_five_minutes() -> None:
     health, lengths = UP, []
     for _ in range(12):
-        health = after(
-            health, Event.CONNECT_FAILED if health.state is State.UP else Event.PROBE_FAILED, now=health.until
-        )
-        lengths.append(health.until - health.since)
+        now = health.until
+        health = after(health, Event.CONNECT_FAILED if health.state is State.UP else Event.PROBE_FAILED, now=now)
+        lengths.append(health.until - now)
     assert lengths == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
+
+
+def test_an_endpoint_is_out_since_it_left_and_for_what_it_left_however_often_it_is_probed() -> None:
+    health = after(UP, Event.CONNECT_FAILED, now=7.0)
+    for _ in range(4):
+        health = after(health, Event.PROBE_FAILED, now=health.until)
+    assert (health.since, health.cause, health.ejections) == (7.0, Event.CONNECT_FAILED, 5)
+
+
+def test_a_newcomer_that_never_answered_a_probe_says_so() -> None:
+    newcomer = Health(State.EJECTED, 3.0, until=3.0)
+    assert after(newcomer, Event.PROBE_FAILED, now=3.0).cause is Event.PROBE_FAILED
 
 
 def test_a_flapping_endpoint_is_ejected_less_than_once_a_minute_in_the_long_run() -> None:

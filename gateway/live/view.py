@@ -1,0 +1,334 @@
+"""The live view as one plain value: what the page, `penstock top` and a script see. docs/live-page.md names its parts.
+
+Lives here: which numbers, over which span. Not here: notes and arithmetic (marks.py), words (why.py), HTTP (pages.py).
+Rates are of the last ten seconds, percentiles and shares of the last minute. What nobody knows is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from time import time
+from typing import TYPE_CHECKING, Any
+
+from gateway.live import why
+from gateway.live.marks import (
+    FAILED,
+    Counts,
+    Mark,
+    Marks,
+    grown,
+    merged,
+    quantile,
+    rise,
+    rise2,
+)
+from gateway.metrics import TPOT_BUCKETS_S, TTFT_BUCKETS_S
+
+if TYPE_CHECKING:
+    from gateway.app import App
+    from gateway.roster import LiveEndpoint
+
+RATES_S, SHARES_S, SPARK_S = 10.0, 60.0, 60
+VERSIONS_SHOWN = 6
+HIDDEN_LABELS = frozenset({"chaos"})
+
+
+def view(app: App, marks: Marks, now: Mark) -> dict[str, Any]:
+    """Everything, as of `now`."""
+    soon, minute = marks.before(now.at, RATES_S) or now, marks.before(now.at, SHARES_S) or now
+    endpoints = _endpoints(app, marks, now, minute)
+    return {
+        "at": round(time(), 3),
+        "span_s": {"rates": round(now.at - soon.at, 3), "shares": round(now.at - minute.at, 3)},
+        "config": _config(app),
+        "totals": _totals(app, now, soon, minute),
+        "pools": _pools(app),
+        "endpoints": endpoints,
+        "flow": _flow(app, now, soon),
+        "why": [_reason(each) for each in why.reasons(_minute(app, now, minute, endpoints))],
+        "history": _history([*marks, now]),
+    }
+
+
+def _reason(reason: why.Reason) -> dict[str, Any]:
+    return {"grade": reason.grade, "text": reason.text, "endpoint": reason.endpoint}
+
+
+def _config(app: App) -> dict[str, Any]:
+    reloader = app.reloader
+    error = reloader.last_error
+    newest_first = list(reversed(reloader.versions.all()))[:VERSIONS_SHOWN]
+    return {
+        "version": reloader.version.number,
+        "hash": reloader.version.hash,
+        "needs_restart": list(reloader.needs_restart),
+        "rejected": None if error is None else [str(problem) for problem in error.problems][:3],
+        "draining": app.draining,
+        "versions": [
+            {
+                "version": each.number,
+                "at": datetime.fromtimestamp(each.at, UTC).isoformat(timespec="seconds"),
+                "source": each.trigger,
+                "hash": each.hash,
+                "changes": [str(change) for change in each.changes][:4],
+            }
+            for each in newest_first
+        ],
+    }
+
+
+def _totals(app: App, now: Mark, soon: Mark, minute: Mark) -> dict[str, Any]:
+    slos = app.gateway.snapshot.config.slo
+    promise = slos.classes[slos.default]
+    answers, per_s = rise2(now.answers, soon.answers), _per_s(now, soon)
+    sent, hit = _believed(now, minute, now.believed)
+    prompt, cached = (new - old for new, old in zip(now.engine, minute.engine, strict=True))
+    return {
+        "requests_per_s": per_s(sum(answers.values())),
+        "errors_per_s": per_s(_failed(answers)),
+        "tokens_per_s": per_s(now.tokens - soon.tokens),
+        "shed_per_s": {reason: per_s(count) for reason, count in rise(now.shed, soon.shed).most_common()},
+        "streams": app.gateway.gate.active,
+        "waiting": sum(room.waiting for room in app.gateway.gate.rooms()),
+        "goodput": _goodput(app, now, minute),
+        "ttft": _percentiles(TTFT_BUCKETS_S, now.ttft, minute.ttft, promise.ttft),
+        "tpot": _percentiles(TPOT_BUCKETS_S, now.tpot, minute.tpot, promise.tpot),
+        "slo": slos.default,
+        "prefix_hit": _ratio(hit, sent),
+        "engine_hit": _ratio(cached, prompt),
+    }
+
+
+def _goodput(app: App, now: Mark, minute: Mark) -> list[dict[str, Any]]:
+    """By service class; a class that had no request is left out."""
+    ended, classes = rise2(now.kept, minute.kept), app.gateway.snapshot.config.slo.classes
+    shown = []
+    for name in sorted({key[0] for key in ended}):
+        outcomes = {kept: count for (each, kept), count in ended.items() if each == name}
+        promise = classes.get(name)
+        shown.append(
+            {
+                "class": name,
+                "ratio": _ratio(outcomes.get("met", 0.0), sum(outcomes.values())),
+                "outcomes": outcomes,
+                "ttft_s": None if promise is None else promise.ttft,
+                "tpot_s": None if promise is None else promise.tpot,
+            }
+        )
+    return shown
+
+
+def _pools(app: App) -> list[dict[str, Any]]:
+    snapshot = app.gateway.snapshot
+    rooms = {room.name: room for room in app.gateway.gate.rooms()}
+    shown = []
+    for name, pool in snapshot.config.pools.items():
+        room = rooms.get(name)
+        shown.append(
+            {
+                "name": name,
+                "policy": pool.policy.name,
+                "admission": pool.admission.name,
+                "models": sorted({route.name for route in snapshot.routes.values() if route.pool == name}),
+                "in_flight": room.in_flight if room is not None else 0,
+                "waiting": room.waiting if room is not None else 0,
+                "price": round(room.price, 4) if room is not None else 0.0,
+            }
+        )
+    return shown
+
+
+def _endpoints(app: App, marks: Marks, now: Mark, minute: Mark) -> list[dict[str, Any]]:
+    sparks = _sparks([*marks, now], now.at)
+    return [
+        _facts(live) | _numbers(live, now.at) | _minute_of(live.endpoint.name, now, minute)
+        | {"spark": sparks.get(live.endpoint.name, [])}
+        for live in app.gateway.endpoints.all()
+    ]  # fmt: skip
+
+
+def _facts(live: LiveEndpoint) -> dict[str, Any]:
+    endpoint, layout = live.endpoint, live.endpoint.layout
+    sizes = [f"{name}{size}" for name in ("tp", "pp", "ep", "dp") if (size := getattr(layout, name)) > 1]
+    return {
+        "name": endpoint.name,
+        "url": endpoint.url,
+        "pool": endpoint.pool,
+        "role": str(endpoint.role),
+        "engine": str(endpoint.engine),
+        "layout": " ".join(sizes) or "tp1",
+        "labels": {name: value for name, value in endpoint.labels.items() if name not in HIDDEN_LABELS},
+        "max_concurrency": endpoint.max_concurrency,
+    }
+
+
+def _numbers(live: LiveEndpoint, now: float) -> dict[str, Any]:
+    load, health = live.load, live.health
+    return {
+        "state": state_of(live),
+        "cause": None if health.cause is None else str(health.cause),
+        "since_s": round(now - health.since, 1) if health.since else None,
+        "available": load.available,
+        "silence_s": round(live.upstream.silence_s(now), 2),
+        "scrape_age_s": None if load.scraped_at is None else round(now - load.scraped_at, 1),
+        "in_flight": load.in_flight,
+        "waiting": load.waiting,
+        "kv": None if load.kv_usage is None else round(load.kv_usage, 4),
+        "backlog_tokens": load.prefill_tokens,
+        "backlog_s": round(max(0.0, load.ready_at - now), 3),
+    }
+
+
+def state_of(live: LiveEndpoint) -> str:
+    """leaving, draining, drained, or health's word: up, returning, ejected, dead."""
+    if live.leaving:
+        return "leaving"
+    if live.drained and live.load.in_flight:
+        return "draining"
+    return "drained" if live.drained else str(live.health.state)
+
+
+def _minute_of(name: str, now: Mark, minute: Mark) -> dict[str, Any]:
+    ttft = grown(now.ttft.get(name, ()), minute.ttft.get(name, ()))
+    tpot = grown(now.tpot.get(name, ()), minute.tpot.get(name, ()))
+    sent, hit = _believed(now, minute, (name,))
+    return {
+        "hit": _ratio(hit, sent),
+        "served": sum(ttft),
+        "ttft_p50_s": _rounded(quantile(TTFT_BUCKETS_S, ttft, 0.5)),
+        "ttft_p95_s": _rounded(quantile(TTFT_BUCKETS_S, ttft, 0.95)),
+        "tpot_p50_s": _rounded(quantile(TPOT_BUCKETS_S, tpot, 0.5)),
+        "tpot_p95_s": _rounded(quantile(TPOT_BUCKETS_S, tpot, 0.95)),
+    }
+
+
+def _sparks(marks: Sequence[Mark], now: float) -> dict[str, list[int]]:
+    """Requests in flight, a number for each second of the last minute; what was not noted repeats what was."""
+    moments: list[Mark | None] = [None] * SPARK_S
+    for mark in marks:
+        at = SPARK_S - 1 - int(now - mark.at)
+        if 0 <= at < SPARK_S:
+            moments[at] = mark
+    found: dict[str, list[int]] = {name: [] for name in marks[-1].in_flight}
+    last: Mark | None = None
+    for moment in moments:
+        last = moment or last
+        for name, line in found.items():
+            line.append(0 if last is None else last.in_flight.get(name, 0))
+    return found
+
+
+def _flow(app: App, now: Mark, soon: Mark) -> dict[str, Any]:
+    handoffs, per_s = app.gateway.handoffs, _per_s(now, soon)
+    pairs = []
+    for names, figures in sorted(handoffs.pairs.items()):
+        served, failed = soon.pairs.get(names, (0, 0))
+        pairs.append(
+            {
+                "prefill": names[0],
+                "decode": names[1],
+                "per_s": per_s(figures.served - served),
+                "failed_per_s": per_s(figures.failed - failed),
+                "served": figures.served,
+                "failed": figures.failed,
+                "mean_s": _rounded(figures.handoff_s),
+                "p95_s": _rounded(figures.p95_s),
+                "transport": figures.transport,
+            }
+        )
+    return {"pairs": pairs, "under_way": handoffs.under_way}
+
+
+def _minute(app: App, now: Mark, minute: Mark, endpoints: Sequence[Mapping[str, Any]]) -> why.Minute:
+    ended, decisions = rise2(now.kept, minute.kept), rise2(now.decisions, minute.decisions)
+    missed: dict[str, float] = {}
+    for (_, kept), count in ended.items():
+        missed[kept] = missed.get(kept, 0.0) + count
+    error = app.reloader.last_error
+    return why.Minute(
+        endpoints=endpoints,
+        span_s=now.at - minute.at,
+        shed=rise(now.shed, minute.shed),
+        retries=rise(now.retries, minute.retries),
+        missed=missed,
+        promised=sum(missed.values()),
+        computed=rise(now.computed, minute.computed),
+        whole={reason: count for (kind, reason), count in decisions.items() if kind == "whole"},
+        split=sum(count for (kind, _), count in decisions.items() if kind == "split"),
+        prices={room.name: room.price for room in app.gateway.gate.rooms()},
+        waiting={room.name: room.waiting for room in app.gateway.gate.rooms()},
+        refused=None if error is None else str(error.problems[0]),
+    )
+
+
+def _history(marks: Sequence[Mark]) -> dict[str, list[float | None]]:
+    """Lines for charts: seconds before now, and the rate or percentile between neighbouring notes."""
+    lines: dict[str, list[float | None]] = {
+        name: [] for name in ("ago_s", "requests_per_s", "shed_per_s", "errors_per_s", "tokens_per_s", "ttft_p95_s")
+    }
+    newest = marks[-1].at
+    for before, after in _steps(marks):
+        per_s, answers = _per_s(after, before), rise2(after.answers, before.answers)
+        ttft = merged([grown(counts, before.ttft.get(name, ())) for name, counts in after.ttft.items()])
+        lines["ago_s"].append(round(after.at - newest, 2))
+        lines["requests_per_s"].append(per_s(sum(answers.values())))
+        lines["errors_per_s"].append(per_s(_failed(answers)))
+        lines["shed_per_s"].append(per_s(sum(rise(after.shed, before.shed).values())))
+        lines["tokens_per_s"].append(per_s(after.tokens - before.tokens))
+        lines["ttft_p95_s"].append(_rounded(quantile(TTFT_BUCKETS_S, ttft, 0.95)))
+    return lines
+
+
+def _steps(marks: Sequence[Mark]) -> Iterator[tuple[Mark, Mark]]:
+    """Neighbours at least half a second apart."""
+    before = marks[0]
+    for mark in marks[1:]:
+        if mark.at - before.at >= 0.5:
+            yield before, mark
+            before = mark
+
+
+def _percentiles(
+    bounds: Sequence[float], now: Mapping[str, Counts], before: Mapping[str, Counts], budget_s: float
+) -> dict[str, Any]:
+    counts = merged([grown(found, before.get(name, ())) for name, found in now.items()])
+    shown: dict[str, Any] = {f"p{share}_s": _rounded(quantile(bounds, counts, share / 100)) for share in (50, 95, 99)}
+    return shown | {"budget_s": budget_s, "count": sum(counts)}
+
+
+def _believed(now: Mark, minute: Mark, names: Iterator[str] | Sequence[str] | Mapping[str, Any]) -> tuple[int, int]:
+    """Prompt tokens sent to these endpoints since then, and those of them believed to be cached."""
+    sent = hit = 0
+    for name in names:
+        after, before = now.believed.get(name, (0, 0)), minute.believed.get(name, (0, 0))
+        sent += max(0, after[0] - before[0])
+        hit += max(0, after[1] - before[1])
+    return sent, hit
+
+
+class _per_s:  # noqa: N801  # reads as the unit it makes
+    """Makes rates of counts between two notes."""
+
+    __slots__ = ("_span_s",)
+
+    def __init__(self, after: Mark, before: Mark) -> None:
+        self._span_s = after.at - before.at
+
+    def __call__(self, count: float) -> float:
+        return round(count / self._span_s, 3) if self._span_s > 0 else 0.0
+
+
+def _failed(answers: Mapping[tuple[str, str], float]) -> float:
+    """Answers of 5xx, and those that broke off after their first byte went out as 200."""
+    return sum(
+        count for (code, reason), count in answers.items() if code in FAILED or (code == "200" and reason != "served")
+    )
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return round(part / whole, 4) if whole else None
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 5)

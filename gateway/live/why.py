@@ -1,0 +1,219 @@
+"""What an operator would ask about, answered in words: who is out, who is slow, why requests were refused or retried.
+
+Lives here: sentences from plain numbers, the gravest first. Not here: gathering the numbers (view.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from types import MappingProxyType
+from typing import Any, Literal
+
+import msgspec
+
+Grade = Literal["bad", "warn", "note"]
+
+MOST = 8
+SLOWER = 2.0
+LEAST_MISSED = 0.01
+GRADES: tuple[Grade, ...] = ("bad", "warn", "note")
+
+CAUSES: Mapping[str, str] = MappingProxyType(
+    {
+        "connect_failed": "nobody answers at its address",
+        "failed": "its answers failed or broke off",
+        "timed_out": "it did not answer in time",
+        "probe_failed": "its health check failed",
+        "engine_dead": "its engine is dead or wedged",
+    }
+)
+"""Why an endpoint is out, by policies.health's word for it."""
+
+SHEDS: Mapping[str, str] = MappingProxyType(
+    {
+        "waiting_room_full": "the waiting room was full",
+        "waited_too_long": "no place came free in time",
+        "too_slow": "their promise could not have been kept",
+        "deadline": "their client would have left before",
+        "body_budget": "request bodies took all their memory",
+    }
+)
+
+WHOLE: Mapping[str, str] = MappingProxyType(
+    {
+        "short": "their prompts are short",
+        "cached": "their prompts were cached where they were decoded",
+        "whole_cheaper": "it was cheaper",
+        "one_token": "they want one token",
+        "choices": "they want several answers",
+        "prompts": "they hold several prompts",
+        "prompt_scores": "they want scores of the prompt",
+        "no_pair": "no pair of endpoints was there",
+        "recompute": "a handoff had failed",
+    }
+)
+"""Why requests were not split, by policies.split's word for it."""
+
+RETRIES: Mapping[str, str] = MappingProxyType(
+    {
+        "connect_failed": "nobody took the connection",
+        "connect_timeout": "nobody took the connection in time",
+        "timeout": "the engine was silent for too long",
+        "truncated": "the connection was cut",
+        "reset": "the connection was cut",
+        "ejected": "the engine had died",
+        "status_503": "the engine was full",
+        "status_429": "the engine was full",
+    }
+)
+"""Why requests were tried again, by what broke the first attempt."""
+
+MISSES: Mapping[str, str] = MappingProxyType(
+    {
+        "ttft_missed": "the first token came late",
+        "tpot_missed": "tokens came too slowly",
+        "both_missed": "first token and pace were late",
+        "failed": "the answer failed",
+    }
+)
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """One sentence, how grave it is, and of which endpoint it speaks, if of one."""
+
+    grade: Grade
+    text: str
+    endpoint: str | None = None
+
+
+class Minute(msgspec.Struct, frozen=True):
+    """What happened in it, as counts. `endpoints` are rows of the live view; `refused` is the configuration's."""
+
+    endpoints: Sequence[Mapping[str, Any]]
+    span_s: float
+    shed: Mapping[str, float] = {}
+    retries: Mapping[str, float] = {}
+    missed: Mapping[str, float] = {}
+    promised: float = 0.0
+    computed: Mapping[str, float] = {}
+    whole: Mapping[str, float] = {}
+    split: float = 0.0
+    prices: Mapping[str, float] = {}
+    waiting: Mapping[str, int] = {}
+    refused: str | None = None
+
+
+def reasons(minute: Minute) -> list[Reason]:
+    """The gravest first, MOST at most."""
+    found = [
+        *_configuration(minute),
+        *_out(minute.endpoints),
+        *_shed(minute),
+        *_waiting(minute),
+        *_slow(minute.endpoints),
+        *_missed(minute),
+        *_retried(minute),
+        *_priced(minute),
+        *_recomputed(minute),
+        *_whole(minute),
+    ]
+    return sorted(found, key=lambda each: GRADES.index(each.grade))[:MOST]
+
+
+def _configuration(minute: Minute) -> Iterator[Reason]:
+    if minute.refused is not None:
+        yield Reason("warn", f"The last configuration was rejected: {minute.refused}")
+
+
+def _out(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[Reason]:
+    for each in endpoints:
+        name, state, since = each["name"], each["state"], each["since_s"]
+        ago = "" if since is None else f" for {span(since)}"
+        if state in ("ejected", "dead"):
+            cause = CAUSES.get(each["cause"] or "", "not probed yet")
+            asked = "; it is asked all the same, too many of its pool seem to fail" if each["available"] else ""
+            yield Reason("bad", f"{name} is out{ago}: {cause}{asked}.", name)
+        elif state == "returning":
+            yield Reason("note", f"{name} is back{ago} and on trial.", name)
+        elif state in ("draining", "drained"):
+            yield Reason("note", f"{name} gets nothing new: an operator drained it.", name)
+        elif each["silence_s"] > 2.0:
+            yield Reason("warn", f"{name} has owed every client a byte for {span(each['silence_s'])}.", name)
+
+
+def _shed(minute: Minute) -> Iterator[Reason]:
+    for reason, count in sorted(minute.shed.items(), key=lambda item: -item[1]):
+        yield Reason("bad", f"{_requests(count)} refused: {SHEDS.get(reason, reason.replace('_', ' '))}.")
+
+
+def _waiting(minute: Minute) -> Iterator[Reason]:
+    for pool, count in minute.waiting.items():
+        if count:
+            yield Reason("warn", f"{_requests(count)} waiting in pool {pool}: every place at its endpoints is taken.")
+
+
+def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[Reason]:
+    """Against the median of those who do the same work in the same pool, three or more of them."""
+    for each in endpoints:
+        for key, what in (("tpot_p50_s", "per token"), ("ttft_p50_s", "to the first token")):
+            peers = [
+                other[key]
+                for other in endpoints
+                if other is not each and other[key] and (other["pool"], other["role"]) == (each["pool"], each["role"])
+            ]
+            usual = median(peers) if len(peers) > 1 else None
+            if usual and each[key] and each[key] > SLOWER * usual:
+                times = f"{each[key] / usual:.1f} times as slow as its peers {what}"
+                yield Reason("warn", f"{each['name']} is {times}: {_ms(each[key])} to {_ms(usual)}.", each["name"])
+                break
+
+
+def _missed(minute: Minute) -> Iterator[Reason]:
+    for kept, count in sorted(minute.missed.items(), key=lambda item: -item[1]):
+        if kept in MISSES and count > LEAST_MISSED * minute.promised:
+            yield Reason("warn", f"{count:.0f} of {minute.promised:.0f} promises broken: {MISSES[kept]}.")
+
+
+def _retried(minute: Minute) -> Iterator[Reason]:
+    for kind, count in sorted(minute.retries.items(), key=lambda item: -item[1]):
+        why = RETRIES.get(kind, kind.replace("_", " "))
+        yield Reason("warn", f"{_requests(count)} tried again elsewhere: {why}.")
+
+
+def _priced(minute: Minute) -> Iterator[Reason]:
+    for pool, price in minute.prices.items():
+        if price > 0:
+            yield Reason("warn", f"Pool {pool} is short: a place costs {price:.2f} times a request's worth.")
+
+
+def _recomputed(minute: Minute) -> Iterator[Reason]:
+    total = sum(minute.computed.values())
+    for cause, why in (("spread", "another endpoint held them"), ("evicted", "their cache had lost them")):
+        share = minute.computed.get(cause, 0.0) / total if total else 0.0
+        if share >= 0.05:
+            yield Reason("note", f"{share:.0%} of the prompt tokens computed could have been saved: {why}.")
+
+
+def _whole(minute: Minute) -> Iterator[Reason]:
+    total = minute.split + sum(minute.whole.values())
+    for reason, count in sorted(minute.whole.items(), key=lambda item: -item[1])[:1]:
+        if count >= 0.1 * total:
+            yield Reason("note", f"{count / total:.0%} of the requests were not split: {WHOLE.get(reason, reason)}.")
+
+
+def span(seconds: float) -> str:
+    """A length of time as one says it: 0.4 s, 14 s, 3 min, 2 h."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def _requests(count: float) -> str:
+    return f"{count:.0f} request{'' if count == 1 else 's'}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
