@@ -6,6 +6,7 @@ one gives up its KV. A server of either kind answers 400 without a room: it serv
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvtransfer.dialects.contract import (
@@ -21,7 +22,7 @@ from kvtransfer.dialects.contract import (
 )
 
 # The servers' own probes (/health_generate) meet nobody so: no KV is sent or awaited for this host.
-NOBODY = MappingProxyType({"bootstrap_host": "2.2.2.2", "bootstrap_room": 0})
+NOBODY: Mapping[str, str | int] = MappingProxyType({"bootstrap_host": "2.2.2.2", "bootstrap_room": 0})
 
 
 def prefill(terms: Terms) -> Edits:
