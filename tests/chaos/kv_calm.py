@@ -1,0 +1,49 @@
+"""How long the first landing takes when nothing breaks: by this the fault trials are slowed on a slow machine.
+
+Not here: anything that breaks, or who asks.
+"""
+
+from __future__ import annotations
+
+import time
+
+from kvtransfer.clock import ThreadClock
+from kvtransfer.transports.inproc import Wire
+from tests.chaos.kv_trials import BASE, Engine
+from tests.contract.kvtransfer.links import make
+
+_PATIENCE = 100.0  # nothing here is to run out
+_TOKENS = 96
+
+
+def first_landing_s(transport: str) -> float:
+    """Seconds from a fetch to its end over a link that does not exist yet. AssertionError if nothing landed."""
+    clock = ThreadClock("calm")
+    wire = Wire(clock)
+    source, sink = (
+        Engine(name, BASE, [make(transport, wire, _PATIENCE)], clock, seed, _PATIENCE)
+        for seed, name in enumerate(("p", "d"))
+    )
+    sink.expected = lambda name: source.offers[name].content
+    for engine in (source, sink):
+        engine.agent.open(engine)
+    try:
+        offer = source.give("calm", _TOKENS, _PATIENCE, layered=False)
+        assert offer is not None
+        began = time.monotonic()
+        landing = sink.take(source.agent.address, "calm", _TOKENS, 0, offer.ticket, _PATIENCE)
+        assert landing is not None
+        while landing.end is None:
+            time.sleep(0.005)
+        seconds = time.monotonic() - began
+        assert landing.end.landed, landing.end
+        assert not sink.wrong
+        return seconds
+    finally:
+        for engine in (source, sink):
+            engine.agent.shut()
+        for engine in (source, sink):
+            engine.agent.leave()
+            for region in engine.regions:
+                region.close()
+        clock.close()
