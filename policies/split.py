@@ -59,18 +59,20 @@ class SplitRule(msgspec.Struct, frozen=True):
                 request outside of it went, so that two modes do not alternate over a hair
     handoff_s, kv_token_s  what bringing the KV over takes, once and per token: for policies that price a split, which
                 need no threshold (320 KiB per token at 50 GB/s)
+    pair_gain   share of the whole's price that a pair must save: it holds the prompt's KV twice for a while
     """
 
     threshold_tokens: int = 2048
     hysteresis: float = 0.25
     handoff_s: float = 0.01
     kv_token_s: float = 6.5e-6
+    pair_gain: float = 0.1
 
     def __post_init__(self) -> None:
         if self.threshold_tokens < 1 or not 0.0 <= self.hysteresis < 1.0:
             raise ValueError(f"a threshold of 1 or more and a hysteresis in [0, 1), not {self}")
-        if self.handoff_s < 0.0 or self.kv_token_s < 0.0:
-            raise ValueError(f"a handoff takes no negative time, not {self}")
+        if self.handoff_s < 0.0 or self.kv_token_s < 0.0 or not 0.0 <= self.pair_gain < 1.0:
+            raise ValueError(f"a handoff takes no negative time and a gain is in [0, 1), not {self}")
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -221,7 +223,7 @@ class PricedSplitter(Splitter, frozen=True):
             if _anybody(pools.alone, ask):
                 return Decision(None, Reason.WHOLE_CHEAPER, splitting)
             return Decision(pair, Reason.NOBODY_ALONE, splitting)
-        if pair.prefill.score + pair.decode.score > whole.score:
+        if pair.prefill.score + pair.decode.score > (1.0 - self.rule.pair_gain) * whole.score:
             return Decision(pair, Reason.PAIR_CHEAPER, splitting)
         return Decision(None, Reason.WHOLE_CHEAPER, splitting)
 
