@@ -37,6 +37,11 @@ from gateway.reload.reloader import Reloader, Say
 from gateway.reload.swap import Swap, discovered, furnish
 from gateway.reload.trial import Trial
 from gateway.serve import Gateway, serve
+from gateway.shared.bus import ID_BYTES, Bus
+from gateway.shared.local import LocalBus
+from gateway.shared.pump import Pump
+from gateway.shared.seal import Seal
+from gateway.shared.view import View
 from gateway.snapshot import build
 from gateway.split.handoffs import Handoffs
 from gateway.talk import Talk
@@ -48,20 +53,32 @@ SWEEP_S = 0.25
 PULSE_S = 0.1
 BACKLOG = 4096
 GAPS_EVERY = 32  # one request in so many has the times between its pieces looked at
+FLUSH_S, MEMORY_BYTES = 0.05, 16 << 20  # between gateways of one machine
 
 
 def _log_it(line: str, bad: bool) -> None:
     log.log(logging.ERROR if bad else logging.INFO, "%s", line)
 
 
+class Local(msgspec.Struct, frozen=True):
+    """Gateways of one machine: the socket at which they meet, and what they have in common."""
+
+    hub: Path
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"Local({self.hub})"
+
+
 class Origin(msgspec.Struct, frozen=True):
     """Where a configuration came from. `file` is what a reload reads, if there is one, references filled from `env`;
-    `say` tells the operator of a reload."""
+    `say` tells the operator of a reload. `local` is where it meets others of this machine, if it is one of several."""
 
     loaded: Loaded
     file: Path | None = None
     env: Mapping[str, str] = {}
     say: Say = _log_it
+    local: Local | None = None
 
 
 class App:
@@ -77,7 +94,9 @@ class App:
         self.fronts: set[Talk] = set()
         self._loop = asyncio.get_running_loop()
         self._ids = _Ids()
-        self._prefixes = Prefixes(secrets.token_bytes(32), config.prefix.index, config.prefix.block_bytes)
+        seal = _seal(config, origin.local)
+        secret = secrets.token_bytes(32) if seal is None else seal.fingerprint_secret
+        self._prefixes = Prefixes(secret, config.prefix.index, config.prefix.block_bytes)
         self._gate = Gate(config)
         self._outbox = Outbox(self._loop)
         rng = Random(secrets.randbits(64))
@@ -88,6 +107,7 @@ class App:
         self._log = AccessLog(seen.access_log, seen.access_flush, self._loop, seen.access_blocks, dropped)
         self._tracer = Tracer(self.metrics, Random(secrets.randbits(64)))
         self._watcher = Watcher(config, self._endpoints, self._learnt)
+        self._pump = None if seal is None else self._join(seal, origin.local, rng)
         plan = build(config, self._endpoints, self._gate, {})
         self._endpoints.adopt(plan.adoption)
         self.gateway = Gateway(
@@ -114,6 +134,8 @@ class App:
         await self._watcher.start()
         self._sweeping = asyncio.create_task(self._sweep(), name="sweep")
         self._pulse = self._loop.call_later(PULSE_S, self._beat)
+        if self._pump is not None:
+            await self._pump.start()
         await self._follow.start()
         self._trial.start()
         self.url = await self._listen_api(self.config.listeners.api)
@@ -140,6 +162,8 @@ class App:
             await asyncio.wait(leaving, timeout=max(0.0, ends - monotonic()))
         for front in self._in_front():
             front.cut()
+        if self._pump is not None:
+            await self._pump.stop()
         await self._watcher.stop()
         if self._sweeping is not None:
             self._sweeping.cancel()
@@ -149,6 +173,27 @@ class App:
         self._endpoints.close()
         await self._tracer.close()
         await self._log.close()
+
+    def _join(self, seal: Seal, local: Local | None, rng: Random) -> Pump:
+        """What tells other gateways, and hears of them."""
+        config, shared = self.config, self.config.shared
+        memory_bytes = MEMORY_BYTES if shared is None else shared.memory
+        view = View(seal, self._endpoints, self._gate, self.metrics, config.prefix.block_bytes, memory_bytes)
+        bus: Bus
+        if shared is not None:
+            from gateway.shared.redis import Place, RedisBus  # 60 ms that only those pay who want it
+
+            password = None if shared.redis.password is None else shared.redis.password.reveal()
+            place = Place(shared.redis.url, shared.fleet, shared.redis.username, password)
+            bus = RedisBus(place, rng, view.drop)
+        else:
+            assert local is not None
+            bus = LocalBus(local.hub, view.drop)
+        view.suspect = self._watcher.suspect
+        view.tenants = lambda: self.gateway.snapshot.config.tenants
+        self._endpoints.news = view.news
+        self._gate.tell(view.news)
+        return Pump(view, bus, FLUSH_S if shared is None else shared.flush, self.metrics, rng)
 
     def _in_front(self) -> list[Front]:
         """Client connections that aiohttp's server does not know of."""
@@ -229,6 +274,13 @@ class App:
         inside.connections.follow(lambda: float(len(self.fronts)))
         inside.body_bytes.follow(lambda: float(self._gate.body_bytes))
         inside.split_live.follow(lambda: float(handoffs.live))
+
+
+def _seal(config: Config, local: Local | None) -> Seal | None:
+    """What makes this gateway one of several; None: it is alone."""
+    if config.shared is not None:
+        return Seal(config.shared.key.reveal().encode(), secrets.token_bytes(ID_BYTES))
+    return None if local is None else Seal(local.secret, secrets.token_bytes(ID_BYTES))
 
 
 class _Ids:

@@ -15,10 +15,11 @@ from types import MappingProxyType
 from gateway.answer import Failure, GatewayError
 from gateway.config import Config, WaitingRoom
 from gateway.errand import within
+from gateway.shared.news import News
 from policies import admission, waiting
 from policies.admission import Admission, Admit, Cap, Outcome, Shed, Verdict, Wait
 from policies.dual import PricedAdmission
-from policies.fairness import FairShares
+from policies.fairness import FairShares, charged_tokens
 from policies.model import Ask, Candidate, EndpointLoad, Pick, Request
 from policies.retry import RetryBudget, RetryLimits
 
@@ -46,12 +47,13 @@ class Room:
     `with` it to give a permit back.
     """
 
-    __slots__ = ("_candidates", "_leaving", "_room", "_tells", "name", "take")
+    __slots__ = ("_candidates", "_leaving", "_room", "_tells", "name", "news", "take")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._room: waiting.Room[Turn] = waiting.Room(Cap())
         self._tells = False
+        self.news: News | None = None
         self._candidates: tuple[Candidate, ...] = ()
         self._leaving: tuple[EndpointLoad, ...] = ()
         self.take = self._room.take
@@ -93,11 +95,20 @@ class Room:
         """One with a permit was picked its first endpoint."""
         if self._tells:
             self._room.booked(ask, pick)
+            if self.news is not None:
+                self.news.charge(self.name, ask.request.tenant, charged_tokens(ask.request, pick.cached_tokens))
 
     def ended(self, request: Request, outcome: Callable[[], Outcome]) -> None:
         """One that was booked is over, and how."""
         if self._tells:
-            self._room.ended(request, outcome())
+            told = outcome()
+            self._room.ended(request, told)
+            if self.news is not None:
+                self.news.charge(self.name, request.tenant, told.output_tokens - request.output_tokens)
+
+    def charged_elsewhere(self, tenant: str, tokens: float) -> None:
+        """Another gateway of the fleet did so much work for the tenant."""
+        self._room.charged_elsewhere(tenant, tokens)
 
     def tick(self, now: float) -> None:
         """The admission's clockwork, due about every 100 ms."""
@@ -192,6 +203,7 @@ class Gate:
         self._rooms: dict[str, Room] = {}
         self._retries = RetryBudget(RetryLimits())
         self._retrying: deque[asyncio.Future[None]] = deque()
+        self._news: News | None = None
         self.body_bytes = 0
         self.configure(config)
 
@@ -206,7 +218,14 @@ class Gate:
 
     def open(self, room: Room) -> None:
         """Its pool is in force."""
+        room.news = self._news
         self._rooms[room.name] = room
+
+    def tell(self, news: News) -> None:
+        """From now on other gateways hear of what tenants are charged."""
+        self._news = news
+        for room in self._rooms.values():
+            room.news = news
 
     def close(self, room: Room) -> None:
         """Its pool is gone, and so is everybody who was in it."""

@@ -22,6 +22,7 @@ HASH = Label("hash", 2)
 ROLE = Label("role", 4)
 OUTCOME = Label("outcome", 16)
 DECISION = Label("decision", 4)
+DIRECTION = Label("direction", 2)
 CLASS = Label("class", 33)
 KEPT = Label("kept", 8)
 TENANT = Label("tenant", 64)
@@ -71,6 +72,7 @@ class Metrics:
         self._endpoints(meters.section(Row.ENDPOINTS, "endpoints.py"))
         self._tokens(meters.section(Row.CACHE, "account.py"))
         self._split(meters.section(Row.SPLIT, "split/handoffs.py"))
+        self._shared(meters.section(Row.SHARED, "shared/pump.py"))
         self._process(meters.section(Row.CONFIGURATION, "reload/reloader.py"), meters.section(Row.PROCESS, "app.py"))
         self.inside = Inside(meters)
 
@@ -276,6 +278,32 @@ class Metrics:
             "Attempts of a prefill and a decode endpoint at a request, by how they ended: served, failed.",
             *(PREFILL, DECODE, RESULT),
         )
+
+    def _shared(self, meters: Section) -> None:
+        self.shared_up: Gauge = meters.gauge(
+            "penstock_shared_up", "1 while other gateways can be heard and told; 0 also without a shared view."
+        ).labels()
+        self.shared_staleness_seconds: Gauge = meters.gauge(
+            "penstock_shared_staleness_seconds", "For how long nothing could be heard of other gateways."
+        ).labels()
+        self.shared_peers: Gauge = meters.gauge(
+            "penstock_shared_peers", "Other gateways heard within the last two seconds."
+        ).labels()
+        self.shared_messages_total: Family[Counter] = meters.counter(
+            "penstock_shared_messages_total",
+            "Messages between gateways, by kind and direction (in, out).",
+            *(KIND, DIRECTION),
+        )
+        self.shared_dropped_total: Family[Counter] = meters.counter(
+            "penstock_shared_dropped_total",
+            "Messages between gateways that nothing came of, by reason: forged, replayed, foreign, malformed, "
+            "too_long, late, backlog, inbox, block_bytes, unknown_endpoint.",
+            REASON,
+        )
+        self.blind_picks_total: Counter = meters.counter(
+            "penstock_blind_picks_total",
+            "Picks by prefix that a gateway made before it knew what others know, after its start.",
+        ).labels()
 
     def _process(self, meters: Section, process: Section) -> None:
         self.config_version_info: Family[Gauge] = meters.gauge(

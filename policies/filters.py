@@ -26,7 +26,9 @@ def untried(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
 def below_cap(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Has room under its own concurrency cap. A retry was admitted already: it goes over a cap rather than nowhere."""
     below = [candidate for candidate in candidates if candidate.load.in_flight < candidate.endpoint.max_concurrency]
-    return below or candidates if ask.tried else below
+    if below or not (ask.tried or any(candidate.load.others.shares for candidate in candidates)):
+        return below
+    return candidates
 
 
 def fits_context(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -31,7 +31,7 @@ _LEAST_TRUST, _DISTRUST, _TRUST = 1 / 8, 0.95, 1.02
 _TOLERANCE = 0.1
 
 
-def _ladder() -> list[int]:
+def ladder() -> list[int]:
     """The chain lengths worth an entry: every one up to 64 blocks, every second up to 128, every fourth up to 256, ...
 
     Keys are cumulative, so any subset of a chain is a chain. A believed length falls short by less than 1/32, and a
@@ -142,7 +142,7 @@ class PrefixIndex:
         self._shards: list[dict[int, int]] = [{} for _ in range(shards)]
         self._shard_mask = shards - 1
         self._next_to_trim = 0
-        self._lengths = _ladder()
+        self._lengths = ladder()
         self._places = np.array(self._lengths) - 1
         self._holders: list[_Holder] = []
         self._oldest_alive: list[int] = []

@@ -128,8 +128,8 @@ class Room(Generic[T]):
         nobody's place."""
         if not self._degraded:
             return self.in_flight
-        elsewhere = sum(each.load.in_flight for each in self._candidates if not each.load.available)
-        return max(0, self.in_flight - elsewhere - sum(load.in_flight for load in self._leaving))
+        loads = [each.load for each in self._candidates if not each.load.available]
+        return max(0, self.in_flight - sum(load.in_flight - load.others.in_flight for load in (*loads, *self._leaving)))
 
     def ahead(self, tenant: str) -> float:
         """How many would go in before a newcomer of the tenant: of each other tenant as many as of its own, by weight.
@@ -239,6 +239,10 @@ class Room(Generic[T]):
                 self._go_in(waiter, starved)
             out.append((waiter.ticket, verdict))
         return out
+
+    def charged_elsewhere(self, tenant: str, tokens: float) -> None:
+        """Another gateway of the fleet did so much work for the tenant."""
+        self._charge(tenant, tokens)
 
     # The line
 

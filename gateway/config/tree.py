@@ -32,6 +32,7 @@ from gateway.config.values import (
     Name,
     Parameters,
     Port,
+    RedisUrl,
     Secret,
     Section,
     Size,
@@ -376,6 +377,33 @@ class Reload(Section):
     )
 
 
+class Redis(Section):
+    """The Redis through which gateways hear each other. What is said is sealed, not encrypted: rediss:// encrypts."""
+
+    url: RedisUrl = Field(description="redis://host:port, or rediss:// for TLS; a path is the number of the database.")
+    username: Name | None = setting(None, "Its user, where Redis has several.")
+    password: Secret | None = setting(None, "Its password, by reference: ${NAME} or ${file:/path}.")
+
+
+class Shared(Section):
+    """One view among several gateways of a fleet. A gateway that hears nobody goes on with what it knows itself."""
+
+    redis: Redis = Field(description="Where the gateways meet.")
+    key: Secret = Field(description="What they have in common, by reference; 16 characters or more, the same for all.")
+    fleet: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z._-]{1,64}$")] = setting(
+        "penstock", "Name of the fleet, so that several may use one Redis: its keys begin with it."
+    )
+    flush: Duration = setting("75ms", "How long news is gathered before it is told.")
+    memory: Size = setting("16MiB", "Memory for what a gateway that starts is told by the others.")
+
+    @field_validator("key")
+    @classmethod
+    def _long_enough(cls, key: Secret) -> Secret:
+        if len(key.reveal()) < 16:
+            raise ValueError("is shorter than 16 characters, which is too easily guessed")
+        return key
+
+
 class Config(Section):
     """The whole configuration of one gateway."""
 
@@ -394,3 +422,7 @@ class Config(Section):
     observability: Observability = setting({}, "Access log.")
     admin: Admin = setting({}, "Who may change something.")
     reload: Reload = setting({}, "How changes are taken over.")
+    shared: Shared | None = setting(None, "One view among several gateways; each for itself unless given.")
+    workers: Annotated[int, Field(strict=True, ge=1, le=64), BeforeValidator(number_if_substituted)] = setting(
+        1, "Gateway processes on this machine, which share the API port and one view."
+    )

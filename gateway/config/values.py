@@ -97,6 +97,23 @@ def _host_and_port(text: str) -> str:
     return text
 
 
+def _redis_url(url: str) -> str:
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        raise ValueError("has no valid port; write redis://host:6379") from None
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname:
+        raise ValueError("is not the URL of a Redis; write redis://host:6379")
+    database = parts.path.strip("/")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("must not name a user or password; they have keys of their own beside it")
+    if parts.query or parts.fragment or (database and not (database.isascii() and database.isdigit())):
+        raise ValueError("must be scheme, host, port and database alone, as in redis://host:6379/0")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}:{port or 6379}/{database or 0}"
+
+
 Duration = Annotated[
     float,
     BeforeValidator(_from_duration),
@@ -121,6 +138,7 @@ Parameters = Annotated[
 Count = Annotated[int, Field(strict=True, ge=1, le=2**40), BeforeValidator(number_if_substituted)]
 Port = Annotated[int, Field(strict=True, ge=0, le=65535), BeforeValidator(number_if_substituted)]
 Name = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f\x7f\"\\]+$", max_length=200)]
+RedisUrl = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_redis_url)]
 CollectorUrl = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_collector_url)]
 Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:_-]+$", max_length=253)]
 Url = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_http_url)]

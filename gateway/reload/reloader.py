@@ -24,7 +24,8 @@ from gateway.reload.versions import Version, Versions
 
 log = logging.getLogger("penstock")
 
-AT_START = ("listeners", "prefix", "observability", "reload.state_dir")
+ACCESS = ("observability.access_log", "observability.access_flush", "observability.access_blocks")
+AT_START = ("listeners", "prefix", *ACCESS, "reload.state_dir", "shared", "workers")
 """What is bound once, at the start. A change of it is taken over, and comes into effect with the next start."""
 
 FROM_FILE = frozenset({"file", "signal", "command"})

@@ -38,6 +38,7 @@ class Watcher:
         self._endpoints = endpoints
         self._learnt = learnt
         self._tasks: dict[LiveEndpoint, tuple[asyncio.Task[None], ...]] = {}
+        self._suspected: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -80,7 +81,7 @@ class Watcher:
         return self._config.health.progress / 10
 
     async def stop(self) -> None:
-        tasks = [task for pair in self._tasks.values() for task in pair]
+        tasks = [task for pair in self._tasks.values() for task in pair] + list(self._suspected.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -103,6 +104,13 @@ class Watcher:
                 await what(live)
             except Exception:
                 log.exception("watching %s failed", live.endpoint.name)
+
+    def suspect(self, live: LiveEndpoint) -> None:
+        """Somebody else found the endpoint broken: see for ourselves at once, once at a time."""
+        if self._session is not None and live not in self._suspected:
+            task = asyncio.create_task(self._probe(live), name=f"see whether {live.endpoint.name} is well")
+            self._suspected[live] = task
+            task.add_done_callback(lambda _: self._suspected.pop(live, None))
 
     async def _look(self, live: LiveEndpoint) -> None:
         await asyncio.gather(self._probe(live), self._scrape(live), self._list_models(live))

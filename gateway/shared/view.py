@@ -1,0 +1,323 @@
+"""View: what this gateway tells the others, and what it makes of what they tell. Sans-IO: frames in, frames out.
+
+Not here: what moves frames (bus.py) and when (pump.py), how they are sealed (seal.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from gateway.config import Tenant
+from gateway.endpoints import EndpointTable
+from gateway.gate import Gate
+from gateway.metrics import Metrics
+from gateway.roster import LiveEndpoint
+from gateway.shared import words
+from gateway.shared.bus import EVERYBODY
+from gateway.shared.memory import Memory
+from gateway.shared.news import News
+from gateway.shared.peers import GONE_S, Peers
+from gateway.shared.seal import Refused, Seal
+from gateway.shared.warming import State as Warmth
+from gateway.shared.warming import Warming
+from policies.foreign import NOTHING, Share, foreign, own
+from policies.health import State
+from policies.model import Endpoint
+from policies.rungs import packed, unpacked
+
+Frame = tuple[bytes, bytes]
+"""(whom it is for, the sealed bytes)"""
+
+HEARTBEAT_S = 0.5
+BODY_BYTES = 32 << 10
+NAMES_KEPT = 16384
+LATE_S = GONE_S
+OUT = frozenset({State.EJECTED, State.DEAD})
+
+
+class View:
+    """One gateway's part of the shared view. `news` is what its request path appends to; `suspect` is called with an
+    endpoint that another gateway found broken, which is evidence and no verdict; `tenants` are those configured now."""
+
+    def __init__(
+        self, seal: Seal, endpoints: EndpointTable, gate: Gate, metrics: Metrics, block_bytes: int, memory_bytes: int
+    ) -> None:
+        self.news = News()
+        self.me = seal.me
+        self.suspect: Callable[[LiveEndpoint], None] = lambda live: None
+        self.tenants: Callable[[], Sequence[Tenant]] = lambda: ()
+        self.peers = Peers()
+        self.askers: list[bytes] = []
+        self.memory = Memory(memory_bytes)
+        self._seal = seal
+        self._endpoints = endpoints
+        self._gate = gate
+        self._metrics = metrics
+        self._block_bytes = block_bytes
+        self._digests: dict[tuple[str, str], int] = {}
+        self._live: dict[int, LiveEndpoint] = {}
+        self._tenants: dict[int, str] = {}
+        self._told: dict[int, Share] = {}
+        self._told_at = float("-inf")
+
+    def begin(self, now: float) -> None:
+        """From now on."""
+        self.warming = Warming(now)
+        self._born_at = now
+
+    # Telling
+
+    def flush(self, now: float, *, connected: bool) -> list[Frame]:
+        """What there is to tell. What only holds for a moment is told only if somebody can hear it."""
+        frames = self._tell_prompts()
+        if not connected:
+            return frames
+        frames += self._tell_rest()
+        if self._told_at + HEARTBEAT_S <= now:
+            self._know()
+        shares = self._shares()
+        if shares != self._told or self._told_at + HEARTBEAT_S <= now:
+            self._told, self._told_at = shares, now
+            loads = words.Loads(now - self._born_at, self.warming.warm, list(shares.items()))
+            frames.append(self._frame(loads))
+        attempt = self.warming.ask(now, alone=not self.peers.anybody_warm)
+        if attempt is not None:
+            frames.append(self._frame(words.Hello(attempt)))
+        return frames
+
+    def bye(self) -> Frame:
+        return self._frame(words.Bye())
+
+    def parts(self, asker: bytes) -> Iterator[Frame]:
+        """What a newcomer is told: a snapshot of what is remembered when this is first asked for."""
+        parts = list(self.memory.parts())
+        for number, part in enumerate(parts):
+            yield self._frame(words.Part(number, number == len(parts) - 1, part), asker)
+
+    def _tell_prompts(self) -> list[Frame]:
+        prompts, self.news.prompts = self.news.prompts, []
+        if prompts and not self.warming.warm:
+            self._metrics.blind_picks_total.inc(sum(kept is None for _, _, _, kept in prompts))
+        frames: list[Frame] = []
+        rows: list[words.Prompt] = []
+        size = 0
+        for fingerprint, endpoint, prompt_tokens, kept in prompts:
+            if not len(fingerprint.keys):
+                continue
+            keys = packed(fingerprint)
+            blocks, n_bytes = len(fingerprint.keys), fingerprint.n_bytes
+            rows.append(words.Prompt(self._digest(endpoint), blocks, n_bytes, prompt_tokens, keys, kept))
+            size += len(keys) + 32
+            if size > BODY_BYTES:
+                frames.append(self._picks(rows))
+                rows, size = [], 0
+        if rows:
+            frames.append(self._picks(rows))
+        return frames
+
+    def _picks(self, rows: list[words.Prompt]) -> Frame:
+        body = words.encode(words.Picks(self._block_bytes, rows))
+        self.memory.keep(body)
+        self._count("picks", "out")
+        return EVERYBODY, self._seal.close(body)
+
+    def _tell_rest(self) -> list[Frame]:
+        news, frames = self.news, []
+        if news.confirmed:
+            answers = [(self._digest(endpoint), believed, found) for endpoint, believed, found in news.confirmed]
+            frames += [self._frame(words.Confirmed(answers[at : at + 1000])) for at in range(0, len(answers), 1000)]
+            news.confirmed = []
+        if news.moved:
+            told = [(self._digest(endpoint), state, cause) for endpoint, state, cause in news.moved]
+            frames.append(self._frame(words.Moved(told[-1000:])))
+            for named, state, _ in told:
+                if state in OUT:
+                    self.memory.keep(words.encode(words.Forgotten(named)))
+            news.moved = []
+        if news.charged:
+            digest = self._seal.digest
+            charged = [(digest(pool), digest(tenant), tokens) for (pool, tenant), tokens in news.charged.items()]
+            frames += [self._frame(words.Charged(charged[at : at + 1000])) for at in range(0, len(charged), 1000)]
+            news.charged = {}
+        return frames
+
+    def _shares(self) -> dict[int, Share]:
+        found = {named: own(live.load) for named, live in self._live.items() if live.load.in_flight}
+        return {named: share for named, share in found.items() if share != NOTHING}
+
+    def _frame(self, message: words.Message, to: bytes = EVERYBODY) -> Frame:
+        self._count(words.kind(message), "out")
+        return to, self._seal.close(words.encode(message), to)
+
+    # Hearing
+
+    def open(self, frame: bytes) -> tuple[bytes, bytes, words.Message] | None:
+        """(sender, body, message), or None for what is not for us, or from nobody of ours: that is counted."""
+        try:
+            opened = self._seal.open(frame)
+            if opened is None:
+                return None
+            sender, body = opened
+            message = words.decode(body)
+        except Refused as refused:
+            self.drop(refused.reason)
+            return None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            self.drop("malformed")
+            return None
+        self._count(words.kind(message), "in")
+        return sender, bytes(body), message
+
+    def take(self, frame: bytes, age_s: float, now: float) -> Iterator[None]:
+        """Make something of a frame, in steps of some tens of microseconds: the caller's loop may turn in between."""
+        opened = self.open(frame)
+        if opened is None:
+            return
+        sender, body, message = opened
+        if isinstance(message, words.Picks | words.Confirmed):
+            if self.warming.warm:
+                yield from self._learn(body, message)
+            else:
+                self.warming.hold(body, age_s, now)
+        elif isinstance(message, words.Part):
+            yield from self._told_part(message, now)
+        elif age_s > LATE_S:
+            self.drop("late")
+        else:
+            self._heed(sender, message, now)
+
+    def _heed(self, sender: bytes, message: words.Message, now: float) -> None:
+        """What holds for a moment."""
+        match message:
+            case words.Loads():
+                self._loads(sender, message, now)
+            case words.Moved(endpoints):
+                broken = [self._live.get(named) for named, state, _ in endpoints if state in OUT]
+                for live in broken:
+                    if live is not None and live.load.available:
+                        self.suspect(live)
+            case words.Charged(tenants):
+                self._charge(tenants)
+            case words.Hello(attempt):
+                self._told_at = float("-inf")  # it wants to know who is there
+                if self.warming.warm and self.peers.answers(self._seal.me, self._born_at, sender, attempt):
+                    self.askers.append(sender)
+            case words.Bye():
+                self._gone(sender, now)
+            case _:
+                self.drop("malformed")
+
+    def _told_part(self, part: words.Part, now: float) -> Iterator[None]:
+        if self.warming.state is Warmth.WARM:
+            return
+        for body in part.said:
+            yield from self._repeat(body)
+        self.warming.part(len(part.said), last=part.last, now=now)
+
+    def settle(self, now: float) -> Iterator[None]:
+        """Become warm if it is time: take what was said while we were told of the past."""
+        held = self.warming.finished(now)
+        if held is not None:
+            for body in held:
+                yield from self._repeat(body)
+
+    def _repeat(self, body: bytes) -> Iterator[None]:
+        try:
+            message = words.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self.drop("malformed")
+            return
+        if isinstance(message, words.Picks | words.Confirmed | words.Forgotten):
+            yield from self._learn(body, message)
+        else:
+            self.drop("malformed")
+
+    def _learn(self, body: bytes, message: words.Picks | words.Confirmed | words.Forgotten) -> Iterator[None]:
+        index = self._endpoints.prefixes.index
+        if isinstance(message, words.Confirmed):
+            for named, believed, found in message.answers:
+                live = self._live.get(named)
+                if live is not None:
+                    index.confirm(live.load.slot, believed, found)
+        elif isinstance(message, words.Forgotten):
+            self.memory.keep(body)
+            live = self._live.get(message.endpoint)
+            if live is not None:
+                index.forget(live.load.slot)
+        elif message.block_bytes != self._block_bytes:
+            self.drop("block_bytes")
+        else:
+            self.memory.keep(body)
+            for prompt in message.prompts:
+                self._learn_prompt(prompt)
+                yield
+
+    def _learn_prompt(self, prompt: words.Prompt) -> None:
+        live = self._live.get(prompt.endpoint)
+        if live is None:
+            self.drop("unknown_endpoint")
+            return
+        try:
+            fingerprint = unpacked(prompt.keys, prompt.blocks, self._block_bytes, prompt.n_bytes)
+        except ValueError:
+            self.drop("malformed")
+            return
+        if prompt.kept is None:
+            self._endpoints.learn(fingerprint, live.load, prompt.prompt_tokens)
+        else:
+            self._endpoints.prefixes.index.trim(fingerprint, live.load.slot, prompt.kept, prompt.prompt_tokens)
+
+    def _loads(self, sender: bytes, loads: words.Loads, now: float) -> None:
+        peer = self.peers.heard(sender, loads.uptime_s, warm=loads.warm, now=now)
+        shares = dict(loads.shares)
+        changed = [
+            foreign(live.load, sender, shares.get(named), now)
+            for named in peer.shares | shares.keys()
+            if (live := self._live.get(named)) is not None
+        ]
+        peer.shares = frozenset(shares)
+        if any(changed):
+            self._gate.refresh()
+
+    def _charge(self, tenants: list[tuple[int, int, float]]) -> None:
+        rooms = {self._seal.digest(room.name): room for room in self._gate.rooms()}
+        for pool, tenant, tokens in tenants:
+            room, name = rooms.get(pool), self._tenants.get(tenant)
+            if room is not None and name is not None:
+                room.charged_elsewhere(name, tokens)
+
+    # Time
+
+    def sweep(self, now: float) -> None:
+        """Let go of what those held who are gone."""
+        for sender in self.peers.silent(now):
+            self._gone(sender, now)
+
+    def _gone(self, sender: bytes, now: float) -> None:
+        if self.peers.gone(sender) is not None:
+            for live in self._endpoints.all():
+                foreign(live.load, sender, None, now)
+            self._gate.refresh()
+
+    def _know(self) -> None:
+        """Endpoints and tenants come and go with configurations."""
+        self._tenants = {self._seal.digest(each.name): each.name for each in self.tenants()}
+        self._live = {self._digest(live.endpoint): live for live in self._endpoints.all() if not live.leaving}
+
+    def _digest(self, endpoint: Endpoint) -> int:
+        key = endpoint.pool, endpoint.url
+        found = self._digests.get(key)
+        if found is None:
+            if len(self._digests) >= NAMES_KEPT:
+                self._digests.clear()
+            found = self._digests[key] = self._seal.digest(f"{endpoint.pool}\0{endpoint.url}")
+        return found
+
+    def drop(self, reason: str) -> None:
+        """Count something that nothing came of."""
+        self._metrics.shared_dropped_total.labels(reason).inc()
+
+    def _count(self, kind: str, direction: str) -> None:
+        self._metrics.shared_messages_total.labels(kind, direction).inc()

@@ -1,0 +1,91 @@
+"""A Redis of one's own: a server on a free port with an empty folder, ended by its pid. Never the system's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+WITHIN_S = 10.0
+WITHOUT = "PENSTOCK_TESTS_WITHOUT_REDIS"
+
+
+class RedisServer:
+    """One server that can be stopped, hung and started anew on the same port. It keeps nothing over a stop."""
+
+    def __init__(self, program: str, folder: Path) -> None:
+        self._program, self._folder = program, folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port: int = free.getsockname()[1]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    @property
+    def resident_bytes(self) -> int:
+        assert self._process is not None
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def start(self) -> None:
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = [self._program, *options, "--dir", str(self._folder), "--daemonize", "no"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        ends = monotonic() + WITHIN_S
+        while not self._answers():
+            assert self._process.poll() is None, "redis-server ended before it answered"
+            assert monotonic() < ends, "redis-server did not answer in time"
+            sleep(0.01)  # another process has nobody to wake us
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait(WITHIN_S)
+            self._process = None
+
+    def hang(self) -> None:
+        """It keeps its connections and answers nobody, until `go_on`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 1.0) as line:
+                line.sendall(b"PING\r\n")
+                return line.recv(16) == b"+PONG\r\n"
+        except OSError:
+            return False
+
+
+@contextmanager
+def redis_server() -> Iterator[RedisServer]:
+    program = shutil.which("redis-server")
+    if program is None:
+        message = f"redis-server is not installed (apt-get install redis-server); {WITHOUT}=1 leaves these tests out"
+        if os.environ.get(WITHOUT):
+            pytest.skip(message)
+        pytest.fail(message)
+    with tempfile.TemporaryDirectory() as folder:
+        server = RedisServer(program, Path(folder))
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
