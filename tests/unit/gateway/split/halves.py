@@ -257,13 +257,12 @@ class Front:
             except aiohttp.ClientError:
                 return Reply(answer.status, answer.headers, None)
 
-    async def ask_and_leave(self, when: Callable[[], Awaitable[object]], **members: Any) -> float:
-        """A client that closes its connection as soon as `when` has happened; the moment it left."""
+    async def ask_and_leave(self, when: Callable[[], Awaitable[object]], **members: Any) -> None:
+        """A client that closes its connection as soon as `when` has happened."""
         leaving = asyncio.ensure_future(self.ask(**members))
         await when()
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
-        return monotonic()
 
     def loads(self) -> list[int]:
         """Everything booked anywhere. All zero at rest."""
