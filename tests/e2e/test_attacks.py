@@ -107,7 +107,13 @@ def ask(line: Line, sent: bytes) -> Answer:
 
 def test_an_engine_sees_a_request_of_the_gateways_own_making(line: Line) -> None:
     spoofed = ("Authorization: Bearer the-clients-key", "X-Request-Id: mine", "Cookie: a=b", "X-Data-Parallel-Rank: 3")
-    hop = ("Connection: X-Secret", "X-Secret: a", "X-Vllm-Priority: -1", "Forwarded: for=x", "traceparent: 00-ab-cd-01")
+    hop = (
+        "Connection: X-Secret",
+        "X-Secret: a",
+        "X-Vllm-Priority: -1",
+        "Forwarded: for=x",
+        f"traceparent: 00-{'ab' * 16}-{'cd' * 8}-01",
+    )
     assert ask(line, post(BODY, PATH, *spoofed, *hop)).status == 200
     seen = line.stub.requests[-1]
     assert seen.line == f"POST {PATH} HTTP/1.1"

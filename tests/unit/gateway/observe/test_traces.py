@@ -1,0 +1,201 @@
+"""A traced request is one tree of spans at the collector, and its context reaches every engine that works for it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+
+from gateway.exchange import Exchange
+from gateway.observe import export, genai
+from gateway.observe.spans import tree
+from gateway.openai import Api
+from gateway.relay import Relay
+from gateway.trace import Trace, TraceLeg
+from gateway.upstream import Connection
+from tests.chaos.house import House, house
+from tests.e2e.split_house import SENTENCE, split_house
+from tests.unit.gateway.observe.collector import Collector, collector
+
+ID, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+SAMPLED, UNSAMPLED = f"00-{ID}-{SPAN}-01", f"00-{ID}-{SPAN}-00"
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "FLUSH_S", 0.01)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The heads of all requests to engines."""
+    heads: list[str] = []
+    carry = Connection.carry
+
+    def noted(self: Connection, head: bytes, *rest: Any) -> Any:
+        heads.append(head.decode())
+        return carry(self, head, *rest)
+
+    monkeypatch.setattr(Connection, "carry", noted)
+    return heads
+
+
+def contexts(heads: list[str]) -> list[str]:
+    return [found for head in heads for found in re.findall(r"\r\ntraceparent: (\S+)\r\n", head)]
+
+
+def seen(there: Collector, **more: object) -> dict[str, object]:
+    return {"access_log": "off", "traces": {"endpoint": there.url, "ratio": 1.0} | more}
+
+
+def test_what_was_predicted_stands_beside_what_came_and_times_are_unix_time() -> None:
+    stamps = {"received_at": 1.0, "parsed_at": 1.1, "admitted_at": 1.2, "picked_at": 1.3, "sent_at": 1.4}
+    told = {"ttft_s": 1.0, "tpot_s": 0.1, "predicted_ttft_s": 0.8, "predicted_tpot_s": 0.09}
+    relay = Relay(b"", committed=True, first_byte_at=1.9, first_token_at=2.0, last_at=3.0)
+    x = Exchange("req_1", Api.CHAT, "client", 0.5, model="m", status=200, relay=relay, **stamps, **told)  # type: ignore[arg-type]
+    trace = Trace(ID, SPAN, "", "", [TraceLeg("whole", "a", "e" * 16, 1.4)])
+    spans = {each.name.split()[0]: each for each in tree(x, trace, 3.5, zero=1_000_000.0)}
+    shown = {each.key: each.value.get("doubleValue") for each in spans["chat"].attributes}
+    names = (genai.PREDICTED_TTFT, genai.TTFT, genai.PREDICTED_TPOT, genai.TPOT)
+    assert [shown[name] for name in names] == [0.8, 1.0, 0.09, 0.1]
+    times = {name: (each.start_time_unix_nano, each.end_time_unix_nano) for name, each in spans.items()}
+    assert times["chat"] == ("1000000500000000", "1000003500000000")
+    assert times["first_token"] == ("1000001400000000", "1000002000000000")
+    assert times["decode"] == ("1000002000000000", "1000003000000000")
+
+
+async def test_a_request_is_one_tree_from_its_first_byte_to_its_last(sent: list[str]) -> None:
+    async with collector() as there, house(2, observability=seen(there)) as home:
+        for _ in range(3):
+            assert (await home.ask(tokens=6)).fate == "ok"
+        await there.heard(21)
+        assert there.tree() == {
+            "chat demo-8b": {"admit": {}, "queue": {}, "pick": {}, "engine": {"first_token": {}, "decode": {}}}
+        }
+        root, engine, pick = there.named("chat"), there.named("engine"), there.named("pick")
+        told = root["attributes"]
+        assert (root["kind"], engine["kind"], root.get("parentSpanId")) == (2, 3, None)
+        assert told[genai.OPERATION] == "chat"
+        assert (told[genai.REQUEST_MODEL], told[genai.FINISH]) == ("demo-8b", ["length"])
+        assert told[genai.KEPT] == "met"
+        assert told[genai.TTFT] > 0
+        assert pick["attributes"][genai.ENDPOINT] == engine["attributes"][genai.ENDPOINT]
+        ids = [(each["traceId"], each["spanId"]) for each in there.spans if each["name"] == "engine"]
+        assert contexts(sent) == [f"00-{trace}-{span}-01" for trace, span in ids]
+        assert there.resources[0]["service.name"] == "penstock"
+    assert home.metric("penstock_trace_spans_total") == len(there.spans)
+
+
+async def test_an_answer_that_came_whole_tells_its_tokens() -> None:
+    async with collector() as there, house(1, observability=seen(there)) as home:
+        assert (await home.ask(stream=False, tokens=6)).fate == "ok"
+        await there.heard(7)
+        told = there.named("chat")["attributes"]
+        assert told[genai.OUTPUT_TOKENS] == 6
+        assert told[genai.INPUT_TOKENS] > 0
+
+
+async def test_a_split_request_shows_both_legs_and_each_engine_gets_its_own(sent: list[str]) -> None:
+    async with collector() as there, split_house("vllm_nixl", groups=(1, 1), observability=seen(there)) as home:
+        await home.right({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})
+        await there.heard(9)
+        below = {"transfer": {}, "first_token": {}, "decode": {}}
+        ((name, parts),) = there.tree().items()
+        assert name == "text_completion m"
+        assert parts == {"admit": {}, "queue": {}, "pick": {}, "prefill": {}, "engine": below}
+        legs = [there.named("prefill"), there.named("engine")]
+        assert contexts(sent) == [f"00-{each['traceId']}-{each['spanId']}-01" for each in legs]
+        assert [leg["attributes"][genai.ROLE] for leg in legs] == ["prefill", "decode"]
+        assert there.named("transfer")["attributes"][genai.TRANSPORT] == "inproc"
+
+
+async def test_a_second_try_is_a_second_leg_and_the_first_says_that_it_failed() -> None:
+    async with collector() as there, house(2, observability=seen(there)) as home:
+        home.groups[0].faults.set("5xx")
+        for _ in range(2):
+            assert (await home.ask()).fate == "ok"
+        await there.heard(15)
+        failed = [each for each in there.spans if each["name"] == "engine" and "status" in each]
+        assert [each["status"]["code"] for each in failed] == [2]
+        assert there.named("chat").get("status", {}) == {}
+
+
+async def test_the_clients_word_decides_and_its_span_is_the_parent(sent: list[str]) -> None:
+    async with collector() as there, house(1, observability=seen(there, ratio=0.0)) as home:
+        await ask_with(home, {})
+        await ask_with(home, {"traceparent": UNSAMPLED})
+        await ask_with(home, {"traceparent": SAMPLED, "tracestate": "vendor=1"})
+        await there.heard(7)
+        root = there.named("chat")
+        assert {each["traceId"] for each in there.spans} == {ID}
+        assert (root["parentSpanId"], root["traceState"]) == (SPAN, "vendor=1")
+        assert contexts(sent) == [UNSAMPLED, f"00-{ID}-{there.named('engine')['spanId']}-01"]
+        assert "\r\ntracestate: vendor=1\r\n" in sent[-1]
+
+
+async def test_without_a_collector_the_context_goes_through_to_the_engine(sent: list[str]) -> None:
+    async with house(1) as home:
+        assert home.app.gateway.accounts.tracer is None
+        await ask_with(home, {"traceparent": SAMPLED})
+        await ask_with(home, {"traceparent": "nonsense"})
+        assert contexts(sent) == [SAMPLED]
+
+
+async def test_a_refusal_is_traced_with_its_reason() -> None:
+    async with collector() as there, house(1, observability=seen(there)) as home:
+        body = {"model": "nobody-has-it", "messages": []}
+        async with home.http.post(f"{home.app.url}/v1/chat/completions", json=body) as answer:
+            assert answer.status == 404
+        await there.heard(1)
+        told = there.named("chat")["attributes"]
+        assert (told[genai.STATUS], told[genai.OUTCOME], told[genai.ERROR]) == (404, "refused", "model_not_found")
+
+
+async def test_a_collector_that_is_away_costs_no_request_anything_and_gets_what_comes_after() -> None:
+    async with collector() as there, house(1, observability=seen(there)) as home:
+        there.answer = 503
+        assert (await home.ask()).fate == "ok"
+        async with asyncio.timeout(5):
+            while not home.metric("penstock_trace_spans_total"):
+                await asyncio.sleep(0.005)
+        assert [(await home.ask()).fate for _ in range(5)] == ["ok"] * 5
+        there.answer = 200
+        home.app._tracer._pause_s = 0.0
+        home.app._tracer._begin()
+        await there.heard(35)
+    results = home.app.metrics.inside.trace_spans_total
+    assert {values[0]: meter.value for values, meter in results.children()} == {
+        "exported": 35,
+        "dropped": 0,
+        "failed": 7,
+    }
+
+
+async def test_a_full_queue_drops_what_comes_and_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "MOST_WAITING", 10)
+    monkeypatch.setattr(export, "FLUSH_S", 60.0)
+    async with collector() as there, house(1, observability=seen(there)) as home:
+        for _ in range(5):
+            assert (await home.ask()).fate == "ok"
+        assert len(home.app._tracer._waiting) == 14
+        assert home.metric("penstock_trace_spans_total") == 15
+    assert len(there.spans) == 14, "the last ones had their chance when the gateway ended"
+
+
+async def test_the_collectors_key_is_sent_and_not_told() -> None:
+    async with collector() as there, house(1, observability=seen(there, key="canary-5f2e9c")) as home:
+        assert (await home.ask()).fate == "ok"
+        await there.heard(7)
+        assert there.authorizations[0] == "Bearer canary-5f2e9c"
+        async with home.http.get(home.app.admin_url + "/config") as answer:
+            assert "canary" not in await answer.text()
+    assert "canary" not in "".join(there.bodies)
+
+
+async def ask_with(home: House, headers: dict[str, str]) -> None:
+    body = {"model": "demo-8b", "max_tokens": 4, "stream": True, "messages": [{"role": "user", "content": "x"}]}
+    async with home.http.post(f"{home.app.url}/v1/chat/completions", json=body, headers=headers) as answer:
+        await answer.read()
+        assert answer.status == 200
