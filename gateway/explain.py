@@ -15,7 +15,7 @@ from gateway.exchange import Exchange
 from policies.contract import Policy, Terms
 from policies.model import Ask, Candidate, EndpointLoad, Pick
 
-_NUMBERS = tuple(name for name in EndpointLoad.__slots__ if name not in ("belief", "timeline"))
+_NUMBERS = tuple(name for name in EndpointLoad.__slots__ if name not in ("belief", "entries", "timeline"))
 _numbers = attrgetter(*_NUMBERS)
 
 
@@ -81,6 +81,11 @@ class Explained:
         x.forget()
         self._ring[at] = x
         self._at = at + 1 if at + 1 < self.size else 0
+
+    def newest(self) -> dict[str, object] | None:
+        """The page of the request that was over last."""
+        last = self._ring[self._at - 1] if self.size else None
+        return None if last is None else told(last)
 
     def find(self, request_id: str) -> dict[str, object] | None:
         """The page of one request; None when it is not, or no longer, known. O(size)."""
