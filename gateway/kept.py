@@ -76,8 +76,8 @@ class Kept:
         self.tenants = False
 
     def compare(self, ask: Ask, pick: Pick) -> None:
-        """One pick in REGRET_EVERY, before its place is taken, beside what would have been soonest."""
-        if len(pick.kept) > 1:
+        """One pick in REGRET_EVERY, before its place is taken, beside what would have been soonest, if that is believed."""
+        if len(pick.kept) > 1 and pick.candidate.load.believed:
             cached, known, prompt = ask.cached, len(ask.cached), ask.request.prompt_tokens
             held = [cached[each.load.slot] if each.load.slot < known else 0 for each in pick.kept]
             expected = ttfts(pick.kept, [min(prompt, tokens) for tokens in held], prompt, ask.now)

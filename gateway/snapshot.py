@@ -78,12 +78,16 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """What a room becomes: who serves whole requests there, who decides, and the shares of its tenants."""
+    """What a room becomes: who serves whole requests there, who decides, and the shares of its tenants.
+
+    `believes`: somebody reads beliefs of its pool's endpoints, a policy, an admission, or who may overflow into it.
+    """
 
     room: Room
     serving: tuple[Candidate, ...]
     admission: Admission
     shares: Mapping[str, float]
+    believes: bool
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -110,7 +114,7 @@ def build(
     adoption = endpoints.plan(config)
     candidates = adoption.pools
     serving = {name: pairing.whole(members) for name, members in candidates.items()}  # prefill takes nobody's place
-    rooms = _rooms(config, gate, serving, before)
+    rooms = _rooms(config, gate, serving, policies, before)
     levels = Levels(config)
     routes: dict[str, Route] = {}
     for model in _models(config, discovered):
@@ -148,17 +152,24 @@ def _policies(config: Config, before: Snapshot | None) -> dict[str, Policy]:
 
 
 def _rooms(
-    config: Config, gate: Gate, serving: Mapping[str, tuple[Candidate, ...]], before: Snapshot | None
+    config: Config,
+    gate: Gate,
+    serving: Mapping[str, tuple[Candidate, ...]],
+    policies: Mapping[str, Policy],
+    before: Snapshot | None,
 ) -> dict[str, Opening]:
     """What becomes of the rooms. An admission that stays as configured stays the one it is, with all it has learnt."""
     shares = {tenant.name: tenant.weight for tenant in config.tenants}
     kept_shares = before is not None and shares == {tenant.name: tenant.weight for tenant in before.config.tenants}
+    tiers = {tier.model for model in config.models for tier in model.overflow}
+    smaller = {model.pool for model in config.models if not tiers.isdisjoint((model.name, *model.aliases))}
     made = {}
     for name, pool in config.pools.items():
         room, old = gate.room(name), before.config.pools.get(name) if before is not None else None
         kept = kept_shares and old is not None and old.admission == pool.admission
         judge = room.admission if kept else _admission(pool.admission, shares)
-        made[name] = Opening(room, serving[name], judge, shares)
+        believes = policies[name].reads_beliefs or judge.reads_beliefs or name in smaller
+        made[name] = Opening(room, serving[name], judge, shares, believes)
     return made
 
 

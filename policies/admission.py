@@ -167,6 +167,9 @@ class Admission(Protocol):
     @property
     def calm(self) -> bool: ...
 
+    @property
+    def reads_beliefs(self) -> bool: ...
+
     def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
         """The verdict on a newcomer, and again on the head of the line whenever it may go in."""
         ...
@@ -185,15 +188,8 @@ class Admission(Protocol):
 
 
 def capacity(candidates: Iterable[Candidate]) -> int:
-    """Requests that all available endpoints together may serve at once: the sum of their concurrency caps, less what
-    other gateways have there; at least an equal share of each, so that nobody is kept out by who came first."""
-    total = 0
-    for candidate in candidates:
-        load, cap = candidate.load, candidate.endpoint.max_concurrency
-        if load.available:
-            others = load.others
-            total += max(cap - others.in_flight, cap // (len(others.shares) + 1)) if others.shares else cap
-    return total
+    """Requests that all available endpoints together may serve at once: the sum of their concurrency caps."""
+    return sum(candidate.endpoint.max_concurrency for candidate in candidates if candidate.load.available)
 
 
 def crowd(room: RoomView, expected_s: float | None) -> str:
@@ -232,11 +228,12 @@ class Cap:
     that is kinder and cheaper.
     """
 
-    __slots__ = ("calm", "name")
+    __slots__ = ("calm", "name", "reads_beliefs")
 
     def __init__(self) -> None:
         self.name = "cap"
         self.calm = True
+        self.reads_beliefs = False
 
     def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
         if room.busy < room.capacity and not (room.at_door and room.waiting):

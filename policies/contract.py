@@ -52,6 +52,7 @@ class Weighted(msgspec.Struct, frozen=True):
 class Policy(msgspec.Struct, frozen=True):
     """Filters, then weighted scorers, then a picker. `reads_prefix` asks the line to fingerprint prompts for it.
 
+    `reads_beliefs` says that it looks at belief, timeline or outlook of an EndpointLoad: elsewhere these rest.
     `terms` names the parts of each candidate's score, for a policy that can say more than a number about its picks.
     `parts` prices halves of a request, for a policy that can also decide whether to split it (split.py).
     """
@@ -61,5 +62,6 @@ class Policy(msgspec.Struct, frozen=True):
     scorers: tuple[Weighted, ...]
     picker: Picker
     reads_prefix: bool = False
+    reads_beliefs: bool = False
     terms: Terms | None = None
     parts: PartPrices | None = None

@@ -96,12 +96,12 @@ class PricedAdmission:
             "_usage",
             "_work_s",
         ),
-        *("calm", "name", "price"),
+        *("calm", "name", "price", "reads_beliefs"),
     )
 
     def __init__(self, rule: Priced) -> None:
         self.name = "priced"
-        self.calm = True
+        self.calm = self.reads_beliefs = True
         self.price = 0.0
         self._rule = rule
         self._sessions = WorkingSet(rule.sessions)

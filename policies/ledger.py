@@ -1,14 +1,15 @@
 """What is booked at an endpoint: the only code that changes the booked numbers of EndpointLoad.
 
-Lives here: taking a place, and giving back exactly what was taken whatever the order of events. Each event also moves
-the endpoint's timeline, and through it its belief and outlook. Not here: health, the prefix index, sockets (gateway/).
+Lives here: taking a place, and giving back exactly what was taken whatever the order of events. Where somebody reads
+beliefs (`believe`), each event also moves the endpoint's timeline, and through it its belief and outlook; elsewhere
+only counters move. Not here: health, the prefix index, sockets (gateway/).
 """
 
 from __future__ import annotations
 
 from policies.latency import ttft_s
 from policies.model import EndpointLoad, Request
-from policies.timeline import Prompt
+from policies.timeline import Prompt, Timeline
 
 
 class Entry(Prompt):
@@ -16,112 +17,169 @@ class Entry(Prompt):
 
     Every method may be called at any time, in any order, also twice; after the end none has an effect.
 
+    `told` False: nobody will know when its first token came (an answer that comes whole), so it is believed to come
+    when the timeline says so, and teaches nothing. `handed`: another endpoint computes its prompt.
+
     cached_tokens      how much of the prompt was believed to be held there
     predicted_ttft_s   seconds from booking to the first token, as expected then; None in a reservation
     predicted_tpot_s   seconds per output token after it, as expected then
+    Both are None where nobody reads beliefs.
     """
 
     __slots__ = (
-        *("_booked_at", "_context", "_load", "_open", "_output", "_uncached", "cached_tokens"),
-        *("predicted_tpot_s", "predicted_ttft_s"),
+        *("_booked_at", "_context", "_first_s", "_load", "_open", "_request", "_token_s", "_uncached"),
+        "cached_tokens",
     )
 
     def __init__(
-        self, load: EndpointLoad, request: Request, cached_tokens: int, now: float, told: bool, handed: bool
+        self,
+        load: EndpointLoad,
+        request: Request,
+        cached_tokens: int,
+        now: float,
+        told: bool = True,
+        handed: bool = False,
     ) -> None:
-        self.prompt_tokens = prompt = request.prompt_tokens
-        self.sequences = request.choices
-        self.cached_tokens, self.told = cached_tokens, told
-        self._load, self._booked_at, self._open = load, now, True
-        self._output = output = request.output_tokens
-        self.planned = self.decoding = self.locked = False
+        prompt, output = request.prompt_tokens, request.output_tokens
+        self._load, self._request, self.cached_tokens, self.told = load, request, cached_tokens, told
+        self._open, self.decoding = True, False
+        self._booked_at: float | None = None
         load.in_flight += 1
         load.expected_tokens += output
         load.kv_booked += prompt + output
-        load.step_s = self.predicted_tpot_s = load.step_s + load.sequence_s + load.context_s * prompt
+        load.entries[self] = None
         if handed:
-            self.predicted_ttft_s: float | None = None
             self._uncached, self._context = 0, prompt
             load.decode_tokens += prompt
-            load.timeline.expect(self)
         else:
             self._uncached = uncached = prompt - cached_tokens if prompt > cached_tokens else 0
             self._context = 0
             load.prefill_tokens += uncached
-            self.predicted_ttft_s = first_s = ttft_s(load, uncached, cached_tokens, now)
-            if output > 0:  # those who come while it waits are computed while it decodes
-                self.predicted_tpot_s += load.timeline.crowd * first_s / output
+        if load.believed:
+            self._begin(now, handed)
+
+    @property
+    def predicted_ttft_s(self) -> float | None:
+        return None if self._booked_at is None else self._first_s
+
+    @property
+    def predicted_tpot_s(self) -> float | None:
+        return None if self._booked_at is None else self._token_s
+
+    def join(self, now: float) -> None:
+        """The endpoint's timeline begins anew, with it as far as it has come."""
+        self._begin(now, self._context > 0 and not self._uncached)
+
+    def _begin(self, now: float, handed: bool) -> None:
+        load, request = self._load, self._request
+        timeline = load.timeline
+        self.prompt_tokens = prompt = request.prompt_tokens
+        self.sequences = request.choices
+        self.planned = self.locked = False
+        if self.decoding:
+            self.left, self.planned = 0, True
+            timeline.start(self, now)
+            return
+        self._booked_at = now
+        if handed:
+            self._first_s: float | None = None
+            self._token_s = timeline.tpot_s(load, prompt, request.output_tokens, 0.0)
+            timeline.expect(self)
+        else:
+            self._first_s = first_s = ttft_s(load, self._uncached, self.cached_tokens, now)
+            self._token_s = timeline.tpot_s(load, prompt, request.output_tokens, first_s)
             self._compute(now)
 
     def _compute(self, now: float) -> None:
         """The prompt is on its way to be computed here."""
         # The last token is always computed: its logits are what the first output token is drawn from.
-        self.left = self._uncached or 1
-        self.at = max(0, self.prompt_tokens - self.left)
+        self.left = left = self._uncached or 1
+        self.at = self.prompt_tokens - left if self.prompt_tokens > left else 0
         load = self._load
         self.enters = now + load.belief.request_s
         load.timeline.arrive(load, self, now)
 
     def recompute(self, now: float) -> None:
         """Nothing usable was handed over to a reservation: its prompt is computed here after all."""
+        load = self._load
         if self._open and self._context and not self.decoding and not self._uncached:
-            self._uncached = max(0, self.prompt_tokens - self.cached_tokens)
-            self._load.prefill_tokens += self._uncached
-            self.planned = False
-            self._compute(now)
+            self._uncached = max(1, self._context - self.cached_tokens)
+            load.prefill_tokens += self._uncached
+            if load.believed:
+                self.planned = False
+                self._compute(now)
 
     def first_token(self, now: float) -> None:
         """The prompt is computed: its tokens are context now, not backlog."""
         if self.decoding or not self._open:
             return
-        self.told = True
         self.computed()
         load = self._load
-        if self.predicted_ttft_s is not None:
-            load.belief.missed(self.predicted_ttft_s, now - self._booked_at)
-        load.timeline.answered(load, self, now)
+        if load.believed:
+            self.told = True
+            if self._booked_at is not None and self._first_s is not None:
+                load.belief.missed(self._first_s, now - self._booked_at)
+            load.timeline.answered(load, self, now)
 
     def computed(self) -> None:
-        load = self._load
+        load, prompt = self._load, self._request.prompt_tokens
         load.prefill_tokens -= self._uncached
         self._uncached = 0
-        load.decode_tokens += self.prompt_tokens - self._context
-        self._context = self.prompt_tokens
+        load.decode_tokens += prompt - self._context
+        self._context = prompt
         load.decoding += 1
+        self.decoding = True
 
     def finished(self, now: float, output_tokens: int | None = None) -> None:
         """The answer is whole; `output_tokens` is how long it was, if anybody said. Gives back what is still held."""
         if not self._open:
             return
-        load, prompt = self._load, self.prompt_tokens
-        load.timeline.advance(load, now)
+        load = self._load
+        if load.believed:
+            load.timeline.advance(load, now)
         self._open = False
+        request = self._request
+        output = request.output_tokens
         load.in_flight -= 1
-        load.expected_tokens -= self._output
-        load.kv_booked -= prompt + self._output
+        load.expected_tokens -= output
+        load.kv_booked -= request.prompt_tokens + output
         load.decode_tokens -= self._context
         load.prefill_tokens -= self._uncached
         if self.decoding:
             load.decoding -= 1
-        load.timeline.leave(load, self, now, output_tokens)
+        del load.entries[self]
+        if load.believed:
+            load.timeline.leave(load, self, now, output_tokens)
 
     def dropped(self, now: float) -> None:
         """Over without a whole answer. Gives back what is still held."""
         self.finished(now)
 
 
-def book(load: EndpointLoad, request: Request, cached_tokens: int, now: float, told: bool = True) -> Entry:
-    """Take a place for a whole request: a prompt to compute, then tokens to make.
-
-    `told` False: nobody will know when its first token came (an answer that comes whole), so it is believed to come
-    when the timeline says so, and teaches nothing.
-    """
-    return Entry(load, request, cached_tokens, now, told, handed=False)
+book = Entry
+"""Take a place for a whole request: a prompt to compute, then tokens to make. An alias: a call less per request."""
 
 
 def reserve(load: EndpointLoad, request: Request, cached_tokens: int, now: float, told: bool = True) -> Entry:
     """Take a decode place for a split request: KV for all of its prompt from the start, and nothing to prefill."""
-    return Entry(load, request, cached_tokens, now, told, handed=True)
+    return Entry(load, request, cached_tokens, now, told, True)
+
+
+def believe(load: EndpointLoad, believed: bool, now: float) -> None:
+    """Whether somebody reads beliefs of this endpoint from now on.
+
+    The timeline begins anew with what is booked at this moment; of prompts under way it is not known how far they are.
+    What was learnt of the endpoint's speed before is still believed.
+    """
+    if load.believed == believed:
+        return
+    load.believed = believed
+    load.timeline = Timeline(now)
+    load.timeline.refresh(load, now)
+    if believed:
+        for entry in load.entries:
+            entry.join(now)
+        load.timeline.refresh(load, now)
 
 
 def scraped(
@@ -138,5 +196,6 @@ def scraped(
     load.scraped_at = now
     if kv_tokens is not None:
         load.kv_tokens = kv_tokens
-    load.timeline.advance(load, now)
-    load.timeline.refresh(load, now)
+    if load.believed:
+        load.timeline.advance(load, now)
+        load.timeline.refresh(load, now)

@@ -75,6 +75,7 @@ class Priced(Preset, frozen=True):
             scorers=(Weighted(prices.scores),),
             picker=pickers.best,
             reads_prefix=True,
+            reads_beliefs=True,
             terms=prices.terms,
             parts=prices.prices,
         )

@@ -51,7 +51,10 @@ class Prompt:
     told: bool
 
     def computed(self) -> None:
-        """Its first token is believed to be made, and nobody will tell."""
+        """Its first token is made, or believed to be where nobody will tell: it decodes."""
+
+    def join(self, now: float) -> None:
+        """Its endpoint's timeline begins anew, with it."""
 
 
 class Timeline:
@@ -81,18 +84,18 @@ class Timeline:
         *("rate", "rate_at", "raw_decode", "raw_prefill", "raw_step_s", "slack_s", "starts", "steps", "tick", "tight"),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, now: float = 0.0) -> None:
         self.queue: deque[Prompt] = deque()
         self.queued_tokens, self.queued_pairs = 0, 0.0
         self.busy = self.tight = False
-        self.began = self.ends = 0.0
+        self.began = self.ends = self.rate_at = now
         self.finishing: list[Prompt] = []
         self.batch = self.kv_prompts = self.planned = self.steps = 0
         self.starts = self.tick = 0.0
         self.anchor = self.raw_prefill = self.raw_decode = self.slack_s = 0.0
         self.prefill_steps, self.prefill_s, self.decode_raw_s = 0, 0.0, 0.0
         self.decode_s = self.raw_step_s = self.idle_s = self.over_s = 0.0
-        self.rate = self.rate_at = self.crowd = 0.0
+        self.rate = self.crowd = 0.0
 
     # Events
 
@@ -126,8 +129,7 @@ class Timeline:
                 self._learn(load, now)
             if not (self.queue and self._plan(load, now)) and now > self.anchor:
                 self._learn(load, now)
-        if not prompt.decoding:
-            self._start(prompt, now)
+        self.start(prompt, now)
         self.refresh(load, now)
 
     def leave(self, load: EndpointLoad, prompt: Prompt, now: float, output_tokens: int | None) -> None:
@@ -249,8 +251,8 @@ class Timeline:
         finishing, self.finishing = self.finishing, []
         for prompt in finishing:
             if not prompt.told:
-                self._start(prompt, at)
                 prompt.computed()
+                self.start(prompt, at)
 
     def _awaited(self) -> bool:
         """Whether somebody will tell when the step under way has ended."""
@@ -259,9 +261,8 @@ class Timeline:
                 return True
         return False
 
-    def _start(self, prompt: Prompt, now: float) -> None:
+    def start(self, prompt: Prompt, now: float) -> None:
         """A prompt is past its first token: it decodes."""
-        prompt.decoding = True
         prompt.began, prompt.tick = now, self.tick
         prompt.prefill_steps, prompt.prefill_s = self.prefill_steps, self.prefill_s
         prompt.decode_raw_s = self.decode_raw_s
@@ -329,13 +330,18 @@ class Timeline:
 
     # The outlook
 
+    def tpot_s(self, load: EndpointLoad, prompt_tokens: int, output_tokens: int, first_s: float) -> float:
+        """Expected seconds per output token of a newcomer whose first token comes after `first_s`."""
+        expected = load.step_s = load.step_s + load.sequence_s + load.context_s * prompt_tokens
+        if output_tokens > 0:  # those who come while it waits are computed while it decodes
+            expected += self.crowd * first_s / output_tokens
+        return expected
+
     def refresh(self, load: EndpointLoad, now: float) -> None:
         """Say in plain floats what a newcomer would meet (EndpointLoad's docstring)."""
         belief = load.belief
-        others = load.others
-        batch = self.batch + load.strangers + others.decoding
-        context = self.starts + self.batch * self.tick + others.decode_tokens
-        decode = belief.context_s * context + belief.sequence_s * batch
+        batch = self.batch + load.strangers
+        decode = belief.context_s * (self.starts + self.batch * self.tick) + belief.sequence_s * batch
         flops, floor = belief.flop_s * batch, belief.floor_s
         over = decode + flops + belief.layers_s
         self.decode_s = step_s = (floor if floor > flops else flops) + belief.base_s + decode
@@ -347,9 +353,6 @@ class Timeline:
         self.idle_s = idle_s = belief.request_s + (0.5 * step_s if batch else 0.0)
         load.fixed_s = idle_s + over
         base = self.ends if self.busy else self.began
-        if others.prefill_tokens:  # computed between ours: first tokens tell less of what a step takes
-            self.tight = True
-            base = max(base, now) + others.prefill_tokens * token_s
         load.ready_at = base + self.queued_tokens * token_s + self.queued_pairs * pair_s
         self.over_s = over
         if self.finishing:
@@ -379,10 +382,10 @@ class Timeline:
 
     def _room(self, load: EndpointLoad, kv_tokens: float) -> None:
         """KV that is free when all who are queued have theirs, and how fast it comes back: answers end one by one."""
-        waiting = load.others.prefill_tokens
+        waiting = 0
         for prompt in self.queue:
             if not prompt.locked:
                 waiting += prompt.prompt_tokens
-        context = self.starts + self.batch * self.tick + load.others.decode_tokens
+        context = self.starts + self.batch * self.tick
         load.kv_free = kv_tokens - context - self.kv_prompts - waiting
         load.kv_s = load.expected_tokens * load.step_s / (load.in_flight * context) if context > 0 else 0.0

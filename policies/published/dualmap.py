@@ -39,7 +39,12 @@ class DualMap(Preset, frozen=True):
     def build(self) -> Policy:
         pair = TwoHashes(self)
         return Policy(
-            name="dualmap", filters=ORDINARY, scorers=(Weighted(soonest),), picker=pair.pick, reads_prefix=True
+            name="dualmap",
+            filters=ORDINARY,
+            scorers=(Weighted(soonest),),
+            picker=pair.pick,
+            reads_prefix=True,
+            reads_beliefs=True,
         )
 
 

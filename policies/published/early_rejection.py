@@ -32,7 +32,7 @@ class EarlyRejector(Cap):
 
     def __init__(self, margin: float) -> None:
         super().__init__()
-        self.name, self.calm = "early_rejection", False
+        self.name, self.calm, self.reads_beliefs = "early_rejection", False, True
         self._margin = margin
 
     def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:

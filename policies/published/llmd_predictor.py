@@ -42,6 +42,7 @@ class LlmdPredictor(Preset, frozen=True):
             scorers=(Weighted(latency(self.ttft_weight, self.tpot_weight)),),
             picker=pickers.best,
             reads_prefix=True,
+            reads_beliefs=True,
         )
 
 

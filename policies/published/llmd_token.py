@@ -38,6 +38,7 @@ class LlmdToken(Preset, frozen=True):
             scorers=(Weighted(queued_and_new if self.bound == "prefill" else scorers.fewest_requests(self.fresh_s)),),
             picker=pickers.best,
             reads_prefix=True,
+            reads_beliefs=self.peak_tokens_per_s is None,
         )
 
 

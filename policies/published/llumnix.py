@@ -26,6 +26,7 @@ class Llumnix(Preset, frozen=True):
             scorers=(Weighted(prefill_ahead),),
             picker=pickers.best_then(_generation),
             reads_prefix=True,
+            reads_beliefs=True,
         )
 
 

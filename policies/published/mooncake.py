@@ -26,6 +26,7 @@ class Mooncake(Preset, frozen=True):
             scorers=(Weighted(soonest),),
             picker=pickers.best,
             reads_prefix=True,
+            reads_beliefs=True,
         )
 
 

@@ -34,7 +34,14 @@ class Preble(Preset, frozen=True):
 
     def build(self) -> Policy:
         e2 = ExploitExplore(self.window_s, self.rebalance_ratio, self.rebalance_after)
-        return Policy(name="preble", filters=ORDINARY, scorers=(Weighted(e2.score),), picker=e2.pick, reads_prefix=True)
+        return Policy(
+            name="preble",
+            filters=ORDINARY,
+            scorers=(Weighted(e2.score),),
+            picker=e2.pick,
+            reads_prefix=True,
+            reads_beliefs=True,
+        )
 
 
 class ExploitExplore:

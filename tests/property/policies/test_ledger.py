@@ -54,8 +54,10 @@ class Ledger(RuleBasedStateMachine):
         self.now += after
         request = Request("id", "m", "t", prompt, output, choices=choices)
         entry = (ledger.reserve if handed else ledger.book)(self.load, request, int(prompt * share), self.now, told)
-        assert (entry.predicted_ttft_s is None) == handed
-        assert isfinite(entry.predicted_tpot_s)
+        believed = self.load.believed
+        assert (entry.predicted_ttft_s is None) == (handed or not believed)
+        assert (entry.predicted_tpot_s is None) == (not believed)
+        assert entry.predicted_tpot_s is None or isfinite(entry.predicted_tpot_s)
         self.open.add(entry)
         return entry
 
@@ -84,6 +86,20 @@ class Ledger(RuleBasedStateMachine):
         self.now += after
         ledger.scraped(self.load, running, waiting, 0.5, None, self.now)
 
+    @rule(after=PASSING, believed=st.booleans())
+    def believe(self, after: float, believed: bool) -> None:
+        self.now += after
+        ledger.believe(self.load, believed, self.now)
+
+    @invariant()
+    def what_is_booked_is_on_the_timeline_or_nothing_is(self) -> None:
+        load, timeline = self.load, self.load.timeline
+        assert set(load.entries) == self.open
+        if load.believed:
+            assert timeline.batch == sum(entry.sequences for entry in load.entries if entry.decoding)
+        else:
+            assert (timeline.batch, timeline.kv_prompts, len(timeline.queue), timeline.finishing) == (0, 0, 0, [])
+
     @invariant()
     def counts_are_never_negative(self) -> None:
         assert min(getattr(self.load, name) for name in COUNTS) >= 0
@@ -111,6 +127,34 @@ class Ledger(RuleBasedStateMachine):
 
 TestLedger = Ledger.TestCase
 TestLedger.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+EVENT = st.tuples(st.integers(0, 4), st.integers(0, 30_000), st.integers(0, 500), st.booleans())
+
+
+@given(st.lists(EVENT, max_size=40))
+def test_the_counters_are_the_same_whether_anybody_reads_beliefs_or_not(
+    events: list[tuple[int, int, int, bool]],
+) -> None:
+    loads = EndpointLoad(0), EndpointLoad(0)
+    ledger.believe(loads[1], False, 0.0)
+    places: list[tuple[Entry, ...]] = []
+    for now, (kind, number, output, handed) in enumerate(events, start=1):
+        if kind <= 1:
+            take = ledger.reserve if handed else ledger.book
+            request = Request("id", "m", "t", number, output)
+            places.append(tuple(take(load, request, number // 3, float(now)) for load in loads))
+        elif places:
+            for entry in places[number % len(places)]:
+                if kind == 2:
+                    entry.first_token(float(now))
+                elif kind == 3:
+                    entry.recompute(float(now))
+                else:
+                    entry.finished(float(now), output)
+        assert [[getattr(load, name) for name in COUNTS] for load in loads[:1]] * 2 == [
+            [getattr(load, name) for name in COUNTS] for load in loads
+        ]
 
 
 @given(st.lists(st.tuples(st.integers(1, 50_000), st.integers(0, 50_000)), min_size=1, max_size=20))

@@ -1,0 +1,64 @@
+"""Who says that it reads no beliefs reads none: whatever stands in the outlook, it decides the same."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from policies import admissions, ledger, registry
+from policies.model import Ask, Candidate
+from policies.run import pick
+from tests.contract.policies.test_every_admission import View
+from tests.contract.policies.test_every_policy import cases
+
+OUTLOOK = (
+    *("context_s", "due_at", "fixed_s", "kv_free", "kv_s", "pair_s", "ready_at", "sequence_s", "step_s", "token_s"),
+)
+READERS = {"priced", "dualmap", "llmd_predictor", "llmd_token", "llumnix", "mooncake", "preble"}
+
+
+def muddled(candidates: list[Candidate], seed: int) -> None:
+    """Anything may stand there, and nothing is on the timeline."""
+    rng = Random(seed)
+    for candidate in candidates:
+        ledger.believe(candidate.load, False, 1.0)
+        for name in OUTLOOK:
+            setattr(candidate.load, name, 1000 * rng.random())
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_a_policy_that_reads_no_beliefs_picks_the_same_whatever_they_are(name: str) -> None:
+    policy = registry.build(name, {})
+    assert policy.reads_beliefs == (name in READERS)
+    if policy.reads_beliefs:
+        return
+    found = []
+    for seed in (1, 2):
+        policy = registry.build(name, {})
+        for _, ask, candidates in cases():
+            muddled(candidates, seed)
+            chosen = pick(policy, ask, candidates)
+            found.append(None if chosen is None else (chosen.candidate.load.slot, list(chosen.scores)))
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+
+
+@pytest.mark.parametrize("name", admissions.names())
+def test_an_admission_that_reads_no_beliefs_judges_the_same_whatever_they_are(name: str) -> None:
+    admission = admissions.build_admission(name, {})
+    assert admission.reads_beliefs == (name in {"priced", "early_rejection"})
+    if admission.reads_beliefs:
+        return
+    found = []
+    for seed in (1, 2):
+        admission = admissions.build_admission(name, {})
+        for number, ask, candidates in cases():
+            muddled(candidates, seed)
+            view = View(Random(number), candidates)
+            question = Ask(ask.request, ask.now, Random(number), ask.cached, ask.tried, ask.fingerprint)
+            found.append(admission.judge(question, candidates, view))
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+
+
+def test_token_routing_with_a_given_rate_needs_no_belief_of_it() -> None:
+    assert not registry.build("llmd_token", {"peak_tokens_per_s": 10_000.0}).reads_beliefs
