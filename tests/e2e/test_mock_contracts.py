@@ -12,6 +12,7 @@ import pytest
 from kvtransfer.dialects import by_itself, named
 from mockgpu.text import expected_text, token_bytes, token_ids
 from tests.e2e.mock_pair import DIALECTS, PROMPT, Pair, pair, rooms
+from tests.fair_time import at_most
 
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24}
 GIVE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -484,6 +485,7 @@ async def test_links_are_as_fast_as_they_are_said_to_be() -> None:
     body = {"prompt": "word" * 640, "max_tokens": 1}
     async with pair(kv={"gbps": 3.4}, speed=1.0) as groups:
         began = loop.time()
-        assert (await groups.split(body))[0] == 200
-        assert 0.18 < loop.time() - began < 0.5
+        async with at_most(0.5):
+            assert (await groups.split(body))[0] == 200
+        assert loop.time() - began > 0.18
         await groups.at_rest()

@@ -19,6 +19,7 @@ from mockgpu.fleet import Member
 from mockgpu.text import expected_text
 from tests.e2e.mock_pair import DIALECTS, PROMPT, Pair, pair, rooms
 from tests.e2e.processes import ENV
+from tests.fair_time import at_most
 
 LONG: dict[str, Any] = {"prompt": PROMPT * 20, "max_tokens": 12}
 WORDS = expected_text(LONG, 12)
@@ -100,12 +101,10 @@ async def test_bytes_said_twice_end_the_link_and_no_word_is_wrong() -> None:
 async def test_a_silent_giver_is_noticed_within_a_second_and_its_late_bytes_touch_nobody() -> None:
     async with bad_pair(recompute=True) as groups:
         assert await attempt(groups) == WORDS
-        loop = asyncio.get_running_loop()
         body = LONG | {"prompt": "fresh " + PROMPT * 20}
         await fault(groups, groups.prefill, "wire-stall")
-        began = loop.time()
-        assert await attempt(groups, body) == expected_text(body, 12)
-        assert loop.time() - began < 1.5
+        async with at_most(1.5):
+            assert await attempt(groups, body) == expected_text(body, 12)
         # What was held back comes now, when its blocks may be another's.
         await fault(groups, groups.prefill, "")
         bodies = [LONG | {"prompt": f"{n} " + PROMPT * 20} for n in range(6)]
@@ -124,9 +123,10 @@ async def test_a_frozen_giver_is_noticed_and_thaws_without_harm() -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         take = body | {"kv_transfer_params": first["kv_transfer_params"]}
-        _, answer = await groups.post(groups.decode, take)
+        async with at_most(2.5):
+            _, answer = await groups.post(groups.decode, take)
         assert answer["choices"][0]["text"] == expected_text(body, 12)
-        assert 0.4 < loop.time() - began < 2.5
+        assert loop.time() - began > 0.4
         await fault(groups, groups.prefill, "")
         assert await attempt(groups, LONG | {"prompt": "later " + PROMPT * 20}) is not None
         await groups.at_rest()
@@ -202,11 +202,9 @@ async def test_a_decode_leg_left_while_it_waits_frees_its_room_within_a_quarter_
         while not groups.decode.group.scheduler.fetching:
             await asyncio.sleep(0)
         leg.cancel()
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        while groups.decode.group.scheduler.pool.usage:
-            await asyncio.sleep(0)
-        assert loop.time() - began < 0.25
+        async with at_most(0.25):
+            while groups.decode.group.scheduler.pool.usage:
+                await asyncio.sleep(0)
 
 
 async def test_a_storm_of_leaving_clients_leaves_the_rest_unharmed() -> None:

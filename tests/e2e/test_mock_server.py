@@ -21,6 +21,7 @@ from mockgpu.group import GroupSpec
 from mockgpu.hardware import gpu_named
 from mockgpu.llm import model_named
 from mockgpu.text import expected_text
+from tests.fair_time import at_most
 
 SPEC = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=inf)
 CHAT = {"model": "demo-8b", "messages": [{"role": "user", "content": "How deep is the reservoir behind the dam?"}]}
@@ -367,10 +368,10 @@ async def test_steps_take_the_time_the_roofline_says() -> None:
     loop = asyncio.get_running_loop()
     async with mock(spec) as group:
         started = loop.time()
-        await group.sdk.chat.completions.create(**CHAT, max_tokens=101)
-        took = loop.time() - started
-    # 8B on one H100: 6.2 ms a step at batch 1, at twice the speed; the first token and the connection on top.
-    assert 0.3 < took < 0.6
+        # 8B on one H100: 6.2 ms a step at batch 1, at twice the speed; the first token and the connection on top.
+        async with at_most(0.6):
+            await group.sdk.chat.completions.create(**CHAT, max_tokens=101)
+        assert loop.time() - started > 0.3
 
 
 # --- faults
