@@ -16,6 +16,7 @@ from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
 from gateway.relay import UpstreamBroke, Usage
 from gateway.roster import HEALTHY, Adoption, LiveEndpoint, Moves, Roster
+from gateway.shared.news import News
 from gateway.watch.scrape import Reading
 from policies import health, ledger
 from policies.fingerprint import Fingerprint
@@ -89,10 +90,8 @@ class Booking:
         if self._live.health is not HEALTHY:
             self._table.happened(self._live, Event.SUCCEEDED)
         if usage.cached_tokens is not None and usage.prompt_tokens:
-            believed = self._pick.cached_tokens / max(1, self._request.prompt_tokens)
-            self._table.prefixes.index.confirm(
-                self._live.load.slot, min(1.0, believed), usage.cached_tokens / usage.prompt_tokens
-            )
+            believed = min(1.0, self._pick.cached_tokens / max(1, self._request.prompt_tokens))
+            self._table.confirm(self._live, believed, min(1.0, usage.cached_tokens / usage.prompt_tokens))
 
     def failed(self, broke: UpstreamBroke) -> None:
         """The answer was not whole: evidence about the endpoint."""
@@ -114,9 +113,7 @@ class Booking:
     def _unlearn(self) -> None:
         """The prompt was never computed there: believe no more than before the pick."""
         if self._fingerprint is not None:
-            self._table.prefixes.index.trim(
-                self._fingerprint, self._live.load.slot, self._pick.cached_tokens, self._request.prompt_tokens
-            )
+            self._table.unlearn(self._fingerprint, self._live, self._pick.cached_tokens, self._request.prompt_tokens)
 
 
 class Reservation(Booking):
@@ -144,6 +141,7 @@ class EndpointTable:
         self.prefixes = prefixes
         self.rng = rng
         self.on_change: Callable[[], None] = lambda: None
+        self.news: News | None = None
         self._metrics = metrics
         self._looked_up, self._hits = metrics.prefix_lookup_tokens_total, metrics.prefix_hit_tokens_total
         self._limits = _health_limits(config)
@@ -176,7 +174,7 @@ class EndpointTable:
 
     def _follow(self, live: LiveEndpoint) -> None:
         load, name = live.load, live.endpoint.name
-        self._metrics.inflight.labels(name).follow(lambda: float(load.in_flight))
+        self._metrics.inflight.labels(name).follow(lambda: float(load.in_flight - load.others.in_flight))
         self._metrics.endpoint_up.labels(name).follow(lambda: float(load.available))
         self._metrics.inside.follow(live)
 
@@ -232,9 +230,28 @@ class EndpointTable:
         return Reservation(self, self._by_slot[slot], pick, request, fingerprint)
 
     def _learn(self, fingerprint: Fingerprint, pick: Pick, request: Request) -> None:
-        load, index = pick.candidate.load, self.prefixes.index
-        index.insert(fingerprint, load.slot, request.prompt_tokens)
+        candidate = pick.candidate
+        self.learn(fingerprint, candidate.load, request.prompt_tokens)
+        if self.news is not None:
+            self.news.prompts.append((fingerprint, candidate.endpoint, request.prompt_tokens, None))
+
+    def learn(self, fingerprint: Fingerprint, load: EndpointLoad, prompt_tokens: int) -> None:
+        """The endpoint was sent a prompt, by us or by another gateway."""
+        index = self.prefixes.index
+        index.insert(fingerprint, load.slot, prompt_tokens)
         load.held_tokens, load.regret = index.held_tokens(load.slot), index.regret(load.slot)
+
+    def unlearn(self, fingerprint: Fingerprint, live: LiveEndpoint, kept_tokens: int, prompt_tokens: int) -> None:
+        """A prompt of ours was never computed there."""
+        self.prefixes.index.trim(fingerprint, live.load.slot, kept_tokens, prompt_tokens)
+        if self.news is not None:
+            self.news.prompts.append((fingerprint, live.endpoint, prompt_tokens, kept_tokens))
+
+    def confirm(self, live: LiveEndpoint, believed: float, found: float) -> None:
+        """An answer told what share of its prompt was cached; `believed` is what we took it to be."""
+        self.prefixes.index.confirm(live.load.slot, believed, found)
+        if self.news is not None:
+            self.news.confirmed.append((live.endpoint, believed, found))
 
     # Evidence
 
@@ -289,6 +306,8 @@ class EndpointTable:
 
     def _moved(self, live: LiveEndpoint, before: Health, after: Health) -> None:
         log.warning("endpoint %s: %s -> %s (%s)", live.endpoint.name, before.state, after.state, after.cause or "new")
+        if self.news is not None:
+            self.news.moved.append((live.endpoint, str(after.state), str(after.cause or "")))
         if after.state in (health.State.EJECTED, health.State.DEAD):
             self._metrics.ejections_total.labels(live.endpoint.name, str(after.cause)).inc()
             self.prefixes.index.forget(live.load.slot)

@@ -82,6 +82,11 @@ class Explained:
         self._ring[at] = x
         self._at = at + 1 if at + 1 < self.size else 0
 
+    def newest(self) -> dict[str, object] | None:
+        """The page of the request that was over last."""
+        last = self._ring[self._at - 1] if self.size else None
+        return None if last is None else told(last)
+
     def find(self, request_id: str) -> dict[str, object] | None:
         """The page of one request; None when it is not, or no longer, known. O(size)."""
         return next((told(x) for x in self._ring if x is not None and x.id == request_id), None)

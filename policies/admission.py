@@ -188,8 +188,15 @@ class Admission(Protocol):
 
 
 def capacity(candidates: Iterable[Candidate]) -> int:
-    """Requests that all available endpoints together may serve at once: the sum of their concurrency caps."""
-    return sum(candidate.endpoint.max_concurrency for candidate in candidates if candidate.load.available)
+    """Requests that all available endpoints together may serve at once: the sum of their concurrency caps, less what
+    other gateways have there; at least an equal share of each, so that nobody is kept out by who came first."""
+    total = 0
+    for candidate in candidates:
+        load, cap = candidate.load, candidate.endpoint.max_concurrency
+        if load.available:
+            others = load.others
+            total += max(cap - others.in_flight, cap // (len(others.shares) + 1)) if others.shares else cap
+    return total
 
 
 def crowd(room: RoomView, expected_s: float | None) -> str:

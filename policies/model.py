@@ -14,6 +14,7 @@ from random import Random
 import msgspec
 
 from policies.fingerprint import Fingerprint
+from policies.foreign import Others
 from policies.latency import Belief
 from policies.timeline import Prompt, Timeline
 
@@ -78,7 +79,8 @@ class EndpointLoad:
     kv_booked        prompt and expected output tokens of all booked requests: what they lock or will lock there
     available        False while ejected by health or draining: never a candidate
     running, waiting, kv_usage, scraped_at   the engine's own view at its last scrape; None before the first
-    strangers        requests in that view beyond in_flight at that moment: what others sent
+    strangers        requests in that view beyond in_flight at that moment: what strangers to the fleet's gateways sent
+    others           what other gateways booked here, contained in the booked numbers above (foreign.py)
     belief           how fast the endpoint is, learnt (latency.py)
     timeline         what its engine is believed to be doing, step by step (timeline.py)
     believed         whether anybody reads beliefs here; if not, timeline and outlook rest, and nothing is predicted
@@ -101,7 +103,7 @@ class EndpointLoad:
     __slots__ = (
         *("available", "belief", "believed", "decode_tokens", "decoding", "entries", "expected_tokens"),
         *("held_tokens", "in_flight"),
-        *("kv_booked", "kv_tokens", "kv_usage", "prefill_tokens", "regret", "running", "scraped_at", "slot"),
+        *("kv_booked", "kv_tokens", "kv_usage", "others", "prefill_tokens", "regret", "running", "scraped_at", "slot"),
         *("strangers", "timeline", "waiting"),
         *("context_s", "due_at", "fixed_s", "kv_free", "kv_s", "pair_s", "ready_at", "sequence_s"),
         *("step_s", "token_s"),
@@ -120,6 +122,7 @@ class EndpointLoad:
         self.kv_usage: float | None = None
         self.scraped_at: float | None = None
         self.strangers = 0
+        self.others = Others()
         self.belief = Belief() if belief is None else belief
         self.timeline = Timeline()
         self.believed = True

@@ -340,8 +340,10 @@ class Timeline:
     def refresh(self, load: EndpointLoad, now: float) -> None:
         """Say in plain floats what a newcomer would meet (EndpointLoad's docstring)."""
         belief = load.belief
-        batch = self.batch + load.strangers
-        decode = belief.context_s * (self.starts + self.batch * self.tick) + belief.sequence_s * batch
+        others = load.others
+        batch = self.batch + load.strangers + others.decoding
+        context = self.starts + self.batch * self.tick + others.decode_tokens
+        decode = belief.context_s * context + belief.sequence_s * batch
         flops, floor = belief.flop_s * batch, belief.floor_s
         over = decode + flops + belief.layers_s
         self.decode_s = step_s = (floor if floor > flops else flops) + belief.base_s + decode
@@ -353,6 +355,9 @@ class Timeline:
         self.idle_s = idle_s = belief.request_s + (0.5 * step_s if batch else 0.0)
         load.fixed_s = idle_s + over
         base = self.ends if self.busy else self.began
+        if others.prefill_tokens:  # computed between ours: first tokens tell less of what a step takes
+            self.tight = True
+            base = max(base, now) + others.prefill_tokens * token_s
         load.ready_at = base + self.queued_tokens * token_s + self.queued_pairs * pair_s
         self.over_s = over
         if self.finishing:
@@ -382,10 +387,10 @@ class Timeline:
 
     def _room(self, load: EndpointLoad, kv_tokens: float) -> None:
         """KV that is free when all who are queued have theirs, and how fast it comes back: answers end one by one."""
-        waiting = 0
+        waiting = load.others.prefill_tokens
         for prompt in self.queue:
             if not prompt.locked:
                 waiting += prompt.prompt_tokens
-        context = self.starts + self.batch * self.tick
+        context = self.starts + self.batch * self.tick + load.others.decode_tokens
         load.kv_free = kv_tokens - context - self.kv_prompts - waiting
         load.kv_s = load.expected_tokens * load.step_s / (load.in_flight * context) if context > 0 else 0.0

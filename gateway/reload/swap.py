@@ -61,7 +61,7 @@ class Swap:
         """
         gateway, config, generation = self._gateway, plan.snapshot.config, self._gateway.snapshot.generation
         moves = gateway.endpoints.adopt(plan.adoption)
-        affected = sum(live.load.in_flight for live in moves.left)
+        affected = sum(live.load.in_flight - live.load.others.in_flight for live in moves.left)
         closed = [room for room in gateway.gate.rooms() if room.name not in config.pools]
         affected += sum(room.waiting for room in closed if room not in self._closed_in)
         furnish(gateway, plan, self._metrics)
