@@ -16,7 +16,7 @@ if ! "$python" -c 'import pyverbs.qp' 2>/dev/null; then
     make --no-print-directory VENV="$out/venv" PYTHON=/usr/bin/python3 "$out/venv/.dev"
     python=$out/venv/bin/python
 fi
-# The limit is for a guest that hangs; a quiet machine needs a fifth of it.
+# The limit is for a guest that hangs; a quiet machine needs a fraction of it.
 exec sh "$here/guest.sh" "$out" "${GUEST_SECONDS:-900}" env PENSTOCK_RDMA=1 PENSTOCK_RDMA_TRIALS="${RDMA_TRIALS:-68}" \
     PENSTOCK_KV_TRANSPORTS=rdma PENSTOCK_PATIENCE_S=60 PY_COLORS=0 \
     "$python" -X faulthandler -m pytest -o faulthandler_timeout=300 "$@"

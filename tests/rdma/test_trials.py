@@ -80,6 +80,10 @@ def measured_pace(pool: ThreadPoolExecutor) -> float:
     return max(LEAST_PACE, 2 * max(told[0] for told, _ in calms))
 
 
+def landed(outcomes: list[Outcome]) -> int:
+    return sum(outcome.ends["landing landed landed"] for outcome in outcomes)
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> list[Outcome]:
     return []
@@ -95,12 +99,12 @@ def test_whatever_breaks_nothing_wrong_lands_over_verbs(
         firsts = range(batch * BATCH, (batch + 1) * BATCH, EACH)
         for found in pool.map(lambda first: some(range(first, first + EACH), pace), firsts):
             outcomes += found
+    new = outcomes[before:]
     with capfd.disabled():
-        print(f"\n{len(outcomes) - before} of {BATCH} trials at a pace of {pace:.1f}")
+        print(f"\n{len(new)} of {BATCH} trials at a pace of {pace:.1f}: {landed(new)} landings")
     assert [outcome for outcome in outcomes if outcome.wrong] == []
 
 
 def test_the_trials_over_verbs_saw_every_fault_and_many_landings(outcomes: list[Outcome]) -> None:
-    ends = sum((outcome.ends for outcome in outcomes), Counter[str]())
-    assert ends["landing landed landed"] > len(outcomes) / 4, ends
+    assert landed(outcomes) > len(outcomes) / 4, sum((outcome.ends for outcome in outcomes), Counter[str]())
     assert len(outcomes) < 200 or {outcome.fault for outcome in outcomes} == set(FAULTS)
