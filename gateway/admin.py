@@ -49,7 +49,8 @@ def application(app: App) -> web.Application:
         return web.json_response({"endpoints": shown, "splits": _splits(app), "pairs": _pairs(app)})
 
     async def explain(request: web.Request) -> web.Response:
-        found = app.gateway.accounts.explained.find(request.match_info["id"])
+        asked, explained = request.match_info["id"], app.gateway.accounts.explained
+        found = explained.newest() if asked == "last" else explained.find(asked)
         if found is None:
             return web.json_response({"message": "no such request among the newest that are over"}, status=404)
         return web.json_response(found)

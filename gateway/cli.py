@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 _ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {"mock": "mockgpu.cli:mock", "bench": "planner.bench.cli:bench", "replay": "planner.replay.cli:replay"}
     | {name: f"gateway.operate:{name}" for name in ("status", "reload", "diff", "rollback", "history")}
+    | {"explain": "gateway.tell:explain", "chaos": "gateway.chaos:chaos"}
 )
 """Commands that live elsewhere: name -> module:function, a function as typer takes it."""
 
 _ORDER = (
     *("demo", "serve", "mock", "bench", "replay", "check", "status", "reload", "diff", "rollback", "history"),
-    *("schema", "version"),
+    *("explain", "chaos", "schema", "version"),
 )
 
 

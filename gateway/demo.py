@@ -28,9 +28,11 @@ from kvtransfer.dialects import DIALECTS, Needs
 
 FOLDER = Path("penstock-demo")
 _HOST = "127.0.0.1"
+_USUAL_ADMIN = "http://127.0.0.1:8081"
 _MOCK_PORTS = range(9100, 9900)
 _READY_WITHIN_S = 30.0
 _GONE_WITHIN_S = 5.0
+_DOORS = 2  # at most: one for each process of mocks
 
 
 class DemoError(Exception):
@@ -71,7 +73,7 @@ def _run(demo: Demo, console: Console) -> int:
     _refuse_taken(demo.admin_port, "--admin-port")
     if demo.dialect is not None and (demo.groups < 2 or demo.dialect not in DIALECTS):
         raise DemoError(f"splitting needs two groups or more and a dialect of {', '.join(DIALECTS)}")
-    first = _free_run(demo.groups + demo.halves)  # the last ones for bootstrap servers
+    first = _free_run(demo.groups + demo.halves + _DOORS)  # behind the groups: bootstrap servers, doors for chaos
     FOLDER.mkdir(exist_ok=True)
     file = _write_config(demo, first)
     try:
@@ -145,14 +147,23 @@ def _mocks(demo: Demo, first: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 def _kinds(demo: Demo, first: int) -> list[list[str]]:
     """Options of each process of mocks: all alike, or those that prefill and those that decode."""
     if demo.dialect is None:
-        return [["--port", str(first), "--groups", str(demo.groups)]]
+        return [["--port", str(first), "--groups", str(demo.groups), "--chaos-port", str(_door(demo, first, 0))]]
     shared = ["--dialect", demo.dialect]
     bootstrap = ["--bootstrap-port", str(first + demo.groups)]
-    rest = demo.groups - demo.halves
+    rest, doors = demo.groups - demo.halves, [str(_door(demo, first, number)) for number in (0, demo.halves)]
     return [
-        ["--port", str(first), "--groups", str(demo.halves), "--role", "prefill", *shared, *bootstrap],
-        ["--port", str(first + demo.halves), "--groups", str(rest), "--role", "decode", *shared],
+        [*_range(first, demo.halves), "--role", "prefill", "--chaos-port", doors[0], *shared, *bootstrap],
+        [*_range(first + demo.halves, rest), "--role", "decode", "--chaos-port", doors[1], *shared],
     ]
+
+
+def _range(first: int, groups: int) -> list[str]:
+    return ["--port", str(first), "--groups", str(groups)]
+
+
+def _door(demo: Demo, first: int, number: int) -> int:
+    """The port where faults of this group may be set: its process's door."""
+    return first + demo.groups + demo.halves + (1 if demo.dialect is not None and number >= demo.halves else 0)
 
 
 def _with_us() -> list[str]:
@@ -231,15 +242,16 @@ def _write_config(demo: Demo, first: int) -> Path:
 def _endpoint(demo: Demo, first: int, number: int) -> str:
     """One endpoint's mapping, braces left out."""
     where = f"url: http://127.0.0.1:{first + number}"
+    door = f'labels: {{chaos: "127.0.0.1:{_door(demo, first, number)}"}}'
     if demo.dialect is None:
-        return f"name: group-{number}, {where}"
-    engine = f", engine: {DIALECTS[demo.dialect].engine}"
+        return f"name: group-{number}, {where}, {door}"
+    engine = f"engine: {DIALECTS[demo.dialect].engine}"
     if number >= demo.halves:
-        return f"name: decode-{number - demo.halves}, {where}, role: decode{engine}"
+        return f"name: decode-{number - demo.halves}, {where}, role: decode, {engine}, {door}"
     bootstrap = ""
     if DIALECTS[demo.dialect].needs in (Needs.ADDRESS, Needs.QUERY):
-        bootstrap = f", bootstrap: 127.0.0.1:{first + demo.groups + number}"
-    return f"name: prefill-{number}, {where}, role: prefill{engine}{bootstrap}"
+        bootstrap = f"bootstrap: 127.0.0.1:{first + demo.groups + number}, "
+    return f"name: prefill-{number}, {where}, role: prefill, {engine}, {bootstrap}{door}"
 
 
 _CONFIG = """\
@@ -252,7 +264,7 @@ version: 1
 
 listeners:
   api: {{port: {port}}}         # applications; 127.0.0.1 unless a host is given
-  admin: {{port: {admin_port}}}       # /healthz /readyz /metrics /endpoints /config
+  admin: {{port: {admin_port}}}       # the live page, /metrics /endpoints /config
 
 models:
   - name: {model}
@@ -262,7 +274,7 @@ models:
 pools:
   chat:
     policy: {policy}      # round_robin, least_loaded or prefix_aware
-    endpoints:               # one per TP group: one engine process behind one URL
+    endpoints:               # one per TP group: one engine process behind one URL; chaos: where mocks may be broken
 {endpoints}
     waiting_room: {{size: 256, timeout: 30s}}   # while every group has its max_concurrency (24)
 
@@ -293,11 +305,15 @@ def _welcome(demo: Demo, file: Path) -> str:
 def _next_steps(demo: Demo, file: Path, url: str, admin: str) -> str:
     other = "least_loaded" if demo.policy != "least_loaded" else "prefix_aware"
     penstock = "penstock" if shutil.which("penstock") else os.path.relpath(Path(sys.executable).with_name("penstock"))
-    steps = {
-        f"{penstock} bench --url {url}": "measure it: TTFT, TPOT, goodput",
-        f"curl {admin}/endpoints": "who is doing what right now",
+    victim = "group-0" if demo.dialect is None else "decode-0"
+    steps = {} if admin == _USUAL_ADMIN else {f"export PENSTOCK_ADMIN={admin}": "where the commands below ask"}
+    steps |= {
+        f"{penstock} bench --url {url} --for 30s": "measure it: TTFT, TPOT, goodput",
+        f"{penstock} top": "the fleet in this terminal (or open the live view)",
+        f"{penstock} chaos kill {victim}": "watch the others carry on; then: chaos restore",
+        f"{penstock} explain": "the newest request: who was considered, and why it went there",
         f"sed -i 's/policy: {demo.policy}/policy: {other}/' {file}": "another policy, while requests run",
-        f"{penstock} diff --admin {admin} && {penstock} rollback --admin {admin}": "what changed, and back",
+        f"{penstock} diff && {penstock} rollback": "what changed, and back",
         f"{penstock} demo --split": "one group computes the prompt, another the answer",
         f"{penstock} serve --engine http://HOST:8000": "your own engines, no file needed",
     }
@@ -309,7 +325,7 @@ _WELCOME = """\
 Penstock demo: {groups} mock TP groups serve "{model}", policy {policy}. No GPU.
 
   API        {url}/v1
-  Admin      {admin}/endpoints   /metrics   /readyz   /config
+  Live view  {admin}   (/metrics /endpoints /config)
   Config     {file}
   Requests   {folder}/access.log
 

@@ -87,6 +87,11 @@ class Explained:
         last = self._ring[self._at - 1] if self.size else None
         return None if last is None else told(last)
 
+    def newest(self) -> dict[str, object] | None:
+        """The page of the request that was over last."""
+        last = self._ring[self._at - 1] if self.size else None
+        return None if last is None else told(last)
+
     def find(self, request_id: str) -> dict[str, object] | None:
         """The page of one request; None when it is not, or no longer, known. O(size)."""
         return next((told(x) for x in self._ring if x is not None and x.id == request_id), None)

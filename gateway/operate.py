@@ -35,16 +35,16 @@ def status(admin: Admin = HERE, as_json: Json = False) -> None:
     config, fleet = server.ask("GET", "/config"), server.ask("GET", "/endpoints")["endpoints"]
     if as_json:
         told = {key: config[key] for key in ("version", "applied", "last_error", "needs_restart", "models")}
-        _print_json(told | {"endpoints": fleet})
+        print_json(told | {"endpoints": fleet})
         return
     applied, error = config["applied"], config["last_error"]
     up = sum(each["available"] for each in fleet)
-    _say(f"v{applied['version']} {applied['file']} ({applied['source']}, {applied['at']}, {applied['hash']})")
-    _say(f"{up} of {len(fleet)} endpoints available, {sum(each['in_flight'] for each in fleet)} requests in flight")
+    say(f"v{applied['version']} {applied['file']} ({applied['source']}, {applied['at']}, {applied['hash']})")
+    say(f"{up} of {len(fleet)} endpoints available, {sum(each['in_flight'] for each in fleet)} requests in flight")
     if config["needs_restart"]:
-        _say(f"needs a restart: {', '.join(config['needs_restart'])}", style="yellow")
+        say(f"needs a restart: {', '.join(config['needs_restart'])}", style="yellow")
     for problem in error["problems"] if error else ():
-        _say(f"last attempt rejected ({error['source']}, {error['at']}): {problem['text']}", style="red")
+        say(f"last attempt rejected ({error['source']}, {error['at']}): {problem['text']}", style="red")
 
 
 def reload(admin: Admin = HERE, key_file: KeyFile = None, as_json: Json = False) -> None:
@@ -70,17 +70,17 @@ def diff(
         versions = server.ask("GET", "/config/versions")["versions"]
         told |= {"last": versions[0]} if versions else {}
     if as_json:
-        _print_json(told)
+        print_json(told)
         raise typer.Exit(0 if told["result"] in ("dry_run", "unchanged") else 1)
     if told["result"] == "unchanged":
         name = str(file) if file is not None else "the file"
-        _say(f"{name} says what is in force: v{told['version']}")
+        say(f"{name} says what is in force: v{told['version']}")
         _last_change(told.get("last"))
         return
     _problems(told)
     _changes(told["changes"])
     if told["needs_restart"]:
-        _say(f"would need a restart: {', '.join(told['needs_restart'])}", style="yellow")
+        say(f"would need a restart: {', '.join(told['needs_restart'])}", style="yellow")
 
 
 def rollback(
@@ -98,11 +98,11 @@ def history(admin: Admin = HERE, as_json: Json = False) -> None:
     """The versions that were in force, newest first."""
     told = Server(admin, None).ask("GET", "/config/versions")
     if as_json:
-        _print_json(told)
+        print_json(told)
         return
     for each in told["versions"]:
         mark = "*" if each["version"] == told["applied"] else " "
-        _say(f"{mark} v{each['version']}  {each['at']}  {each['source']}  {each['hash']}  {Path(each['file']).name}")
+        say(f"{mark} v{each['version']}  {each['at']}  {each['source']}  {each['hash']}  {Path(each['file']).name}")
         _changes(each["changes"], indent="      ")
 
 
@@ -130,13 +130,13 @@ class Server:
             answer = connection.getresponse()
             told = json.loads(answer.read(ANSWER_CAP_BYTES))
         except (OSError, http.client.HTTPException) as error:
-            _fail(f"no gateway answers at {self._url}: {error}; is it running, and is --admin its admin server?")
+            fail(f"no gateway answers at {self._url}: {error}; is it running, and is --admin its admin server?")
         except ValueError:
-            _fail(f"what answers at {self._url} is no admin server of a gateway (status {answer.status})")
+            fail(f"what answers at {self._url} is no admin server of a gateway (status {answer.status})")
         finally:
             connection.close()
         if not isinstance(told, dict) or told.get("result") == "refused":
-            _fail(str(told.get("message") if isinstance(told, dict) else told))
+            fail(str(told.get("message") if isinstance(told, dict) else told))
         return told
 
 
@@ -147,26 +147,26 @@ def _key(file: Path | None) -> str:
         with file.open("rb") as handle:
             return handle.read(KEY_CAP_BYTES).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
-        _fail(f"{file} cannot be read: {error}")
+        fail(f"{file} cannot be read: {error}")
 
 
 def _text(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        _fail(f"{file} cannot be read: {error.strerror}")
+        fail(f"{file} cannot be read: {error.strerror}")
 
 
 def _show(told: dict[str, Any], *, as_json: bool) -> None:
     """What came of a change."""
     good = told["result"] in ("applied", "unchanged")
     if as_json:
-        _print_json(told)
+        print_json(told)
         raise typer.Exit(0 if good else 1)
     _problems(told)
     if not good:
-        _fail(told["message"])
-    _say(told["message"], style="green")
+        fail(told["message"])
+    say(told["message"], style="green")
     _changes(told["changes"])
 
 
@@ -175,14 +175,14 @@ def _problems(told: dict[str, Any]) -> None:
     if told["result"] not in ("rejected", "nothing"):
         return
     for problem in told["problems"]:
-        _say(problem["text"], err=True)
+        say(problem["text"], err=True)
     count = len(told["problems"])
-    _fail(f"{count} problem{'s' if count > 1 else ''}" if count else told["message"])
+    fail(f"{count} problem{'s' if count > 1 else ''}" if count else told["message"])
 
 
 def _last_change(version: dict[str, Any] | None) -> None:
     if version is not None and version["changes"]:
-        _say(f"v{version['version']} changed ({version['source']}, {version['at']}):")
+        say(f"v{version['version']} changed ({version['source']}, {version['at']}):")
         _changes(version["changes"])
 
 
@@ -202,14 +202,14 @@ def _changes(changes: list[dict[str, Any]], indent: str = "  ") -> None:
         Console(highlight=False).print(line, soft_wrap=True)
 
 
-def _fail(message: str) -> NoReturn:
-    _say(message, style="red", err=True)
+def fail(message: str) -> NoReturn:
+    say(message, style="red", err=True)
     raise typer.Exit(1)
 
 
-def _say(text: str, *, style: str | None = None, err: bool = False) -> None:
+def say(text: str, *, style: str | None = None, err: bool = False) -> None:
     Console(stderr=err, highlight=False).print(text, style=style, markup=False, soft_wrap=True)
 
 
-def _print_json(value: object) -> None:
+def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))

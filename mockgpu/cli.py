@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from contextlib import AsyncExitStack
 from math import inf
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import msgspec
 import typer
 import uvloop
 
+from mockgpu.door import open_door
 from mockgpu.faults import FaultError
 from mockgpu.fleet import KEEP_ALIVE_S, Member, running_fleet
 from mockgpu.group import GroupSpec
@@ -19,6 +21,7 @@ from mockgpu.hardware import gpu_named
 from mockgpu.llm import kv_capacity_tokens, model_named
 from mockgpu.options import (
     BootstrapPort,
+    ChaosPort,
     DialectName,
     EngineVersion,
     HandoffTimeout,
@@ -66,6 +69,7 @@ def mock(
     engine_version: EngineVersion = "0.33",
     bootstrap_port: BootstrapPort = 0,
     wire_faults: WireFaults = False,
+    chaos_port: ChaosPort = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per group.")] = False,
 ) -> None:
     """Serve believable TP groups without a GPU, in vLLM's dialect."""
@@ -86,7 +90,7 @@ def mock(
             more: dict[str, Any] = {"bootstrap_port": bootstrap_port, "wire_faults": wire_faults}
             more |= {"recompute": _recompute(kv_load_failure_policy), "version": _version(engine_version)}
             specs = _halves(spec, legs, groups, **more)
-        uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, as_json))
+        uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, chaos_port, as_json))
     except (ValueError, FaultError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
@@ -138,15 +142,26 @@ def _halves(spec: GroupSpec, transfer: Transfer, groups: int, **more: Any) -> li
 
 
 async def _serve(
-    specs: list[GroupSpec], host: str, port: int, fault: str, seed: int, keep_alive_s: float, as_json: bool
+    specs: list[GroupSpec],
+    host: str,
+    port: int,
+    fault: str,
+    seed: int,
+    keep_alive_s: float,
+    chaos_port: int | None,
+    as_json: bool,
 ) -> None:
     """Run the fleet until SIGINT or SIGTERM."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with running_fleet(specs, host, port, fault, seed, keep_alive_s) as members:
+    async with AsyncExitStack() as stack:
+        members = await stack.enter_async_context(running_fleet(specs, host, port, fault, seed, keep_alive_s))
         for member in members:
             typer.echo(_ready(member, as_json))
+        if chaos_port is not None:
+            opened = await stack.enter_async_context(open_door(members, chaos_port))
+            typer.echo(f"faults may be set at 127.0.0.1:{opened}", err=True)
         await stop.wait()
 
 

@@ -55,6 +55,12 @@ class FaultBox:
         self._faults: tuple[Fault, ...] = ()
         self._timers: list[asyncio.TimerHandle] = []
         self._in_force: list[Fault] = []
+        self._cut_off: asyncio.Event | None = None
+
+    async def reachable(self) -> None:
+        """Returns when requests reach the group: at once, unless it is cut off."""
+        while self._cut_off is not None:
+            await self._cut_off.wait()
 
     def set(self, spec: str) -> None:
         """Replace all faults; the empty spec heals everything. FaultError leaves what was set before."""
@@ -107,9 +113,11 @@ class FaultBox:
                 self._group.lose_rank(fault.rank, fault.hang)
             case FaultKind.REFUSE:
                 self._door.shut()
-            case FaultKind.FREEZE:
+            case FaultKind.FREEZE | FaultKind.PARTITION:
                 self._group.lose_rank(0, hang=True)
                 self._harm(Fault(FaultKind.WIRE_STALL))
+                if fault.kind is FaultKind.PARTITION:
+                    self._cut_off = asyncio.Event()
             case kind if kind in WIRE_FAULTS:
                 self._harm(fault)
 
@@ -122,9 +130,12 @@ class FaultBox:
                 self._group.restore()
             case FaultKind.REFUSE:
                 self._door.open()
-            case FaultKind.FREEZE:
+            case FaultKind.FREEZE | FaultKind.PARTITION:
                 self._group.restore()
                 self._harm(None)
+                if self._cut_off is not None:
+                    self._cut_off.set()
+                    self._cut_off = None
             case kind if kind in WIRE_FAULTS:
                 self._harm(None)
 

@@ -38,6 +38,7 @@ class FaultKind(StrEnum):
     KV_CORRUPT = "kv-corrupt"
     KV_LOST = "kv-lost"
     FREEZE = "freeze"
+    PARTITION = "partition"
     WIRE_CORRUPT = "wire-corrupt"
     WIRE_CUT = "wire-cut"
     WIRE_REPLAY = "wire-replay"
@@ -80,7 +81,10 @@ KV_FAULTS = frozenset(
 )
 # What happens to the bytes between this group's agent and those that dial it (handoff/wire.py).
 WIRE_FAULTS = frozenset((FaultKind.WIRE_CORRUPT, FaultKind.WIRE_CUT, FaultKind.WIRE_REPLAY, FaultKind.WIRE_STALL))
-GROUP_FAULTS = frozenset((FaultKind.REFUSE, FaultKind.SLOW, FaultKind.LOST_RANK, FaultKind.FREEZE)) | WIRE_FAULTS
+GROUP_FAULTS = (
+    frozenset((FaultKind.REFUSE, FaultKind.SLOW, FaultKind.LOST_RANK, FaultKind.FREEZE, FaultKind.PARTITION))
+    | WIRE_FAULTS
+)
 
 # Which options each fault takes, and the type of each option's value.
 _OPTIONS: dict[FaultKind, tuple[str, ...]] = {

@@ -26,6 +26,10 @@ HandoffTimeout = Annotated[
 LoadFailurePolicy = Annotated[str, typer.Option(help="When KV does not come: fail the request, or recompute.")]
 EngineVersion = Annotated[str, typer.Option(help="Whose objects: 0.20 to 0.33.")]
 WireFaults = Annotated[bool, typer.Option(help="Let faults of the wire be set: agents are reached through a relay.")]
+ChaosPort = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, help="Let `penstock chaos` set faults, at this port of 127.0.0.1. 0: a free one."),
+]
 BootstrapPort = Annotated[
     int, typer.Option(help="Mooncake's and SGLang's bootstrap server of the first group. 0: any free ports.")
 ]

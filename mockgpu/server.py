@@ -100,7 +100,9 @@ class MockServer:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every error in the engine's shape, aiohttp's own included."""
+        """Every error in the engine's shape, aiohttp's own included. Cut off, it hears only who sets its faults."""
+        if not request.path.startswith("/mock/"):
+            await self.faults.reachable()
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -307,6 +309,8 @@ class MockServer:
 
         The answer goes out first: a fault that cuts connections would cut this one.
         """
+        if "Origin" in request.headers:
+            raise ApiError(403, "pages may not break anything here")
         try:
             spec = msgspec.json.decode(await request.read(), type=FaultOrder).spec
             self.faults.check(parse_faults(spec))

@@ -97,6 +97,12 @@ def _totals(app: App, now: Mark, soon: Mark, minute: Mark) -> dict[str, Any]:
         "slo": slos.default,
         "prefix_hit": _ratio(hit, sent),
         "engine_hit": _ratio(cached, prompt),
+        "since_start": {
+            "requests": int(sum(now.answers.values())),
+            "failed": int(_failed(now.answers)),
+            "refused": int(sum(now.shed.values())),
+            "retries": int(sum(now.retries.values())),
+        },
     }
 
 
