@@ -184,7 +184,7 @@ class Belief:
     def missed(self, predicted_s: float, actual_s: float) -> None:
         """How far a prediction of a time to first token was off: the error bars."""
         if predicted_s > 0 and actual_s > 0:
-            off = max(-2.0, min(2.0, log(actual_s / predicted_s)))
+            off = 2.0 * (actual_s - predicted_s) / (actual_s + predicted_s)  # nearly the logarithm, and bounded
             self.error += 0.05 * (off * off - self.error)
 
 

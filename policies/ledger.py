@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from policies.latency import ttft_s
 from policies.model import EndpointLoad, Request
-from policies.timeline import Prompt, Timeline
+from policies.timeline import STALE_S, Prompt, Timeline
 
 
 class Entry(Prompt):
@@ -73,6 +73,8 @@ class Entry(Prompt):
     def _begin(self, now: float, handed: bool) -> None:
         load, request = self._load, self._request
         timeline = load.timeline
+        if timeline.stale and now - timeline.fresh_at > STALE_S:
+            timeline.refresh(load, now)
         self.prompt_tokens = prompt = request.prompt_tokens
         self.sequences = request.choices
         self.planned = self.locked = False
@@ -113,8 +115,11 @@ class Entry(Prompt):
         """The prompt is computed: its tokens are context now, not backlog."""
         if self.decoding or not self._open:
             return
-        self.computed()
-        load = self._load
+        load, prompt = self._load, self._request.prompt_tokens
+        load.prefill_tokens -= self._uncached
+        load.decode_tokens += prompt - self._context
+        load.decoding += 1
+        self._uncached, self._context, self.decoding = 0, prompt, True
         if load.believed:
             self.told = True
             if self._booked_at is not None and self._first_s is not None:
@@ -124,11 +129,9 @@ class Entry(Prompt):
     def computed(self) -> None:
         load, prompt = self._load, self._request.prompt_tokens
         load.prefill_tokens -= self._uncached
-        self._uncached = 0
         load.decode_tokens += prompt - self._context
-        self._context = prompt
         load.decoding += 1
-        self.decoding = True
+        self._uncached, self._context, self.decoding = 0, prompt, True
 
     def finished(self, now: float, output_tokens: int | None = None) -> None:
         """The answer is whole; `output_tokens` is how long it was, if anybody said. Gives back what is still held."""

@@ -17,6 +17,8 @@ RATE_S = 20.0  # over how long the prompt tokens computed are averaged
 FRESH_S = 0.5  # how old that average may be
 SHORT_S = 0.1  # first tokens within so much of an idle queue tell of a step's overhead
 LEARN_S = 1.0  # first tokens in a row are judged together until they span so much
+LESSON_S = 0.1  # between two lessons of a kind: where requests come by the hundred, each tells next to nothing
+STALE_S = 0.002  # how old what a newcomer would meet may be while nothing is queued
 MOST_BUSY = 0.95  # no prediction lets prefill take more of the time than this
 
 
@@ -66,6 +68,8 @@ class Timeline:
                                   prompts that it completes; when not busy, `began` is a boundary of decode steps
     batch, starts, tick           sequences that decode; `starts + batch * tick` is their context; steps so far
     anchor, raw_*                 since when, and with how much work by the prior, no first token has set the clock
+    fresh_at, stale               when the outlook was refreshed, and whether something was left out of it since
+    taught_at, decoded_at         when first tokens, and whole answers, last taught something
     """
 
     __slots__ = (
@@ -82,12 +86,14 @@ class Timeline:
             "queued_tokens",
         ),
         *("rate", "rate_at", "raw_decode", "raw_prefill", "raw_step_s", "slack_s", "starts", "steps", "tick", "tight"),
+        *("decoded_at", "fresh_at", "stale", "taught_at"),
     )
 
     def __init__(self, now: float = 0.0) -> None:
         self.queue: deque[Prompt] = deque()
         self.queued_tokens, self.queued_pairs = 0, 0.0
-        self.busy = self.tight = False
+        self.busy = self.tight = self.stale = False
+        self.fresh_at = self.taught_at = self.decoded_at = -inf
         self.began = self.ends = self.rate_at = now
         self.finishing: list[Prompt] = []
         self.batch = self.kv_prompts = self.planned = self.steps = 0
@@ -130,7 +136,7 @@ class Timeline:
             if not (self.queue and self._plan(load, now)) and now > self.anchor:
                 self._learn(load, now)
         self.start(prompt, now)
-        self.refresh(load, now)
+        self._touch(load, now)
 
     def leave(self, load: EndpointLoad, prompt: Prompt, now: float, output_tokens: int | None) -> None:
         """A prompt is over, computed or not; `output_tokens` when the answer is whole and somebody told its length.
@@ -152,7 +158,7 @@ class Timeline:
                 self.finishing.remove(prompt)
             if prompt.locked:
                 self.kv_prompts -= prompt.prompt_tokens
-        self.refresh(load, now)
+        self._touch(load, now)
 
     # The engine on paper
 
@@ -180,15 +186,13 @@ class Timeline:
 
     def _begin(self, load: EndpointLoad, start: float) -> bool:
         """Begin a step with prompts after steps without, from where the next first token is measured."""
-        self._decode(start)
+        if self.batch:
+            self._decode(start)
         self._anchor(start, 0.3 * self.decode_s if self.batch else 0.0)
         return self._plan(load, start)
 
     def _decode(self, until: float) -> None:
-        """Whole decode steps up to a moment."""
-        if not self.batch:
-            self.began = max(self.began, until)
-            return
+        """Whole decode steps up to a moment, while anybody decodes."""
         steps = int((until - self.began) / self.decode_s + 1e-9)
         if steps > 0:
             self.tick += steps
@@ -203,9 +207,11 @@ class Timeline:
         tokens, pairs = 0, 0.0
         while queue and room > tokens:
             head = queue[0]
-            if head.enters > at or not self._fits(load, head, context):
+            if head.enters > at or not (head.locked or self._fits(load, head, context)):
                 break
-            take = min(head.left, room - tokens)
+            take, left = head.left, room - tokens
+            if take > left:
+                take = left
             pairs += take * (head.at + 0.5 * take)
             head.at += take
             head.left -= take
@@ -217,7 +223,8 @@ class Timeline:
             return False
         self.queued_tokens -= tokens
         self.queued_pairs = max(0.0, self.queued_pairs - pairs) if queue else 0.0
-        prefill = max(shape.weights_s, shape.token_s * tokens) + shape.wire_s * tokens + shape.pair_s * pairs
+        prefill, weights_s = shape.token_s * tokens, shape.weights_s
+        prefill = (prefill if prefill > weights_s else weights_s) + shape.wire_s * tokens + shape.pair_s * pairs
         decode = shape.context_s * context + (shape.sequence_s + shape.token_s + shape.wire_s) * self.batch
         self.planned += tokens
         self.raw_prefill += prefill
@@ -230,8 +237,6 @@ class Timeline:
 
     def _fits(self, load: EndpointLoad, prompt: Prompt, context: float) -> bool:
         """Whether there is KV for all of the prompt, as engines ask before they begin one; then it is locked."""
-        if prompt.locked:
-            return True
         if load.kv_tokens is not None:
             held = context + self.kv_prompts
             if held + prompt.prompt_tokens > load.kv_tokens:
@@ -299,7 +304,8 @@ class Timeline:
         """
         belief = load.belief
         spent = now - self.anchor
-        if spent > 0 and not self.tight:
+        if spent > 0 and not self.tight and now - self.taught_at >= LESSON_S:
+            self.taught_at = now
             rest = max(0.01 * spent, spent - belief.step.factor * self.raw_decode)
             off = self.slack_s + 0.1 * spent / self.steps
             layers_s, prompts_s = self.steps * belief.layers_s, belief.prefill.factor * self.raw_prefill
@@ -319,12 +325,15 @@ class Timeline:
 
     def _decoded(self, load: EndpointLoad, prompt: Prompt, output_tokens: int, now: float) -> None:
         """What the decode steps of a whole answer took, the prefills in between apart."""
+        if now - self.decoded_at < LESSON_S:
+            return
         prefills = self.prefill_steps - prompt.prefill_steps
         steps = output_tokens / prompt.sequences - 1 - prefills
         raw_s = self.decode_raw_s - prompt.decode_raw_s
         believed = self.tick - prompt.tick - prefills
         spent_s = now - prompt.began - (self.prefill_s - prompt.prefill_s)
         if steps >= 8 and believed > 0 and raw_s > 0 and spent_s > 0:
+            self.decoded_at = now
             load.belief.step.observe(spent_s * believed / (steps * raw_s), 1.0 / (steps * steps))
             load.belief.settle()
 
@@ -337,8 +346,18 @@ class Timeline:
             expected += self.crowd * first_s / output_tokens
         return expected
 
+    def _touch(self, load: EndpointLoad, now: float) -> None:
+        """Something changed. Only when prompts are computed is told at once; the rest of the outlook may be a little old."""
+        if now - self.fresh_at >= STALE_S or self.queue or load.others.shares:
+            self.refresh(load, now)
+            return
+        self.stale = True
+        load.ready_at = self.ends if self.busy else self.began
+        load.due_at = load.ready_at if self.finishing else inf
+
     def refresh(self, load: EndpointLoad, now: float) -> None:
         """Say in plain floats what a newcomer would meet (EndpointLoad's docstring)."""
+        self.fresh_at, self.stale = now, False
         belief = load.belief
         others = load.others
         batch = self.batch + load.strangers + others.decoding
