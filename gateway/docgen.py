@@ -18,6 +18,7 @@ from gateway.config import json_schema
 from gateway.config.tree import Config
 from gateway.meters import Spec
 from gateway.metrics import Metrics
+from gateway.observe.files import files
 from gateway.observe.labels import Row
 from gateway.split.life import KEPT, TABLE
 from policies import admissions, registry
@@ -33,6 +34,7 @@ def pages() -> Mapping[str, str]:
         "docs/reference/cli.md": cli_page(),
         "docs/reference/split-states.md": states_page(),
         "deploy/config/gateway.schema.json": json.dumps(json_schema(), indent=1) + "\n",
+        **files(),
     }
 
 

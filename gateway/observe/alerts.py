@@ -1,0 +1,278 @@
+"""Alerts on causes: what is wrong inside, whether or not a promise is broken yet. docs/runbooks/ has their pages.
+
+Every alert carries the series that make it fire and those that do not: its test for promtool is made from them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from gateway.observe.promql import quantile, rate, rate_or_zero
+
+Series = tuple[tuple[str, str], ...]
+"""Of a test: (series, its values in promtool's notation), one a minute."""
+
+
+class Alert(msgspec.Struct, frozen=True):
+    """`value` is compared with `limit`; `hold` is how long it must be so.
+
+    fires, quiet   series with and without it; `labels` are those of the alert that then fires, after 30 minutes
+    """
+
+    name: str
+    value: str
+    compare: str
+    hold: str
+    severity: str
+    summary: str
+    fires: Series
+    quiet: Series
+    labels: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def rule(self) -> str:
+        return f"{self.value} {self.compare}"
+
+
+def _bucket(name: str, low: str, high: str, inside: str) -> Series:
+    """A histogram whose observations all lie between two bounds."""
+    return (
+        (f'{name}_bucket{{instance="g", le="{low}"}}', "0x60"),
+        (f'{name}_bucket{{instance="g", le="{high}"}}', inside),
+        (f'{name}_bucket{{instance="g", le="+Inf"}}', inside),
+    )
+
+
+SPLITS = rate("penstock_split_decisions_total", "", "5m", decision="split")
+LOST_KV = " + ".join(
+    (
+        rate_or_zero("penstock_split_leases_given_up_total", "5m"),
+        rate_or_zero("penstock_upstream_errors_total", "5m", kind="transfer_timeout"),
+    )
+)
+
+ALERTS = (
+    Alert(
+        "PenstockDown",
+        'up{job=~"penstock.*"}',
+        "== 0",
+        "1m",
+        "page",
+        "Prometheus cannot read a gateway's metrics.",
+        (('up{job="penstock", instance="g"}', "0x60"),),
+        (('up{job="penstock", instance="g"}', "1x60"),),
+        (("job", "penstock"), ("instance", "g")),
+    ),
+    Alert(
+        "PenstockAllEndpointsEjected",
+        "sum by (instance) (penstock_endpoint_up)",
+        "== 0",
+        "30s",
+        "page",
+        "A gateway has no endpoint left that it may pick.",
+        (('penstock_endpoint_up{instance="g", endpoint="a"}', "0x60"),),
+        (
+            ('penstock_endpoint_up{instance="g", endpoint="a"}', "0x60"),
+            ('penstock_endpoint_up{instance="g", endpoint="b"}', "1x60"),
+        ),
+        (("instance", "g"),),
+    ),
+    Alert(
+        "PenstockEndpointEjected",
+        "min by (endpoint) (penstock_endpoint_up)",
+        "== 0",
+        "5m",
+        "ticket",
+        "An endpoint has been out of rotation for minutes.",
+        (('penstock_endpoint_up{instance="g", endpoint="a"}', "0x60"),),
+        (('penstock_endpoint_up{instance="g", endpoint="a"}', "1 1 0 0 1 1 0 1x60"),),
+        (("endpoint", "a"),),
+    ),
+    Alert(
+        "PenstockEndpointNoProgress",
+        "max by (endpoint) (penstock_endpoint_progress_age_seconds)",
+        "> 20",
+        "30s",
+        "page",
+        "An endpoint with requests has not sent a byte for 20 seconds.",
+        (('penstock_endpoint_progress_age_seconds{instance="g", endpoint="a"}', "0+60x60"),),
+        (('penstock_endpoint_progress_age_seconds{instance="g", endpoint="a"}', "3x60"),),
+        (("endpoint", "a"),),
+    ),
+    Alert(
+        "PenstockPrefillBacklog",
+        "max by (endpoint) (penstock_endpoint_prefill_backlog_tokens)",
+        "> 100000",
+        "2m",
+        "ticket",
+        "More prompt tokens wait at an endpoint than it computes in ten seconds or so.",
+        (('penstock_endpoint_prefill_backlog_tokens{instance="g", endpoint="a"}', "200000x60"),),
+        (('penstock_endpoint_prefill_backlog_tokens{instance="g", endpoint="a"}', "8000x60"),),
+        (("endpoint", "a"),),
+    ),
+    Alert(
+        "PenstockScrapeStale",
+        "max by (endpoint) (penstock_endpoint_scrape_age_seconds)",
+        "> 15",
+        "2m",
+        "ticket",
+        "An engine no longer tells its load; picks go by the gateway's own counts.",
+        (('penstock_endpoint_scrape_age_seconds{instance="g", endpoint="a"}', "0+60x60"),),
+        (('penstock_endpoint_scrape_age_seconds{instance="g", endpoint="a"}', "1x60"),),
+        (("endpoint", "a"),),
+    ),
+    Alert(
+        "PenstockRetryBudgetExhausted",
+        "min by (instance) (penstock_retry_budget_remaining)",
+        "== 0",
+        "1m",
+        "page",
+        "The fleet's retries are used up: what fails now is not tried elsewhere.",
+        (('penstock_retry_budget_remaining{instance="g"}', "0x60"),),
+        (('penstock_retry_budget_remaining{instance="g"}', "3x60"),),
+        (("instance", "g"),),
+    ),
+    Alert(
+        "PenstockShedHighClass",
+        f"{rate('penstock_goodput_total', 'class', '5m', **{'class': '!batch', 'kept': 'shed'})}"
+        f" / {rate('penstock_goodput_total', 'class', '5m', **{'class': '!batch'})}",
+        "> 0.05",
+        "5m",
+        "page",
+        "One in twenty requests of a class with a promise is refused at the door.",
+        (
+            ('penstock_goodput_total{class="interactive", kept="met"}', "0+80x60"),
+            ('penstock_goodput_total{class="interactive", kept="shed"}', "0+20x60"),
+        ),
+        (
+            ('penstock_goodput_total{class="interactive", kept="met"}', "0+99x60"),
+            ('penstock_goodput_total{class="interactive", kept="shed"}', "0+1x60"),
+            ('penstock_goodput_total{class="batch", kept="shed"}', "0+50x60"),
+        ),
+        (("class", "interactive"),),
+    ),
+    Alert(
+        "PenstockKvLeaseExpiring",
+        f"({LOST_KV}) / {SPLITS}",
+        "> 0.02",
+        "5m",
+        "ticket",
+        "Prefilled KV is not fetched: one split request in fifty times out in transfer or has its KV given up.",
+        (
+            ('penstock_split_decisions_total{decision="split", reason="long"}', "0+100x60"),
+            ('penstock_upstream_errors_total{endpoint="d", kind="transfer_timeout"}', "0+5x60"),
+        ),
+        (
+            ('penstock_split_decisions_total{decision="split", reason="long"}', "0+100x60"),
+            ('penstock_upstream_errors_total{endpoint="d", kind="reset"}', "0+5x60"),
+        ),
+    ),
+    Alert(
+        "PenstockPairFailing",
+        f"{rate('penstock_split_pairs_total', 'prefill, decode', '5m', result='failed')}"
+        f" / {rate('penstock_split_pairs_total', 'prefill, decode', '5m')}",
+        "> 0.1",
+        "5m",
+        "ticket",
+        "One prefill and decode endpoint in particular fail together.",
+        (
+            ('penstock_split_pairs_total{prefill="p", decode="d", result="served"}', "0+50x60"),
+            ('penstock_split_pairs_total{prefill="p", decode="d", result="failed"}', "0+50x60"),
+        ),
+        (
+            ('penstock_split_pairs_total{prefill="p", decode="d", result="served"}', "0+99x60"),
+            ('penstock_split_pairs_total{prefill="p", decode="d", result="failed"}', "0+1x60"),
+        ),
+        (("prefill", "p"), ("decode", "d")),
+    ),
+    Alert(
+        "PenstockIndexStale",
+        f"{rate('penstock_prefill_tokens_total', '', '15m', cause='evicted')}"
+        f" / {rate('penstock_prefix_hit_tokens_total', '', '15m')}",
+        "> 0.3",
+        "10m",
+        "ticket",
+        "Engines have lost a third of the prompt tokens that the index believes them to hold.",
+        (
+            ('penstock_prefill_tokens_total{cause="evicted"}', "0+600x60"),
+            ("penstock_prefix_hit_tokens_total", "0+1000x60"),
+        ),
+        (
+            ('penstock_prefill_tokens_total{cause="evicted"}', "0+20x60"),
+            ('penstock_prefill_tokens_total{cause="never_seen"}', "0+900x60"),
+            ("penstock_prefix_hit_tokens_total", "0+1000x60"),
+        ),
+    ),
+    Alert(
+        "PenstockPredictionsOff",
+        quantile(0.5, "penstock_ttft_prediction_error_ratio", "instance", "15m"),
+        "> 0.75",
+        "10m",
+        "ticket",
+        "Half of all first tokens come at a time that was expected wrongly by three quarters or more.",
+        _bucket("penstock_ttft_prediction_error_ratio", "1.0", "2.0", "0+10x60"),
+        _bucket("penstock_ttft_prediction_error_ratio", "0.1", "0.15", "0+10x60"),
+        (("instance", "g"),),
+    ),
+    Alert(
+        "PenstockSharedViewStale",
+        "max by (instance) (penstock_shared_staleness_seconds)",
+        "> 5",
+        "1m",
+        "ticket",
+        "A gateway has not heard of the others for seconds and routes by what it knows itself.",
+        (('penstock_shared_staleness_seconds{instance="g"}', "0+60x60"),),
+        (('penstock_shared_staleness_seconds{instance="g"}', "0 1 0 2 0x60"),),
+        (("instance", "g"),),
+    ),
+    Alert(
+        "PenstockRedisDegraded",
+        "penstock_shared_staleness_seconds * (1 - penstock_shared_up)",
+        "> 30",
+        "2m",
+        "page",
+        "A gateway cannot reach what it shares its view through.",
+        (
+            ('penstock_shared_up{instance="g"}', "0x60"),
+            ('penstock_shared_staleness_seconds{instance="g"}', "0+60x60"),
+        ),
+        (
+            ('penstock_shared_up{instance="g"}', "0x60"),
+            ('penstock_shared_staleness_seconds{instance="g"}', "0x60"),
+        ),
+        (("instance", "g"),),
+    ),
+    Alert(
+        "PenstockConfigRejected",
+        "min by (instance) (penstock_config_last_reload_successful)",
+        "== 0",
+        "1m",
+        "ticket",
+        "The last configuration that was offered is not in force: it was rejected.",
+        (('penstock_config_last_reload_successful{instance="g"}', "0x60"),),
+        (('penstock_config_last_reload_successful{instance="g"}', "1x60"),),
+        (("instance", "g"),),
+    ),
+    Alert(
+        "PenstockLoopLag",
+        quantile(0.99, "penstock_loop_lag_seconds", "instance", "5m"),
+        "> 0.1",
+        "5m",
+        "page",
+        "The gateway's event loop runs late: every stream stutters.",
+        _bucket("penstock_loop_lag_seconds", "0.25", "0.5", "0+240x60"),
+        _bucket("penstock_loop_lag_seconds", "0.001", "0.002", "0+240x60"),
+        (("instance", "g"),),
+    ),
+    Alert(
+        "PenstockLogLinesDropped",
+        rate("penstock_log_lines_dropped_total", "instance", "5m"),
+        "> 0",
+        "5m",
+        "ticket",
+        "Access lines get lost: the disk is full or what reads them does not.",
+        (('penstock_log_lines_dropped_total{instance="g"}', "0+5x60"),),
+        (('penstock_log_lines_dropped_total{instance="g"}', "7x60"),),
+        (("instance", "g"),),
+    ),
+)
