@@ -164,7 +164,7 @@ async def test_a_hundred_at_once_all_land_over_one_link(transport: str) -> None:
 
 async def refused(source: Group, sink: Group, name: str, ticket: str | None, tokens: int = 16) -> Reason:
     before = sink.snapshot()
-    landing = sink.agent.fetch(source.agent.address, name, [1, 2], tokens, ticket=ticket, timeout_s=5)
+    landing = sink.agent.fetch(source.agent.address, name, [1, 2], tokens, ticket=ticket, timeout_s=PATIENCE_S / 4)
     end = await soon(landing.ended())
     assert end.how in (How.FAILED, How.EXPIRED)
     assert end.n_bytes == 0

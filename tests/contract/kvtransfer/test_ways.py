@@ -16,6 +16,7 @@ from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
 from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, group
 from tests.contract.kvtransfer.links import PATIENCE_S
+from tests.fair_time import within
 
 
 class Shut(Shm):
@@ -91,4 +92,4 @@ async def test_one_who_gives_up_while_the_way_is_sought_ends_at_once() -> None:
         landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
         await asyncio.sleep(0.05)
         landing.cancel()
-        assert (await asyncio.wait_for(landing.ended(), 1)).reason is Reason.CANCELLED
+        assert (await within(1, landing.ended())).reason is Reason.CANCELLED
