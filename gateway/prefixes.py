@@ -13,6 +13,7 @@ class Prefixes:
     """The process's fingerprinter and index. Live: a reload forgets nothing."""
 
     def __init__(self, secret: bytes, index_bytes: int, block_bytes: int) -> None:
+        """`secret`: gateways that share it have the same keys for the same prompts."""
         self._fingerprinter = Fingerprinter(secret, block_bytes)
         self.index = PrefixIndex(index_bytes)
 

@@ -24,7 +24,8 @@ def untried(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
 
 
 def below_cap(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Has room under its own concurrency cap. A retry was admitted already: it goes over a cap rather than nowhere."""
+    """Has room under its own concurrency cap. Who was admitted goes over a cap rather than nowhere: a retry, and one
+    whose place another gateway of the fleet took in the same moment."""
     below = [candidate for candidate in candidates if candidate.load.in_flight < candidate.endpoint.max_concurrency]
     if below or not (ask.tried or any(candidate.load.others.shares for candidate in candidates)):
         return below

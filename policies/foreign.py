@@ -1,7 +1,8 @@
 """What other gateways have booked at an endpoint: absolute contributions, each source's replaced as a whole.
 
 They are added to the booked numbers of EndpointLoad, so that caps, scorers and strangers see the fleet's truth, and
-`others` keeps their sum, so that what this gateway booked itself can be told. Not here: how word of them comes (gateway/shared).
+`others` keeps their sum, so that what this gateway booked itself can be told. Not here: how word of them comes
+(gateway/shared).
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def foreign(load: EndpointLoad, source: bytes, share: Share | None, now: float) 
         if change:
             setattr(others, name, getattr(others, name) + change)
             setattr(load, name, getattr(load, name) + change)
-    load.timeline.advance(load, now)
-    load.timeline.refresh(load, now)
+    if load.believed:
+        load.timeline.advance(load, now)
+        load.timeline.refresh(load, now)
     return True
 
 

@@ -184,7 +184,8 @@ class View:
         elif isinstance(message, words.Part):
             yield from self._told_part(message, now)
         elif age_s > LATE_S:
-            self.drop("late")
+            if self.warming.warm:  # a newcomer reads what was said before it came
+                self.drop("late")
         else:
             self._heed(sender, message, now)
 

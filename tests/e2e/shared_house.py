@@ -1,0 +1,78 @@
+"""Several gateway processes before one mock fleet, with a Redis of their own, and clients that take them in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from planner.bench import Client, Plan, Record, Report
+from planner.bench.workloads import replay
+from tests.e2e.processes import Gateway, gateway
+from tests.sim.conversation import TRACE
+
+KEY = "canary-key-of-a-test-fleet"
+
+
+@contextmanager
+def sharing(folder: Path, name: str, engines: Sequence[str], redis: str | None, key: str = KEY) -> Iterator[Gateway]:
+    """One gateway; with `redis` one of several."""
+    home = folder / name
+    home.mkdir(exist_ok=True)
+    pools = ", ".join(f"{{url: '{url}', max_concurrency: 256}}" for url in engines)
+    config = f"pools: {{main: {{endpoints: [{pools}]}}}}\n"
+    if redis is not None:
+        config += f"shared: {{redis: {{url: '{redis}'}}, key: '${{SHARED_KEY}}'}}\n"
+    with gateway(home, config, SHARED_KEY=key) as running:
+        yield running
+
+
+async def converse(urls: Sequence[str], limit: int, speed: float, first: int = 0) -> Report:
+    """The recorded conversation, its requests to the gateways in turn, from the `first` on."""
+    arrivals = list(replay(TRACE, limit, speed))[first:]
+    plan = Plan(url=urls[0], trace=TRACE, speed=speed, limit=limit, ignore_eos=True)
+    records: list[Record] = []
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(Plan(url=url, ignore_eos=True))) for url in urls]
+        for client in clients:
+            await client.model()
+        began, offset = time.perf_counter(), arrivals[0].due_s
+        tasks = []
+        for arrival, client in zip(arrivals, cycle(clients), strict=False):
+            due_s = began + arrival.due_s - offset
+            await asyncio.sleep(due_s - time.perf_counter())
+            record = Record(arrival.session.id, 0, due_s, due_s)
+            records.append(record)
+            messages = [{"role": "user", "content": arrival.session.turns[0].content}]
+            tasks.append(asyncio.create_task(client.ask(record, messages, arrival.session.turns[0].output_tokens)))
+        await asyncio.gather(*tasks)
+    return Report(plan, records, 0, False)
+
+
+def metric(running: Gateway, name: str) -> float:
+    """The sum of a metric's series."""
+    with urllib.request.urlopen(f"{running.admin_url}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
+
+def endpoints(running: Gateway) -> list[dict[str, Any]]:
+    """What it says of each endpoint."""
+    with urllib.request.urlopen(f"{running.admin_url}/endpoints", timeout=5) as answer:
+        found: list[dict[str, Any]] = json.load(answer)["endpoints"]
+        return found
+
+
+def until(happened: Callable[[], bool], within_s: float) -> float:
+    """Seconds until it had."""
+    began = time.monotonic()
+    while not happened():
+        assert time.monotonic() - began < within_s, "it did not happen in time"
+        time.sleep(0.02)  # other processes have nobody to wake us
+    return time.monotonic() - began
