@@ -98,6 +98,7 @@ def _shown(live: LiveEndpoint, now: float) -> dict[str, object]:
         "back_in_s": max(0.0, round(health.until - now, 3)) if not load.available else None,
         "in_flight": load.in_flight - load.others.in_flight,
         "in_flight_elsewhere": load.others.in_flight,
+        "held_tokens": round(load.held_tokens),
         "prefill_tokens": load.prefill_tokens,
         "decode_tokens": load.decode_tokens,
         "expected_tokens": load.expected_tokens,
