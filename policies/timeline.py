@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from policies.model import EndpointLoad
 
 RATE_S = 20.0  # over how long the prompt tokens computed are averaged
+SHARE_S = 120.0  # over how long the share of the time that prompts take is averaged
+BEHIND = 0.2  # of what usually arrives, what is sent behind a prompt that waits: routing sends the most elsewhere
 FRESH_S = 0.5  # how old that average may be
 SHORT_S = 0.1  # first tokens within so much of an idle queue tell of a step's overhead
 LEARN_S = 1.0  # first tokens in a row are judged together until they span so much
@@ -68,12 +70,13 @@ class Timeline:
                                   prompts that it completes; when not busy, `began` is a boundary of decode steps
     batch, starts, tick           sequences that decode; `starts + batch * tick` is their context; steps so far
     anchor, raw_*                 since when, and with how much work by the prior, no first token has set the clock
+    share, pace                   of the time, what steps with prompts take; how many of them there are per second
     fresh_at, stale               when the outlook was refreshed, and whether something was left out of it since
     taught_at, decoded_at         when first tokens, and whole answers, last taught something
     """
 
     __slots__ = (
-        *("anchor", "batch", "began", "busy", "decode_raw_s", "decode_s", "ends", "finishing", "crowd"),
+        *("anchor", "batch", "began", "busy", "decode_raw_s", "decode_s", "ends", "finishing"),
         *(
             "idle_s",
             "over_s",
@@ -86,7 +89,7 @@ class Timeline:
             "queued_tokens",
         ),
         *("rate", "rate_at", "raw_decode", "raw_prefill", "raw_step_s", "slack_s", "starts", "steps", "tick", "tight"),
-        *("decoded_at", "fresh_at", "stale", "taught_at"),
+        *("born", "decoded_at", "fresh_at", "pace", "seen_s", "seen_steps", "share", "stale", "taught_at"),
     )
 
     def __init__(self, now: float = 0.0) -> None:
@@ -101,7 +104,8 @@ class Timeline:
         self.anchor = self.raw_prefill = self.raw_decode = self.slack_s = 0.0
         self.prefill_steps, self.prefill_s, self.decode_raw_s = 0, 0.0, 0.0
         self.decode_s = self.raw_step_s = self.idle_s = self.over_s = 0.0
-        self.rate = self.crowd = 0.0
+        self.rate = self.share = self.pace = self.seen_s = 0.0
+        self.born, self.seen_steps = inf, 0
 
     # Events
 
@@ -340,14 +344,18 @@ class Timeline:
     # The outlook
 
     def tpot_s(self, load: EndpointLoad, prompt_tokens: int, output_tokens: int, first_s: float) -> float:
-        """Expected seconds per output token of a newcomer whose first token comes after `first_s`."""
-        expected = load.step_s = load.step_s + load.sequence_s + load.context_s * prompt_tokens
+        """Expected seconds per output token of a newcomer whose first token comes after `first_s`, in the mean over all
+        that may arrive meanwhile; most requests meet less, a few much more. It adds to the batch (step_s)."""
+        belief, share = load.belief, self.share if self.share < MOST_BUSY else MOST_BUSY
+        step_s = self.decode_s + belief.sequence_s + belief.context_s * prompt_tokens
+        load.step_s += load.sequence_s + load.context_s * prompt_tokens
+        expected = step_s / (1.0 - share + self.pace * step_s)  # steps with prompts make tokens too
         if output_tokens > 0:  # those who come while it waits are computed while it decodes
-            expected += self.crowd * first_s / output_tokens
+            expected += BEHIND * share * first_s / output_tokens
         return expected
 
     def _touch(self, load: EndpointLoad, now: float) -> None:
-        """Something changed. Only when prompts are computed is told at once; the rest of the outlook may be a little old."""
+        """Something changed. When prompts are computed is told at once; the rest of the outlook may be a little old."""
         if now - self.fresh_at >= STALE_S or self.queue or load.others.shares:
             self.refresh(load, now)
             return
@@ -394,15 +402,22 @@ class Timeline:
         load.sequence_s = stretch * belief.sequence_s
         load.context_s = stretch * belief.context_s
         load.step_s = step_s * stretch
-        self.crowd = stretch - 1.0
         if load.kv_tokens is not None:
             self._room(load, load.kv_tokens)
 
     def _average(self, now: float) -> None:
-        """Prompt tokens computed per second, over the last RATE_S or so."""
-        kept = exp((self.rate_at - now) / RATE_S)
-        self.rate = self.rate * kept + self.planned * (1.0 - kept) / (now - self.rate_at)
+        """Prompt tokens computed per second; which share of the time steps with prompts take, how many a second."""
+        passed = now - self.rate_at
+        kept = exp(-passed / RATE_S)
+        self.rate = self.rate * kept + self.planned * (1.0 - kept) / passed
         self.rate_at, self.planned = now, 0
+        if self.born < now:
+            gain = min(1.0, passed / min(SHARE_S, now - self.born))
+            self.share += gain * ((self.prefill_s - self.seen_s) / passed - self.share)
+            self.pace += gain * ((self.prefill_steps - self.seen_steps) / passed - self.pace)
+        else:
+            self.born = now
+        self.seen_s, self.seen_steps = self.prefill_s, self.prefill_steps
 
     def _room(self, load: EndpointLoad, kv_tokens: float) -> None:
         """KV that is free when all who are queued have theirs, and how fast it comes back: answers end one by one."""

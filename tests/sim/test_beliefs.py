@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from statistics import fmean, median
 
 from msgspec.structs import replace
@@ -16,6 +17,7 @@ L40S = Kind("llama-3.1-70b-fp8", "l40s", 8, count=4)
 REQUESTS, WARM_S = 800, 90.0
 
 
+@cache
 def ran(*kinds: Kind, speed: float) -> Run:
     requests = [replace(one, arrival_s=one.arrival_s / speed) for one in conversation(REQUESTS)]
     fleet = FleetSpec("fleet", kinds)
@@ -61,3 +63,19 @@ def test_unequal_gpus_are_foreseen_as_well_as_equal_ones() -> None:
 def test_a_group_slower_than_its_gpu_says_is_found_out() -> None:
     found = errors(ran(replace(H100, count=3), replace(H100, count=1, slowness=3.0), speed=0.5))
     assert median(found) < 0.05
+
+
+def bias(run: Run) -> float:
+    """How far all tokens after the first were expected to take longer than they did, as a share."""
+    answers = [
+        (one.output_tokens, one.predicted_tpot_s or 0.0, one.tpot_s)
+        for one in run.records
+        if one.arrived_s > WARM_S and one.end is End.SERVED and one.tpot_s is not None
+    ]
+    took_s = sum(tokens * actual_s for tokens, _, actual_s in answers)
+    return sum(tokens * predicted_s for tokens, predicted_s, _ in answers) / took_s - 1.0
+
+
+def test_what_answers_take_is_foreseen_in_the_mean_at_half_load_and_near_saturation() -> None:
+    assert abs(bias(ran(H100, speed=0.6))) < 0.05
+    assert abs(bias(ran(H100, speed=1.0))) < 0.06
