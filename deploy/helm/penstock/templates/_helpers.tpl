@@ -1,0 +1,54 @@
+{{- define "penstock.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "penstock.selector" -}}
+app.kubernetes.io/name: penstock
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "penstock.labels" -}}
+{{ include "penstock.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "penstock.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
+{{- end -}}
+
+{{- /* gateway.yaml: the values' config, and what follows from the rest of the values. */ -}}
+{{- define "penstock.config" -}}
+{{- $config := deepCopy .Values.config -}}
+{{- $own := dict "version" 1 -}}
+{{- $_ := set $own "listeners" (dict "api" (dict "host" "0.0.0.0" "port" (int .Values.ports.api)) "admin" (dict "host" "0.0.0.0" "port" (int .Values.ports.admin))) -}}
+{{- $_ := set $own "timeouts" (mergeOverwrite (default dict $config.timeouts) (dict "shutdown" (printf "%ds" (int .Values.drainSeconds)))) -}}
+{{- $_ := set $own "reload" (mergeOverwrite (default dict $config.reload) (dict "state_dir" "/var/lib/penstock")) -}}
+{{- $service := printf "%s-admin" (include "penstock.fullname" .) -}}
+{{- $names := list $service (printf "%s.%s" $service .Release.Namespace) (printf "%s.%s.svc" $service .Release.Namespace) -}}
+{{- $admin := default dict $config.admin -}}
+{{- $_ := set $admin "hosts" (concat $names (default list $admin.hosts) | uniq) -}}
+{{- if .Values.secrets.adminKey -}}
+{{- $_ := set $admin "key" (printf "${file:secrets/%s}" .Values.secrets.adminKey) -}}
+{{- end -}}
+{{- $_ := set $own "admin" $admin -}}
+{{- toYaml (mergeOverwrite $config $own) -}}
+{{- end -}}
+
+{{- /* What a gateway takes over only by a restart: a change of it rolls the pods, any other change does not. */ -}}
+{{- define "penstock.restarts" -}}
+{{- $config := fromYaml (include "penstock.config" .) -}}
+{{- pick $config "listeners" "prefix" "observability" "shared" "workers" | toJson | sha256sum -}}
+{{- end -}}
