@@ -1,0 +1,102 @@
+"""Every metric and label that a board or a rule asks for is in the scrape of a gateway with a little of everything.
+
+Two gateways: one with groups of which one is ill and a full waiting room, one that splits. `make observe` asks the real
+Prometheus for data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.observe import rules
+from gateway.observe.boards import BOARDS, family_of
+from gateway.observe.files import queries
+from gateway.observe.promql import asked, grouped
+from tests.chaos.house import House, house
+from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
+
+GIVEN = frozenset({"instance", "job"})
+"""Labels that Prometheus puts to every series."""
+
+WITHOUT_A_CHILD = {
+    "penstock_split_leases_given_up_total": "no client that left at the wrong moment",
+}
+"""Families in queries by hand whose labels this traffic does not bring forth; their names are there all the same."""
+
+Seen = dict[str, set[str]]
+
+
+def note(page: str, seen: Seen) -> None:
+    """Names and labels of a scrape; of a family without children its name."""
+    for family in text_string_to_metric_families(page):
+        seen[family.name + ("_total" if family.type == "counter" else "")] |= set()
+        for sample in family.samples:
+            seen[sample.name] |= set(sample.labels)
+
+
+async def scraped(home: House | SplitHouse, seen: Seen) -> None:
+    async with home.http.get(home.app.admin_url + "/metrics") as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        note(await answer.text(), seen)
+
+
+async def a_little_of_everything(home: House) -> None:
+    """Answers, retries, an ejection, a shed, a client that leaves, a configuration that is refused."""
+    async with asyncio.timeout(5):
+        while not home.metric("penstock_queue_seconds_count"):
+            await asyncio.gather(*(home.ask(tokens=64) for _ in range(6)))
+    for _ in range(34):
+        await home.ask()
+    home.groups[0].faults.set("5xx")
+    for _ in range(8):
+        await home.ask(stream=False)
+    for member in home.groups:
+        member.faults.set("stall")
+    waiting = [asyncio.create_task(home.ask()) for _ in range(8)]
+    async with asyncio.timeout(5):
+        while not home.metric("penstock_shed_total"):
+            await asyncio.sleep(0.005)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    async with home.http.put(home.app.admin_url + "/config", data="version: 2") as answer:
+        assert answer.status == 400
+    async with asyncio.timeout(5):
+        while not home.metric("penstock_client_disconnects_total"):
+            await asyncio.sleep(0.005)
+
+
+async def test_every_query_asks_for_what_a_scrape_has() -> None:
+    seen: Seen = defaultdict(set)
+    room = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
+    async with house(2, concurrency=2, pool=room) as home:
+        await a_little_of_everything(home)
+        await scraped(home, seen)
+    async with split_house("vllm_nixl", groups=(1, 1)) as halves:
+        await halves.right({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})
+        await scraped(halves, seen)
+    seen["up"] = set()
+    for name in rules.recorded():
+        seen[name] = {"slo"}
+    for where, query in queries().items():
+        names = {each.name for each in asked(query)}
+        families = names if query in by_hand() else {family_of(name) for name in names}
+        assert families <= seen.keys(), f"{where}: {families - seen.keys()} in no scrape"
+        excused = WITHOUT_A_CHILD.keys() if query in by_hand() else {name for name in names if not seen.get(name)}
+        for each in asked(query):
+            if each.name not in excused:
+                assert each.labels <= seen[each.name] | GIVEN, f"{where}: {each.labels - seen[each.name]}"
+        if not names & excused:
+            assert grouped(query) <= set().union(*(seen[name] for name in names)) | GIVEN, where
+    for name in WITHOUT_A_CHILD:
+        assert not seen[name], f"{name} has children now: it needs no excuse any more"
+
+
+def by_hand() -> set[str]:
+    """Queries that somebody wrote. The others are made from the catalogue, label for label, and what they ask for need
+    not have happened yet."""
+    panels = (panel for board in BOARDS for row in board.rows.values() for panel in row)
+    return {*rules.queries().values(), *(query.expr for panel in panels for query in panel.queries)}
