@@ -71,6 +71,7 @@ class Timeline:
     batch, starts, tick           sequences that decode; `starts + batch * tick` is their context; steps so far
     anchor, raw_*                 since when, and with how much work by the prior, no first token has set the clock
     share, pace                   of the time, what steps with prompts take; how many of them there are per second
+    foreign                       the most prompt tokens that other gateways had waiting since the anchor
     fresh_at, stale               when the outlook was refreshed, and whether something was left out of it since
     taught_at, decoded_at         when first tokens, and whole answers, last taught something
     """
@@ -89,7 +90,7 @@ class Timeline:
             "queued_tokens",
         ),
         *("rate", "rate_at", "raw_decode", "raw_prefill", "raw_step_s", "slack_s", "starts", "steps", "tick", "tight"),
-        *("born", "decoded_at", "fresh_at", "pace", "seen_s", "seen_steps", "share", "stale", "taught_at"),
+        *("born", "decoded_at", "foreign", "fresh_at", "pace", "seen_s", "seen_steps", "share", "stale", "taught_at"),
     )
 
     def __init__(self, now: float = 0.0) -> None:
@@ -105,7 +106,7 @@ class Timeline:
         self.prefill_steps, self.prefill_s, self.decode_raw_s = 0, 0.0, 0.0
         self.decode_s = self.raw_step_s = self.idle_s = self.over_s = 0.0
         self.rate = self.share = self.pace = self.seen_s = 0.0
-        self.born, self.seen_steps = inf, 0
+        self.born, self.seen_steps, self.foreign = inf, 0, 0
 
     # Events
 
@@ -235,6 +236,8 @@ class Timeline:
         self.raw_decode += decode
         self.busy, self.began = True, at
         self.steps += 1
+        if load.others.prefill_tokens > self.foreign:
+            self.foreign = load.others.prefill_tokens
         belief = load.belief
         self.ends = at + belief.prefill.factor * prefill + belief.step.factor * decode + belief.layers_s
         return True
@@ -304,14 +307,16 @@ class Timeline:
     def _learn(self, load: EndpointLoad, now: float) -> None:
         """How long the steps since the anchor really took, if no wait for KV was among them.
 
-        Which of two steps completed a prompt is known to a part of a step's length.
+        Which of two steps completed a prompt is known to a part of a step's length; what other gateways had waiting was
+        computed in between, and may be all of it or none: the more, the less is learnt.
         """
         belief = load.belief
         spent = now - self.anchor
         if spent > 0 and not self.tight and now - self.taught_at >= LESSON_S:
             self.taught_at = now
-            rest = max(0.01 * spent, spent - belief.step.factor * self.raw_decode)
-            off = self.slack_s + 0.1 * spent / self.steps
+            foreign_s = self.foreign * belief.token_s
+            rest = max(0.01 * spent, spent - belief.step.factor * self.raw_decode - foreign_s)
+            off = self.slack_s + 0.1 * spent / self.steps + foreign_s
             layers_s, prompts_s = self.steps * belief.layers_s, belief.prefill.factor * self.raw_prefill
             if spent < SHORT_S:  # the size of a short step tells of what every step costs, of a long one, of its tokens
                 seen = max(0.1 * layers_s, rest - prompts_s) / (self.steps * belief.shape.step_s)
@@ -324,6 +329,7 @@ class Timeline:
 
     def _anchor(self, at: float, slack_s: float) -> None:
         self.anchor, self.slack_s, self.tight = at, slack_s, False
+        self.foreign = 0
         self.raw_prefill = self.raw_decode = 0.0
         self.steps = 0
 
@@ -382,8 +388,7 @@ class Timeline:
         self.idle_s = idle_s = belief.request_s + (0.5 * step_s if batch else 0.0)
         load.fixed_s = idle_s + over
         base = self.ends if self.busy else self.began
-        if others.prefill_tokens:  # computed between ours: first tokens tell less of what a step takes
-            self.tight = True
+        if others.prefill_tokens:  # computed between ours
             base = max(base, now) + others.prefill_tokens * token_s
         load.ready_at = base + self.queued_tokens * token_s + self.queued_pairs * pair_s
         self.over_s = over
@@ -427,4 +432,5 @@ class Timeline:
                 waiting += prompt.prompt_tokens
         context = self.starts + self.batch * self.tick + load.others.decode_tokens
         load.kv_free = kv_tokens - context - self.kv_prompts - waiting
-        load.kv_s = load.expected_tokens * load.step_s / (load.in_flight * context) if context > 0 else 0.0
+        # While prompts wait for KV nothing comes between decode steps: these are not stretched.
+        load.kv_s = load.expected_tokens * self.decode_s / (load.in_flight * context) if context > 0 else 0.0

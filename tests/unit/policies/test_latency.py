@@ -7,6 +7,7 @@ from math import inf
 import pytest
 
 from policies import ledger
+from policies.foreign import Share, foreign
 from policies.latency import NEUTRAL, Belief, Shape, backlog_s, shape_for, spread, tpot_s, ttft_s, ttfts
 from policies.ledger import Entry
 from policies.model import Candidate, Endpoint, EndpointLoad, Request
@@ -141,3 +142,19 @@ def test_many_candidates_are_told_what_each_would_be_told_alone() -> None:
     held = [0, 100, 5000, 0]
     alone = [ttft_s(load, 6000 - cached, cached, 0.1) for load, cached in zip(loads, held, strict=True)]
     assert ttfts(candidates, held, 6000, 0.1) == pytest.approx(alone)
+
+
+def test_an_engine_that_other_gateways_use_too_is_learnt_of_more_slowly_and_still_found_out() -> None:
+    """Another gateway's prompt of the same size waits behind each of ours."""
+    alone, shared, now = load_of(), load_of(), 0.0
+    for number in range(200):
+        now += 10.0
+        foreign(shared, b"peer", Share(prefill_tokens=6000), now)
+        for load, more in ((alone, 1.0), (shared, 2.0 if number % 2 else 1.0)):
+            entry = ledger.book(load, request(6000), 0, now)
+            entry.first_token(now + more * ttft_s(load_of(), 6000, 0, 0.0) * 2.0)
+            entry.dropped(now + 5.0)
+        if number == 3:
+            assert shared.belief.prefill.var > 2 * alone.belief.prefill.var
+    assert alone.belief.prefill.factor == pytest.approx(2.0, rel=0.1)
+    assert 1.0 < shared.belief.prefill.factor < 3.0
