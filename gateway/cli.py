@@ -28,12 +28,13 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {"mock": "mockgpu.cli:mock", "bench": "planner.bench.cli:bench", "replay": "planner.replay.cli:replay"}
     | {name: f"gateway.operate:{name}" for name in ("status", "reload", "diff", "rollback", "history")}
     | {"explain": "gateway.tell:explain", "chaos": "gateway.chaos:chaos"}
+    | {"top": "gateway.top.cli:top", "doctor": "gateway.doctor.cli:doctor"}
 )
 """Commands that live elsewhere: name -> module:function, a function as typer takes it."""
 
 _ORDER = (
     *("demo", "serve", "mock", "bench", "replay", "check", "status", "reload", "diff", "rollback", "history"),
-    *("explain", "chaos", "schema", "version"),
+    *("top", "explain", "doctor", "chaos", "schema", "version"),
 )
 
 

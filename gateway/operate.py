@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 from urllib.parse import urlsplit
@@ -120,11 +121,32 @@ class Server:
         self._url, self._tls = url, parts.scheme == "https"
         self._key = _key(key_file)
 
+    def _connection(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
+        return kind(self._host, self._port, timeout=WAIT_S)
+
+    def stream(self, path: str) -> Iterator[Any]:
+        """The JSON of each event of a stream, until it ends or breaks off; ends the command if there is none."""
+        connection = self._connection()
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            if answer.status != 200:
+                fail(
+                    f"{self._url} streams nothing now: {answer.read(ANSWER_CAP_BYTES).decode(errors='replace').strip()}"
+                )
+            while line := answer.readline(ANSWER_CAP_BYTES):
+                if line.startswith(b"data: "):
+                    yield json.loads(line[6:])
+        except (OSError, http.client.HTTPException, ValueError):
+            return
+        finally:
+            connection.close()
+
     def ask(self, method: str, path: str, body: bytes | None = None) -> Any:
         """The JSON of the answer, whatever its status."""
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=WAIT_S)
+        connection = self._connection()
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()

@@ -33,13 +33,14 @@ def explain(
     if as_json:
         print_json(told)
         return
-    for line in _lines(told):
+    for line in lines(told):
         say(line)
     if told["pick"] is not None:
         Console(highlight=False).print(_table(told["pick"]))
 
 
-def _lines(told: Mapping[str, Any]) -> Iterator[str]:
+def lines(told: Mapping[str, Any]) -> Iterator[str]:
+    """The page of a request as an operator reads it, without its candidates."""
     yield f"{told['id']}: {told['model']}, {told['status']} {told['outcome']}{_of(told['tenant'])}"
     if "slo" in told:
         slo = told["slo"]

@@ -29,7 +29,7 @@ async def test_a_request_is_told_from_its_promise_to_its_outcome() -> None:
         code, said = await typed(home, id_of(answer))
         assert code == 0
         picked = answer.headers["x-penstock-endpoint"]
-        assert said.startswith(f"{answer.headers['x-request-id']}: demo-8b, 200 served\n")
+        assert said.startswith(f"{id_of(answer)}: demo-8b, 200 served\n")
         assert "  promised  standard: first token within 5 s, then 100 ms a token\n" in said
         assert "  admitted  at once\n" in said
         assert f"  picked    {picked} of 2 by prefix_aware; next best " in said

@@ -1,0 +1,198 @@
+"""The interactive `penstock top`, on textual: the same view, with a cursor and keys.
+
+Lives here: widgets and keys. Not here: what is drawn (plain.py) and asked (operate.Server). Needs the extra `top`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Protocol
+from urllib.parse import quote
+
+from rich.console import Group
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.screen import ModalScreen
+from textual.widgets import DataTable, Footer, Input, Static
+
+from gateway.tell import lines as explained
+from gateway.top.plain import COLUMNS, cells, flow, heading, reasons
+
+DRAINED = frozenset({"draining", "drained"})
+
+
+class Source(Protocol):
+    """Where views come from and wishes go: operate.Server, or a test's."""
+
+    def ask(self, method: str, path: str) -> Any: ...
+    def stream(self, path: str) -> Iterator[Any]: ...
+
+
+class Told(ModalScreen[None]):
+    """A page over the others; any of its keys closes it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,q", "app.pop_screen", "close")]
+    CSS = "Told { align: center middle; } Told Static { width: 90%; padding: 1 2; border: round $primary; }"
+
+    def __init__(self, page: Group) -> None:
+        super().__init__()
+        self._page = page
+
+    def compose(self) -> ComposeResult:
+        yield Static(self._page)
+
+
+class Top(App[None]):
+    """The fleet, twice a second. `shown` is the view on the screen, empty before the first."""
+
+    TITLE = "penstock"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    #heading { height: auto; padding: 0 1; }  DataTable { height: 1fr; }  #flow { height: auto; padding: 0 1; }
+    #why { height: auto; max-height: 9; padding: 0 1; border-top: solid $primary-muted; }  #filter { display: none; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("d", "drain", "drain / bring back"),
+        Binding("enter", "explain", "explain", priority=False),
+        Binding("p", "pause", "pause"),
+        Binding("slash", "filter", "filter"),
+        Binding("escape", "unfilter", "all", show=False),
+        Binding("q", "quit", "quit"),
+    ]
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+        self.shown: Mapping[str, Any] = {}
+        self._paused = False
+        self._wanted = ""
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="heading")
+        yield DataTable[Text](cursor_type="row", zebra_stripes=False)
+        yield Static(id="flow")
+        yield Static(id="why")
+        yield Input(placeholder="filter by name, role or state", id="filter")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        table = self.query_one(DataTable)
+        for name in COLUMNS:
+            table.add_column(name, key=name)
+        table.focus()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        """A thread of its own: it waits for the gateway, and hands frames to the screen's loop."""
+        try:
+            for frame in self._source.stream("/live/stream"):
+                if not self.is_running:
+                    return
+                self.call_from_thread(self.show, frame)
+        except RuntimeError:  # the screen has closed meanwhile
+            return
+        if self.is_running:
+            self.call_from_thread(self.notify, "the gateway has ended its stream", severity="error", timeout=3600)
+
+    def show(self, view: Mapping[str, Any]) -> None:
+        """The next frame, unless the user wants to look at this one."""
+        if not self._paused:
+            self.shown = view
+            self._draw()
+
+    def _draw(self) -> None:
+        view = self.shown
+        if not view:
+            return
+        mark = Text(" paused ", "reverse") if self._paused else Text("")
+        self.query_one("#heading", Static).update(
+            Group(*heading(view), mark) if self._paused else Group(*heading(view))
+        )
+        self._rows([each for each in view["endpoints"] if self._wanted in _words(each)])
+        self.query_one("#flow", Static).update(flow(view["flow"]) if view["flow"]["pairs"] else "")
+        self.query_one("#why", Static).update(Group(*reasons(view["why"])))
+
+    def _rows(self, endpoints: list[Mapping[str, Any]]) -> None:
+        """Cells are changed in place, so that the cursor stays where it is."""
+        table = self.query_one(DataTable)
+        names = [each["name"] for each in endpoints]
+        if [str(key.value) for key in table.rows] != names:
+            at = table.cursor_row
+            table.clear()
+            for each in endpoints:
+                table.add_row(*cells(each), key=each["name"])
+            table.move_cursor(row=min(at, max(0, len(names) - 1)))
+            return
+        for each in endpoints:
+            for column, cell in zip(COLUMNS, cells(each), strict=True):
+                table.update_cell(each["name"], column, cell, update_width=True)
+
+    def _chosen(self) -> Mapping[str, Any] | None:
+        table = self.query_one(DataTable)
+        if not table.row_count:
+            return None
+        name = str(table.ordered_rows[table.cursor_row].key.value)
+        return next((each for each in self.shown["endpoints"] if each["name"] == name), None)
+
+    def action_drain(self) -> None:
+        """Have the chosen endpoint get nothing new, or bring it back."""
+        each = self._chosen()
+        if each is not None:
+            what = "undrain" if each["state"] in DRAINED else "drain"
+            path = f"/endpoints/{quote(each['name'], safe='')}/{what}"
+            self.run_worker(lambda: self._ask("POST", path, each["name"]), thread=True)
+
+    def _ask(self, method: str, path: str, name: str) -> None:
+        try:
+            told = self._source.ask(method, path)
+        except BaseException as error:  # a command would end here, with a sentence; a screen goes on
+            self.call_from_thread(self.notify, f"{name}: {error or 'refused'}", severity="error")
+            return
+        done = "gets nothing new" if told.get("drained") else "is asked again"
+        self.call_from_thread(self.notify, told.get("message") or f"{name} {done}")
+
+    def on_data_table_row_selected(self) -> None:
+        self.action_explain()
+
+    def action_explain(self) -> None:
+        """The chosen endpoint in full, and why the newest request went where it went."""
+        each = self._chosen()
+        if each is None:
+            return
+        labels = " ".join(f"{name}={value}" for name, value in each["labels"].items())
+        facts = [Text(each["name"], "bold"), Text(f"{each['url']}  {each['pool']} {each['engine']} {labels}"), Text("")]
+        told = [reason for reason in self.shown["why"] if reason["endpoint"] == each["name"]]
+        newest = self._source.ask("GET", "/explain/last")
+        lines = explained(newest) if "id" in newest else ["no request yet"]
+        self.push_screen(Told(Group(*facts, *reasons(told), Text("\nthe newest request", "bold"), *map(Text, lines))))
+
+    def action_pause(self) -> None:
+        self._paused = not self._paused
+        self._draw()
+
+    def action_filter(self) -> None:
+        entry = self.query_one("#filter", Input)
+        entry.styles.display = "block"
+        entry.focus()
+
+    def action_unfilter(self) -> None:
+        entry = self.query_one("#filter", Input)
+        entry.value = ""
+        self._shut(entry)
+
+    def on_input_changed(self, changed: Input.Changed) -> None:
+        self._wanted = changed.value.strip().lower()
+        self._draw()
+
+    def on_input_submitted(self, submitted: Input.Submitted) -> None:
+        self._shut(submitted.input)
+
+    def _shut(self, entry: Input) -> None:
+        entry.styles.display = "none"
+        self.query_one(DataTable).focus()
+
+
+def _words(each: Mapping[str, Any]) -> str:
+    return f"{each['name']} {each['pool']} {each['role']} {each['state']} {each['layout']}".lower()
