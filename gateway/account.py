@@ -247,6 +247,8 @@ class Accounts:
             self._unanswered(x, now)
         if x.outcome == "client_gone":
             self._metrics.client_disconnects_total.labels(x.stage).inc()
+        if x.side is not None:
+            x.side.count(x)
         if self._log.on:
             line = _line(x, relay, now)
             if self._log.blocks and x.fingerprint is not None:

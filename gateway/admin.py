@@ -48,6 +48,14 @@ def application(app: App) -> web.Application:
         shown = [_shown(live, now) for live in app.gateway.endpoints.all()]
         return web.json_response({"endpoints": shown, "splits": _splits(app), "pairs": _pairs(app)})
 
+    async def shadow(_: web.Request) -> web.Response:
+        tried = app.gateway.snapshot.tried.values()
+        return web.json_response({"shadows": [each.shadows.told() for each in tried if each.shadows is not None]})
+
+    async def canary(_: web.Request) -> web.Response:
+        tried = app.gateway.snapshot.tried.values()
+        return web.json_response({"canaries": [each.sides.told() for each in tried if each.sides is not None]})
+
     async def explain(request: web.Request) -> web.Response:
         asked, explained = request.match_info["id"], app.gateway.accounts.explained
         found = explained.newest() if asked == "last" else explained.find(asked)
@@ -63,6 +71,8 @@ def application(app: App) -> web.Application:
     server.router.add_get("/metrics", metrics)
     server.router.add_get("/endpoints", endpoints)
     server.router.add_get("/explain/{id}", explain)
+    server.router.add_get("/shadow", shadow)
+    server.router.add_get("/canary", canary)
     pages.add(app, server.router)
     live_pages.add(app, server)
     return server

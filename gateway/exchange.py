@@ -10,6 +10,7 @@ from policies.model import Ask, Pick
 
 if TYPE_CHECKING:
     from gateway.answer import GatewayError
+    from gateway.canary import Side
     from gateway.endpoints import Booking
     from gateway.explain import Before
     from gateway.gate import Gate, Room
@@ -68,6 +69,7 @@ class Exchange(msgspec.Struct, eq=False):
     split         whether and how it was split; None for models that are not
     trace         its place in a trace; None for one that is not traced, as nearly all
     gaps          where the times between its pieces are counted; None unless it is looked at
+    side          of a canary that it is on; None where its pool has none
     """
 
     id: str
@@ -106,6 +108,7 @@ class Exchange(msgspec.Struct, eq=False):
     fingerprint: Fingerprint | None = None
     trace: Trace | None = None
     gaps: Histogram | None = None
+    side: Side | None = None
 
     def booked(self, room: Room, ask: Ask, pick: Pick) -> None:
         """A place is taken for it. The room that let it in hears of the first one."""
@@ -136,7 +139,7 @@ class Exchange(msgspec.Struct, eq=False):
         """Let go of all that is heavy or a client's own; what is left tells how it went."""
         if self.ttft_s is None and self.call is not None:  # else it was let go of at the first token
             self.call.release()
-        self.sent = self.booking = self.relay = self.room = self.fingerprint = self.trace = self.gaps = None
+        self.sent = self.booking = self.relay = self.room = self.fingerprint = self.trace = self.gaps = self.side = None
 
     def gone(self) -> None:
         """The client left. 499 is nginx's number for it; nobody receives it."""

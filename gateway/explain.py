@@ -16,7 +16,7 @@ from policies.contract import Policy, Terms
 from policies.model import Ask, Candidate, EndpointLoad, Pick
 
 _NUMBERS = tuple(name for name in EndpointLoad.__slots__ if name not in ("belief", "entries", "timeline"))
-_numbers = attrgetter(*_NUMBERS)
+numbers_of = attrgetter(*_NUMBERS)
 
 
 class Before(msgspec.Struct, frozen=True):
@@ -30,12 +30,13 @@ class Before(msgspec.Struct, frozen=True):
 
     def of(self, ask: Ask, kept: Sequence[Candidate]) -> Mapping[str, Mapping[str, float]]:
         """The parts of their scores, by name of the endpoint."""
-        then = {id(each): Candidate(each.endpoint, _restored(each, numbers)) for each, numbers in self.stood}
+        then = {id(each): Candidate(each.endpoint, restored(each, numbers)) for each, numbers in self.stood}
         told = self.terms(ask, [then.get(id(each), each) for each in kept])
         return {each.endpoint.name: parts for each, parts in zip(kept, told, strict=True) if id(each) in then}
 
 
-def _restored(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointLoad:
+def restored(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointLoad:
+    """The candidate's load as it was when `numbers_of` it were noted."""
     load = EndpointLoad(candidate.load.slot, candidate.load.belief)
     for name, value in zip(_NUMBERS, numbers, strict=True):
         setattr(load, name, value)
@@ -46,10 +47,10 @@ def before(policy: Policy, pick: Pick) -> Before | None:
     """What must be noted before the place is taken; nothing for a policy that has no terms."""
     if policy.terms is None:
         return None
-    stood = [(pick.candidate, _numbers(pick.candidate.load))]
+    stood = [(pick.candidate, numbers_of(pick.candidate.load))]
     other = runner_up(pick)
     if other is not None:
-        stood.append((other, _numbers(other.load)))
+        stood.append((other, numbers_of(other.load)))
     return Before(policy.terms, tuple(stood))
 
 
@@ -81,11 +82,6 @@ class Explained:
         x.forget()
         self._ring[at] = x
         self._at = at + 1 if at + 1 < self.size else 0
-
-    def newest(self) -> dict[str, object] | None:
-        """The page of the request that was over last."""
-        last = self._ring[self._at - 1] if self.size else None
-        return None if last is None else told(last)
 
     def newest(self) -> dict[str, object] | None:
         """The page of the request that was over last."""

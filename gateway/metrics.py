@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from gateway.meters import Counter, Family, Gauge, Histogram, Label, Merge, Meters, Section, Spec
 from gateway.observe.inside import Inside
 from gateway.observe.labels import ENDPOINT, KIND, POOL, RESULT, Row
+from gateway.observe.trials import Trials
 
 MODEL = Label("model", 256)
 CODE = Label("code", 32)
@@ -75,6 +76,7 @@ class Metrics:
         self._shared(meters.section(Row.SHARED, "shared/pump.py"))
         self._process(meters.section(Row.CONFIGURATION, "reload/reloader.py"), meters.section(Row.PROCESS, "app.py"))
         self.inside = Inside(meters)
+        self.trials = Trials(meters, TTFT_BUCKETS_S)
 
     def render(self) -> bytes:
         """The text a scrape gets."""

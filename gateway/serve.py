@@ -83,6 +83,8 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     call = x.call = parse(body, x.api, snapshot.routes, Caller(x.id, x.tenant, wish, received_at))
     del body  # from here the call owns the bytes, and lets go of them when no retry can need them
     route = snapshot.routes[call.asked_model]
+    if route.trial is not None:
+        route = route.trial.side(x, call.request, route)
     x.model = route.name
     x.parsed_at = monotonic()
     if wish.hasty or not route.room.take():
@@ -127,6 +129,8 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
                 raise nobody(x, route)
             x.picked_at = monotonic()
             gateway.accounts.picked(x, policy, ask, pick)
+            if route.shadows is not None:
+                route.shadows.picked(x, route, ask, pick)
             with endpoints.book(pick, request, fingerprint) as booking:
                 x.booked(route.room, ask, pick)
                 try:

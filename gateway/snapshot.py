@@ -11,18 +11,22 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from gateway import shadow
 from gateway.answer import Failure, GatewayError
-from gateway.config import AdmissionSpec, Config, Model
+from gateway.canary import Chosen, Sides, chosen
+from gateway.config import AdmissionSpec, Config, Model, PolicySpec
 from gateway.endpoints import EndpointTable
+from gateway.exchange import Exchange
 from gateway.gate import Gate, Room
 from gateway.roster import Adoption
+from gateway.shadow import Shadows
 from gateway.slo import Levels
 from gateway.split import pairing
 from gateway.split.pairing import SplitRoute
 from policies import admissions, registry
 from policies.admission import Admission
 from policies.contract import Policy
-from policies.model import STANDARD, Candidate, EngineKind, Slo
+from policies.model import STANDARD, Candidate, EngineKind, Request, Slo
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -33,6 +37,7 @@ class Route(msgspec.Struct, frozen=True):
     low_first   whether its engines take a low number in a body's `priority` for urgent
     overflow    names and penalties of the smaller models that may serve in place of a refusal
     split       how requests are split between prefill and decode; None: never
+    shadows     policies that are asked the same, for nothing; trial  who serves a part of its requests instead
     """
 
     name: str
@@ -45,6 +50,8 @@ class Route(msgspec.Struct, frozen=True):
     low_first: bool = False
     overflow: tuple[tuple[str, float], ...] = ()
     split: SplitRoute | None = None
+    shadows: Shadows | None = None
+    trial: Trial | None = None
 
     @property
     def served_model(self) -> str:
@@ -52,10 +59,44 @@ class Route(msgspec.Struct, frozen=True):
         return self.name
 
 
+class Trial(msgspec.Struct, frozen=True):
+    """A canary: which requests of a route are served by another that is like it but for its policy."""
+
+    chosen: Chosen
+    route: Route
+    sides: Sides
+
+    def side(self, x: Exchange, request: Request, primary: Route) -> Route:
+        """The route of one request; the exchange is counted on its side."""
+        if self.chosen.takes(request):
+            x.side = self.sides.canary
+            return self.route
+        x.side = self.sides.primary
+        return primary
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """What a pool tries beside the policy that serves: by shadows, and by a canary with what its sides came to."""
+
+    shadows: Shadows | None = None
+    canary: Policy | None = None
+    sides: Sides | None = None
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        shadows = () if self.shadows is None else tuple(each.policy for each in self.shadows.policies)
+        return shadows if self.canary is None else (*shadows, self.canary)
+
+    @property
+    def reads_beliefs(self) -> bool:
+        """What a shadow would have gained is told in beliefs, whoever made it."""
+        return self.shadows is not None or (self.canary is not None and self.canary.reads_beliefs)
+
+
 class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     """`routes` by every name a client may use, aliases included; `tenants` by SHA-256 of the key, empty when open.
 
-    `policies` by pool. Nothing that outlives a request may hold one: by that is known when it is out of use.
+    `policies` and `tried` by pool. Nothing that outlives a request may hold one: so it is known when it is out of use.
     """
 
     generation: int
@@ -64,6 +105,7 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     tenants: Mapping[bytes, str]
     policies: Mapping[str, Policy]
     levels: Levels
+    tried: Mapping[str, Tried] = {}
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
         """The tenant a request belongs to. Looking up a digest takes the same time for any wrong key."""
@@ -111,10 +153,11 @@ def build(
     Raises policies.registry.PolicyConfigError for a policy that cannot be built.
     """
     policies = _policies(config, before)
+    tried = {pool: _tried(pool, config, endpoints, policies[pool], before) for pool in config.pools}
     adoption = endpoints.plan(config)
     candidates = adoption.pools
     serving = {name: pairing.whole(members) for name, members in candidates.items()}  # prefill takes nobody's place
-    rooms = _rooms(config, gate, serving, policies, before)
+    rooms = _rooms(config, gate, serving, policies, tried, before)
     levels = Levels(config)
     routes: dict[str, Route] = {}
     for model in _models(config, discovered):
@@ -132,11 +175,13 @@ def build(
             any(each.endpoint.engine is EngineKind.VLLM for each in members),
             tuple((tier.model, tier.penalty) for tier in model.overflow),
             split,
+            tried[pool].shadows,
         )
+        route = _with_canary(route, config, model, tried[pool], candidates[pool])
         routes.update(dict.fromkeys((model.name, *model.aliases), route))
     tenants = {hashlib.sha256(tenant.key.reveal().encode()).digest(): tenant.name for tenant in config.tenants}
     generation = before.generation + 1 if before is not None else 1
-    snapshot = Snapshot(generation, config, routes, tenants, policies, levels)
+    snapshot = Snapshot(generation, config, routes, tenants, policies, levels, tried)
     return Plan(snapshot, adoption, rooms)
 
 
@@ -144,11 +189,51 @@ def _policies(config: Config, before: Snapshot | None) -> dict[str, Policy]:
     made = {}
     for name, pool in config.pools.items():
         old = before.config.pools.get(name) if before is not None else None
+        canary = before.tried[name].canary if before is not None and old is not None else None
         if before is not None and old is not None and old.policy == pool.policy:
             made[name] = before.policies[name]
+        elif canary is not None and old is not None and old.canary is not None and old.canary.policy == pool.policy:
+            made[name] = canary  # it is promoted, with all it has learnt
         else:
-            made[name] = registry.build(pool.policy.name, pool.policy.params)
+            made[name] = _policy(pool.policy)
     return made
+
+
+def _policy(spec: PolicySpec) -> Policy:
+    return registry.build(spec.name, spec.params)
+
+
+def _tried(pool: str, config: Config, endpoints: EndpointTable, policy: Policy, before: Snapshot | None) -> Tried:
+    """What a pool tries beside its policy. What stays as configured, beside the same one, goes on as it is."""
+    spec, old = config.pools[pool], before.config.pools.get(pool) if before is not None else None
+    if before is not None and old is not None and before.policies[pool] is policy:
+        had = before.tried[pool]
+        if (old.shadow, old.canary) == (spec.shadow, spec.canary):
+            return had
+        kept = Tried(
+            had.shadows if old.shadow == spec.shadow else None,
+            *((had.canary, had.sides) if old.canary == spec.canary else (None, None)),
+        )
+    else:
+        kept = Tried()
+    shadows, canary, sides = kept.shadows, kept.canary, kept.sides
+    if spec.shadow and shadows is None:
+        parts = shadow.named([(each.name, each.params, _policy(each)) for each in spec.shadow])
+        shadows = Shadows(pool, parts, endpoints, policy)
+    if spec.canary is not None and canary is None:
+        canary, sides = _policy(spec.canary.policy), Sides(pool, spec.canary, policy.name)
+    return Tried(shadows, canary, sides)
+
+
+def _with_canary(route: Route, config: Config, model: Model, tried: Tried, members: tuple[Candidate, ...]) -> Route:
+    """The route, and for a part of its requests one that has the canary's policy; no shadows ask beside that."""
+    spec = config.pools[route.pool].canary
+    if spec is None or tried.canary is None or tried.sides is None:
+        return route
+    replace = msgspec.structs.replace
+    split = pairing.split_route(model, tried.canary, members)
+    other = replace(route, policy=tried.canary, split=split, shadows=None)
+    return replace(route, trial=Trial(chosen(route.pool, spec), other, tried.sides))
 
 
 def _rooms(
@@ -156,6 +241,7 @@ def _rooms(
     gate: Gate,
     serving: Mapping[str, tuple[Candidate, ...]],
     policies: Mapping[str, Policy],
+    tried: Mapping[str, Tried],
     before: Snapshot | None,
 ) -> dict[str, Opening]:
     """What becomes of the rooms. An admission that stays as configured stays the one it is, with all it has learnt."""
@@ -168,7 +254,7 @@ def _rooms(
         room, old = gate.room(name), before.config.pools.get(name) if before is not None else None
         kept = kept_shares and old is not None and old.admission == pool.admission
         judge = room.admission if kept else _admission(pool.admission, shares)
-        believes = policies[name].reads_beliefs or judge.reads_beliefs or name in smaller
+        believes = policies[name].reads_beliefs or judge.reads_beliefs or name in smaller or tried[name].reads_beliefs
         made[name] = Opening(room, serving[name], judge, shares, believes)
     return made
 

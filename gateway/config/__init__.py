@@ -4,12 +4,12 @@ source.py reads text and keeps places; values.py and tree.py are the types; chec
 load.py puts them together.
 """
 
+from gateway.config.choices import AdmissionSpec, Canary, PolicySpec
 from gateway.config.load import MASK, SCHEMA_ID, Loaded, examine, examine_text, from_engines, json_schema, load
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.seen import Observability, Traces
 from gateway.config.tree import (
     Admin,
-    AdmissionSpec,
     AutoRollback,
     Config,
     EndpointSpec,
@@ -20,7 +20,6 @@ from gateway.config.tree import (
     Listeners,
     Model,
     Overflow,
-    PolicySpec,
     Pool,
     Prefix,
     Reload,
@@ -41,6 +40,7 @@ __all__ = [
     "Admin",
     "AdmissionSpec",
     "AutoRollback",
+    "Canary",
     "Config",
     "ConfigError",
     "EndpointSpec",

@@ -32,6 +32,7 @@ def errors(data: Any) -> Iterator[Finding]:
     yield from _classes(data)
     for path, spec in items(get(data, "pools"), ("pools",)):
         yield from _named(_POLICIES, get(spec, "policy"), (*path, "policy"))
+        yield from _tried(data, spec, path)
         yield from _named(_ADMISSIONS, get(spec, "admission"), (*path, "admission"))
 
 
@@ -219,6 +220,21 @@ def _named(kind: _Registry, spec: Any, path: Path) -> Iterator[Finding]:
     fields = {field.name: field for field in msgspec.structs.fields(kind.params_type(name))}
     for key, value in parameters.items() if isinstance(parameters, dict) else ():
         yield from _parameter(name, key, value, fields, (*path, "parameters", key))
+
+
+def _tried(data: Any, pool: Any, path: Path) -> Iterator[Finding]:
+    """Policies beside the one that serves, and tenants whose requests are to be tried with one."""
+    shadows = get(pool, "shadow")
+    for index, spec in enumerate(shadows if isinstance(shadows, list) else ()):
+        yield from _named(_POLICIES, spec, (*path, "shadow", index))
+    canary = get(pool, "canary")
+    yield from _named(_POLICIES, get(canary, "policy"), (*path, "canary", "policy"))
+    known = [get(tenant, "name") for _, tenant in items(get(data, "tenants"), ("tenants",))]
+    tenants = get(canary, "tenants")
+    for index, name in enumerate(tenants if isinstance(tenants, list) else ()):
+        if isinstance(name, str) and name not in known:
+            hint = did_you_mean(name, [each for each in known if isinstance(each, str)])
+            yield Finding((*path, "canary", "tenants", index), f"there is no tenant {name!r}{hint}")
 
 
 def _parameter(owner: str, key: str, value: Any, fields: Mapping[str, Any], path: Path) -> Iterator[Finding]:

@@ -7,19 +7,17 @@ Lives here: sections, defaults and rules for one section. Not here: single value
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BeforeValidator,
     Field,
-    GetJsonSchemaHandler,
     StringConstraints,
     field_validator,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
 
+from gateway.config.choices import AdmissionChoice, Canary, PolicyChoice
 from gateway.config.seen import Observability
 from gateway.config.source import number_if_substituted
 from gateway.config.values import (
@@ -167,24 +165,6 @@ class EndpointSpec(Section):
         return self.name or self.url.removeprefix("http://")
 
 
-class PolicySpec(Section):
-    """Who serves a request: a policy by name, alone or with parameters."""
-
-    name: Name = Field(description="round_robin, least_loaded, prefix_aware, or another of the table below.")
-    params: Mapping[str, Annotated[Any, BeforeValidator(number_if_substituted)]] = Field(
-        default={}, alias="parameters", description="The policy's own parameters; unknown ones are refused."
-    )
-
-
-class AdmissionSpec(Section):
-    """Who may enter, wait, or is refused: an admission by name, alone or with parameters."""
-
-    name: Name = Field(description="none, cap, priced, or another of the table below.")
-    params: Mapping[str, Annotated[Any, BeforeValidator(number_if_substituted)]] = Field(
-        default={}, alias="parameters", description="The admission's own parameters; unknown ones are refused."
-    )
-
-
 class WaitingRoom(Section):
     """Where requests wait while every endpoint of the pool is at its max_concurrency."""
 
@@ -194,30 +174,17 @@ class WaitingRoom(Section):
     timeout: Duration = setting("30s", "Longest wait before a request is shed.")
 
 
-def _policy(value: object) -> object:
-    return {"name": value} if isinstance(value, str) else value
-
-
-class _NameAlone:
-    """Tells the schema that the name alone will do where the mapping would."""
-
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"anyOf": [{"type": "string"}, handler(core)]}
-
-
 class Pool(Section):
     """Endpoints that serve the same models, and the policy that picks among them."""
 
-    policy: Annotated[
-        PolicySpec,
-        BeforeValidator(_policy),
-        _NameAlone(),
-    ] = setting("prefix_aware", "The policy's name, or a mapping of name and parameters.")
-    admission: Annotated[
-        AdmissionSpec,
-        BeforeValidator(_policy),
-        _NameAlone(),
-    ] = setting(admissions.DEFAULT, "The admission's name, or a mapping of name and parameters.")
+    policy: PolicyChoice = setting("prefix_aware", "The policy's name, or a mapping of name and parameters.")
+    shadow: Annotated[tuple[PolicyChoice, ...], Field(max_length=8)] = setting(
+        (), "Policies that score this pool's requests beside the one that serves, and send nothing anywhere."
+    )
+    canary: Canary | None = setting(None, "A policy that serves a part of its requests; nobody unless given.")
+    admission: AdmissionChoice = setting(
+        admissions.DEFAULT, "The admission's name, or a mapping of name and parameters."
+    )
     endpoints: tuple[EndpointSpec, ...] = Field(description="The TP groups.", min_length=1, max_length=4096)
     waiting_room: WaitingRoom = setting({}, "Where requests wait for a free endpoint.")
 

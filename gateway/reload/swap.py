@@ -10,6 +10,7 @@ from functools import partial
 from random import Random
 from time import monotonic
 
+from gateway import canary, shadow
 from gateway.config import Config
 from gateway.config.problems import Path
 from gateway.gate import Room
@@ -136,10 +137,26 @@ def furnish(gateway: Gateway, plan: Plan, metrics: Metrics) -> None:
         metrics.admission_phi.labels(pool).follow(lambda room=room: room.phi)  # type: ignore[misc]
         metrics.waiting.labels(pool).follow(lambda room=room: float(room.waiting))  # type: ignore[misc]
         metrics.queued_tokens.labels(pool).follow(lambda room=room: float(room.queued_tokens))  # type: ignore[misc]
+    _try(gateway.snapshot, plan.snapshot, metrics)
     models = {route.name for route in plan.snapshot.routes.values()}
     splitting = gateway.handoffs.splitting
     for model in splitting.keys() - models:
         del splitting[model]
+
+
+def _try(before: Snapshot, snapshot: Snapshot, metrics: Metrics) -> None:
+    """Shadows and canaries that are new count from nothing; the series of those who are gone go with them."""
+    for pool, tried in before.tried.items():
+        now = snapshot.tried.get(pool)
+        if tried.shadows is not None and (now is None or now.shadows is None):
+            shadow.forget(metrics, pool)
+        if tried.sides is not None and (now is None or now.sides is None):
+            canary.forget(metrics, pool)
+    for tried in snapshot.tried.values():
+        if tried.shadows is not None:
+            tried.shadows.follow(metrics)
+        if tried.sides is not None:
+            tried.sides.follow(metrics)
 
 
 def discovered(gateway: Gateway) -> Mapping[str, Sequence[str]]:
@@ -154,8 +171,12 @@ def discovered(gateway: Gateway) -> Mapping[str, Sequence[str]]:
 
 def dry_run(plan: Plan, before: Snapshot) -> None:
     """One pick by every policy that is new, among its own candidates. Raises CannotServe when one fails at it."""
-    for pool, policy in plan.snapshot.policies.items():
-        if before.policies.get(pool) is policy:
+    known = {id(policy) for policy in before.policies.values()}
+    known |= {id(policy) for tried in before.tried.values() for policy in tried.policies}
+    wanted = [(pool, policy) for pool, policy in plan.snapshot.policies.items()]
+    wanted += [(pool, policy) for pool, tried in plan.snapshot.tried.items() for policy in tried.policies]
+    for pool, policy in wanted:
+        if id(policy) in known:
             continue
         ask = Ask(TRIAL, monotonic(), Random(0))
         try:

@@ -1,0 +1,122 @@
+"""A canary: a second policy that serves a part of a pool's requests, and both sides' outcomes beside each other.
+
+Lives here: which requests, and what is counted. Not here: how the canary's route is made (snapshot.py); it differs
+from its pool's in the policy alone, so that from there on one line serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+from gateway.config.choices import Canary
+from gateway.exchange import Exchange
+from gateway.meters import Histogram
+from gateway.metrics import Metrics
+from policies.model import Request
+
+WHOLE = 1 << 64
+MET = "met"
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """Whose requests the canary serves: these tenants', or sessions whose hash lies below `below`.
+
+    The hash is the same at every gateway and after every restart: a session stays on its side. Every pool draws anew,
+    and more percent keep those who were chosen before.
+    """
+
+    pool: str
+    below: int
+    tenants: frozenset[str]
+
+    def takes(self, request: Request) -> bool:
+        if self.tenants:
+            return request.tenant in self.tenants
+        return xxhash.xxh3_64_intdigest(f"{self.pool}\0{request.session or request.id}".encode()) < self.below
+
+
+def chosen(pool: str, spec: Canary) -> Chosen:
+    """As configured."""
+    return Chosen(pool, int(WHOLE * (spec.percent or 0.0) / 100), frozenset(spec.tenants))
+
+
+class Side:
+    """One policy of the two, and what became of the requests that it picked for."""
+
+    __slots__ = ("_metrics", "name", "policy", "pool")
+
+    def __init__(self, pool: str, name: str, policy: str) -> None:
+        self.pool, self.name, self.policy = pool, name, policy
+        self._metrics: Metrics | None = None
+
+    def follow(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def count(self, x: Exchange) -> None:
+        """One that is over."""
+        if self._metrics is None:
+            return
+        trials = self._metrics.trials
+        trials.requests.labels(self.pool, self.name, x.kept or "untold").value += 1.0
+        if x.ttft_s is not None:
+            trials.first_tokens.labels(self.pool, self.name).observe(x.ttft_s)
+
+    def told(self) -> dict[str, object]:
+        """Its figures as plain values. None: nothing was served yet."""
+        if self._metrics is None:
+            return {"side": self.name, "policy": self.policy, "requests": 0}
+        trials = self._metrics.trials
+        of_ours = (self.pool, self.name)
+        kept = {labels[2]: each.value for labels, each in trials.requests.children() if labels[:2] == of_ours}
+        judged = sum(kept.values()) - kept.get("untold", 0.0)
+        ttft = trials.first_tokens.labels(*of_ours)
+        return {
+            "side": self.name,
+            "policy": self.policy,
+            "requests": int(sum(kept.values())),
+            "goodput": round(kept.get(MET, 0.0) / judged, 4) if judged else None,
+            "failed": int(kept.get("failed", 0.0)),
+            "shed": int(kept.get("shed", 0.0)),
+            "ttft_p50_s": quantile(ttft, 0.5),
+            "ttft_p99_s": quantile(ttft, 0.99),
+        }
+
+
+class Sides:
+    """The primary and the canary of one pool. Live while both are configured as they are."""
+
+    __slots__ = ("_followed", "canary", "pool", "primary", "share")
+
+    def __init__(self, pool: str, spec: Canary, primary: str) -> None:
+        self.pool = pool
+        self.share = ", ".join(spec.tenants) if spec.tenants else f"{spec.percent:g} %"
+        self.primary, self.canary = Side(pool, "primary", primary), Side(pool, "canary", spec.policy.name)
+        self._followed = False
+
+    def follow(self, metrics: Metrics) -> None:
+        """Counts from nothing, here."""
+        if not self._followed:
+            self._followed = True
+            forget(metrics, self.pool)
+            self.primary.follow(metrics)
+            self.canary.follow(metrics)
+
+    def told(self) -> dict[str, object]:
+        return {"pool": self.pool, "share": self.share, "sides": [self.primary.told(), self.canary.told()]}
+
+
+def forget(metrics: Metrics, pool: str) -> None:
+    """Drop the pool's series: its sides are others now, or it has none."""
+    metrics.trials.requests.forget("pool", pool)
+    metrics.trials.first_tokens.forget("pool", pool)
+
+
+def quantile(histogram: Histogram, share: float) -> float | None:
+    """The upper bound of the bucket in which this share of all observations ends; None without any, or beyond all."""
+    buckets: Sequence[tuple[str, float]] = histogram.cumulative()
+    total = buckets[-1][1]
+    found = next((bound for bound, count in buckets if count >= share * total), "+Inf") if total else "+Inf"
+    return None if found == "+Inf" else float(found)

@@ -1,0 +1,110 @@
+"""A canary serves its part, a session stays on its side, and both sides are counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.canary import Chosen, chosen, quantile
+from gateway.config.choices import Canary
+from gateway.meters import Histogram
+from policies.model import Request
+from tests.unit.gateway.reload.running import running
+
+PLAIN = "    policy: prefix_aware\n"
+
+
+def canary(**given: object) -> Chosen:
+    return chosen("chat", Canary.model_validate({"policy": "round_robin", **given}))
+
+
+def request(number: int, session: str = "", tenant: str = "") -> Request:
+    return Request(f"req_{number}", "demo", tenant, 10, 10, session=session)
+
+
+@given(st.text(min_size=1, max_size=20), st.floats(0.1, 99.9))
+def test_all_requests_of_a_session_are_on_one_side(session: str, percent: float) -> None:
+    part = canary(percent=percent)
+    assert len({part.takes(request(number, session)) for number in range(5)}) == 1
+
+
+@pytest.mark.parametrize("percent", [1, 5, 50, 95])
+def test_so_many_sessions_in_a_hundred_are_chosen(percent: float) -> None:
+    part = canary(percent=percent)
+    share = sum(part.takes(request(0, f"session {number}")) for number in range(20_000)) / 20_000
+    assert share == pytest.approx(percent / 100, abs=0.012)
+
+
+def test_without_sessions_every_request_is_one() -> None:
+    part = canary(percent=20)
+    assert sum(part.takes(request(number)) for number in range(10_000)) == pytest.approx(2000, abs=150)
+
+
+def test_more_percent_keep_the_sessions_that_were_chosen_before() -> None:
+    few, more = canary(percent=5), canary(percent=25)
+    sessions = [request(0, f"session {number}") for number in range(5000)]
+    assert all(more.takes(each) for each in sessions if few.takes(each))
+
+
+def test_named_tenants_are_on_its_side_and_nobody_else() -> None:
+    part = canary(tenants=["a", "b"])
+    assert [part.takes(request(1, tenant=name)) for name in ("a", "b", "c", "")] == [True, True, False, False]
+
+
+def test_a_quantile_is_the_bound_of_its_bucket() -> None:
+    histogram = Histogram((0.1, 1.0))
+    assert quantile(histogram, 0.5) is None
+    for value in (0.05, 0.05, 0.5):
+        histogram.observe(value)
+    assert (quantile(histogram, 0.5), quantile(histogram, 0.99)) == (0.1, 1.0)
+    histogram.observe(7.0)
+    assert quantile(histogram, 0.99) is None
+
+
+async def test_a_canary_serves_its_sessions_is_compared_and_promoted_by_a_reload(tmp_path: Path) -> None:
+    async with running(tmp_path) as made:
+        canaried = made.text().replace(PLAIN, PLAIN + "    canary: {policy: round_robin, percent: 50}\n")
+        assert (await made.put(canaried))[0] == 200
+        before = made.app.gateway.snapshot.tried["chat"]
+        for number in range(24):
+            assert await made.ask(f"prompt {number}") == "ok"
+        _, _, told = await made.asked("GET", "/canary")
+        [pool] = told["canaries"]
+        assert (pool["pool"], pool["share"]) == ("chat", "50 %")
+        primary, other = pool["sides"]
+        assert [(each["side"], each["policy"]) for each in pool["sides"]] == [
+            ("primary", "prefix_aware"),
+            ("canary", "round_robin"),
+        ]
+        assert primary["requests"] + other["requests"] == 24
+        assert primary["requests"]
+        assert other["requests"]
+        assert primary["goodput"] == other["goodput"] == 1.0
+        assert primary["failed"] == other["shed"] == 0
+        assert primary["ttft_p50_s"] > 0
+        assert (await made.put(canaried + "retries: {floor: 5}\n"))[0] == 200
+        assert made.app.gateway.snapshot.tried["chat"] is before
+        assert (await made.put(made.text().replace("prefix_aware", "round_robin")))[0] == 200
+        assert made.app.gateway.snapshot.policies["chat"] is before.canary
+        assert (await made.asked("GET", "/canary"))[2] == {"canaries": []}
+        assert not list(made.app.metrics.trials.requests.children())
+
+
+async def test_what_a_canary_cannot_be_is_said_with_its_place(tmp_path: Path) -> None:
+    async with running(tmp_path) as made:
+        for part, words in (
+            ("{policy: round_robin}", "needs either percent or tenants"),
+            ("{policy: round_robin, percent: 5, tenants: [a]}", "needs either percent or tenants"),
+            ("{policy: round_robin, percent: 100}", "percent"),
+            ("{policy: rund_robin, percent: 5}", 'did you mean "round_robin"?'),
+            ("{policy: round_robin, tenants: [nobody]}", "there is no tenant 'nobody'"),
+        ):
+            status, told = await made.put(made.text().replace(PLAIN, PLAIN + f"    canary: {part}\n"))
+            assert status == 400, part
+            assert any(words in each["text"] and "canary" in each["path"] for each in told["problems"]), told
+        status, told = await made.put(made.text().replace(PLAIN, PLAIN + "    shadow: [round_robin, priecd]\n"))
+        assert status == 400
+        assert told["problems"][0]["path"] == "pools.chat.shadow[1]"

@@ -1,0 +1,202 @@
+"""Shadow policies: asked what was asked, as it was asked, later, for little, and heard by nobody but the figures."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from random import Random
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from gateway import shadow
+from gateway.exchange import Exchange
+from gateway.metrics import Metrics
+from gateway.openai import Api, Call
+from gateway.shadow import Named, Shadows, judged, named
+from policies import ledger, registry, run
+from policies.contract import Policy, Weighted
+from policies.filters import available
+from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Pick, Request
+from policies.pickers import best
+from tests.unit.gateway.reload.running import running
+
+PLAIN = "    policy: prefix_aware\n"
+SHADOWED = PLAIN + "    shadow: [round_robin, {name: least_loaded, parameters: {output_weight: 2.0}}]\n"
+
+
+class Table:
+    """As much of an endpoint table as shadows use."""
+
+    def __init__(self) -> None:
+        self.rng = Random(1)
+        self.taught: list[int] = []
+        self.prefixes = self
+
+    def of(self, call: Call, model: str) -> Any:
+        return None
+
+    def cached(self, fingerprint: Any, prompt_tokens: int) -> list[int]:
+        return [0, 800]
+
+    def learn(self, fingerprint: Any, load: EndpointLoad, prompt_tokens: int) -> None:
+        self.taught.append(load.slot)
+
+
+class Route:
+    name = "demo"
+
+    def __init__(self) -> None:
+        made = [Endpoint(f"tp{slot}", f"http://127.0.0.1:{9000 + slot}", "main", "demo") for slot in range(2)]
+        self.candidates = tuple(Candidate(each, EndpointLoad(slot)) for slot, each in enumerate(made))
+        ledger.book(self.candidates[1].load, Request("first", "demo", "", 500, 50), 0, monotonic())  # no ties
+
+
+def asked(number: int = 0, cached: tuple[int, ...] = ()) -> Ask:
+    return Ask(Request(f"req_{number}", "demo", "", 1000, 100), monotonic(), Random(2), cached)
+
+
+def exchange(ask: Ask, took_s: float) -> Exchange:
+    x = Exchange(ask.request.id, Api.CHAT, "127.0.0.1", ask.now, picked_at=ask.now + took_s)
+    x.call = Call(Api.CHAT, ask.request, "demo", b"{}", (b"[]",))  # type: ignore[arg-type]
+    return x
+
+
+def made(*policies: Policy, primary: str = "least_loaded") -> tuple[Shadows, Metrics]:
+    found = [Named(f"{each.name}-{at}", each) for at, each in enumerate(policies)]
+    shadows, metrics = Shadows("main", found, Table(), registry.build(primary, {})), Metrics()  # type: ignore[arg-type]
+    shadows.follow(metrics)
+    return shadows, metrics
+
+
+def picked(shadows: Shadows, route: Route, ask: Ask, took_s: float = 1.0) -> Pick:
+    pick = run.pick(registry.build("least_loaded", {}), ask, route.candidates)
+    assert pick is not None
+    shadows.picked(exchange(ask, took_s), route, ask, pick)
+    return pick
+
+
+async def turns(count: int = 4) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def failing() -> Policy:
+    def fail(ask: Ask, candidates: Any) -> list[float]:
+        raise RuntimeError("a policy that anybody wrote")
+
+    return Policy("broken", (available,), (Weighted(fail),), best)
+
+
+async def test_a_shadow_sees_the_load_as_it_was_before_the_booking_and_agrees_with_itself() -> None:
+    shadows, metrics = made(registry.build("least_loaded", {}))
+    route = Route()
+    for number in range(20):
+        ask = asked(number)
+        pick = picked(shadows, route, ask)
+        ledger.book(pick.candidate.load, ask.request, 0, ask.now)
+        await turns()
+    assert metrics.trials.picks.labels("main", "least_loaded-0", "agreed").value == 20
+    assert [each.load.in_flight for each in route.candidates] == [10, 11]
+
+
+async def test_what_a_shadow_would_have_gained_is_told_in_seconds_and_tokens() -> None:
+    route, ask = Route(), asked(cached=(0, 800))
+    busy = route.candidates[0].load
+    ledger.book(busy, Request("other", "demo", "", 4000, 100), 0, ask.now)
+    pick = Pick(route.candidates[0], 0, 0.0, 2, "by hand")
+    verdict = judged(registry.build("prefix_aware", {}), ask, pick, route.candidates)
+    assert (verdict.result, verdict.more_tokens) == ("differed", 800)
+    assert verdict.sooner_s is not None
+    assert verdict.sooner_s > 0
+    back = judged(
+        registry.build("round_robin", {}), ask, Pick(route.candidates[1], 800, 0.0, 2, "by hand"), route.candidates
+    )
+    assert back.more_tokens == -800
+    assert back.sooner_s == pytest.approx(-verdict.sooner_s)
+
+
+async def test_without_beliefs_there_is_no_gain_in_seconds() -> None:
+    route, ask = Route(), asked(cached=(0, 800))
+    for each in route.candidates:
+        ledger.believe(each.load, False, ask.now)
+    verdict = judged(
+        registry.build("prefix_aware", {}), ask, Pick(route.candidates[0], 0, 0.0, 2, ""), route.candidates
+    )
+    assert (verdict.sooner_s, verdict.more_tokens) == (None, 800)
+
+
+async def test_a_shadow_that_fails_is_counted_and_the_next_one_is_asked() -> None:
+    shadows, metrics = made(failing(), registry.build("round_robin", {}))
+    picked(shadows, Route(), asked())
+    await turns()
+    trials = metrics.trials
+    assert trials.picks.labels("main", "broken-0", "failed").value == 1
+    assert sum(trials.picks.labels("main", "round_robin-1", result).value for result in shadow.RESULTS) == 1
+
+
+async def test_nothing_is_scored_in_the_turn_of_the_pick_nor_before_what_it_sends() -> None:
+    shadows, _ = made(registry.build("least_loaded", {}))
+    order: list[str] = []
+    score = shadows._one
+    shadows._one = lambda note: (order.append("scored"), score(note))[1]  # type: ignore[method-assign,func-returns-value]
+    picked(shadows, Route(), asked())
+    asyncio.get_running_loop().call_soon(order.append, "sent")  # as the outbox does, after the pick
+    assert order == []
+    await turns()
+    assert order == ["sent", "scored"]
+
+
+async def test_scoring_takes_a_tenth_of_the_time_of_picks_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10**9))
+    monkeypatch.setattr(shadow, "perf_counter", lambda: 0.001 * next(clock))  # four looks: 3 ms of scoring
+    shadows, _ = made(registry.build("least_loaded", {}))
+    route = Route()
+    for number in range(3000):
+        picked(shadows, route, asked(number), took_s=0.001)
+        await turns(3)
+    told = shadows.told()
+    assert told["cost_share"] == pytest.approx(0.1, rel=0.02)
+    assert told["scored"] == pytest.approx(3000 * 0.1 / 3, rel=0.03)
+
+
+async def test_a_pool_whose_own_policy_reads_no_prefixes_is_fingerprinted_for_its_shadows_afterwards() -> None:
+    shadows, metrics = made(registry.build("prefix_aware", {}), primary="least_loaded")
+    route = Route()
+    pick = picked(shadows, route, asked())
+    assert shadows._endpoints.taught == []  # type: ignore[attr-defined]
+    await turns()
+    assert shadows._endpoints.taught == [pick.candidate.load.slot]  # type: ignore[attr-defined]
+    assert metrics.trials.tokens.labels("main", "prefix_aware-0", "more").value == 800
+
+
+def test_two_shadows_of_one_name_are_told_apart_by_their_parameters() -> None:
+    policy = registry.build("least_loaded", {})
+    found = named([("least_loaded", {}, policy), ("least_loaded", {"fresh_s": 1.0}, policy), ("priced", {}, policy)])
+    assert [each.name for each in found] == ["least_loaded()", "least_loaded(fresh_s=1.0)", "priced"]
+
+
+async def test_a_gateway_shows_its_shadows_keeps_them_over_a_reload_and_forgets_them_when_they_go(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as app:
+        text = app.text().replace(PLAIN, SHADOWED)
+        assert (await app.put(text))[0] == 200
+        table = app.app.gateway.endpoints
+        assert all(live.load.believed for live in table.all())
+        for number in range(8):
+            app.app.gateway.snapshot.tried["chat"].shadows._allowed_s = 1.0  # type: ignore[union-attr]
+            assert await app.ask(f"prompt {number}") == "ok"
+        _, _, told = await app.asked("GET", "/shadow")
+        [pool] = told["shadows"]
+        assert (pool["pool"], pool["picks"], pool["scored"]) == ("chat", 8, 8)
+        assert [each["policy"] for each in pool["policies"]] == ["round_robin", "least_loaded"]
+        assert all(each["agreed"] + each["differed"] == 8 for each in pool["policies"])
+        before = app.app.gateway.snapshot.tried["chat"].shadows
+        assert (await app.put(text + "retries: {floor: 5}\n"))[0] == 200
+        assert app.app.gateway.snapshot.tried["chat"].shadows is before
+        assert (await app.put(app.text()))[0] == 200
+        assert (await app.asked("GET", "/shadow"))[2] == {"shadows": []}
+        assert not list(app.app.metrics.trials.picks.children())
+        assert not any(live.load.believed for live in table.all())
