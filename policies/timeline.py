@@ -77,20 +77,11 @@ class Timeline:
     """
 
     __slots__ = (
-        *("anchor", "batch", "began", "busy", "decode_raw_s", "decode_s", "ends", "finishing"),
-        *(
-            "idle_s",
-            "over_s",
-            "kv_prompts",
-            "planned",
-            "prefill_s",
-            "prefill_steps",
-            "queue",
-            "queued_pairs",
-            "queued_tokens",
-        ),
-        *("rate", "rate_at", "raw_decode", "raw_prefill", "raw_step_s", "slack_s", "starts", "steps", "tick", "tight"),
-        *("born", "decoded_at", "foreign", "fresh_at", "pace", "seen_s", "seen_steps", "share", "stale", "taught_at"),
+        *("anchor", "batch", "began", "born", "busy", "decode_raw_s", "decode_s", "decoded_at", "ends"),
+        *("finishing", "foreign", "fresh_at", "idle_s", "kv_prompts", "over_s", "pace", "planned", "prefill_s"),
+        *("prefill_steps", "queue", "queued_pairs", "queued_tokens", "rate", "rate_at", "raw_decode"),
+        *("raw_prefill", "raw_step_s", "seen_s", "seen_steps", "share", "slack_s", "stale", "starts", "steps"),
+        *("taught_at", "tick", "tight"),
     )
 
     def __init__(self, now: float = 0.0) -> None:
@@ -131,9 +122,12 @@ class Timeline:
 
     def answered(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
         """A prompt's first token came: the step that completed it ended now."""
-        self.advance(load, now)
-        if not prompt.planned:
-            self._hurry(load, prompt, now)
+        if not self.busy and len(self.queue) == 1 and not prompt.planned and now - self.taught_at < LESSON_S:
+            self._skip(prompt, now)
+        else:
+            self.advance(load, now)
+            if not prompt.planned:
+                self._hurry(load, prompt, now)
         if prompt in self.finishing:
             self._close(now)
             if now - self.anchor > LEARN_S:
@@ -188,6 +182,19 @@ class Timeline:
                 break
         if self.batch:
             self._decode(now)
+
+    def _skip(self, prompt: Prompt, now: float) -> None:
+        """The one prompt there was has been computed since anybody looked, and no lesson is due: no step is planned."""
+        begun = prompt.enters if prompt.enters < now else now
+        if self.batch:
+            self._decode(begun)
+        self.queue.clear()
+        self.planned += prompt.left
+        self.queued_tokens, self.queued_pairs, prompt.left = 0, 0.0, 0
+        self.prefill_steps += 1
+        self.prefill_s += now - begun
+        self.tick += 1
+        self.began, prompt.planned = now, True
 
     def _begin(self, load: EndpointLoad, start: float) -> bool:
         """Begin a step with prompts after steps without, from where the next first token is measured."""
