@@ -84,6 +84,9 @@ def _leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
     yield (("admin",), get(data, "admin"), "key")
+    shared = get(data, "shared")
+    yield (("shared",), shared, "key")
+    yield (("shared", "redis"), get(shared, "redis"), "password")
     yield from ((path, tenant, "key") for path, tenant in items(get(data, "tenants"), ("tenants",)))
     yield from ((path, spec, "api_key") for path, spec in _specs(data))
 

@@ -166,3 +166,16 @@ def test_the_sample_file_is_good_and_begins_with_its_schema() -> None:
     first = sample.read_text().splitlines()[0]
     assert first == "# yaml-language-server: $schema=gateway.schema.json"
     assert json.loads((sample.parent / "gateway.schema.json").read_text()) == json_schema()
+
+
+def test_what_gateways_share_a_secret_by_comes_from_files_and_is_doubted_in_clear(tmp_path: Path) -> None:
+    (tmp_path / "fleet").write_text("sixteen-characters-and-more\n")
+    shared = "shared: {{redis: {{url: 'redis://127.0.0.1:6379', password: '{0}'}}, key: '{0}'}}\n"
+    by_file = config(tmp_path, SHORTEST + shared.format("${file:fleet}")).shared
+    assert by_file is not None
+    assert by_file.key.reveal() == "sixteen-characters-and-more"
+    assert by_file.redis.password is not None
+    (tmp_path / "clear.yaml").write_text(SHORTEST + shared.format("sixteen-characters-in-clear"))
+    clear = examine(tmp_path / "clear.yaml", {})
+    assert {problem.path for problem in clear.warnings} == {"shared.key", "shared.redis.password"}
+    assert clear.in_clear
