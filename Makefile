@@ -15,7 +15,7 @@ RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split goodput real compiled load policies clocks docs lock clean
+.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split goodput observe real compiled load policies clocks docs lock clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,12 @@ bench-split: $(VENV)/.dev ## the gateway's CPU for a split request beside that f
 
 goodput: $(VENV)/.dev ## every policy at, below and beyond capacity on a virtual clock, into docs/goodput.md; make goodput GOODPUT="--quick"
 	$(PY) tests/bench/goodput.py --data $(TRACES) --page docs/goodput.md $(GOODPUT)
+
+observe: $(VENV)/.dev ## boards and alert rules against the real Prometheus (Debian's package, unpacked into build/; 2 minutes)
+	@sh deploy/prometheus/install.sh build/prometheus
+	build/prometheus/usr/bin/promtool check rules deploy/prometheus/penstock.rules.yml
+	build/prometheus/usr/bin/promtool test rules deploy/prometheus/tests.yml
+	$(PY) -m tests.observe.run --prometheus build/prometheus/usr/bin/prometheus
 
 real: $(VENV)/.dev ## the gateway before two real vLLM engines, without a GPU (3.5 GB; docs/real-engines.md)
 	@sh deploy/real/install.sh $(PYTHON) build/real

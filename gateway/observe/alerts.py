@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.observe.promql import quantile, rate, rate_or_zero
+from gateway.observe.promql import quantile, rate, rate_or_zero, share
 
 Series = tuple[tuple[str, str], ...]
 """Of a test: (series, its values in promtool's notation), one a minute."""
@@ -50,6 +50,10 @@ LOST_KV = " + ".join(
         rate_or_zero("penstock_upstream_errors_total", "5m", kind="transfer_timeout"),
     )
 )
+
+JUDGED = rate("penstock_goodput_total", "class", "5m", **{"class": "!batch"})
+SHED = rate("penstock_goodput_total", "class", "5m", **{"class": "!batch", "kept": "shed"})
+SHED_SHARE = f"({SHED} or 0 * {JUDGED}) / {JUDGED}"
 
 ALERTS = (
     Alert(
@@ -134,8 +138,7 @@ ALERTS = (
     ),
     Alert(
         "PenstockShedHighClass",
-        f"{rate('penstock_goodput_total', 'class', '5m', **{'class': '!batch', 'kept': 'shed'})}"
-        f" / {rate('penstock_goodput_total', 'class', '5m', **{'class': '!batch'})}",
+        SHED_SHARE,
         "> 0.05",
         "5m",
         "page",
@@ -169,8 +172,7 @@ ALERTS = (
     ),
     Alert(
         "PenstockPairFailing",
-        f"{rate('penstock_split_pairs_total', 'prefill, decode', '5m', result='failed')}"
-        f" / {rate('penstock_split_pairs_total', 'prefill, decode', '5m')}",
+        share("penstock_split_pairs_total", "prefill, decode", "5m", result="failed"),
         "> 0.1",
         "5m",
         "ticket",

@@ -12,7 +12,7 @@ import msgspec
 
 from gateway.meters import Merge, Spec
 from gateway.observe.labels import Row
-from gateway.observe.promql import Asked, asked, quantile, rate, rate_or_zero
+from gateway.observe.promql import Asked, asked, quantile, rate, rate_or_zero, share
 from gateway.observe.slos import JUDGED, OBJECTIVES
 
 WIDE_LABELS = frozenset({"hash", "version"})
@@ -181,9 +181,9 @@ SPLIT = Board(
             Panel(
                 "Handoffs that failed P > D",
                 _one(
-                    rate("penstock_split_pairs_total", "prefill, decode", result="failed"), "{{prefill}} > {{decode}}"
+                    share("penstock_split_pairs_total", "prefill, decode", result="failed"), "{{prefill}} > {{decode}}"
                 ),
-                "reqps",
+                "percentunit",
             ),
             Panel(
                 "Parts of the time to first token",
@@ -192,7 +192,10 @@ SPLIT = Board(
             ),
             Panel("Handoff to first token", _p("penstock_split_handoff_seconds"), "s"),
             Panel("Ends of legs", _one(rate("penstock_split_legs_total", "role, outcome"), "{{role}} {{outcome}}")),
-            Panel("KV given up", _one(rate("penstock_split_leases_given_up_total", "reason"), "{{reason}}")),
+            Panel(
+                "KV given up",
+                _one(f"{rate('penstock_split_leases_given_up_total', 'reason')} or vector(0)", "{{reason}}"),
+            ),
         ),
     },
 )

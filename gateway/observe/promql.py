@@ -71,6 +71,12 @@ def rate_or_zero(name: str, window: str = WINDOW, **matchers: str) -> str:
     return f"({rate(name, '', window, **matchers)} or vector(0))"
 
 
+def share(name: str, by: str, window: str = WINDOW, **matchers: str) -> str:
+    """Of everything that the family counts, what matches; 0 where nothing ever did."""
+    every = rate(name, by, window)
+    return f"({rate(name, by, window, **matchers)} or 0 * {every}) / {every}"
+
+
 def quantile(q: float, name: str, by: str = "", window: str = WINDOW, **matchers: str) -> str:
     """Of a histogram, its buckets merged first: percentiles must never be averaged."""
     labels = f"le, {by}" if by else "le"

@@ -1,0 +1,143 @@
+"""Boards and rules before the real Prometheus: does every query return data? `make observe`.
+
+Two gateways with mock groups (one with faults, a full room and a refused configuration; one that splits) are scraped
+every second while a little traffic goes on; then every query of every panel and rule is asked. Not part of `make test`:
+it needs Debian's package and half a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import socket
+import sys
+import tempfile
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from gateway.observe.boards import family_of
+from gateway.observe.files import RULES, queries
+from gateway.observe.promql import WINDOW, asked
+from tests.chaos.house import House, house
+from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
+from tests.unit.gateway.observe.test_live_scrape import Seen, a_little_of_everything, by_hand, note
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 20
+READY_WITHIN_S = 30.0
+
+CONFIG = """\
+global: {{scrape_interval: 1s, evaluation_interval: 1s}}
+rule_files: ["{rules}"]
+scrape_configs:
+  - job_name: penstock
+    static_configs: [{{targets: ["{one}", "{other}"]}}]
+"""
+
+
+async def main(prometheus: str) -> int:
+    """The exit code: 0 when every query that can have data has some."""
+    room = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
+    async with house(2, concurrency=2, pool=room) as home, split_house("vllm_nixl", groups=(1, 1)) as halves:
+        targets = [each.app.admin_url.removeprefix("http://") for each in (home, halves)]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "prometheus.yml"
+            file.write_text(CONFIG.format(rules=ROOT / RULES, one=targets[0], other=targets[1]))
+            port = free_port()
+            process = await started(prometheus, folder, file, port)
+            try:
+                await asyncio.gather(traffic(home, halves), ready(home.http, port))
+                return await judged(home, halves, port)
+            finally:
+                process.terminate()
+                await asyncio.wait_for(process.wait(), 10)
+
+
+async def started(prometheus: str, folder: str, file: Path, port: int) -> asyncio.subprocess.Process:
+    """The real thing, on a free port of this machine alone."""
+    return await asyncio.create_subprocess_exec(
+        *(prometheus, f"--config.file={file}", f"--storage.tsdb.path={folder}/data", "--log.level=error"),
+        *(f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage"),
+    )
+
+
+async def ready(http: aiohttp.ClientSession, port: int) -> None:
+    async with asyncio.timeout(READY_WITHIN_S):
+        while True:
+            with suppress(aiohttp.ClientError):
+                async with http.get(f"http://127.0.0.1:{port}/-/ready") as answer:
+                    if answer.status == 200:
+                        return
+            await asyncio.sleep(0.1)
+
+
+async def traffic(home: House, halves: SplitHouse) -> None:
+    """A little of everything, so that its counters exist from the first scrapes on, and then more of the ordinary."""
+    await a_little_of_everything(home)
+    for member in home.groups:
+        member.faults.set("")
+    for number in range(SECONDS * 2):
+        await home.ask(stream=bool(number % 2), prompt=f"question {number}")
+        await halves.right({"prompt": f"{number} " + SENTENCE * 30, "max_tokens": 4, "stream": True})
+        await asyncio.sleep(0.5)
+
+
+async def judged(home: House, halves: SplitHouse, port: int) -> int:
+    """Asks everything. Of a query made from the catalogue, a family that has no series yet excuses it, by name."""
+    seen: Seen = defaultdict(set)
+    for each in (home, halves):
+        note(each.app.metrics.render().decode(), seen)
+    url, hand = f"http://127.0.0.1:{port}/api/v1", by_hand()
+    labelled = {spec.name for spec in home.app.metrics.catalogue() if spec.labels}
+    empty: list[str] = []
+    excused: set[str] = set()
+    unknown = asked_for = 0
+    for where, query in queries().items():
+        found = await answer_of(home.http, f"{url}/query", query=query.replace(WINDOW, "10s"))
+        asked_for += 1
+        unknown += bool(found) and all(math.isnan(float(one["value"][1])) for one in found)
+        if not found:
+            silent = {each.name for each in asked(query) if family_of(each.name) in labelled and not seen[each.name]}
+            excused |= silent
+            if query in hand or not silent:
+                empty.append(f"{where}: {query}")
+    rules = [rule for group in (await data(home.http, f"{url}/rules"))["groups"] for rule in group["rules"]]
+    ill = [rule["name"] for rule in rules if rule["health"] != "ok"]
+    marks = await data(home.http, f"{url}/query_exemplars", query="penstock_ttft_seconds_bucket", start="0", end="9e9")
+    print(f"{asked_for} queries, {len(empty)} without data, {unknown} of nothing but NaN (no observation in 10 s)")
+    print(f"without a series so far: {', '.join(sorted(excused)) or 'none'}")
+    print(
+        f"{len(rules)} rules, {len(ill)} ill; {sum(len(each['exemplars']) for each in marks)} exemplars of TTFT stored"
+    )
+    for line in (*empty, *ill):
+        print(f"NO DATA  {line}")
+    return int(bool(empty or ill or not marks))
+
+
+async def answer_of(http: aiohttp.ClientSession, url: str, **params: str) -> list[dict[str, Any]]:
+    result: list[dict[str, Any]] = (await data(http, url, **params))["result"]
+    return result
+
+
+async def data(http: aiohttp.ClientSession, url: str, **params: str) -> Any:
+    async with http.get(url, params=params) as answer:
+        told = await answer.json()
+        assert told["status"] == "success", (params, told)
+        return told["data"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Every query of boards and rules, asked of the real Prometheus.")
+    parser.add_argument("--prometheus", default="prometheus", help="the program")
+    sys.exit(asyncio.run(main(parser.parse_args().prometheus)))

@@ -1,0 +1,157 @@
+"""Boards, rules and runbooks are what the catalogue says: complete, well-formed, and each with its page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+
+from gateway.meters import Label
+from gateway.metrics import Metrics
+from gateway.observe import rules
+from gateway.observe.__main__ import main
+from gateway.observe.alerts import ALERTS
+from gateway.observe.boards import BOARDS, family_of
+from gateway.observe.files import files, queries
+from gateway.observe.labels import Row
+from gateway.observe.promql import asked, grouped, selector
+
+ROOT = Path(__file__).parents[4]
+RUNBOOKS = ROOT / "docs" / "runbooks"
+BOARD_FILES = [path for path in files() if path.endswith(".json")]
+PARTS = ("## What it means", "## First look", "## Causes", "## What to do")
+
+
+def families() -> set[str]:
+    return {spec.name for spec in Metrics().catalogue()}
+
+
+def test_every_row_is_on_one_board_and_every_family_in_some_query() -> None:
+    rows = [row for board in BOARDS for row in board.rows]
+    assert sorted(rows) == sorted(Row)
+    asked_for = {family_of(each.name) for query in queries().values() for each in asked(query)}
+    assert families() <= asked_for
+
+
+def test_no_query_asks_for_what_the_catalogue_does_not_have() -> None:
+    labels = {spec.name: {label.name for label in spec.labels} for spec in Metrics().catalogue()}
+    process = {"up", *(name for name in known() if name.startswith("penstock_process_"))}
+    for where, query in queries().items():
+        allowed: set[str] = {"instance", "job"}
+        for each in asked(query):
+            if each.name in rules.recorded():
+                allowed |= {"slo"}
+            elif each.name not in process:
+                assert family_of(each.name) in labels, f"{where}: {each.name}"
+                allowed |= labels[family_of(each.name)]
+            assert each.labels <= allowed, f"{where}: {each}"
+        assert grouped(query) <= allowed, where
+
+
+def known() -> set[str]:
+    page = Metrics().render().decode()
+    return {line.split("{")[0].split()[0] for line in page.splitlines() if not line.startswith("#")}
+
+
+@pytest.mark.parametrize("path", BOARD_FILES)
+def test_a_board_has_the_shape_that_grafana_reads(path: str) -> None:
+    board: dict[str, Any] = json.loads(files()[path])
+    assert Path(path).stem == board["uid"]
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, f"{panel['title']} lies over another panel"
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["type"] in ("timeseries", "stat")
+            assert [target["refId"] for target in panel["targets"]] == list("ABCDEFG"[: len(panel["targets"])])
+            assert all(target["expr"] and target["datasource"] == panel["datasource"] for target in panel["targets"])
+
+
+@pytest.mark.parametrize("alert", rules.names())
+def test_every_alert_has_a_page_that_says_what_to_do(alert: str) -> None:
+    text = (RUNBOOKS / f"{alert}.md").read_text()
+    assert text.startswith(f"# {alert}\n")
+    places = [text.index(part) for part in PARTS]
+    assert places == sorted(places)
+    assert all(len(part.split()) >= 15 for part in text.split("## ")[1:]), "half a page, not a line"
+
+
+def test_every_page_belongs_to_an_alert_and_every_metric_it_names_exists() -> None:
+    assert {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"} == set(rules.names())
+    for path in RUNBOOKS.glob("*.md"):
+        for each in asked(" ".join(part for part in path.read_text().split("`")[1::2] if part.startswith("penstock_"))):
+            if each.name.startswith("penstock_"):
+                assert family_of(each.name) in families() | known(), f"{path.name}: {each.name}"
+
+
+def test_the_rules_pair_every_burn_with_its_short_window_and_point_to_the_runbook() -> None:
+    found = YAML(typ="safe").load(rules.rules("https://runbooks.example/penstock"))
+    alerts = [rule for group in found["groups"] for rule in group["rules"] if "alert" in rule]
+    assert {rule["alert"] for rule in alerts} == set(rules.names())
+    assert len([rule for rule in alerts if "window" in rule["labels"]]) == 9
+    for rule in alerts:
+        assert rule["annotations"]["runbook_url"] == f"https://runbooks.example/penstock/{rule['alert']}.md"
+        assert rule["labels"]["severity"] in ("page", "ticket")
+    ttft = next(rule for rule in alerts if rule["alert"] == "PenstockTtftBurn")
+    assert ttft["expr"] == (
+        'penstock:slo_errors:ratio_rate1h{slo="ttft"} > 0.144 and penstock:slo_errors:ratio_rate5m{slo="ttft"} > 0.144'
+    )
+
+
+def test_every_alert_is_tried_both_ways() -> None:
+    tests = YAML(typ="safe").load(rules.trials())["tests"]
+    fired = {test["alert_rule_test"][0]["alertname"]: [] for test in tests}
+    for test in tests:
+        fired[test["alert_rule_test"][0]["alertname"]].append(bool(test["alert_rule_test"][0]["exp_alerts"]))
+    assert set(fired) == set(rules.names())
+    assert all({True, False} == set(both) for both in fired.values())
+    assert len({alert.name for alert in ALERTS}) == len(ALERTS)
+
+
+def test_the_command_writes_all_files_with_the_runbooks_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["observe", "--into", str(tmp_path), "--runbooks", "https://wiki.example"])
+    main()
+    written = {
+        path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.*") if path.is_file()
+    }
+    assert written == dict(files("https://wiki.example"))
+
+
+NAMES = st.from_regex(r"[a-z_:][a-z0-9_:]{0,8}", fullmatch=True).filter(
+    lambda name: name not in ("and", "or", "inf", "nan")
+)
+LABELS = st.dictionaries(
+    st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True), st.text(alphabet="ab ~|{}(),=", max_size=6)
+)
+
+
+@given(NAMES, LABELS)
+def test_what_a_selector_asks_for_is_read_back(name: str, matchers: dict[str, str]) -> None:
+    query = f"sum by (x, y) (rate({selector(name, matchers)}[5m])) / on (z) count({name}) or vector(0)"
+    assert set(asked(query)) == {
+        type(asked(query)[0])(name, frozenset(matchers)),
+        type(asked(query)[0])(name, frozenset()),
+    }
+    assert grouped(query) == {"x", "y", "z"}
+
+
+def test_labels_of_the_catalogue_do_not_clash_with_those_that_prometheus_adds() -> None:
+    for spec in Metrics().catalogue():
+        assert not {label.name for label in spec.labels} & {"instance", "job", "le", "quantile", "__name__"}
+        assert all(isinstance(label, Label) for label in spec.labels)
