@@ -129,6 +129,11 @@ class Reservation(Booking):
         """Nothing usable was handed over: the prompt is computed here after all."""
         self.place.recompute(monotonic())
 
+    def handed_over(self) -> None:
+        """The prompt is computed and its KV on the way. An answer that comes whole tells of nothing until its end."""
+        if not _tells(self._request):
+            self.place.handed_over(monotonic())
+
     def served(self, usage: Usage) -> None:
         """The answer was whole. What it says of cached tokens is the transfer, and no news for the index."""
         super().served(Usage(completion_tokens=usage.completion_tokens))

@@ -111,6 +111,14 @@ class Entry(Prompt):
                 self.planned = False
                 self._compute(now)
 
+    def handed_over(self, now: float) -> None:
+        """A reservation's KV has come, and nobody will tell of its first token: it decodes from now on."""
+        if self._open and self._context and not self.decoding and not self._uncached:
+            load = self._load
+            self.computed()
+            if load.believed:
+                load.timeline.handed(load, self, now)
+
     def first_token(self, now: float) -> None:
         """The prompt is computed: its tokens are context now, not backlog."""
         if self.decoding or not self._open:

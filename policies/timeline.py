@@ -120,6 +120,12 @@ class Timeline:
         prompt.left, prompt.planned, prompt.locked = 0, True, True
         self.kv_prompts += prompt.prompt_tokens
 
+    def handed(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
+        """One that was expected decodes from now on."""
+        self.advance(load, now)
+        self.start(prompt, now)
+        self._touch(load, now)
+
     def answered(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
         """A prompt's first token came: the step that completed it ended now."""
         if not self.busy and len(self.queue) == 1 and not prompt.planned and now - self.taught_at < LESSON_S:

@@ -204,7 +204,7 @@ class PairAttempt:
             self._prefill_place.served(relay.usage)
             self._leave_prefill()
         if not self._work.split.dialect.reads_answer:
-            return Event.PREFILLED
+            return self._handed_over()
         assert self._inbox is not None
         meaning = self._words.meaning(read_answer(self._inbox.body), alone=self._decode is None)
         if isinstance(meaning, Finished):
@@ -213,6 +213,10 @@ class PairAttempt:
         if isinstance(meaning, Unusable):
             return self._unusable(meaning)
         self._handover = meaning or self._handover
+        return self._handed_over()
+
+    def _handed_over(self) -> Event:
+        self._decode_place.handed_over()
         return Event.PREFILLED
 
     def _unusable(self, answer: Unusable) -> Event:

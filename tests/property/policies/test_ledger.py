@@ -71,6 +71,11 @@ class Ledger(RuleBasedStateMachine):
         self.now += after
         entry.recompute(self.now)
 
+    @rule(entry=entries, after=PASSING)
+    def handed_over(self, entry: Entry, after: float) -> None:
+        self.now += after
+        entry.handed_over(self.now)
+
     @rule(entry=consumes(entries), after=PASSING, tokens=st.none() | st.integers(0, 5000), again=st.booleans())
     def end(self, entry: Entry, after: float, tokens: int | None, again: bool) -> None:
         self.now += after

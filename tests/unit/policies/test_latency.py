@@ -76,6 +76,18 @@ def test_one_odd_first_token_hardly_moves_a_settled_belief() -> None:
     assert load.belief.prefill.factor == pytest.approx(1.0, abs=0.1)
 
 
+def test_a_reservation_whose_answer_comes_whole_decodes_from_the_handover_and_teaches_nothing() -> None:
+    load = load_of()
+    entry = ledger.reserve(load, request(), 8000, 1.0, told=False)
+    assert (load.decoding, load.timeline.batch) == (0, 0)
+    entry.handed_over(2.0)
+    entry.handed_over(2.5)
+    assert (load.decoding, load.timeline.batch) == (1, 1)
+    entry.finished(60.0, 100)
+    assert (load.decoding, load.timeline.batch, load.decode_tokens) == (0, 0, 0)
+    assert load.belief.step.factor == 1.0
+
+
 def test_error_bars_shrink_while_predictions_hold() -> None:
     load, now = load_of(), 0.0
     before = spread(load)
