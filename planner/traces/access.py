@@ -17,7 +17,9 @@ _BESIDES = 2
 """Events of a stream that bring no token: what it begins or ends with, and [DONE]."""
 
 
-class _Line(msgspec.Struct):
+class Line(msgspec.Struct):
+    """What is read of a line."""
+
     time: float
     status: int
     id: str = ""
@@ -45,28 +47,35 @@ def access(lines: Iterable[bytes], name: str = "trace", model: str | None = None
     """
     rows = [
         row
-        for _, row in parsed(_Line, lines, name)
+        for _, row in parsed(Line, lines, name)
         if row.status < 400 and (model is None or row.model == model) and _prompt_tokens(row)
     ]
-    rows.sort(key=_arrived_s)
-    begin_s = _arrived_s(rows[0]) if rows else 0.0
+    rows.sort(key=arrived_s)
+    begin_s = arrived_s(rows[0]) if rows else 0.0
     for row in rows:
-        yield TraceRequest(
-            _arrived_s(row) - begin_s,
-            _prompt_tokens(row),
-            max(1, row.events - _BESIDES if row.completion_tokens is None else row.completion_tokens),
-            row.blocks,
-            row.block_tokens,
-            session=row.session,
-            tenant=row.tenant,
-            slo=row.slo,
-            priority=row.priority,
-        )
+        yield request_of(row, begin_s)
 
 
-def _prompt_tokens(row: _Line) -> int:
+def request_of(row: Line, begin_s: float, output_tokens: int | None = None) -> TraceRequest:
+    """One line as a request, `begin_s` being Unix time; `output_tokens` where the line cannot tell them."""
+    told = row.events - _BESIDES if row.completion_tokens is None else row.completion_tokens
+    return TraceRequest(
+        arrived_s(row) - begin_s,
+        _prompt_tokens(row),
+        max(1, told if output_tokens is None else output_tokens),
+        row.blocks,
+        row.block_tokens,
+        session=row.session,
+        tenant=row.tenant,
+        slo=row.slo,
+        priority=row.priority,
+    )
+
+
+def _prompt_tokens(row: Line) -> int:
     return row.body_bytes // BYTES_PER_TOKEN if row.prompt_tokens is None else row.prompt_tokens
 
 
-def _arrived_s(row: _Line) -> float:
+def arrived_s(row: Line) -> float:
+    """Unix time at which its last byte had come."""
     return row.time + (row.received_us or 0) / 1e6

@@ -1,0 +1,213 @@
+"""A gateway's configuration, as plain values, to what a replay of one of its pools needs.
+
+Lives here: which mock TP groups stand for a pool's endpoints, and what of the configuration decides. Not here: reading
+or checking configurations, which is the gateway's; what comes in is its own dump.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from mockgpu.hardware import GPUS
+from mockgpu.llm import MODELS
+from planner.replay.spec import FleetError, FleetSpec, Kind, checked
+from policies import admissions, registry
+from policies.admission import Admission, WaitingRoom
+from policies.contract import Policy
+from policies.fairness import FairShares
+from policies.model import Role, Slo
+from policies.split import SplitRule
+
+GPU, MODEL = "h100", "llama-3.1-8b"
+
+
+class CaseError(ValueError):
+    """A configuration that cannot be replayed; the message says why."""
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """What mock groups are taken to be where the configuration does not say. None: the usual."""
+
+    model: str | None = None
+    gpu: str | None = None
+
+
+class _Named(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class _Layout(msgspec.Struct):
+    tp: int = 1
+    pp: int = 1
+
+
+class _Endpoint(msgspec.Struct):
+    role: Role = Role.BOTH
+    layout: _Layout = msgspec.field(default_factory=_Layout)
+    labels: dict[str, str] = {}
+    max_concurrency: int = 24
+    kv_tokens: int | None = None
+
+
+class _WaitingRoom(msgspec.Struct):
+    size: int
+    timeout: float
+
+
+class _Pool(msgspec.Struct):
+    policy: _Named
+    admission: _Named
+    waiting_room: _WaitingRoom
+    endpoints: list[_Endpoint] = []
+
+
+class _Split(msgspec.Struct):
+    threshold_tokens: int
+    hysteresis: float
+
+
+class _Model(msgspec.Struct):
+    name: str
+    pool: str
+    parameters: float | None = None
+    split: _Split | None = None
+    slo: str | None = None
+
+
+class _Class(msgspec.Struct):
+    ttft: float
+    tpot: float
+    weight: float = 1.0
+
+
+class _Slos(msgspec.Struct):
+    default: str
+    classes: dict[str, _Class]
+
+
+class _Tenant(msgspec.Struct):
+    name: str
+    weight: float = 1.0
+
+
+class _Config(msgspec.Struct):
+    pools: dict[str, _Pool]
+    slo: _Slos
+    models: list[_Model] = []
+    tenants: list[_Tenant] = []
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One pool of one configuration. `models` are the names it serves; empty: all.
+
+    assumed  what its groups were taken to be, in words, where the configuration does not say it
+    """
+
+    pool: str
+    models: tuple[str, ...]
+    fleet: FleetSpec
+    policy_name: str
+    policy_params: Mapping[str, Any]
+    admission_name: str
+    admission_params: Mapping[str, Any]
+    limits: WaitingRoom
+    shares: FairShares
+    classes: Mapping[str, Slo]
+    standard: Slo
+    assumed: tuple[str, ...]
+
+    def policy(self) -> Policy:
+        """A new one: it learns."""
+        return registry.build(self.policy_name, self.policy_params)
+
+    def admission(self) -> Admission:
+        """A new one, which hears the tenants' weights if it wants them, as in the gateway."""
+        weighs = "weights" in admissions.params_type(self.admission_name).__struct_fields__ and self.shares.weights
+        params = {"weights": self.shares.weights, **self.admission_params} if weighs else self.admission_params
+        return admissions.build_admission(self.admission_name, params)
+
+
+def cases(config: Mapping[str, Any], taken: Taken | None = None) -> dict[str, Case]:
+    """Every pool of a configuration (the gateway's dump of it, durations in seconds). Raises CaseError."""
+    try:
+        read = msgspec.convert(config, _Config)
+    except msgspec.ValidationError as error:
+        text = f"{error}; a value by reference is not told by a running gateway: give its file with --running"
+        raise CaseError(text) from None
+    return {name: _case(name, read, taken or Taken()) for name in read.pools}
+
+
+def _case(name: str, config: _Config, taken: Taken) -> Case:
+    pool = config.pools[name]
+    models = [model for model in config.models if model.pool == name]
+    assumed: list[str] = []
+    kinds = _kinds(pool, models, taken, assumed)
+    split = next((model.split for model in models if model.split is not None), None)
+    rule = SplitRule() if split is None else SplitRule(split.threshold_tokens, split.hysteresis)
+    try:
+        fleet = checked(FleetSpec(name, tuple(kinds), split=rule, pairs=split is not None))
+    except FleetError as error:
+        raise CaseError(f"pool {error}") from None
+    classes = {each: Slo(each, one.ttft, one.tpot, one.weight) for each, one in config.slo.classes.items()}
+    return Case(
+        pool=name,
+        models=tuple(model.name for model in models),
+        fleet=fleet,
+        policy_name=pool.policy.name,
+        policy_params=pool.policy.parameters,
+        admission_name=pool.admission.name,
+        admission_params=pool.admission.parameters,
+        limits=WaitingRoom(pool.waiting_room.size, pool.waiting_room.timeout),
+        shares=FairShares({tenant.name: tenant.weight for tenant in config.tenants}),
+        classes=classes,
+        standard=classes[config.slo.default],
+        assumed=tuple(dict.fromkeys(assumed)),
+    )
+
+
+def _kinds(pool: _Pool, models: Sequence[_Model], taken: Taken, assumed: list[str]) -> list[Kind]:
+    splitting = any(model.split is not None for model in models)
+    sizes = [model.parameters for model in models if model.parameters is not None]
+    model = _model(max(sizes) if sizes else None, taken, assumed)
+    if not pool.endpoints:
+        raise CaseError("a pool without endpoints has nothing to replay")
+    return [
+        Kind(
+            model,
+            _gpu(each, taken, assumed),
+            each.layout.tp * each.layout.pp,
+            role=each.role,
+            kv_tokens=each.kv_tokens,
+            max_concurrency=each.max_concurrency,
+        )
+        for each in pool.endpoints
+        if splitting or each.role is not Role.PREFILL
+    ]
+
+
+def _model(parameters_b: float | None, taken: Taken, assumed: list[str]) -> str:
+    """The known shape that comes nearest in size."""
+    if taken.model is not None:
+        if taken.model.lower() not in MODELS:
+            raise CaseError(f"unknown model {taken.model!r}: known are {', '.join(MODELS)}")
+        return taken.model
+    if parameters_b is None:
+        assumed.append(f"groups serve {MODEL}: no model says its parameters, and --model was not given")
+        return MODEL
+    found = min(MODELS, key=lambda name: (abs(MODELS[name].params / 1e9 - parameters_b), len(name)))
+    assumed.append(f"groups serve {found}, the nearest known to {parameters_b:g}B parameters")
+    return found
+
+
+def _gpu(endpoint: _Endpoint, taken: Taken, assumed: list[str]) -> str:
+    label = (taken.gpu or endpoint.labels.get("gpu") or "").lower()
+    if label in GPUS:
+        return label
+    if taken.gpu is not None:
+        raise CaseError(f"unknown GPU {taken.gpu!r}: known are {', '.join(GPUS)}")
+    assumed.append(f"groups run on {GPU}: endpoints have no gpu label, and --gpu was not given")
+    return GPU

@@ -1,0 +1,86 @@
+"""A plan as an operator reads it: one table per pool, before and after side by side, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from planner.plan.plan import Plan, PoolPlan
+from planner.replay.figures import Figures, Share
+
+NO_BLOCKS = (
+    "the log does not tell what prompts had in common (observability.access_blocks): nothing is cached here, so this "
+    "compares load and admission, and overstates prefill"
+)
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print it."""
+    console.print(
+        f"{plan.requests} requests in {plan.span_s:.0f} s, on mock groups and a virtual clock"
+    )
+    if not plan.blocks:
+        console.print(NO_BLOCKS, style="yellow", markup=False)
+    for pool in plan.pools:
+        console.print(f"pool {pool.pool}", style="bold", markup=False)
+        for note in pool.notes:
+            console.print(f"  {note}", markup=False)
+        if pool.before is not None or pool.after is not None:
+            console.print(_table(pool))
+
+
+def as_plain(plan: Plan) -> dict[str, Any]:
+    """For programs."""
+    return {
+        "schema": "penstock-plan/1",
+        "requests": plan.requests,
+        "span_s": plan.span_s,
+        "blocks": plan.blocks,
+        "pools": [
+            {"pool": each.pool, "gain": each.gain, "notes": each.notes, "before": each.before, "after": each.after}
+            for each in plan.pools
+        ],
+    }
+
+
+def _table(pool: PoolPlan) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for head in ("running", "candidate", "change"):
+        table.add_column(head, justify="right", no_wrap=True)
+    before, after = dict(_rows(pool.before)), dict(_rows(pool.after))
+    for name in dict.fromkeys((*before, *after)):
+        was, would = before.get(name), after.get(name)
+        shown, unit = name, ""
+        if name.endswith((" %", " s", " ms")):
+            shown, _, unit = name.rpartition(" ")
+        change = "" if was is None or would is None else f"{would - was:+.4g}"
+        table.add_row(f"  {shown}{f' ({unit})' if unit else ''}", _number(was), _number(would), change)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _rows(figures: Figures | None) -> Iterator[tuple[str, float | None]]:
+    if figures is None:
+        return
+    yield "attainment %", 100 * figures.attainment
+    for percent in ("p50", "p99"):
+        yield f"TTFT {percent} s", None if figures.ttft is None else getattr(figures.ttft, percent)
+    for percent in ("p50", "p99"):
+        yield f"TPOT {percent} ms", None if figures.tpot is None else 1e3 * getattr(figures.tpot, percent)
+    yield "hit ratio %", 100 * figures.hit_ratio
+    yield "shed", float(figures.ends.get("shed", 0))
+    yield "policy us", figures.pick_us
+    for name, share in figures.classes.items():
+        yield from _of_class(name, share)
+
+
+def _of_class(name: str, share: Share) -> Iterator[tuple[str, float | None]]:
+    yield f"{name}: attainment %", 100 * share.attainment
+    yield f"{name}: TTFT p99 s", share.ttft_p99_s

@@ -1,0 +1,167 @@
+"""`penstock plan`: what another configuration would have made of the end of an access log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from gateway.cli import app
+from planner.plan import CaseError, Taken, cases, recent
+from planner.traces import TraceError
+
+CONFIG = """\
+version: 1
+models:
+  - {{name: chat, pool: chat, parameters: 70B}}
+pools:
+  chat:
+    policy: {policy}
+    admission: {admission}
+    waiting_room: {{size: 4, timeout: 1s}}
+    endpoints:
+      - {{url: "http://127.0.0.1:9001", labels: {{gpu: h100}}, layout: {{tp: 4}}, max_concurrency: {cap}}}
+      - {{url: "http://127.0.0.1:9002", labels: {{gpu: h100}}, layout: {{tp: 4}}, max_concurrency: {cap}}}
+observability: {{access_log: {log}}}
+"""
+PREFIX = 40  # blocks that the sessions of one kind have in common
+
+
+def line(at: float, **more: Any) -> dict[str, Any]:
+    told = {"time": at, "id": "req_1", "status": 200, "outcome": "served", "done_us": 1, "received_us": 0}
+    return {**told, "model": "chat", "prompt_tokens": 20_800, "completion_tokens": 20, "slo": "standard", **more}
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return path
+
+
+def traffic(seconds: int, blocks: bool = True) -> list[dict[str, Any]]:
+    """Two requests a second, of thirty kinds whose prompts begin alike."""
+    rng, lines = Random(1), []
+    for number in range(2 * seconds):
+        kind = rng.randrange(30)
+        keys = [1000 * kind + each for each in range(PREFIX)] + [10**6 + number]
+        lines.append(line(1e9 + number / 2, **({"blocks": keys} if blocks else {})))
+    return lines
+
+
+def config(path: Path, log: Path, policy: str = "round_robin", admission: str = "cap", cap: int = 24) -> Path:
+    path.write_text(CONFIG.format(policy=policy, admission=admission, cap=cap, log=log))
+    return path
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "200"})
+    return result.exit_code, result.output
+
+
+def planned(tmp_path: Path, log: Path, before: dict[str, Any], after: dict[str, Any], *more: str) -> tuple[int, Any]:
+    running, candidate = config(tmp_path / "a.yaml", log, **before), config(tmp_path / "b.yaml", log, **after)
+    code, text = run(candidate, "--running", running, "--json", *more)
+    return code, json.loads(text) if text.startswith("{") else text
+
+
+def test_a_policy_that_reads_prefixes_would_have_found_more_cached_and_answered_sooner(tmp_path: Path) -> None:
+    log = write(tmp_path / "access.jsonl", traffic(60))
+    code, told = planned(tmp_path, log, {"policy": "round_robin"}, {"policy": "prefix_aware"})
+    assert code == 0
+    [pool] = told["pools"]
+    assert told["blocks"] is True
+    assert told["requests"] == 120
+    assert pool["after"]["hit_ratio"] > pool["before"]["hit_ratio"]
+    assert pool["after"]["ttft"]["mean"] < pool["before"]["ttft"]["mean"]
+    assert pool["before"]["offered"] == pool["after"]["offered"] == 120
+    assert pool["notes"] == ["groups serve llama-3.1-70b, the nearest known to 70B parameters"]
+
+
+def test_equal_configurations_would_have_made_the_same_of_it(tmp_path: Path) -> None:
+    log = write(tmp_path / "access.jsonl", traffic(30))
+    code, told = planned(tmp_path, log, {"policy": "priced"}, {"policy": "priced"})
+    assert code == 0
+    [pool] = told["pools"]
+    for side in ("before", "after"):
+        for timed in ("pick_us", "wall_s"):
+            del pool[side][timed]
+    assert pool["before"] == pool["after"]
+    assert pool["gain"] == 0.0
+
+
+def test_what_would_have_been_shed_is_told_and_fails_a_check(tmp_path: Path) -> None:
+    longer = {"prompt_tokens": 4000, "completion_tokens": 100}
+    log = write(tmp_path / "access.jsonl", [each | longer for each in traffic(40, blocks=False)])
+    arguments = (tmp_path, log, {"cap": 24}, {"cap": 1}, "--fail-if-worse", "5")
+    code, told = planned(*arguments)
+    assert code == 3
+    assert told["pools"][0]["after"]["ends"]["shed"] > told["pools"][0]["before"]["ends"].get("shed", 0)
+    code, _ = planned(tmp_path, log, {"cap": 1}, {"cap": 24}, "--fail-if-worse", "5")
+    assert code == 0
+
+
+def test_a_log_without_blocks_is_said_to_compare_no_hits(tmp_path: Path) -> None:
+    log = write(tmp_path / "access.jsonl", traffic(10, blocks=False))
+    running = config(tmp_path / "a.yaml", log)
+    code, text = run(config(tmp_path / "b.yaml", log, "least_loaded"), "--running", running)
+    assert code == 0
+    assert "observability.access_blocks" in text
+    for words in ("pool chat", "attainment", "TTFT p99 (s)", "TPOT p99 (ms)", "hit ratio", "shed", "standard: "):
+        assert words in text
+
+
+def test_minutes_before_those_looked_at_warm_the_caches_and_do_not_count(tmp_path: Path) -> None:
+    log = write(tmp_path / "access.jsonl", traffic(60))
+    lately = recent(log, 10.0)
+    assert len(lately.lines) == 41
+    assert lately.warmup_s == pytest.approx(10.0)
+    assert recent(log, 3600.0).warmup_s == 0.0
+
+
+def test_a_refused_request_is_demand_of_the_usual_length_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    lines = [line(1e9 + at, completion_tokens=40 + at) for at in range(3)]
+    shed = line(1e9 + 4, status=429, outcome="refused", completion_tokens=None, prompt_tokens=None, body_bytes=4000)
+    lately = recent(write(tmp_path / "log", [*lines, shed, line(1e9 + 5, status=502)]), 60.0)
+    found = lately.requests(["chat"])
+    assert [each.output_tokens for each in found] == [40, 41, 42, 41]
+    assert found[-1].input_tokens == 1000
+    assert lately.requests(["other"]) == []
+    assert len(lately.requests([])) == 4
+
+
+def test_a_line_that_is_half_written_is_left_for_later(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", [line(1e9)])
+    log.write_text(log.read_text() + '{"time": 1000000001.0, "sta')
+    assert len(recent(log, 60.0).lines) == 1
+
+
+def test_what_cannot_be_planned_is_said_in_a_sentence(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", traffic(2))
+    running = config(tmp_path / "a.yaml", log)
+    code, text = run(config(tmp_path / "b.yaml", log, "rund_robin"), "--running", running)
+    assert (code, "b.yaml:6:13 pools.chat.policy" in text) == (1, True)
+    code, text = run(running, "--running", running, "--log", tmp_path / "none")
+    assert (code, "No such file" in text) == (1, True)
+    code, text = run(running, "--running", config(tmp_path / "c.yaml", Path("stdout")))
+    assert (code, "--log" in text) == (1, True)
+    code, text = run(running, "--running", running, "--last", "soon")
+    assert code == 2
+    with pytest.raises(TraceError, match="no request in it"):
+        recent(write(tmp_path / "empty", []), 1.0)
+
+
+def test_a_value_by_reference_that_a_gateway_does_not_tell_is_asked_for() -> None:
+    pool = {"policy": {"name": "priced"}, "admission": {"name": "cap"}, "waiting_room": {"size": 4, "timeout": 1.0}}
+    pool["endpoints"] = [{"max_concurrency": "${CAP}"}]  # type: ignore[dict-item]
+    told = {"pools": {"chat": pool}, "slo": {"default": "s", "classes": {"s": {"ttft": 1.0, "tpot": 0.1}}}}
+    with pytest.raises(CaseError, match="--running"):
+        cases(told)
+    pool["endpoints"] = [{}]  # type: ignore[dict-item]
+    assert len(cases(told)["chat"].assumed) == 2
+    assert cases(told, Taken("qwen3-32b", "h200"))["chat"].assumed == ()
+    for wrong in (Taken(model="gpt-9"), Taken(gpu="abacus")):
+        with pytest.raises(CaseError, match="unknown"):
+            cases(told, wrong)
