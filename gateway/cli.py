@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+import msgspec
 import typer
 import typer.core
 import typer.main
@@ -33,7 +34,7 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
 """Commands that live elsewhere: name -> module:function, a function as typer takes it."""
 
 _ORDER = (
-    *("demo", "serve", "mock", "bench", "replay", "check", "status", "reload", "diff", "rollback", "history"),
+    *("demo", "serve", "mock", "bench", "replay", "check", "status", "reload", "diff", "plan", "rollback", "history"),
     *("top", "explain", "doctor", "chaos", "schema", "version"),
 )
 
@@ -146,6 +147,64 @@ def check(
     _say(
         f"{file} is good: {len(config.models)} models, {len(config.pools)} pools, {endpoints} endpoints", style="green"
     )
+
+
+@app.command()
+def plan(
+    file: Annotated[Path, typer.Argument(help="The configuration that might come.")],
+    last: Annotated[str, typer.Option("--last", metavar="TIME", help="How far back to look.")] = "10m",
+    log: Annotated[Path | None, typer.Option("--log", help="Access log; the running gateway's unless given.")] = None,
+    running: Annotated[Path | None, typer.Option("--running", help="File in force; asked of --admin else.")] = None,
+    admin: Annotated[
+        str, typer.Option("--admin", envvar="PENSTOCK_ADMIN", help="Admin server of the gateway.")
+    ] = "http://127.0.0.1:8081",
+    model: Annotated[str | None, typer.Option("--model", help="What mock groups serve, as in penstock mock.")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="What they run on, where endpoints have no label.")] = None,
+    fail_if_worse: Annotated[
+        float | None, typer.Option("--fail-if-worse", metavar="POINTS", help="Exit 3 if a class loses more than this.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What a configuration would have made of the last minutes: the access log, replayed through it and through the
+    one in force."""
+    from gateway.config import ConfigError, examine
+    from gateway.operate import Server
+    from gateway.units import duration_s
+    from planner.plan import CaseError, Taken, as_plain, cases, recent, show
+    from planner.plan import plan as planned
+    from planner.traces import TraceError
+
+    try:
+        seconds = duration_s(last)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--last") from None
+    try:
+        candidate = examine(file, os.environ).config.model_dump(mode="json", by_alias=True)
+        if running is not None:
+            now = examine(running, os.environ).config.model_dump(mode="json", by_alias=True)
+        else:
+            now = Server(admin, None).ask("GET", "/config")["config"]
+        taken = Taken(model, gpu)
+        outcome = planned(cases(now, taken), cases(candidate, taken), recent(log or _log_of(now), seconds))
+    except ConfigError as error:
+        _refuse(error, as_json=as_json)
+    except (CaseError, TraceError) as error:
+        _fail(str(error))
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(as_plain(outcome)), indent=2).decode())
+    else:
+        show(outcome, Console(highlight=False))
+    worst = min((each.gain for each in outcome.pools), default=0.0)
+    if fail_if_worse is not None and worst < -fail_if_worse / 100:
+        raise typer.Exit(3)
+
+
+def _log_of(config: Mapping[str, Any]) -> Path:
+    """Where the running gateway writes its access log, if that is a file."""
+    where = str(config["observability"]["access_log"])
+    if where in ("off", "stdout"):
+        _fail(f"the gateway's access log is {where}; name a file with --log")
+    return Path(where)
 
 
 @app.command()
