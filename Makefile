@@ -15,7 +15,7 @@ RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split goodput observe real compiled load policies clocks docs lock clean
+.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split goodput observe real compiled load policies clocks docs lock deploy-check clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,10 @@ real: $(VENV)/.dev ## the gateway before two real vLLM engines, without a GPU (3
 	@sh deploy/real/install.sh $(PYTHON) build/real
 	@test -f build/real/model/model.safetensors || build/real/venv/bin/python deploy/real/model.py build/real/model
 	$(PY) -m pytest tests/real
+
+deploy-check: $(VENV)/.dev ## deploy/ by Helm, Kubernetes' schemas and linters, and streams through nginx and HAProxy (0.5 GB)
+	@sh deploy/tools.sh $(PY) build/deploy-tools
+	$(PY) -m pytest tests/deploy
 
 load: $(VENV)/.dev ## locust against a fleet of its own
 	$(PY) -m tests.load.run

@@ -1,0 +1,201 @@
+"""The Helm chart, rendered by Helm itself: Kubernetes takes every object, and the gateway every gateway.yaml."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+from cloudcoil.models.keda.v1alpha1 import ScaledObject
+from cloudcoil.models.prometheus_operator.v1 import PrometheusRule, ServiceMonitor
+from helm_python import Chart, chart
+
+from gateway.config import Config, examine
+
+ROOT = Path(__file__).parents[2]
+PATH = ROOT / "deploy" / "helm" / "penstock"
+EXTRA = {"ScaledObject": ScaledObject, "ServiceMonitor": ServiceMonitor, "PrometheusRule": PrometheusRule}
+KUBERNETES = "1.33"
+FULL = json.loads((Path(__file__).parent / "full.values.json").read_text())
+SECRETS = {"team-a": "sk-team-a-of-the-test", "fleet": "sixteen-characters-and-more", "redis": "r", "admin": "adm"}
+ENGINES = [{"url": f"http://vllm-{n}.vllm:8000", "name": f"vllm-{n}"} for n in range(2)]
+LEAST: dict[str, Any] = {"config": {"pools": {"chat": {"policy": "prefix_aware", "endpoints": ENGINES}}}}
+CASES = {"least": LEAST, "full": FULL}
+
+
+def objects(values: dict[str, Any]) -> list[dict[str, Any]]:
+    with Chart.load(PATH) as loaded:
+        loaded.validate_schema(values)
+        texts = loaded.render(values, name="gw", namespace="llm")
+    rendered = [text for name, text in texts.items() if not name.endswith("NOTES.txt")]
+    return [each for text in rendered for each in yaml.safe_load_all(text) if each]
+
+
+def one(kind: str, values: dict[str, Any], suffix: str = "") -> dict[str, Any]:
+    (found,) = [each for each in objects(values) if each["kind"] == kind and each["metadata"]["name"].endswith(suffix)]
+    return found
+
+
+def paths(value: Any, at: str = "") -> set[str]:
+    """Every key that stands anywhere in `value`, as a path; lists do not count."""
+    if isinstance(value, dict):
+        return {f"{at}.{key}" for key in value}.union(*(paths(each, f"{at}.{key}") for key, each in value.items()))
+    return set().union(*(paths(each, at) for each in value)) if isinstance(value, list) else set()
+
+
+def gateway_yaml(values: dict[str, Any], folder: Path) -> Config:
+    """What the pods would serve by, with the files of its Secrets beside it as the projected volume puts them."""
+    (folder / "secrets").mkdir(exist_ok=True)
+    for name, text in SECRETS.items():
+        (folder / "secrets" / name).write_text(text)
+    file = folder / "gateway.yaml"
+    file.write_text(one("ConfigMap", {**values, "dashboards": {"enabled": False}})["data"]["gateway.yaml"])
+    return examine(file, os.environ).config
+
+
+def test_helm_lints_it_without_a_warning() -> None:
+    report = chart.lint(PATH, LEAST, strict=True)
+    assert report["errors"] == []
+    assert [each for each in report["messages"] if each["severity"] > 1] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_object_is_one_that_kubernetes_takes(case: str) -> None:
+    rendered = objects(CASES[case])
+    assert {"Deployment", "Service", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget"} <= {
+        each["kind"] for each in rendered
+    }
+    for each in rendered:
+        if each["kind"] not in EXTRA:
+            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("kind", EXTRA)
+def test_operators_objects_have_no_key_that_their_operators_do_not_know(kind: str) -> None:
+    written = one(kind, FULL)
+    known = EXTRA[kind].model_validate(written).model_dump(by_alias=True, exclude_unset=True, mode="json")
+    assert paths(written) - paths(known) == set()
+
+
+def test_a_key_that_kubernetes_does_not_know_would_be_seen() -> None:
+    wrong = copy.deepcopy(one("Deployment", LEAST))
+    wrong["spec"]["template"]["spec"]["nonsense"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gateways_take_the_configuration_that_values_become(case: str, tmp_path: Path) -> None:
+    config = gateway_yaml(CASES[case], tmp_path)
+    values = yaml.safe_load((PATH / "values.yaml").read_text())
+    assert config.listeners.api.port == values["ports"]["api"]
+    assert config.timeouts.shutdown == values["drainSeconds"]
+    assert "gw-penstock-admin.llm" in config.admin.hosts
+    assert config.pools.keys() == CASES[case]["config"]["pools"].keys()
+
+
+def test_what_the_chart_adds_does_not_take_away_what_values_say(tmp_path: Path) -> None:
+    config = gateway_yaml(FULL, tmp_path)
+    assert config.timeouts.stall == 90.0
+    assert "ops.internal" in config.admin.hosts
+    assert config.admin.key is not None
+    assert config.admin.key.reveal() == SECRETS["admin"]
+    assert config.tenants[0].key.reveal() == SECRETS["team-a"]
+    assert config.pools["chat"].endpoints[0].kv_tokens == 2_000_000
+
+
+def test_no_secret_is_in_an_object_that_the_chart_makes() -> None:
+    assert "Secret" not in {each["kind"] for each in objects(FULL)}
+    pod = one("Deployment", FULL)["spec"]["template"]["spec"]
+    sources = pod["volumes"][0]["projected"]["sources"]
+    assert {item["path"] for each in sources if "secret" in each for item in each["secret"]["items"]} == {
+        f"secrets/{name}" for name in SECRETS
+    }
+
+
+def test_pods_are_given_their_drain_and_half_a_minute() -> None:
+    pod = one("Deployment", {**LEAST, "drainSeconds": 600})["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 630
+    assert pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"] == 5
+
+
+def restarts(**config: Any) -> str:
+    values = {"config": {**LEAST["config"], **config}}
+    return str(one("Deployment", values)["spec"]["template"]["metadata"]["annotations"]["penstock/restarts"])
+
+
+def test_pods_are_replaced_only_by_a_change_that_no_reload_can_make() -> None:
+    assert restarts() == restarts(retries={"budget": 0.1}) == restarts(timeouts={"stall": "10s"})
+    assert restarts() != restarts(prefix={"index": "1GiB"})
+    assert restarts() != restarts(workers=2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"config": {"pools": {}}},
+        {**LEAST, "replicas": 3},
+        {"config": {"pools": {"a": {}}, "listeners": {}}},
+        {**LEAST, "drainSeconds": "2m"},
+        {**LEAST, "keda": {"enabled": True}},
+        {**LEAST, "networkPolicy": {"adminFrom": []}},
+        {"config": {"pools": {"a": {}}, "admin": {"key": "in clear"}}},
+    ],
+    ids=str,
+)
+def test_values_that_make_no_sense_are_refused(values: dict[str, Any]) -> None:
+    with Chart.load(PATH) as loaded:
+        loaded.validate_schema(LEAST)
+        with pytest.raises(helm_python.HelmValuesError):
+            loaded.validate_schema(values)
+
+
+def test_every_value_is_described_and_every_description_has_a_value() -> None:
+    values = yaml.safe_load((PATH / "values.yaml").read_text())
+    described = json.loads((PATH / "values.schema.json").read_text())["properties"].keys()
+    assert described - {"global", "nameOverride", "fullnameOverride"} == values.keys()
+
+
+def test_the_manifests_without_helm_are_the_charts_defaults() -> None:
+    plain = yaml.safe_load((ROOT / "deploy/kubernetes/deployment.yaml").read_text())["spec"]
+    ours = one("Deployment", {**LEAST, "fullnameOverride": "penstock"})["spec"]
+    for spec in (plain, ours):
+        spec["template"]["metadata"].pop("annotations", None)
+        spec["template"]["metadata"]["labels"] = spec["selector"] = {}
+        spec["template"]["spec"]["containers"][0]["image"] = "penstock"
+        for spread in spec["template"]["spec"]["topologySpreadConstraints"]:
+            spread["labelSelector"] = {}
+    assert plain == ours
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Debian's prometheus")
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_keda_asks_prometheus_is_understood(shared: bool, tmp_path: Path) -> None:
+    values = copy.deepcopy(FULL)
+    if not shared:
+        del values["config"]["shared"]
+    triggers = one("ScaledObject", values)["spec"]["triggers"]
+    rules = [{"record": f"trigger:{n}", "expr": each["metadata"]["query"]} for n, each in enumerate(triggers)]
+    assert len(rules) == 2
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "keda", "rules": rules}]}))
+    said = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, timeout=30)
+    assert said.returncode == 0, said.stdout + said.stderr
+
+
+def test_boards_and_rules_are_those_of_the_project() -> None:
+    rules = one("PrometheusRule", FULL)["spec"]["groups"]
+    assert rules == yaml.safe_load((ROOT / "deploy/prometheus/penstock.rules.yml").read_text())["groups"]
+    boards = {key: text for each in objects(FULL) if each["kind"] == "ConfigMap" for key, text in each["data"].items()}
+    for path in (ROOT / "deploy" / "grafana").glob("*.json"):
+        assert json.loads(boards[path.name]) == json.loads(path.read_text())
+    assert not re.search(r"\{\{ *\.", json.dumps(rules))
