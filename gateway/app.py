@@ -273,7 +273,7 @@ class App:
         inside, handoffs = metrics.inside, self.gateway.handoffs
         inside.connections.follow(lambda: float(len(self.fronts)))
         inside.body_bytes.follow(lambda: float(self._gate.body_bytes))
-        inside.split_live.follow(lambda: float(handoffs.live))
+        inside.split_live.follow(lambda: float(handoffs.under_way))
 
 
 def _seal(config: Config, local: Local | None) -> Seal | None:

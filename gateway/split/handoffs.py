@@ -106,11 +106,6 @@ class Handoffs:
         self._numbers.add(number)
         return number
 
-    @property
-    def live(self) -> int:
-        """Pairs at work right now."""
-        return len(self._numbers)
-
     def give_back(self, number: int) -> None:
         self._numbers.discard(number)
 
