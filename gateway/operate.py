@@ -34,9 +34,10 @@ def status(admin: Admin = HERE, as_json: Json = False) -> None:
     """What a running gateway serves by: version, source, last error, endpoints."""
     server = Server(admin, None)
     config, fleet = server.ask("GET", "/config"), server.ask("GET", "/endpoints")["endpoints"]
+    shadows, canaries = server.ask("GET", "/shadow")["shadows"], server.ask("GET", "/canary")["canaries"]
     if as_json:
         told = {key: config[key] for key in ("version", "applied", "last_error", "needs_restart", "models")}
-        print_json(told | {"endpoints": fleet})
+        print_json(told | {"endpoints": fleet, "shadows": shadows, "canaries": canaries})
         return
     applied, error = config["applied"], config["last_error"]
     up = sum(each["available"] for each in fleet)
@@ -46,6 +47,7 @@ def status(admin: Admin = HERE, as_json: Json = False) -> None:
         say(f"needs a restart: {', '.join(config['needs_restart'])}", style="yellow")
     for problem in error["problems"] if error else ():
         say(f"last attempt rejected ({error['source']}, {error['at']}): {problem['text']}", style="red")
+    _tried(shadows, canaries)
 
 
 def reload(admin: Admin = HERE, key_file: KeyFile = None, as_json: Json = False) -> None:
@@ -160,6 +162,28 @@ class Server:
         if not isinstance(told, dict) or told.get("result") == "refused":
             fail(str(told.get("message") if isinstance(told, dict) else told))
         return told
+
+
+def _tried(shadows: list[dict[str, Any]], canaries: list[dict[str, Any]]) -> None:
+    """What policies on trial came to so far."""
+    for pool in shadows:
+        for each in pool["policies"]:
+            told = f"shadow {each['policy']} of pool {pool['pool']}: {pool['scored']} of {pool['picks']} picks scored"
+            if each.get("agreement") is not None:
+                told += f", agrees with {each['agreement']:.1%}, would gain "
+                told += f"{1e3 * each['ttft_gain_s']:+.1f} ms to the first token and "
+                told += f"{each['cached_tokens_gain']:+.0f} cached tokens, takes {each['cost_us']:.0f} us"
+            say(f"{told}, {each['failed']} failed" if each.get("failed") else told)
+    for pool in canaries:
+        for each in pool["sides"]:
+            told = f"{each['side']} {each['policy']} of pool {pool['pool']}: {each['requests']} requests"
+            if each.get("goodput") is not None:
+                told += f", {each['goodput']:.1%} good, {each['failed']} failed, {each['shed']} shed"
+            if each.get("ttft_p50_s") is not None:
+                told += f", TTFT p50 <= {each['ttft_p50_s']:g} s"
+            if each.get("ttft_p99_s") is not None:
+                told += f", p99 <= {each['ttft_p99_s']:g} s"
+            say(f"{told} (canary: {pool['share']})")
 
 
 def _key(file: Path | None) -> str:

@@ -1,0 +1,42 @@
+"""What policies on trial came to, as `penstock status` tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from gateway import cli
+from tests.unit.gateway.reload.running import Running, running
+
+PLAIN = "    policy: prefix_aware\n"
+TRIED = PLAIN + "    shadow: [least_loaded]\n    canary: {policy: round_robin, percent: 50}\n"
+
+
+async def typed(made: Running, *words: str) -> str:
+    words = ("status", *words, "--admin", made.app.admin_url)
+    done = await asyncio.to_thread(CliRunner().invoke, cli.app, words)
+    assert done.exit_code == 0, done.output
+    return str(done.output)
+
+
+async def test_status_tells_of_shadows_and_of_both_sides_of_a_canary(tmp_path: Path) -> None:
+    async with running(tmp_path) as made:
+        assert (await made.put(made.text().replace(PLAIN, TRIED)))[0] == 200
+        said = await typed(made)
+        assert "shadow least_loaded of pool chat: 0 of 0 picks scored\n" in said
+        assert "canary round_robin of pool chat: 0 requests (canary: 50 %)\n" in said
+        for number in range(24):
+            shadows = made.app.gateway.snapshot.tried["chat"].shadows
+            assert shadows is not None
+            shadows._allowed_s = 1.0
+            assert await made.ask(f"prompt {number}") == "ok"
+        said = await typed(made)
+        assert "picks scored, agrees with " in said
+        assert " ms to the first token and " in said
+        assert "primary prefix_aware of pool chat: " in said
+        assert "100.0% good, 0 failed, 0 shed, TTFT p50 <= " in said
+        told = json.loads(await typed(made, "--json"))
+        assert told["shadows"][0]["pool"] == told["canaries"][0]["pool"] == "chat"
