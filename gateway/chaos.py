@@ -23,7 +23,7 @@ from gateway.operate import HERE, Admin, Json, Server, fail, print_json, say
 from gateway.units import duration_s
 
 LABEL = "chaos"
-PATIENCE_S = 10.0
+PATIENCE_S, HEALING_S = 10.0, 60.0  # the longer an endpoint is out, the longer until it is asked again
 LOOK_EVERY_S = 0.05
 SETTLE_S = 0.6
 ANSWER_CAP_BYTES = 1 << 16
@@ -136,8 +136,9 @@ def _break(server: Server, name: str, door: tuple[str, int], spec: str, action: 
     url = _find(server, name)["url"]
     answer = _post(door, f"/faults/{urlsplit(url).port}", {"spec": spec}, name)
     began, wanted = time.monotonic(), action is Action.RESTORE
+    patience_s = HEALING_S if wanted else PATIENCE_S
     seen: dict[str, Any] = _find(server, name)
-    while action not in UNSEEN and seen["available"] != wanted and time.monotonic() - began < PATIENCE_S:
+    while action not in UNSEEN and seen["available"] != wanted and time.monotonic() - began < patience_s:
         time.sleep(LOOK_EVERY_S)
         seen = _find(server, name)
     noticed = action not in UNSEEN and seen["available"] == wanted
