@@ -26,7 +26,6 @@ ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "penstock"
 CONFIGS = (DEPLOY / "config/gateway.yaml", DEPLOY / "compose/config/gateway.yaml", DEPLOY / "kubernetes/gateway.yaml")
-DEPLOYING = ROOT / "docs" / "deploying.md"
 KEY = {"PENSTOCK_FLEET_KEY": "only-for-a-test-and-long"}
 SHUTDOWN_AND_S = 30.0
 """How long after timeouts.shutdown SIGKILL may come."""
