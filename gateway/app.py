@@ -7,6 +7,7 @@ import gc
 import logging
 import secrets
 import signal
+import socket
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from random import Random
@@ -36,6 +37,7 @@ from gateway.reload.follow import Follow
 from gateway.reload.reloader import Reloader, Say
 from gateway.reload.swap import Swap, discovered, furnish
 from gateway.reload.trial import Trial
+from gateway.reload.versions import Versions
 from gateway.serve import Gateway, serve
 from gateway.shared.bus import ID_BYTES, Bus
 from gateway.shared.local import LocalBus
@@ -52,6 +54,7 @@ log = logging.getLogger("penstock")
 SWEEP_S = 0.25
 PULSE_S = 0.1
 BACKLOG = 4096
+SETTLE_S = 0.3
 GAPS_EVERY = 32  # one request in so many has the times between its pieces looked at
 FLUSH_S, MEMORY_BYTES = 0.05, 16 << 20  # between gateways of one machine
 
@@ -61,13 +64,19 @@ def _log_it(line: str, bad: bool) -> None:
 
 
 class Local(msgspec.Struct, frozen=True):
-    """Gateways of one machine: the socket at which they meet, and what they have in common."""
+    """One of several gateways of this machine, number 0 and up: the socket `hub` at which they meet, the secret that
+    they have in common, the descriptor of a `listener` that exists, where its admin server is found, and the number of
+    the version of the configuration that it begins with. Number 0 alone writes versions to a folder."""
 
-    hub: Path
+    hub: str
     secret: bytes
+    number: int
+    listener: int
+    admin: str
+    version: int
 
     def __repr__(self) -> str:
-        return f"Local({self.hub})"
+        return f"Local({self.number})"
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -82,7 +91,8 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 class App:
-    """One gateway in one event loop: start(), then stop(). `url` and `admin_url` are set once it listens."""
+    """One gateway in one event loop: start(), then stop(). `url` and `admin_url` are set once it listens; `end` asks
+    whoever runs it to stop it."""
 
     def __init__(self, config: Config, origin: Origin | None = None) -> None:
         """`config` is what it starts with; `origin` is needed for following a file."""
@@ -90,6 +100,8 @@ class App:
         self.config = config
         self.url = self.admin_url = ""
         self.draining = False
+        self.end: Callable[[], None] = lambda: None
+        self._local = origin.local
         self.metrics = Metrics()
         self.fronts: set[Talk] = set()
         self._loop = asyncio.get_running_loop()
@@ -119,7 +131,8 @@ class App:
         )
         furnish(self.gateway, plan, self.metrics)
         self.swap = Swap(self.gateway, self._watcher, self.metrics)
-        self.reloader = Reloader(origin.loaded, origin.file, self.swap, self.metrics, origin.env, origin.say)
+        kept = None if origin.local is None else _versions(config, origin.local)
+        self.reloader = Reloader(origin.loaded, origin.file, self.swap, self.metrics, origin.env, origin.say, kept)
         self._follow = Follow(self.reloader)
         self._trial = Trial(self.reloader, self.metrics, origin.say)
         self.reloader.on_applied = self._trial.applied
@@ -136,8 +149,9 @@ class App:
         self._pulse = self._loop.call_later(PULSE_S, self._beat)
         if self._pump is not None:
             await self._pump.start()
-        await self._follow.start()
-        self._trial.start()
+        if self._local is None:  # else somebody follows the file for all
+            await self._follow.start()
+            self._trial.start()
         self.url = await self._listen_api(self.config.listeners.api)
         self.admin_url = await self._listen_admin(self.config.listeners.admin)
         gc.freeze()  # what exists now lives as long as the process: spare the collector from walking it
@@ -150,6 +164,8 @@ class App:
         await self._trial.stop()
         for server in self._servers:
             server.close()
+        if self._local is not None:
+            await asyncio.sleep(SETTLE_S)  # whoever was accepted a moment ago is about to ask
         shutdown_s = self.gateway.snapshot.config.timeouts.shutdown
         ends = monotonic() + shutdown_s
         leaving = [front.finish() for front in self._in_front()]
@@ -188,7 +204,7 @@ class App:
             bus = RedisBus(place, rng, view.drop)
         else:
             assert local is not None
-            bus = LocalBus(local.hub, view.drop)
+            bus = LocalBus(Path(local.hub), view.drop)
         view.suspect = self._watcher.suspect
         view.tenants = lambda: self.gateway.snapshot.config.tenants
         self._endpoints.news = view.news
@@ -224,15 +240,23 @@ class App:
         return front
 
     async def _listen_api(self, where: Listener) -> str:
-        server = await self._loop.create_server(await self._doors(), where.host, where.port, backlog=BACKLOG)
+        doors = await self._doors()
+        if self._local is None:
+            server = await self._loop.create_server(doors, where.host, where.port, backlog=BACKLOG)
+        else:
+            given = socket.socket(fileno=self._local.listener)
+            server = await self._loop.create_server(doors, sock=given, backlog=BACKLOG)
         self._servers.append(server)
         return _url(where.host, server.sockets[0].getsockname()[1])
 
     async def _listen_admin(self, where: Listener) -> str:
         runner = web.AppRunner(admin.application(self), access_log=None)
         await runner.setup()
-        await web.TCPSite(runner, where.host, where.port).start()
         self._runners.append(runner)
+        if self._local is not None:
+            await web.UnixSite(runner, self._local.admin).start()
+            return ""
+        await web.TCPSite(runner, where.host, where.port).start()
         return _url(where.host, runner.addresses[0][1])
 
     def _beat(self) -> None:
@@ -276,6 +300,11 @@ class App:
         inside.split_live.follow(lambda: float(handoffs.under_way))
 
 
+def _versions(config: Config, local: Local) -> Versions:
+    folder = config.reload.state_dir if not local.number else None
+    return Versions(None if folder is None else Path(folder), local.version)
+
+
 def _seal(config: Config, local: Local | None) -> Seal | None:
     """What makes this gateway one of several; None: it is alone."""
     if config.shared is not None:
@@ -311,6 +340,7 @@ async def _run(origin: Origin, ready: Callable[[App], None] | None, *, hangup_re
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     app = App(origin.loaded.config, origin)
+    app.end = stopping.set
     reloads: set[asyncio.Task[Any]] = set()
 
     def hung_up() -> None:

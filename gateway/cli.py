@@ -24,6 +24,7 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from gateway.config import ConfigError, Loaded, Problem
+    from gateway.workers.supervisor import Supervisor
 
 _ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {"mock": "mockgpu.cli:mock", "bench": "planner.bench.cli:bench", "replay": "planner.replay.cli:replay"}
@@ -105,6 +106,7 @@ def serve(
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help="Port of the OpenAI API.")] = None,
     admin_port: AdminPort = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, max=64, help="Gateway processes.")] = None,
 ) -> None:
     """Serve the engines of a configuration file, or those given with --engine."""
     if (config is None) == (not engine):
@@ -121,7 +123,7 @@ def serve(
             wanted = from_engines(engine or [], *choices)
     except ConfigError as error:
         _refuse(error, as_json=False)
-    raise typer.Exit(_serve(wanted, config))
+    raise typer.Exit(_serve(wanted, config, workers or wanted.config.workers))
 
 
 @app.command()
@@ -225,7 +227,7 @@ def version(as_json: Json = False) -> None:
         _say(f"penstock {ours} (Python {python})")
 
 
-def _serve(loaded: Loaded, file: Path | None) -> int:
+def _serve(loaded: Loaded, file: Path | None, workers: int) -> int:
     from gateway.app import App, Origin, run
     from gateway.ports import is_free
 
@@ -234,12 +236,16 @@ def _serve(loaded: Loaded, file: Path | None) -> int:
         if listener.port and not is_free(listener.host, listener.port):
             _fail(f"port {listener.port} is taken by another program; choose another in the file or with {flag}")
 
-    def tell(started: App) -> None:
+    def tell(started: App | Supervisor) -> None:
         _say(f"API {started.url}/v1, admin {started.admin_url}; Ctrl-C ends it", err=True)
 
     def say(line: str, bad: bool) -> None:
         _say(line, style="red" if bad else None, err=True)
 
+    if workers > 1:
+        from gateway.workers import supervisor
+
+        return supervisor.run(loaded, file, os.environ, say, workers, tell)
     return run(Origin(loaded, file, os.environ, say), ready=tell)
 
 

@@ -283,13 +283,19 @@ class Metrics:
 
     def _shared(self, meters: Section) -> None:
         self.shared_up: Gauge = meters.gauge(
-            "penstock_shared_up", "1 while other gateways can be heard and told; 0 also without a shared view."
+            "penstock_shared_up",
+            "1 while other gateways can be heard and told; 0 also without a shared view.",
+            merge=Merge.MIN,
         ).labels()
         self.shared_staleness_seconds: Gauge = meters.gauge(
-            "penstock_shared_staleness_seconds", "For how long nothing could be heard of other gateways."
+            "penstock_shared_staleness_seconds",
+            "For how long nothing could be heard of other gateways.",
+            merge=Merge.MAX,
         ).labels()
         self.shared_peers: Gauge = meters.gauge(
-            "penstock_shared_peers", "Other gateways heard within the last two seconds."
+            "penstock_shared_peers",
+            "Other gateways heard within the last two seconds.",
+            merge=Merge.MIN,
         ).labels()
         self.shared_messages_total: Family[Counter] = meters.counter(
             "penstock_shared_messages_total",

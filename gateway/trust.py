@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from asyncio import BaseTransport
 from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from socket import AF_UNIX
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -61,6 +63,8 @@ def foreign(request: web.Request) -> web.Response | None:
 
 def unknown(request: web.Request, config: Config) -> web.Response | None:
     """A refusal of who has not shown the key, or is not on this machine when there is none."""
+    if request.transport is not None and _is_ours(request.transport):
+        return None
     key = config.admin.key
     if key is not None:
         scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
@@ -73,6 +77,12 @@ def unknown(request: web.Request, config: Config) -> web.Response | None:
     if address is not None and _here(address) and not any(name in request.headers for name in FORWARDED):
         return None
     return refuse(403, "without admin.key only this machine may change anything, and not through a proxy")
+
+
+def _is_ours(transport: BaseTransport) -> bool:
+    """A worker's socket in its supervisor's folder: nobody else may enter that, and who asks has been judged there."""
+    line = transport.get_extra_info("socket")
+    return line is not None and bool(line.family == AF_UNIX)
 
 
 def refuse(status: int, why: str) -> web.Response:

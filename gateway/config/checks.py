@@ -30,6 +30,7 @@ def errors(data: Any) -> Iterator[Finding]:
     yield from pairing.errors(data)
     yield from _overflows(data)
     yield from _classes(data)
+    yield from _workers(data)
     for path, spec in items(get(data, "pools"), ("pools",)):
         yield from _named(_POLICIES, get(spec, "policy"), (*path, "policy"))
         yield from _tried(data, spec, path)
@@ -89,6 +90,13 @@ def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
     yield (("shared", "redis"), get(shared, "redis"), "password")
     yield from ((path, tenant, "key") for path, tenant in items(get(data, "tenants"), ("tenants",)))
     yield from ((path, spec, "api_key") for path, spec in _specs(data))
+
+
+def _workers(data: Any) -> Iterator[Finding]:
+    workers = get(data, "workers")
+    if isinstance(workers, int) and workers > 1 and get(get(data, "reload"), "auto_rollback") is not None:
+        text = "cannot be used with workers: each of them sees only its own requests"
+        yield Finding(("reload", "auto_rollback"), text, on_key=True)
 
 
 def _unique(found: Iterator[tuple[Path, str]], what: str) -> Iterator[Finding]:

@@ -13,8 +13,9 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
-from gateway.reload.reloader import Reloader
+from gateway.config import Loaded
 
 log = logging.getLogger("penstock")
 
@@ -24,10 +25,23 @@ Look = tuple[int, int, int, int]
 """What changes when a file does: device and inode (another file by that name), length, time of its last change."""
 
 
+class Followed(Protocol):
+    """What is made of files. `running` says whether to follow them at all."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]: ...
+
+    running: Loaded
+
+    async def changed(self) -> object:
+        """One of them was touched."""
+        ...
+
+
 class Follow:
     """One background task. A change counts once two looks in a row agree, so a file half written is not read."""
 
-    def __init__(self, reloader: Reloader) -> None:
+    def __init__(self, reloader: Followed) -> None:
         self._reloader = reloader
         self._task: asyncio.Task[None] | None = None
 

@@ -69,9 +69,17 @@ class Reloader:
     last attempt failed, if it did."""
 
     def __init__(
-        self, loaded: Loaded, file: Path | None, swap: Swap, metrics: Metrics, env: Mapping[str, str], say: Say
+        self,
+        loaded: Loaded,
+        file: Path | None,
+        swap: Swap,
+        metrics: Metrics,
+        env: Mapping[str, str],
+        say: Say,
+        kept: Versions | None = None,
     ) -> None:
-        """`file` is what a reload reads; None: the engines were given on the command line."""
+        """`file` is what a reload reads; None: the engines were given on the command line. `kept` in place of the
+        versions in the configuration's folder."""
         self.running = loaded
         self.last_error: Rejection | None = None
         self.on_applied: Callable[[Config, str], None] = lambda config, trigger: None
@@ -87,7 +95,7 @@ class Reloader:
         for result in ("applied", "unchanged", "rejected", "rolled_back"):
             metrics.config_reload_total.labels(result)  # so that a query finds them before anything has happened
         folder = loaded.config.reload.state_dir
-        self.versions = Versions(Path(folder) if folder is not None else None)
+        self.versions = kept or Versions(Path(folder) if folder is not None else None)
         self.version = self._first(loaded)
 
     def _first(self, loaded: Loaded) -> Version:

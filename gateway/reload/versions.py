@@ -53,8 +53,10 @@ def made(number: int, at: float, trigger: str, loaded: Loaded, changes: tuple[Ch
 class Versions:
     """The last KEEP versions, oldest first. One writer, the Reloader."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, first: int = 1) -> None:
+        """`first` is the number of the first version, where none is kept."""
         self._folder = folder
+        self._first = first
         self._kept: list[Version] = [] if folder is None else _read_all(folder)
 
     def all(self) -> tuple[Version, ...]:
@@ -65,7 +67,7 @@ class Versions:
 
     @property
     def next_number(self) -> int:
-        return self._kept[-1].number + 1 if self._kept else 1
+        return self._kept[-1].number + 1 if self._kept else self._first
 
     def add(self, version: Version) -> None:
         self._kept = [*(each for each in self._kept if each.number != version.number), version][-KEEP:]

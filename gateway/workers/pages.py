@@ -1,0 +1,109 @@
+"""The one admin server of several workers: what they say made one, what changes something asked of all.
+
+Whatever else an admin server shows is the eldest worker's word; an explanation is whose request it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from gateway.config.source import FILE_CAP_BYTES
+from gateway.meters import Merge
+from gateway.metrics import Metrics
+from gateway.trust import guard
+from gateway.workers import merge
+from gateway.workers.process import LOST, Answer, Worker
+
+if TYPE_CHECKING:
+    from gateway.workers.supervisor import Supervisor
+
+PASSED_ON = ("Content-Type", "ETag", "Content-Security-Policy")
+
+
+def application(supervisor: Supervisor) -> web.Application:
+    """Everything it answers."""
+    configured = supervisor.configured
+    rules: Mapping[str, Merge] = {spec.name: spec.merge for spec in Metrics().catalogue()}
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        if supervisor.draining:
+            return web.Response(status=503, text="draining\n")
+        told = await _all(supervisor.ready(), "/readyz")
+        if any(each.status == 200 for each in told):
+            return web.Response(text="ready\n")
+        return web.Response(status=503, text=told[0].body.decode() if told else "no worker serves\n")
+
+    async def metrics(_: web.Request) -> web.Response:
+        told = [each.body.decode() for each in await _all(supervisor.ready(), "/metrics") if each.status == 200]
+        page = await asyncio.to_thread(merge.metrics, told, rules)
+        own = b"".join(part for part in supervisor.meters.slices() if b"penstock_worker" in part)
+        return web.Response(body=page.encode() + own, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def endpoints(_: web.Request) -> web.Response:
+        told = await _all(supervisor.ready(), "/endpoints")
+        merged = merge.endpoints(json.loads(each.body) for each in told if each.status == 200)
+        return web.json_response(merged)
+
+    async def put(request: web.Request) -> web.Response:
+        text = await request.read()
+        return _passed(await configured.put(text, request.headers, dry_run=_asked(request, "dry_run")))
+
+    async def again(request: web.Request) -> web.Response:
+        return _passed(await configured.reload(dry_run=_asked(request, "dry_run")))
+
+    async def rollback(request: web.Request) -> web.Response:
+        to = request.query.get("to")
+        if to is not None and not (to.isascii() and to.isdigit() and len(to) < 10):
+            return web.json_response({"result": "rejected", "message": "to= is the number of a version"}, status=400)
+        return _passed(await configured.rollback(int(to) if to is not None else None))
+
+    async def anything(request: web.Request) -> web.Response:
+        return _passed(await _first(supervisor.ready(), request.path_qs))
+
+    server = web.Application(middlewares=[guard(lambda: configured.running.config)], client_max_size=FILE_CAP_BYTES + 1)
+    server.router.add_get("/healthz", healthz)
+    server.router.add_get("/readyz", readyz)
+    server.router.add_get("/metrics", metrics)
+    server.router.add_get("/endpoints", endpoints)
+    server.router.add_put("/config", put)
+    server.router.add_post("/config/reload", again)
+    server.router.add_post("/config/rollback", rollback)
+    server.router.add_get("/{anything:.*}", anything)
+    return server
+
+
+async def _all(workers: Iterable[Worker], path: str) -> list[Answer]:
+    """What those say who answer."""
+    told = await asyncio.gather(*(worker.ask("GET", path, timeout_s=5.0) for worker in workers), return_exceptions=True)
+    return [each for each in told if isinstance(each, Answer)]
+
+
+async def _first(workers: Iterable[Worker], path: str) -> Answer:
+    """The first good answer, the eldest asked first; else the last one."""
+    answer = Answer(503, {"Content-Type": "text/plain"}, b"no worker answers\n")
+    for worker in workers:
+        try:
+            answer = await worker.ask("GET", path, timeout_s=5.0)
+        except LOST:
+            continue
+        if answer.status < 400:
+            break
+    return answer
+
+
+def _passed(answer: Answer) -> web.Response:
+    headers = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
+    return web.Response(status=answer.status, body=answer.body, headers=headers)
+
+
+def _asked(request: web.Request, flag: str) -> bool:
+    return request.query.get(flag, "0").lower() not in ("0", "false", "no")

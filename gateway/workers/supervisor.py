@@ -1,0 +1,236 @@
+"""The supervisor: starts the workers, restarts who dies, replaces them one by one, and ends them. No API traffic.
+
+Each worker has a listening socket of its own on the API port, which the supervisor keeps open: who connects while a
+worker is replaced waits a moment, and is not refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from aiohttp import web
+
+from gateway.config import Loaded
+from gateway.meters import Meters
+from gateway.observe.labels import Row
+from gateway.reload.follow import Follow
+from gateway.reload.reloader import Say
+from gateway.shared.local import Hub
+from gateway.workers import pages
+from gateway.workers.configure import Configured
+from gateway.workers.process import Worker, listening
+from gateway.workers.settings import Settings
+
+log = logging.getLogger("penstock")
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 10.0
+STEADY_S = 10.0  # who ran for so long died of something new
+DRAIN_MARGIN_S = 5.0
+
+
+class Place:
+    """Where one worker is, or will be again. `retry_s`: how long to wait when it dies next."""
+
+    __slots__ = ("listener", "number", "retry_s", "task", "worker")
+
+    def __init__(self, number: int, listener: socket.socket) -> None:
+        self.number = number
+        self.listener = listener
+        self.worker: Worker | None = None
+        self.retry_s = FIRST_RETRY_S
+        self.task: asyncio.Task[None] | None = None
+
+
+class Supervisor:
+    """start(), then stop(). `url` and `admin_url` are set once all workers serve."""
+
+    def __init__(self, loaded: Loaded, file: Path | None, env: Mapping[str, str], say: Say, count: int) -> None:
+        self.count = count
+        self.draining = False
+        self.url = self.admin_url = ""
+        self.configured = Configured(loaded, file, env, self.ready, say)
+        self.meters = Meters()
+        section = self.meters.section(Row.PROCESS, "workers/supervisor.py")
+        self._up = section.gauge("penstock_workers", "Workers that serve now.").labels()
+        self._up.follow(lambda: float(len(self.ready())))
+        self._died = section.counter("penstock_worker_deaths_total", "Workers that ended without being asked.").labels()
+        self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
+        self._hub = Hub(self._path("hub"))
+        self._secret = secrets.token_bytes(32)
+        self._places: list[Place] = []
+        self._old: set[asyncio.Task[None]] = set()
+        self._runner: web.AppRunner | None = None
+        self._follow = Follow(self.configured)
+        self._started = 0
+        self._rolling = asyncio.Lock()
+
+    def ready(self) -> list[Worker]:
+        """Those who serve, the eldest first."""
+        found = [place.worker for place in self._places if place.worker is not None]
+        return sorted((each for each in found if each.ready_at is not None), key=lambda each: each.started_at)
+
+    async def start(self) -> None:
+        """Raises OSError when an address is taken, RuntimeError when a worker does not come to serve."""
+        await self._hub.start()
+        api, admin = self.configured.running.config.listeners.api, self.configured.running.config.listeners.admin
+        port = api.port
+        for number in range(self.count):
+            listener = listening(api.host, port)
+            port = listener.getsockname()[1]
+            self._places.append(Place(number, listener))
+        self.url = _url(api.host, port)
+        first, *others = self._places
+        workers = [await self._begin(first)]
+        if workers[0] is not None:
+            self.configured.numbered(json.loads((await workers[0].ask("GET", "/config")).body)["version"])
+            workers += await asyncio.gather(*(self._begin(place) for place in others))
+        if not all(workers):
+            raise RuntimeError("a worker did not come to serve; what it said stands above")
+        for place in self._places:
+            place.task = asyncio.create_task(self._look_after(place), name=f"look after worker {place.number}")
+        self._runner = web.AppRunner(pages.application(self), access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, admin.host, admin.port).start()
+        self.admin_url = _url(admin.host, self._runner.addresses[0][1])
+        await self._follow.start()
+
+    async def stop(self) -> None:
+        """Not ready, then every worker ends as it would alone: running answers first."""
+        self.draining = True
+        await self._follow.stop()
+        for place in self._places:
+            if place.task is not None:
+                place.task.cancel()
+        workers = [place.worker for place in self._places if place.worker is not None]
+        for worker in workers:
+            worker.drain()
+        await asyncio.gather(*(worker.gone(self._drain_s()) for worker in workers), *self._old)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await self._hub.stop()
+        for place in self._places:
+            place.listener.close()
+        self._folder.cleanup()
+
+    async def roll(self) -> None:
+        """Replace the workers one by one: the new one serves before the old one stops accepting."""
+        async with self._rolling:
+            for place in self._places:
+                old = place.worker
+                if place.task is not None:
+                    place.task.cancel()
+                    await asyncio.gather(place.task, return_exceptions=True)
+                if await self._replace(place) is None:
+                    log.error("worker %d could not be replaced; the old one goes on", place.number)
+                    place.worker = old
+                elif old is not None:
+                    old.drain()
+                    ending = asyncio.create_task(old.gone(self._drain_s()), name=f"drain worker {place.number}")
+                    self._old.add(ending)
+                    ending.add_done_callback(self._old.discard)
+                place.task = asyncio.create_task(self._look_after(place), name=f"look after worker {place.number}")
+        log.warning("all %d workers were replaced", self.count)
+
+    def _drain_s(self) -> float:
+        return self.configured.running.config.timeouts.shutdown + DRAIN_MARGIN_S
+
+    async def _begin(self, place: Place) -> Worker | None:
+        """A new worker in this place, when it serves."""
+        running, file = self.configured.running, self.configured.file
+        self._started += 1
+        settings = Settings(
+            place.number,
+            running.file,
+            running.text,
+            place.listener.fileno(),
+            str(self._path("hub")),
+            str(self._path(f"admin-{self._started}")),
+            self._secret,
+            None if file is None else str(file),
+            self.configured.version,
+        )
+        worker = await Worker.start(settings, place.listener)
+        if await worker.becomes_ready():
+            place.worker = worker
+            return worker
+        await worker.gone(0.0)
+        return None
+
+    async def _replace(self, place: Place) -> Worker | None:
+        """As _begin. No configuration is changed meanwhile, so that it has what all have."""
+        async with self.configured.one_at_a_time:
+            return await self._begin(place)
+
+    async def _look_after(self, place: Place) -> None:
+        while True:
+            worker = place.worker
+            if worker is not None:
+                code = await worker.process.wait()
+                place.worker = None
+                await worker.close()
+                self._died.inc()
+                if worker.ready_at is not None and monotonic() - worker.ready_at > STEADY_S:
+                    place.retry_s = FIRST_RETRY_S
+                log.error("worker %d ended (%s); another follows in %.1f s", place.number, code, place.retry_s)
+            await asyncio.sleep(place.retry_s)
+            place.retry_s = min(LONGEST_RETRY_S, 2 * place.retry_s)
+            if await self._replace(place) is not None:
+                log.warning("worker %d serves again", place.number)
+
+    def _path(self, name: str) -> Path:
+        return Path(self._folder.name) / name
+
+
+def run(
+    loaded: Loaded,
+    file: Path | None,
+    env: Mapping[str, str],
+    say: Say,
+    count: int,
+    ready: Callable[[Supervisor], None],
+) -> int:
+    """Run workers until SIGINT or SIGTERM; the exit code. SIGHUP takes the file over, SIGUSR2 replaces the workers."""
+    return asyncio.run(_run(Supervisor(loaded, file, env, say, count), ready))
+
+
+async def _run(supervisor: Supervisor, ready: Callable[[Supervisor], None]) -> int:
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+    tasks: set[asyncio.Task[Any]] = set()
+
+    def begin(work: Any) -> None:
+        task = loop.create_task(work())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    loop.add_signal_handler(signal.SIGHUP, begin, supervisor.configured.reload)
+    loop.add_signal_handler(signal.SIGUSR2, begin, supervisor.roll)
+    try:
+        await supervisor.start()
+        ready(supervisor)
+        await stopping.wait()
+    except (OSError, RuntimeError) as error:
+        log.error("cannot serve: %s", error)
+        return 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        with suppress(ProcessLookupError):
+            await supervisor.stop()
+    return 0
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

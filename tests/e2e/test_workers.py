@@ -1,0 +1,200 @@
+"""Two workers behind one port: one view, one admin server, changes for all or none, deaths, replacement, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from time import monotonic, sleep
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.e2e.processes import Gateway, gateway, mock_fleet
+from tests.e2e.shared_house import endpoints, metric, until
+
+BODY = {"model": "demo-8b", "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[str]]:
+    with mock_fleet() as urls:
+        yield urls
+
+
+def config(engines: list[str], workers: int, policy: str = "prefix_aware") -> str:
+    listed = ", ".join(f"{{url: '{url}', max_concurrency: 64}}" for url in engines)
+    return f"workers: {workers}\npools: {{main: {{policy: {policy}, endpoints: [{listed}]}}}}\n"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, engines: list[str]) -> Iterator[tuple[Gateway, Path]]:
+    folder = tmp_path_factory.mktemp("workers")
+    with gateway(folder, config(engines, 2)) as running:
+        yield running, folder / "gateway.yaml"
+        assert "Traceback" not in running.said, running.said
+
+
+def workers(running: Gateway) -> list[int]:
+    """Their pids: children of the supervisor."""
+    found = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    return [int(each) for each in found]
+
+
+def told(
+    running: Gateway, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+) -> tuple[int, Any]:
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    asked = urllib.request.Request(running.admin_url + path, body, headers, method=method)
+    try:
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def picks(running: Gateway, direction: str) -> float:
+    """Messages of picks that workers told or heard: two of them have heard each other out when both are equal."""
+    with urllib.request.urlopen(f"{running.admin_url}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    wanted = f'penstock_shared_messages_total{{direction="{direction}",kind="picks"}}'
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(wanted))
+
+
+async def ask(url: str, prompt: str) -> dict[str, Any]:
+    """Over a connection of its own, so that the kernel chooses a worker; the usage. It must be answered."""
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{url}/v1/completions", json=BODY | {"prompt": prompt}) as it,
+    ):
+        assert it.status == 200, await it.text()
+        usage: dict[str, Any] = (await it.json())["usage"]
+        return usage
+
+
+async def test_prompts_are_found_in_caches_whichever_worker_was_asked(
+    two: tuple[Gateway, Path], engines: list[str], tmp_path: Path
+) -> None:
+    async def share(running: Gateway, seed: int) -> float:
+        found, total, url = 0, 0, running.url
+        prompts = ["".join(Random(f"{seed} {number}").choices("abcdef ghij", k=8000)) for number in range(24)]
+        for turn in range(3):
+            for prompt in prompts:
+                usage = await ask(url, prompt + "more words " * 40 * turn)
+                found += usage["prompt_tokens_details"]["cached_tokens"]
+                total += usage["prompt_tokens"]
+            until(lambda: picks(running, "out") == picks(running, "in") or running is alone, 5.0)
+        return found / total
+
+    with gateway(tmp_path, config(engines, 1)) as alone:
+        one = await share(alone, 1)
+    both = await share(two[0], 2)
+    assert one > 0.5
+    assert abs(both - one) <= 0.02
+    assert metric(two[0], "penstock_requests_total") == 72
+    assert metric(two[0], "penstock_workers") == 2
+    assert metric(two[0], "penstock_shared_up") == 1
+    assert len(endpoints(two[0])) == 2
+
+
+def test_a_change_is_taken_by_all_workers_or_by_none(two: tuple[Gateway, Path]) -> None:
+    running, file = two
+    text = file.read_bytes()
+    code, answer = told(running, "/config", "PUT", text.replace(b"prefix_aware", b"prefix_awre"))
+    assert (code, answer["result"]) == (400, "rejected")
+    assert answer["problems"][0]["line"] == 5
+    assert told(running, "/config", "PUT", text, If_Match='"9-abc"')[0] == 412
+    code, answer = told(running, "/config", "PUT", text.replace(b"prefix_aware", b"least_loaded"))
+    assert (code, answer["result"], answer["version"]) == (200, "applied", 2)
+    versions = [line for line in running_versions(running) if line.endswith("1.0")]
+    assert versions
+    assert all('version="2"' in line for line in versions)
+    code, answer = told(running, "/config/rollback", "POST")
+    assert (code, answer["result"], answer["version"]) == (200, "applied", 3)
+    assert told(running, "/config")[1]["config"]["pools"]["main"]["policy"]["name"] == "prefix_aware"
+
+
+def running_versions(running: Gateway) -> list[str]:
+    with urllib.request.urlopen(f"{running.admin_url}/metrics", timeout=5) as answer:
+        return [
+            line for line in answer.read().decode().splitlines() if line.startswith("penstock_config_version_info{")
+        ]
+
+
+def test_an_edit_of_the_file_is_taken_by_all_workers_and_told_once(two: tuple[Gateway, Path]) -> None:
+    running, file = two
+    fresh = file.with_suffix(".new")
+    fresh.write_text(file.read_text().replace("prefix_aware", "round_robin"))
+    fresh.replace(file)
+    until(lambda: "reloaded gateway.yaml v4" in running.said, 10.0)
+    assert running.said.count("reloaded gateway.yaml v4") == 1
+    assert told(running, "/config")[1]["config"]["pools"]["main"]["policy"]["name"] == "round_robin"
+
+
+async def test_a_worker_that_dies_is_replaced_by_one_with_the_configuration_in_force(
+    two: tuple[Gateway, Path],
+) -> None:
+    running, file = two
+    text = file.read_bytes().replace(b"round_robin", b"least_loaded")
+    assert told(running, "/config", "PUT", text)[1]["result"] == "applied"
+    before = workers(running)
+    os.kill(before[0], signal.SIGKILL)
+    until(lambda: metric(running, "penstock_worker_deaths_total") == 1, 10.0)
+    await asyncio.gather(*(ask(running.url, f"meanwhile {number}") for number in range(20)))
+    until(lambda: metric(running, "penstock_workers") == 2, 20.0)
+    assert set(workers(running)) != set(before)
+    assert {line.partition('version="')[2][0] for line in running_versions(running) if line.endswith("1.0")} == {"5"}
+    assert told(running, "/config", "PUT", text)[1]["result"] == "unchanged"
+
+
+async def test_replacing_all_workers_under_load_fails_no_request(two: tuple[Gateway, Path]) -> None:
+    running, _ = two
+    before, done = set(workers(running)), 0
+
+    async def user(number: int) -> None:
+        nonlocal done
+        while "were replaced" not in running.said:
+            await ask(running.url, f"user {number} says {done}")
+            done += 1
+
+    users = asyncio.gather(*(user(number) for number in range(4)))
+    os.kill(running.pid, signal.SIGUSR2)
+    await users
+    assert done > 20
+    until(lambda: len(workers(running)) == 2, 10.0)
+    assert not before & set(workers(running))
+    assert told(running, "/config")[1]["version"] == 5
+
+
+def test_the_end_waits_for_answers_and_leaves_nobody_behind(tmp_path: Path) -> None:
+    with mock_fleet("--speed", "1") as slow, gateway(tmp_path, config(slow, 2)) as running:
+        pids = workers(running)
+        body = json.dumps({"model": "demo-8b", "prompt": "tell", "max_tokens": 30, "stream": True, "ignore_eos": True})
+        request = urllib.request.Request(
+            f"{running.url}/v1/completions", body.encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            first = answer.readline()
+            os.kill(running.pid, signal.SIGTERM)
+            assert first.startswith(b"data: ")
+            assert b"[DONE]" in answer.read()
+        ends = monotonic() + 10
+        while running.alive:
+            assert monotonic() < ends
+            sleep(0.02)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_workers_end_when_their_supervisor_is_killed(tmp_path: Path, engines: list[str]) -> None:
+    with gateway(tmp_path, config(engines, 2)) as running:
+        pids = workers(running)
+        assert len(pids) == 2
+        os.kill(running.pid, signal.SIGKILL)
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 15.0)

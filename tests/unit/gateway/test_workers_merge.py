@@ -1,0 +1,68 @@
+"""Several workers' pages as one: sums, the catalogue's rules, label values of any kind."""
+
+from __future__ import annotations
+
+from gateway.meters import Merge
+from gateway.metrics import Metrics
+from gateway.workers import merge
+
+RULES = {spec.name: spec.merge for spec in Metrics().catalogue()}
+
+
+def page(requests: int, up: float, ttft_s: float) -> str:
+    metrics = Metrics()
+    metrics.requests_total.labels('a "model"\\\n', "200", "served").inc(requests)
+    metrics.endpoint_up.labels("a:1").set(up)
+    metrics.shared_staleness_seconds.set(ttft_s)
+    metrics.ttft_seconds.labels("m", "a:1").observe(ttft_s)
+    return metrics.render().decode()
+
+
+def test_counters_and_histograms_are_summed_and_gauges_follow_their_rules() -> None:
+    merged = merge.metrics([page(3, 1.0, 0.002), page(4, 0.0, 0.03)], RULES)
+    assert 'penstock_requests_total{code="200",model="a \\"model\\"\\\\\\n",reason="served"} 7.0' in merged
+    assert 'penstock_endpoint_up{endpoint="a:1"} 0.0' in merged
+    assert "penstock_shared_staleness_seconds 0.03" in merged
+    assert 'penstock_ttft_seconds_count{endpoint="a:1",model="m"} 2.0' in merged
+    assert 'penstock_ttft_seconds_bucket{endpoint="a:1",le="0.005",model="m"} 1.0' in merged
+    assert 'penstock_ttft_seconds_bucket{endpoint="a:1",le="+Inf",model="m"} 2.0' in merged
+
+
+def test_one_page_says_the_same_after_merging() -> None:
+    alone = page(3, 1.0, 0.002)
+    again = merge.metrics([merge.metrics([alone], RULES)], RULES)
+    assert again == merge.metrics([alone], RULES)
+    assert again.count("# TYPE ") == alone.count("# TYPE ")
+
+
+def test_a_process_started_when_the_first_of_its_workers_did() -> None:
+    pages = [
+        f"# TYPE penstock_process_start_time_seconds gauge\npenstock_process_start_time_seconds {at}.0\n"
+        for at in (7, 5)
+    ]
+    assert "penstock_process_start_time_seconds 5.0" in merge.metrics(pages, {})
+
+
+def test_the_last_word_counts_where_the_rule_says_so() -> None:
+    pages = [f"# TYPE x gauge\nx {value}.0\n" for value in (3, 1)]
+    assert "x 1.0" in merge.metrics(pages, {"x": Merge.LAST})
+    assert "x 3.0" in merge.metrics(pages, {"x": Merge.MAX})
+
+
+def endpoint(in_flight: int, *, available: bool) -> dict[str, object]:
+    state = "up" if available else "ejected"
+    rest = {"connections": 1, "in_flight_elsewhere": 9, "state": state, "cause": None, "back_in_s": None}
+    return {"pool": "main", "url": "http://a:1", "in_flight": in_flight, "available": available} | rest
+
+
+def test_an_endpoint_stands_once_with_what_all_workers_have_there_and_is_up_when_all_say_so() -> None:
+    merged = merge.endpoints(
+        [
+            {"endpoints": [endpoint(2, available=True)], "pairs": []},
+            {"endpoints": [endpoint(3, available=False)], "pairs": []},
+        ]
+    )
+    (one,) = merged["endpoints"]
+    assert (one["in_flight"], one["in_flight_elsewhere"], one["connections"]) == (5, 0, 2)
+    assert (one["available"], one["state"]) == (False, "ejected")
+    assert merged["pairs"] == []
