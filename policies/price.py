@@ -32,8 +32,10 @@ class Priced(Preset, frozen=True):
     cubed, so small delays are nearly free, up to `late` budgets. From there it grows by `overdue` per budget only: a
     request that is lost anyway should not push others aside. The price of an endpoint is the sum of
 
-        ttft    loss of this request's own first token: queue + prefill, over what is left of its TTFT budget
-        tpot    tpot_weight x loss of its own decoding: expected step time over its TPOT budget
+        ttft    loss of this request's own first token: queue + prefill, over what is left of its TTFT budget; who only
+                decodes has a queue too, for KV that came over stands in line behind the prompts that are there
+        tpot    tpot_weight x loss of its own decoding: expected step time over its TPOT budget, where the time that
+                others' prefills take of it counts `lumps` times: it comes in lumps, which a short answer cannot spread
         others  others_weight x what its prefill and its sequence add to the loss of each request that has answers to
                 come there, at the slope where those stand: step time, and `stall` x the queue spread over an answer
                 (many answers are shorter than expected, and feel a queue of prompts more)
@@ -52,6 +54,7 @@ class Priced(Preset, frozen=True):
     late: float = 1.35
     overdue: float = 0.6
     tpot_weight: float = 1.0
+    lumps: float = 3.0
     others_weight: float = 2.0
     stall: float = 2.0
     work_weight: float = 1.0
@@ -64,7 +67,9 @@ class Priced(Preset, frozen=True):
         if not (1.0 <= self.late <= 1e3 and 1.0 <= self.alike <= 1e3 and self.fresh_s >= 0.0):
             raise ValueError(f"late and alike are 1 or more and fresh_s is not negative, not {self}")
         times = (self.overdue, self.tpot_weight, self.others_weight, self.stall)
-        if not all(0.0 <= each <= 1e6 for each in (*times, self.work_weight, self.regret_weight, self.kv_weight)):
+        if not 1.0 <= self.lumps <= 1e3 or not all(
+            0.0 <= each <= 1e6 for each in (*times, self.work_weight, self.regret_weight, self.kv_weight)
+        ):
             raise ValueError(f"weights are neither negative nor above a million, not {self}")
 
     def build(self) -> Policy:
@@ -122,12 +127,13 @@ class Prices:
         late, overdue, kv_weight = weights.late, weights.overdue, weights.kv_weight
         prompt, output, known, oldest = request.prompt_tokens, request.output_tokens, len(cached), now - weights.fresh_s
         prefills, decodes, beyond = part.prefills, part.decodes, late * late * late - overdue * late
-        per_ttft, per_tpot = prefills / patience_s(request, now), 1.0 / request.slo.tpot_s
+        per_ttft, per_tpot = 1.0 / patience_s(request, now), 1.0 / request.slo.tpot_s
         answer = 1.0 / (output or 1)
         per_answer, others, own = per_tpot * answer, 3.0 * weights.others_weight * answer, decodes * weights.tpot_weight
         work_price, regretted = weights.work_weight / request.slo.ttft_s, weights.regret_weight
         later, transfer_s, unknown = decodes * output, part.transfer_s, UNKNOWN_KV_TOKENS
         decoded, stalled, found = decodes * per_tpot, weights.stall * per_answer, []
+        lumps = weights.lumps - 1.0
         for candidate, fast, slow in zip(candidates, *self.speeds(candidates), strict=True):
             load = candidate.load
             held = cached[load.slot] if load.slot < known else 0
@@ -148,6 +154,9 @@ class Prices:
             stand = step + stalled * wait_s + 0.5 * more
             if stand > late:
                 stand = late
+            plain, stretched = load.belief.context_s, load.context_s
+            if stretched > plain:  # by others' prefills, and this is their part of a step
+                step *= 1.0 + lumps * (1.0 - plain / stretched)
             fuller = share + (new + later) / room
             found.append(
                 (first * first * first if first < late else beyond + overdue * first)
@@ -176,9 +185,11 @@ class Prices:
         step_s = slow * load.step_s + more_s
         added = (work_s / output + more_s) / slo.tpot_s
         stand = min(weights.late, (step_s + weights.stall * wait_s / output) / slo.tpot_s + 0.5 * added)
+        if load.context_s > load.belief.context_s:
+            step_s *= 1.0 + (weights.lumps - 1.0) * (1.0 - load.belief.context_s / load.context_s)
         fuller = share + (new + part.decodes * request.output_tokens) / room
         return Terms(
-            ttft=self._loss(part.prefills * first_s / patience_s(request, ask.now)),
+            ttft=self._loss(first_s / patience_s(request, ask.now)),
             tpot=part.decodes * weights.tpot_weight * self._loss(step_s / slo.tpot_s),
             others=weights.others_weight * load.expected_tokens / output * added * 3.0 * stand**2,
             work=weights.work_weight / slo.ttft_s * (work_s + weights.regret_weight * load.regret * fill_s),

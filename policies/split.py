@@ -66,7 +66,7 @@ class SplitRule(msgspec.Struct, frozen=True):
     hysteresis: float = 0.25
     handoff_s: float = 0.01
     kv_token_s: float = 6.5e-6
-    pair_gain: float = 0.1
+    pair_gain: float = 0.15
 
     def __post_init__(self) -> None:
         if self.threshold_tokens < 1 or not 0.0 <= self.hysteresis < 1.0:
@@ -238,7 +238,9 @@ class PricedSplitter(Splitter, frozen=True):
             return None
         chosen = decode.candidate
         moved = ask.request.prompt_tokens - decode.cached_tokens
-        part = Part(decodes=0.0, transfer_s=chosen.load.fixed_s + self.rule.handoff_s + moved * self.rule.kv_token_s)
+        # What came over stands in line behind the prompts that the decoder computes itself.
+        queue_s = max(0.0, chosen.load.ready_at - ask.now) + chosen.load.fixed_s
+        part = Part(decodes=0.0, transfer_s=queue_s + self.rule.handoff_s + moved * self.rule.kv_token_s)
         others = [each for each in group.prefills if each is not chosen]
         prefill = run.pick(by_price("prefill_price", part, self.prefill.filters, self.prefill.parts), ask, others)
         if prefill is None and not _anybody(pools.alone, ask):

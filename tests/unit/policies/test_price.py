@@ -132,16 +132,34 @@ def test_the_halves_of_a_split_request_pay_for_what_they_do() -> None:
     assert prefill.tpot == 0.0
     assert prefill.ttft > whole.ttft
     assert prefill.work == pytest.approx(whole.work)
-    assert decode.ttft == decode.work == 0.0
+    assert decode.ttft < whole.ttft
+    assert decode.work == 0.0
     one[0].load.regret = 0.5
     assert PRICES.explain(question, one, 0, DECODE).work == pytest.approx(1.5 * prefill.work)
     assert decode.tpot == pytest.approx(whole.tpot)
     assert decode.others < whole.others
 
 
+def test_who_only_decodes_pays_for_the_prompts_that_stand_in_line_before_its_kv() -> None:
+    question, idle, busy = ask(8000, 300), [outlook(0)], [outlook(0, ready_at=103.0)]
+    free, queued = PRICES.explain(question, idle, 0, DECODE), PRICES.explain(question, busy, 0, DECODE)
+    assert free.ttft < 1e-4
+    assert queued.ttft > 0.1
+
+
+def test_pace_lost_to_prefills_counts_more_than_pace_lost_to_a_large_batch() -> None:
+    question = ask(8000, 300)
+    crowded, among_prompts = outlook(0, step_s=0.03), outlook(1, step_s=0.03)
+    among_prompts.load.context_s = 1.5 * among_prompts.load.belief.context_s
+    crowded.load.context_s = crowded.load.belief.context_s
+    assert term(question, among_prompts, "tpot") > 2 * term(question, crowded, "tpot")
+    assert PRICES.prices(question, [among_prompts])[0] > PRICES.prices(question, [crowded])[0]
+
+
 def test_halves_add_up_in_the_unrolled_form_as_well() -> None:
     fleet = [
-        outlook(slot, ready_at=100.0 + slot, expected_tokens=700 * slot, kv_booked=99_000 * slot) for slot in range(4)
+        outlook(slot, ready_at=100.0 + slot, expected_tokens=700 * slot, kv_booked=99_000 * slot, context_s=9e-8 * slot)
+        for slot in range(4)
     ]
     question = ask(9000, 300, cached=[512, 4096])
     for part in (WHOLE, DECODE, Part(decodes=0.0, transfer_s=0.7)):
