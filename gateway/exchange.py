@@ -59,7 +59,8 @@ class Exchange(msgspec.Struct, eq=False):
     retries       endpoints that failed this request, in order
     retrying      it holds a turn of the fleet's retry budget
     body_bytes    memory held for the body
-    room, asked   where it was let in, and the question that its first pick answered; None until it was booked
+    room, asked   where it was let in, and the question that its first pick answered; None until it was booked, but for
+                  the room of one that had to ask
     tier          the smaller model that serves it in place of the one it asked for; "" for nearly all
     detail        the numbers behind a refusal, in words
     fingerprint   of its prompt; None where the policy does not read prefixes

@@ -138,36 +138,38 @@ class Room:
     def busy(self) -> int:
         return self._room.busy
 
-    async def enter(self, ask: Ask) -> Room:
-        """A Permit, now or after waiting. Raises GatewayError when the request is shed."""
+    async def enter(self, ask: Ask, again: Callable[[float], Ask] | None = None) -> Room:
+        """A Permit, now or after waiting. Raises GatewayError when the request is shed. `again` asks it at
+        another moment."""
         turn: Turn = asyncio.get_running_loop().create_future()
-        verdict = self._room.arrive(ask, self._candidates, turn)
+        verdict = self._room.arrive(ask, self._candidates, turn, again)
         self._settle()
         if isinstance(verdict, Wait):
-            verdict = await self._wait(turn, verdict.timeout_s)
+            verdict = await self._wait(ask.request, turn, verdict.timeout_s)
         if isinstance(verdict, Shed):
             raise refusal(verdict)
         return self
 
     def enter_now(self, ask: Ask) -> bool:
         """Whether there was a Permit without waiting, which has been taken then."""
-        turn: Turn = asyncio.get_running_loop().create_future()
-        verdict = self._room.arrive(ask, self._candidates, turn)
-        if isinstance(verdict, Wait):
-            self._room.cancel(turn)
-        self._settle()
-        return isinstance(verdict, Admit)
+        return isinstance(self._room.knock(ask, self._candidates), Admit)
 
-    async def _wait(self, turn: Turn, timeout_s: float) -> Verdict:
+    def unbooked(self, request: Request) -> None:
+        """One who was let in after waiting got no endpoint."""
+        self._room.unbooked(request)
+
+    async def _wait(self, request: Request, turn: Turn, timeout_s: float) -> Verdict:
         """What becomes of one in line. The timer only calls settle() at the moment when the room refuses it."""
         timer = asyncio.get_running_loop().call_later(timeout_s, self._settle)
         try:
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and isinstance(turn.result(), Admit):
-                self.__exit__()  # the turn came in the same moment: hand it on
+                self._room.withdraw()  # the turn came in the same moment: hand it on
+                self._settle()
             else:
                 self._room.cancel(turn)
+            self._room.unbooked(request)
             raise
         finally:
             timer.cancel()
@@ -181,11 +183,15 @@ class Room:
             self._settle()
 
     def _settle(self) -> None:
-        for turn, verdict in self._room.settle(monotonic() + TIMER_SLACK_S):
-            if not turn.done():
-                turn.set_result(verdict)
-            elif isinstance(verdict, Admit):
-                self.__exit__()
+        unused = True
+        while unused:  # no recursion: a crowd may leave the line in the very turn of the loop in which a place is free
+            unused = False
+            for turn, verdict in self._room.settle(monotonic() + TIMER_SLACK_S):
+                if not turn.done():
+                    turn.set_result(verdict)
+                elif isinstance(verdict, Admit):
+                    self._room.withdraw()
+                    unused = True
 
 
 def refusal(shed: Shed) -> GatewayError:

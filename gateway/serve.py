@@ -32,6 +32,7 @@ from gateway.split import dispatch as split
 from gateway.split.handoffs import Handoffs
 from policies import run
 from policies.fingerprint import Fingerprint
+from policies.model import Ask
 
 log = logging.getLogger("penstock")
 
@@ -67,9 +68,20 @@ async def serve(gateway: Gateway, x: Exchange, client: Client) -> None:
         _apologise(x, client)
     finally:
         gateway.gate.release(x.body_bytes)
-        if x.room is not None and x.call is not None:
-            x.room.ended(x.call.request, partial(outcome_of, x))
-        gateway.accounts.close(x)
+        try:
+            _tell_room(x)
+        finally:
+            gateway.accounts.close(x)
+
+
+def _tell_room(x: Exchange) -> None:
+    """The room that let it in hears how it ended, or that nothing came of it."""
+    if x.room is None or x.call is None:
+        return
+    if x.asked is not None:
+        x.room.ended(x.call.request, partial(outcome_of, x))
+    else:
+        x.room.unbooked(x.call.request)
 
 
 async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
@@ -101,8 +113,12 @@ async def _enter(gateway: Gateway, snapshot: Snapshot, x: Exchange, route: Route
     """Be judged, and wait if need be. The route whose room gave a Permit: its own or, before a refusal, a smaller
     model's. Raises GatewayError when it is refused."""
     fingerprint = x.fingerprint = _fingerprint(gateway.endpoints, route, call)
+
+    def ask(_: float) -> Ask:
+        return gateway.endpoints.ask(call.request, fingerprint, ())
+
     try:
-        await route.room.enter(gateway.endpoints.ask(call.request, fingerprint, ()))
+        x.room = await route.room.enter(ask(0.0), None if fingerprint is None else ask)
     except GatewayError:
         tier = overflow.into(gateway.endpoints, snapshot.routes, route, call)
         if tier is None:
@@ -110,7 +126,17 @@ async def _enter(gateway: Gateway, snapshot: Snapshot, x: Exchange, route: Route
         x.model = x.tier = tier.name
         x.fingerprint = None
         return tier
-    return route
+    return _in_force(gateway, snapshot, x, route, call)
+
+
+def _in_force(gateway: Gateway, snapshot: Snapshot, x: Exchange, route: Route, call: Call) -> Route:
+    """The route, or what a reload has made of it while the request waited: its place is one at today's endpoints. A
+    name that leads elsewhere now was meant as it was when it was asked."""
+    now = gateway.snapshot.routes.get(call.asked_model)
+    if gateway.snapshot is snapshot or now is None or (now.name, now.room) != (route.name, route.room):
+        return route
+    x.side = None
+    return now if now.trial is None else now.trial.side(x, call.request, now)
 
 
 def _fingerprint(endpoints: EndpointTable, route: Route, call: Call) -> Fingerprint | None:

@@ -11,7 +11,7 @@ the least slack: the moment at which its prefill must begin to meet its TTFT bud
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from heapq import heapify, heappop, heappush, nsmallest
 from typing import Generic, TypeVar
 
@@ -29,19 +29,29 @@ STARVED_EVERY = 4
 TENANTS_ASKED = 4
 CHARGES_REMEMBERED = 4096
 
+LOOK_AGAIN_S = 0.1
+"""What is cached of a waiter's prompt is looked up again when it is judged, but not more often."""
+
 
 class Waiter(Generic[T]):
     """One who waits. `due_s`: the moment from which waiting is pointless; `must_begin_s`: slack in absolute time."""
 
     __slots__ = (
-        *("arrived_s", "ask", "by_deadline", "candidates", "due_s", "gone", "must_begin_s", "own_s", "ticket"),
-        "tokens",
+        *("again", "arrived_s", "ask", "by_deadline", "candidates", "due_s", "gone", "looked_s", "must_begin_s"),
+        *("own_s", "ticket", "tokens"),
     )
 
-    def __init__(self, ask: Ask, candidates: Sequence[Candidate], ticket: T, timeout_s: float) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        candidates: Sequence[Candidate],
+        ticket: T,
+        timeout_s: float,
+        again: Callable[[float], Ask] | None,
+    ) -> None:
         request, own = ask.request, appraise(ask, candidates)
-        self.ask, self.candidates, self.ticket = ask, candidates, ticket
-        self.arrived_s = ask.now
+        self.ask, self.candidates, self.ticket, self.again = ask, candidates, ticket, again
+        self.arrived_s = self.looked_s = ask.now
         self.own_s = own.prefill_s
         self.tokens = charged_tokens(request, own.cached_tokens)
         self.due_s = ask.now + timeout_s
@@ -154,6 +164,9 @@ class Room(Generic[T]):
 
         `leaving` are those that are candidates no more; requests of before finish there.
         """
+        for waiter in self._tickets.values():
+            if waiter.candidates is self._candidates:
+                waiter.candidates = candidates
         self._candidates = candidates
         self._leaving = [load for load in leaving if load.in_flight]
         self.capacity = verdicts.capacity(candidates)
@@ -172,16 +185,28 @@ class Room(Generic[T]):
         self.in_flight += 1
         return True
 
-    def arrive(self, ask: Ask, candidates: Sequence[Candidate], ticket: T) -> Verdict:
+    def arrive(
+        self, ask: Ask, candidates: Sequence[Candidate], ticket: T, again: Callable[[float], Ask] | None = None
+    ) -> Verdict:
         """The verdict on a newcomer. Wait: `ticket` is in line now, and `settle` will tell, at the latest after
-        `timeout_s`. Otherwise it is forgotten; Admit has taken a permit, which `leave` gives back."""
+        `timeout_s`. Otherwise it is forgotten; Admit has taken a permit, which `leave` gives back.
+
+        `again` asks the same at another moment, for one who has waited: what is cached of its prompt changes.
+        """
+        verdict = self.knock(ask, candidates)
+        if isinstance(verdict, Wait):
+            return self._line_up(Waiter(ask, candidates, ticket, verdict.timeout_s, again))
+        return verdict
+
+    def knock(self, ask: Ask, candidates: Sequence[Candidate]) -> Verdict:
+        """As arrive(), for one who goes away where it would have to wait: it takes nobody's chair."""
         self.at_door = True
-        verdict = self.admission.judge(ask, candidates, self)
-        self.at_door = False
+        try:
+            verdict = self.admission.judge(ask, candidates, self)
+        finally:
+            self.at_door = False
         if isinstance(verdict, Admit):
             self.in_flight += 1
-        elif isinstance(verdict, Wait):
-            return self._line_up(Waiter(ask, candidates, ticket, verdict.timeout_s))
         return verdict
 
     def booked(self, ask: Ask, pick: Pick) -> None:
@@ -200,6 +225,16 @@ class Room(Generic[T]):
         """The first half of `leave`: the place is free. For callers that tell how it ended elsewhere."""
         self.in_flight -= 1
         self.drain.completed(now)
+
+    def withdraw(self) -> None:
+        """A permit is given back by one who had no use for it. `settle` is due after it."""
+        self.in_flight -= 1
+
+    def unbooked(self, request: Request) -> None:
+        """One that had waited, was let in and found no endpoint, or left first: its tenant does not pay."""
+        tokens = self._charged.pop(request.id, 0)
+        if tokens:
+            self._charge(request.tenant, -tokens)
 
     def ended(self, request: Request, outcome: Outcome) -> None:
         """The second half of `leave`, for one that was booked: what was charged as expected is put right."""
@@ -293,6 +328,8 @@ class Room(Generic[T]):
         return None
 
     def _judged(self, waiter: Waiter[T], now: float) -> Verdict:
+        if waiter.again is not None and now - waiter.looked_s >= LOOK_AGAIN_S:
+            waiter.ask, waiter.looked_s = waiter.again(now), now
         return self.admission.judge(msgspec.structs.replace(waiter.ask, now=now), waiter.candidates, self)
 
     def _head(self, now: float) -> tuple[Waiter[T], bool]:

@@ -9,6 +9,7 @@ believes and decides is front.py's, what a group computes engine.py's, split req
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from heapq import heappop, heappush
 from math import inf
 from random import Random
@@ -162,7 +163,8 @@ class Fleet:
             self.serve(now, flight, self._ask(now, flight))
             return
         ask = self._ask(now, flight)
-        verdict = room.arrive(ask, self.front.fitting(flight.one), flight.record.number)
+        again = partial(self._ask, flight=flight)
+        verdict = room.arrive(ask, self.front.fitting(flight.one), flight.record.number, again)
         if isinstance(verdict, Admit):
             flight.permit = True
             self.serve(now, flight, ask)

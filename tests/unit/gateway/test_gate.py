@@ -7,6 +7,7 @@ from random import Random
 from time import monotonic
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.answer import GatewayError
@@ -266,3 +267,29 @@ async def test_a_smaller_budget_forgets_nobody_who_waits() -> None:
     assert waiting.result()
     made.give_back_turn()
     assert made.retries_running == 0
+
+
+async def test_a_crowd_that_leaves_as_a_place_comes_free_leaves_the_place_free() -> None:
+    made, _ = room(1, size=2000)
+    await made.enter(ask())
+    tasks = [asyncio.create_task(made.enter(ask())) for _ in range(1500)]
+    await turns()
+    for task in tasks:
+        task.cancel()
+    made.__exit__()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (made.in_flight, made.waiting) == (0, 0)
+
+
+async def test_one_who_overflows_into_a_full_room_sends_nobody_there_away() -> None:
+    made, _ = room(1, size=2)
+    await made.enter(ask())
+    tasks = [asyncio.create_task(made.enter(ask())) for _ in range(2)]
+    await turns()
+    stranger = ask()
+    assert not made.enter_now(msgspec.structs.replace(stranger, request=Request("o", "model", "other", 1000, 100)))
+    await turns()
+    assert ([task.done() for task in tasks], made.waiting) == ([False, False], 2)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -157,6 +157,19 @@ async def test_requests_that_finish_elsewhere_take_no_place_from_the_new_endpoin
         assert await task == "ok"
 
 
+async def test_whoever_waits_while_endpoints_are_replaced_is_served_by_the_new_ones(tmp_path: Path) -> None:
+    async with running(tmp_path, speed=4) as made:
+        await made.put(made.text(0).replace("{name: group-0,", "{name: group-0, max_concurrency: 1,"))
+        busy = await slow_answer(made)
+        waits = asyncio.create_task(made.ask(tokens=1))
+        await until(lambda: any(room.waiting for room in made.app.gateway.gate.rooms()))
+        await made.put(made.text(1))
+        async with asyncio.timeout(3):
+            assert await waits == "ok"
+        assert not busy.done()
+        assert await busy == "ok"
+
+
 async def test_keys_change_for_new_requests_at_once_and_for_running_ones_never(tmp_path: Path) -> None:
     async with running(tmp_path, speed=4) as made:
         task = await slow_answer(made)
