@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -177,7 +176,6 @@ def test_the_manifests_without_helm_are_the_charts_defaults() -> None:
     assert plain == ours
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Debian's prometheus")
 @pytest.mark.parametrize("shared", [True, False])
 def test_what_keda_asks_prometheus_is_understood(shared: bool, tmp_path: Path) -> None:
     values = copy.deepcopy(FULL)
