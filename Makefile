@@ -15,7 +15,7 @@ RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split goodput observe real compiled load policies clocks docs lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split goodput observe real compiled load policies clocks web docs lock deploy-check clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,10 @@ real: $(VENV)/.dev ## the gateway before two real vLLM engines, without a GPU (3
 deploy-check: $(VENV)/.dev ## deploy/ by Helm, Kubernetes' schemas and linters, and streams through nginx and HAProxy (0.5 GB)
 	@sh deploy/tools.sh $(PY) build/deploy-tools
 	$(PY) -m pytest tests/deploy
+
+web: $(VENV)/.dev ## the live page in headless Chromium (Debian's; pictures of it go to build/web)
+	@$(PY) -c "import playwright" 2>/dev/null || $(PY) -m pip install -q "playwright>=1.50"
+	$(PY) -m pytest tests/web
 
 load: $(VENV)/.dev ## locust against a fleet of its own
 	$(PY) -m tests.load.run

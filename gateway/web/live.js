@@ -137,7 +137,7 @@ function buildCharts() {
   }
   const line = (name, colour, more = {}) => ({ label: name, stroke: css(colour), width: 1.8, points: { show: false }, ...more });
   chart("chart-traffic", [line("requests", "--flow", { fill: `${css("--flow")}22` }), line("refused", "--warn"), line("failed", "--bad")]);
-  chart("chart-ttft", [line("p95", "--second", { fill: `${css("--second")}1e`, spanGaps: true }), line("budget", "--bad", { dash: [5, 5], width: 1 })]);
+  chart("chart-ttft", [line("p95", "--second", { fill: `${css("--second")}1e`, spanGaps: true, points: { show: true, size: 4, fill: css("--second") } }), line("budget", "--bad", { dash: [5, 5], width: 1 })]);
   drawCharts();
 }
 
