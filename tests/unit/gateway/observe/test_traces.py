@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
 from gateway.exchange import Exchange
 from gateway.observe import export, genai
@@ -199,3 +200,41 @@ async def ask_with(home: House, headers: dict[str, str]) -> None:
     async with home.http.post(f"{home.app.url}/v1/chat/completions", json=body, headers=headers) as answer:
         await answer.read()
         assert answer.status == 200
+
+
+async def test_a_scraper_that_wants_openmetrics_is_led_from_a_bucket_to_the_trace() -> None:
+    async with collector() as there, house(1, observability=seen(there)) as home:
+        assert (await home.ask()).fate == "ok"
+        await there.heard(7)
+        accept = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+        async with home.http.get(home.app.admin_url + "/metrics", headers=accept) as answer:
+            assert answer.content_type == "application/openmetrics-text"
+            families = {family.name: family for family in openmetrics(await answer.text())}
+        marks = [each.exemplar for each in families["penstock_ttft_seconds"].samples if each.exemplar]
+        told = there.named("chat")
+        expected = {"request_id": told["attributes"][genai.REQUEST_ID], "trace_id": told["traceId"]}
+        assert [mark.labels for mark in marks] == [expected]
+        async with home.http.get(home.app.admin_url + "/metrics") as answer:
+            assert answer.content_type == "text/plain"
+            assert "# {" not in await answer.text()
+
+
+async def test_a_reload_turns_traces_on_and_off() -> None:
+    async with collector() as there, house(1) as home:
+        await put(home, f"{{access_log: 'off', traces: {{endpoint: '{there.url}', ratio: 1}}}}")
+        assert (await home.ask()).fate == "ok"
+        await there.heard(7)
+        await put(home, "{access_log: 'off'}")
+        assert home.app.gateway.accounts.tracer is None
+        assert (await home.ask()).fate == "ok"
+    assert len(there.spans) == 7
+
+
+async def put(home: House, observability: str) -> None:
+    """Another configuration for the same endpoint; nothing of it may need a restart."""
+    pools = f"{{main: {{endpoints: [{{url: '{home.groups[0].url}', max_concurrency: 24}}]}}}}"
+    listeners = "{api: {port: 0}, admin: {port: 0}}"
+    text = f"version: 1\nlisteners: {listeners}\npools: {pools}\nobservability: {observability}\n"
+    async with home.http.put(home.app.admin_url + "/config", data=text) as answer:
+        told = await answer.json()
+        assert (answer.status, told["needs_restart"]) == (200, []), told
