@@ -105,7 +105,7 @@ ALERTS = (
     ),
     Alert(
         "PenstockPrefillBacklog",
-        "max by (endpoint) (penstock_endpoint_prefill_backlog_tokens)",
+        "sum by (endpoint) (penstock_endpoint_prefill_backlog_tokens)",
         "> 100000",
         "2m",
         "ticket",

@@ -39,15 +39,17 @@ class Inside:
 
     def follow(self, live: LiveEndpoint) -> None:
         """From now on this endpoint's numbers under its name."""
-        name, load = live.endpoint.name, live.load
+        name, load, others = live.endpoint.name, live.load, live.load.others
         for state in State:
             self.endpoint_state.labels(name, state).follow(lambda state=state: float(live.health.state is state))  # type: ignore[misc]
         self.endpoint_progress_age.labels(name).follow(lambda: live.upstream.silence_s(monotonic()))
         self.endpoint_running.labels(name).follow(lambda: load.running)
         self.endpoint_waiting.labels(name).follow(lambda: load.waiting)
         self.endpoint_kv_usage.labels(name).follow(lambda: load.kv_usage)
-        self.endpoint_prefill_tokens.labels(name).follow(lambda: float(load.prefill_tokens))
-        self.endpoint_decode_tokens.labels(name).follow(lambda: float(load.decode_tokens))
+        self.endpoint_prefill_tokens.labels(name).follow(
+            lambda: float(load.prefill_tokens - load.others.prefill_tokens)
+        )
+        self.endpoint_decode_tokens.labels(name).follow(lambda: float(load.decode_tokens - others.decode_tokens))
         self.endpoint_scrape_age.labels(name).follow(
             lambda: None if load.scraped_at is None else monotonic() - load.scraped_at
         )

@@ -176,12 +176,8 @@ def test_the_manifests_without_helm_are_the_charts_defaults() -> None:
     assert plain == ours
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_what_keda_asks_prometheus_is_understood(shared: bool, tmp_path: Path) -> None:
-    values = copy.deepcopy(FULL)
-    if not shared:
-        del values["config"]["shared"]
-    triggers = one("ScaledObject", values)["spec"]["triggers"]
+def test_what_keda_asks_prometheus_is_understood(tmp_path: Path) -> None:
+    triggers = one("ScaledObject", FULL)["spec"]["triggers"]
     rules = [{"record": f"trigger:{n}", "expr": each["metadata"]["query"]} for n, each in enumerate(triggers)]
     assert len(rules) == 2
     file = tmp_path / "rules.yml"

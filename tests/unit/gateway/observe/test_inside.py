@@ -1,0 +1,29 @@
+"""What an endpoint's gauges tell is this gateway's own part: summed over gateways they are the fleet's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from gateway.metrics import Metrics
+from policies.foreign import Share, foreign
+from policies.health import State
+from policies.model import EndpointLoad
+
+
+def test_tokens_that_other_gateways_booked_are_told_by_them_alone() -> None:
+    load = EndpointLoad(slot=0)
+    load.prefill_tokens, load.decode_tokens = 700, 50
+    assert foreign(load, b"another", Share(in_flight=1, prefill_tokens=300, decode_tokens=20), now=1.0)
+    assert (load.prefill_tokens, load.decode_tokens) == (1000, 70)
+    metrics = Metrics()
+    metrics.inside.follow(
+        SimpleNamespace(  # type: ignore[arg-type]
+            endpoint=SimpleNamespace(name="a"),
+            load=load,
+            health=SimpleNamespace(state=State.UP),
+            upstream=SimpleNamespace(silence_s=lambda now: 0.0),
+        )
+    )
+    page = metrics.render().decode()
+    assert 'penstock_endpoint_prefill_backlog_tokens{endpoint="a"} 700' in page
+    assert 'penstock_endpoint_context_tokens{endpoint="a"} 50' in page
