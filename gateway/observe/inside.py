@@ -46,9 +46,7 @@ class Inside:
         self.endpoint_running.labels(name).follow(lambda: load.running)
         self.endpoint_waiting.labels(name).follow(lambda: load.waiting)
         self.endpoint_kv_usage.labels(name).follow(lambda: load.kv_usage)
-        self.endpoint_prefill_tokens.labels(name).follow(
-            lambda: float(load.prefill_tokens - load.others.prefill_tokens)
-        )
+        self.endpoint_prefill_tokens.labels(name).follow(lambda: float(load.prefill_tokens - others.prefill_tokens))
         self.endpoint_decode_tokens.labels(name).follow(lambda: float(load.decode_tokens - others.decode_tokens))
         self.endpoint_scrape_age.labels(name).follow(
             lambda: None if load.scraped_at is None else monotonic() - load.scraped_at
