@@ -27,9 +27,11 @@ ROOT = Path(__file__).parents[2]
 OURS = "priced"
 START = {"conversation": 2.0, "conversation_tuned": 2.0, "b2b": 11.0, "azure": 10.0, "mix": 1.0}
 FLEETS = {"b2b": "F2", "agents": "F3"}
-USERS = (120, 200, 280, 360, 480)
+USERS = (200, 280, 420, 560)  # the knee is at 280: beyond, contexts outgrow KV
 TPOTS = (0.02, 0.03, 0.05, 0.1, 0.15)
-ADMISSIONS = ("none", "cap", "early_rejection", "gie_saturation", "probabilistic", "priced")
+ADMISSIONS = ("none", "cap", "early_rejection", "gie_saturation", "probabilistic", "session_pause", "priced")
+GREED = (1.0, 10.0)
+BY_HAND = "## What is reached"
 DECODERS = ("F5:6p2d@50", "F5:4p4d@50")
 
 
@@ -62,8 +64,8 @@ def agent_cells(policies: Iterable[str], seeds: Iterable[int], quick: bool) -> I
     """Agents by users swept, with everybody let in and behind the admission that watches sessions."""
     for seed in seeds:
         for policy in policies:
-            for users in USERS[1:4] if quick else USERS:
-                for admission in ("", "priced"):
+            for users in USERS[1:] if quick else USERS:
+                for admission in ("", "session_pause", "priced"):
                     yield Cell(
                         *("point", "agents", policy, "F3", admission, float(users)),
                         seed=seed,
@@ -92,10 +94,36 @@ def overload_cells(readings: Iterable[Reading], seeds: Iterable[int], quick: boo
                 )
 
 
+def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
+    """What our policy's capacity loses with an old or a patchy view of the fleet."""
+    for seed in seeds:
+        for workload in ("conversation", "b2b"):
+            for trouble in ("", "stale", "lost"):
+                yield Cell(
+                    *("capacity", workload, OURS, FLEETS.get(workload, "F1")),
+                    load=START[workload],
+                    targets=(0.9,),
+                    seed=seed,
+                    quick=quick,
+                    table="trouble",
+                    trouble=trouble,
+                )
+
+
+def tenant_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
+    """One tenant at its usual pace, another at its own or ten times that."""
+    for seed in seeds:
+        for policy, admission in ((OURS, "priced"), ("prefix_aware", "priced"), ("prefix_aware", "cap")):
+            for greed in GREED:
+                yield Cell(
+                    *("point", "tenants", policy, "F1", admission, greed), seed=seed, quick=quick, table="tenants"
+                )
+
+
 def split_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
     """Prefill and decode apart, together, or as the price says, by the TPOT budget."""
-    rivals = [("F1", "priced"), ("F1", "llmd_blend"), ("F1", "llmd_predictor"), ("F1:pairs", "priced")]
-    rivals += [(fleet, policy) for fleet in DECODERS for policy in ("prefix_aware", "llmd_predictor")]
+    rivals = [("F1", "priced"), ("F1", "llmd_blend"), ("F1:pairs", "priced")]
+    rivals += [(fleet, "prefix_aware") for fleet in DECODERS]
     for seed in seeds:
         for tpot_s in TPOTS:
             for fleet, policy in rivals:
@@ -161,13 +189,20 @@ def described(reading: Reading) -> str:
     return f"{name}: {found} {at}, hits {seen['hit_ratio']:.3f} ({reading.runs} runs, {reading.wall_s:.0f} s)"
 
 
+def by_hand(path: Path) -> str:
+    """What people have written below the tables: kept."""
+    _, mark, rest = path.read_text().partition(BY_HAND) if path.exists() else ("", "", "")
+    return mark + rest
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="the folder with the traces")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--quick", action="store_true", help="one seed, shorter slices, fewer loads")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tables", default="capacity,agents,overload,split")
+    parser.add_argument("--seeds", type=int, help="default 3, quick 1")
+    parser.add_argument("--tables", default="capacity,agents,overload,split,trouble,tenants")
+    parser.add_argument("--gated", default="priced,llmd_blend,llmd_predictor", help="policies to try with agents")
     parser.add_argument("--workloads", default="conversation,b2b,azure,mix")
     parser.add_argument("--policies", default=",".join(registry.names()))
     parser.add_argument("--any-code", action="store_true", help="keep results of other versions of the code")
@@ -175,18 +210,20 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the tables there, as Markdown")
     args = parser.parse_args()
     results, data = Results(args.out, args.any_code), Data(str(args.data))
-    seeds = range(1, 2 if args.quick else args.seeds + 1)
+    seeds = range(1, (args.seeds or (1 if args.quick else 3)) + 1)
     tables, policies = args.tables.split(","), args.policies.split(",")
     plans: dict[str, Callable[[], Iterator[Cell]]] = {
         "capacity": lambda: capacity_cells(args.workloads.split(","), policies, seeds, args.quick),
-        "agents": lambda: agent_cells(policies, seeds, args.quick),
+        "agents": lambda: agent_cells(args.gated.split(","), seeds, args.quick),
         "overload": lambda: overload_cells(results.known.values(), seeds, args.quick),
         "split": lambda: split_cells(seeds, args.quick),
+        "trouble": lambda: trouble_cells(seeds, args.quick),
+        "tenants": lambda: tenant_cells(seeds, args.quick),
     }
     for table in tables:
         run(plans[table](), results, data, args.jobs, lambda said: print(said, flush=True))
     if args.page:
-        args.page.write_text(page(list(results.known.values())))
+        args.page.write_text(page(list(results.known.values())) + by_hand(args.page))
 
 
 if __name__ == "__main__":

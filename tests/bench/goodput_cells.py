@@ -35,13 +35,19 @@ CLASSES = {
 GRID_S = 3.0  # Mooncake's timestamps: every seed spreads the batches anew
 MIX_B2B_RATE = 4.0
 B2B_S, WARM = 400.0, 0.15
+IDLE = 8.0  # a fleet at the starting load over so much is idle
+RELATIVE = 0.95  # targets above it are shares of what an idle fleet attains
+TROUBLES = {"": Options(), "stale": Options(scrape_s=5.0, scrape_age_s=5.0), "lost": Options(lost_events=0.33)}
+TENANT_RATE = 0.8
 
 
 class Cell(msgspec.Struct, frozen=True):
     """One thing to measure. `load` is a rate or a number of users; with `targets` the capacity is looked for from it.
 
     kind       capacity: the loads at which attainment crosses the targets; point: the figures at one load
+    targets    shares of requests in time; 0.99 is of those that an idle fleet serves in time: some prompts are too long
     tpot_s     replaces the class's budget where it is set
+    trouble    stale: metrics are read every 5 s and 5 s old; lost: a third of cache events never comes
     quick      a slice of a third of the length
     """
 
@@ -56,6 +62,7 @@ class Cell(msgspec.Struct, frozen=True):
     tpot_s: float | None = None
     quick: bool = False
     table: str = ""
+    trouble: str = ""
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -85,7 +92,8 @@ def measure(cell: Cell, data: Data) -> Reading:
 
     capacities = {}
     for target in cell.targets:
-        capacities[f"{target:g}"] = capacity(attainment, target, cell.load, 0.03, least=cell.load / 8).load
+        share = target * attainment(cell.load / IDLE) if target > RELATIVE else target
+        capacities[f"{target:g}"] = capacity(attainment, share, cell.load, 0.03, least=cell.load / IDLE).load
     if not cell.targets:
         attainment(cell.load)
     aim = min(cell.targets, default=0.0)
@@ -105,7 +113,9 @@ def played(cell: Cell, load: float, data: Data) -> tuple[Run, float, float | Non
     standard = AGENT if cell.workload == "agents" else STANDARD
     if cell.tpot_s is not None:
         standard = msgspec.structs.replace(standard, tpot_s=cell.tpot_s)
-    options = Options(seed=cell.seed, horizon_s=horizon_s, standard=standard, classes=CLASSES)
+    options = msgspec.structs.replace(
+        TROUBLES[cell.trouble], seed=cell.seed, horizon_s=horizon_s, standard=standard, classes=CLASSES
+    )
     gate = build_admission(cell.admission, {}) if cell.admission else None
     run = replay(fleet_of(cell.fleet), said, registry.build(cell.policy, {}), gate, options)
     return run, WARM * span_s if horizon_s is None else 0.4 * horizon_s, horizon_s
@@ -127,6 +137,8 @@ def offered(cell: Cell, load: float, data: Data) -> tuple[Traffic, float, float 
         return traffic(b2b(load, B2B_S * share, cell.seed)), B2B_S * share, None
     if cell.workload == "mix":
         return traffic(scaled(mix(data.folder, cell.seed, share), load)), 900 * share / load, None
+    if cell.workload == "tenants":
+        return traffic(tenants(data.folder, cell.seed, share, load)), 1200 * share / TENANT_RATE, None
     requests, span_s = recorded(cell.workload, data.folder, cell.seed, share)
     return traffic(scaled(requests, load)), span_s / load, None
 
@@ -177,6 +189,13 @@ def mix(folder: str, seed: int, share: float) -> list[TraceRequest]:
     )
 
 
+def tenants(folder: str, seed: int, share: float, greed: float) -> list[TraceRequest]:
+    """Two tenants with conversations; the other one asks for `greed` times as much for as long, or the trace lasts."""
+    mine, span_s = recorded("conversation", folder, seed, share)
+    other = sliced(_trace(folder, SLICES["conversation"][0]), 0.0, span_s * greed)
+    return mixed([Part(mine, TENANT_RATE, tenant="a"), Part(other, TENANT_RATE * greed, tenant="greedy")])
+
+
 def told(seen: Figures, load: float) -> dict[str, Any]:
     """What of a run goes into the results."""
     return {
@@ -196,4 +215,6 @@ def told(seen: Figures, load: float) -> dict[str, Any]:
         "pick_us": seen.pick_us,
         "offered": seen.offered,
         "worst_tenant": seen.worst_tenant,
+        "refused": seen.ends.get("shed", 0) / max(1, seen.offered),
+        "tenants": {name: [one.attainment, one.ttft_p50_s, one.ttft_p99_s] for name, one in seen.tenants.items()},
     }

@@ -17,6 +17,7 @@ def page(readings: Sequence[Reading]) -> str:
     """docs/goodput.md."""
     parts = [INTRODUCTION, *capacities(readings, "0.9"), *capacities(readings, "0.99")]
     parts += [*agents(readings), *overload(readings), *split(readings)]
+    parts += [*trouble(readings), *tenants(readings), *errors(readings)]
     return "\n".join(parts) + "\n"
 
 
@@ -60,34 +61,41 @@ def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def capacities(readings: Sequence[Reading], target: str) -> list[str]:
-    """Policies by workloads, with the ratios that matter."""
-    met = [one for one in readings if target in one.capacities]
-    found = grouped(
-        met, "capacity", lambda one: (one.cell.policy, one.cell.workload), lambda one: one.capacities[target]
-    )
-    if not found:
+    """Policies by workloads, with the ratios that matter: seed by seed to the best published rule of that seed."""
+    met = [one for one in readings if target in one.capacities and one.cell.table == "capacity"]
+    if not met:
         return []
-    names = sorted({name for row in found.values() for name in row})
-    mean = {policy: {name: fmean(each) for name, each in row.items()} for policy, row in found.items()}
-    best = {
-        name: max((row[name] for policy, row in mean.items() if policy not in OURS and name in row), default=0.0)
-        for name in names
-    }
+    names = sorted({one.cell.workload for one in met})
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    best: dict[tuple[str, int], float] = defaultdict(float)
+    for one in met:
+        if one.cell.policy not in OURS:
+            key = one.cell.workload, one.cell.seed
+            best[key] = max(best[key], one.capacities[target])
+    for one in sorted(met, key=lambda one: one.cell.seed):
+        name, load = one.cell.workload, one.capacities[target]
+        found[one.cell.policy][name].append(load)
+        if best[name, one.cell.seed]:
+            ratios[one.cell.policy][name].append(load / best[name, one.cell.seed])
     rows = []
-    for policy, row in sorted(found.items(), key=lambda item: -geomean(mean[item[0]], best)):
-        ratios = [mean[policy][name] / best[name] for name in names if name in row and best[name]]
-        worst = f"{min(ratios):.2f}" if ratios else "-"
-        rows.append(
-            [policy, *(shown(row.get(name, ())) for name in names), worst, f"{geomean(mean[policy], best):.3f}"]
-        )
-    head = ["policy", *names, "worst ratio to the best published", "geometric mean of ratios"]
+    for policy, row in sorted(ratios.items(), key=lambda item: -geomean(item[1])):
+        worst = f"{min(fmean(each) for each in row.values()):.2f}"
+        seeds = str(max(len(each) for each in row.values()))
+        rows.append([policy, *(shown(found[policy].get(name, ())) for name in names), seeds, worst, of_all(row, names)])
+    head = ["policy", *names, "seeds", "worst ratio to the best published", "geometric mean of ratios"]
     return [f"## Capacity at {float(target):.0%} attainment", "", *table_of(head, rows)]
 
 
-def geomean(row: dict[str, float], best: dict[str, float]) -> float:
-    """Geometric mean over workloads of a policy's ratio to the best published; 0 where it has no capacity at all."""
-    ratios = [value / best[name] for name, value in row.items() if best.get(name)]
-    return exp(fmean(log(max(ratio, 1e-6)) for ratio in ratios)) if ratios else 0.0
+def of_all(row: dict[str, list[float]], names: Sequence[str]) -> str:
+    """The geometric mean, and over how many workloads where some were not measured."""
+    told = f"{geomean(row):.3f}"
+    return told if len(row) == len(names) else f"{told} ({len(row)} of {len(names)})"
+
+
+def geomean(row: dict[str, list[float]]) -> float:
+    """Geometric mean over workloads of mean ratios; 0 or so where there is no capacity at all."""
+    return exp(fmean(log(max(fmean(each), 1e-6)) for each in row.values())) if row else 0.0
 
 
 def agents(readings: Sequence[Reading]) -> list[str]:
@@ -106,37 +114,89 @@ def agents(readings: Sequence[Reading]) -> list[str]:
 
 
 def overload(readings: Sequence[Reading]) -> list[str]:
-    """Token goodput beyond capacity over that at capacity."""
+    """Token goodput at and beyond capacity over the best at capacity, by admission."""
+    base: dict[tuple[str, int], float] = defaultdict(float)
+    for one in readings:
+        if one.cell.table == "overload x1":
+            key = one.cell.workload, one.cell.seed
+            base[key] = max(base[key], one.figures["token_goodput"])
     lines: list[str] = []
-    for times in ("2", "3"):
+    for times in ("1", "2", "3"):
         rows = []
-        for one in sorted(
-            (one for one in readings if one.cell.table == f"overload x{times}"),
-            key=lambda one: (one.cell.workload, one.cell.admission, one.cell.seed),
-        ):
-            base = max(
-                (
-                    other.figures["token_goodput"]
-                    for other in readings
-                    if other.cell.table == "overload x1"
-                    and (other.cell.workload, other.cell.seed) == (one.cell.workload, one.cell.seed)
-                ),
-                default=0.0,
-            )
-            kept = one.figures["long_kept"]
+        groups: dict[tuple[str, str], list[Reading]] = defaultdict(list)
+        for one in readings:
+            if one.cell.table == f"overload x{times}" and base[one.cell.workload, one.cell.seed]:
+                groups[one.cell.workload, one.cell.admission].append(one)
+        for (workload, admission), each in sorted(groups.items()):
+            held = [one.figures["token_goodput"] / base[workload, one.cell.seed] for one in each]
+            kept = [one.figures["long_kept"] for one in each if one.figures["long_kept"] is not None]
             rows.append(
                 [
-                    *(one.cell.workload, one.cell.admission, str(one.cell.seed)),
-                    f"{one.figures['token_goodput'] / base:.2f}" if base else "-",
-                    f"{one.figures['goodput']:.2f}",
-                    "-" if kept is None else f"{kept:.0%}",
-                    f"{one.figures['wasted']:.1%}",
+                    *(workload, admission, shown(held), shown([one.figures["goodput"] for one in each])),
+                    f"{fmean(one.figures['refused'] for one in each):.1%}",
+                    f"{fmean(kept):.0%}" if kept else "-",
+                    f"{fmean(one.figures['wasted'] for one in each):.1%}",
                 ]
             )
         if rows:
-            head = ["workload", "admission", "seed", "token goodput to capacity's", "good/s", "kept of > 32k", "wasted"]
+            head = [
+                "workload",
+                "admission",
+                "token goodput to capacity's",
+                "good/s",
+                "refused",
+                "good of > 32k",
+                "wasted",
+            ]
             lines += [f"## {times} times capacity, policy priced", "", *table_of(head, rows)]
     return lines
+
+
+def trouble(readings: Sequence[Reading]) -> list[str]:
+    """Our policy's capacity with an old or a patchy view."""
+    found = grouped(
+        readings,
+        "trouble",
+        lambda one: (
+            one.cell.workload,
+            {"": "as usual", "stale": "5 s stale", "lost": "events lost"}[one.cell.trouble],
+        ),
+        lambda one: one.capacities["0.9"],
+    )
+    if not found:
+        return []
+    names = ("as usual", "5 s stale", "events lost")
+    rows = [[name, *(shown(row.get(column, ())) for column in names)] for name, row in sorted(found.items())]
+    return ["## Capacity of priced with a worse view", "", *table_of(["workload", *names], rows)]
+
+
+def tenants(readings: Sequence[Reading]) -> list[str]:
+    """How a tenant fares beside one that asks for more."""
+    rows = []
+    groups: dict[tuple[str, str, float], list[Reading]] = defaultdict(list)
+    for one in readings:
+        if one.cell.table == "tenants":
+            groups[one.cell.policy, one.cell.admission, one.cell.load].append(one)
+    for (policy, admission, greed), each in sorted(groups.items()):
+        quiet = [one.figures["tenants"]["a"] for one in each]
+        columns = [shown([one[place] for one in quiet]) for place in range(3)]
+        rows.append(
+            [policy, admission, f"{greed:g}x", *columns, f"{fmean(one.figures['refused'] for one in each):.0%}"]
+        )
+    head = ["policy", "admission", "the other asks for", "attainment", "TTFT p50, s", "TTFT p99, s", "refused of all"]
+    return ["## A tenant beside one that asks for more", "", *table_of(head, rows)] if rows else []
+
+
+def errors(readings: Sequence[Reading]) -> list[str]:
+    """How far predictions of priced's TTFT are off at its capacity."""
+    rows = []
+    groups: dict[str, list[float]] = defaultdict(list)
+    for one in readings:
+        if one.cell.table == "capacity" and one.cell.policy == "priced" and one.figures["ttft_error"] is not None:
+            groups[one.cell.workload].append(one.figures["ttft_error"])
+    for workload, each in sorted(groups.items()):
+        rows.append([workload, f"{fmean(each):.0%}"])
+    return ["## TTFT foreseen at the pick, policy priced at capacity", "", *table_of(["workload", "MAPE"], rows)]
 
 
 def split(readings: Sequence[Reading]) -> list[str]:
