@@ -15,7 +15,7 @@ RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split goodput observe real compiled load policies clocks web docs lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split goodput observe real compiled load policies gateways clocks web docs lock deploy-check clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +84,9 @@ load: $(VENV)/.dev ## locust against a fleet of its own
 
 policies: $(VENV)/.dev ## the Mooncake trace through every policy over real HTTP (nine minutes)
 	$(PY) -m tests.load.policies_live
+
+gateways: $(VENV)/.dev ## two gateways with one view on the trace, and ten minutes without Redis (docs/several-gateways.md)
+	$(PY) -m tests.load.shared_view --outage 600
 
 clocks: $(VENV)/.dev ## five minutes of the trace live and on the virtual clock, side by side (docs/replay.md)
 	$(PY) -m tests.load.two_clocks

@@ -77,9 +77,7 @@ def _outage(seconds: float, speed: float) -> bool:
         redis.start()
         back_s = until(lambda: all(metric(each, "penstock_shared_staleness_seconds") == 0.0 for each in gateways), 30.0)
     shown = ", ".join(f"{bytes_ / 2**20:.1f} MiB" for bytes_ in grown)
-    print(
-        f"{seconds:.0f} s without Redis: {asked} requests, {errors} errors, grown by {shown}; agreed {back_s:.1f} s after"
-    )
+    print(f"{seconds:.0f} s without Redis: {asked} requests, {errors} errors, grown by {shown}; back in {back_s:.1f} s")
     return not errors and back_s <= 5.0 and max(grown) < 128 << 20
 
 
