@@ -14,9 +14,12 @@ from gateway.metrics import Metrics
 from gateway.relay import Relay, Usage
 from policies.admission import Outcome
 from policies.latency import ttfts
+from policies.lengths import OutputLengths
 from policies.model import Ask, Pick, Slo
 
 FAILED = "failed"
+CUT_OFF = frozenset((None, "length", "abort", "error"))
+"""Reasons why an answer ended that say nothing of how long it would have become by itself."""
 REGRET_EVERY = 32
 """One pick in so many is compared with the candidate whose first token was expected soonest: that takes a while."""
 
@@ -63,9 +66,12 @@ def judge_whole(slo: Slo, ttft_s: float, tokens: int) -> str:
 
 
 class Kept:
-    """Counts promises by class, and what was predicted. One per process; children of metrics are found once."""
+    """Counts promises by class, and what was predicted. One per process; children of metrics are found once.
 
-    __slots__ = ("_error", "_evicted", "_goodput", "_metrics", "_never", "_regret", "_spread", "tenants")
+    lengths  of answers, for the next request that names no bound
+    """
+
+    __slots__ = ("_error", "_evicted", "_goodput", "_metrics", "_never", "_regret", "_spread", "lengths", "tenants")
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -73,10 +79,11 @@ class Kept:
         self._error, self._regret = metrics.ttft_prediction_error_ratio, metrics.pick_regret_seconds
         causes = metrics.prefill_tokens_total
         self._never, self._spread, self._evicted = map(causes.labels, ("never_seen", "spread", "evicted"))
+        self.lengths = OutputLengths()
         self.tenants = False
 
     def compare(self, ask: Ask, pick: Pick) -> None:
-        """One pick in REGRET_EVERY, before its place is taken, beside what would have been soonest, if that is believed."""
+        """One pick in REGRET_EVERY, before its place is taken, beside what is believed to have been soonest."""
         if len(pick.kept) > 1 and pick.candidate.load.believed:
             cached, known, prompt = ask.cached, len(ask.cached), ask.request.prompt_tokens
             held = [cached[each.load.slot] if each.load.slot < known else 0 for each in pick.kept]
@@ -88,7 +95,9 @@ class Kept:
         """One whose answer has begun. Leaves what it finds in the exchange."""
         call, first, last, events = x.call, relay.first_token_at, relay.last_at, relay.events
         assert call is not None
-        slo = call.request.slo
+        request, slo = call.request, call.request.slo
+        if x.outcome == "served" and usage.completion_tokens and relay.finish_reason not in CUT_OFF:
+            self.lengths.ended(request.model, request.tenant, slo.name, usage.completion_tokens // request.choices)
         if first is not None and last is not None:
             tokens = usage.completion_tokens or events - 2
             ttft_s = x.ttft_s = first - received

@@ -17,6 +17,7 @@ import msgspec
 
 from gateway.answer import Failure, GatewayError
 from gateway.slo import MAX_SESSION, MOST_PRIORITY, Wish, session_key
+from policies.lengths import OutputLengths
 from policies.model import Request, Slo
 
 
@@ -119,12 +120,14 @@ class Call(msgspec.Struct):
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who calls, and what was learnt of the request before its body: `arrived_s` is when that was whole."""
+    """Who calls, and what was learnt of the request before its body: `arrived_s` is when that was whole. `lengths`: of
+    answers so far, for one that names no bound."""
 
     request_id: str
     tenant: str
     wish: Wish
     arrived_s: float
+    lengths: OutputLengths | None = None
 
 
 def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller) -> Call:
@@ -144,14 +147,15 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
     if model.context_tokens is not None:
         _check_context(_longest(prompt[-1]) if ids else 0, output_tokens or 0, model.context_tokens)
     choices, wish, arrived_s = numbers.get("n", 1), caller.wish, caller.arrived_s
+    slo = model.slo if wish.usual else wish.of(model.slo)
     request = Request(
         caller.request_id,
         model.served_model,
         caller.tenant,
         ids or sum(map(len, prompt)) // BYTES_PER_TOKEN + 1,
-        min(output_tokens or DEFAULT_OUTPUT_TOKENS, EXPECTED_CEILING) * choices,
+        min(output_tokens or _usual_tokens(caller, model.served_model, slo), EXPECTED_CEILING) * choices,
         "stream" in members and bytes(members["stream"]) == b"true",
-        model.slo if wish.usual else wish.of(model.slo),
+        slo,
         wish.rank(_priority(members, model.low_first)) if "priority" in members else wish.ranked,
         arrived_s,
         None if wish.patience_s is None else arrived_s + wish.patience_s,
@@ -159,6 +163,12 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
         choices,
     )
     return Call(api, request, asked, _outbound(body, members, asked, model.served_model), prompt)
+
+
+def _usual_tokens(caller: Caller, model: str, slo: Slo) -> int:
+    """What answers to the like of it came to, where anything was seen of the model."""
+    found = None if caller.lengths is None else caller.lengths.expected(model, caller.tenant, slo.name)
+    return DEFAULT_OUTPUT_TOKENS if found is None else max(1, round(found))
 
 
 def _priority(members: Mapping[str, msgspec.Raw], low_first: bool) -> int:

@@ -92,7 +92,8 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     body = client.body_at_hand() or await client.body(partial(x.hold, gate))
     x.received_at = received_at = monotonic()
     x.hold(gate, len(body))
-    call = x.call = parse(body, x.api, snapshot.routes, Caller(x.id, x.tenant, wish, received_at))
+    caller = Caller(x.id, x.tenant, wish, received_at, gateway.accounts.kept.lengths)
+    call = x.call = parse(body, x.api, snapshot.routes, caller)
     del body  # from here the call owns the bytes, and lets go of them when no retry can need them
     route = snapshot.routes[call.asked_model]
     if route.trial is not None:

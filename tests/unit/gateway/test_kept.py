@@ -188,3 +188,19 @@ def test_a_refusal_is_told_with_its_numbers() -> None:
     page = ring.find(x.id)
     assert page is not None
     assert page["admission"] == {"verdict": "refused", "reason": "price", "detail": "3.0 s are queued."}
+
+
+@pytest.mark.parametrize(("reason", "seen"), [("stop", 10), ("tool_calls", 10), ("length", None), (None, None)])
+def test_lengths_are_learnt_from_answers_that_came_to_their_own_end(reason: str | None, seen: float | None) -> None:
+    kept, x, relay = Kept(Metrics()), exchange(choices=2), answered(0.5, 1.0, 20)
+    relay._reason = b"" if reason is None else f'"finish_reason":"{reason}"'.encode()
+    kept.answered(x, relay, relay.usage, 0.0)
+    assert kept.lengths.expected("demo", "", SLO.name) == seen
+
+
+def test_nothing_is_learnt_of_the_length_of_an_answer_that_broke() -> None:
+    kept, x, relay = Kept(Metrics()), exchange(), answered(0.5, 1.0, 20)
+    relay._reason = b'"finish_reason":"stop"'
+    x.interrupted("stall")
+    kept.answered(x, relay, relay.usage, 0.0)
+    assert len(kept.lengths) == 0

@@ -23,6 +23,7 @@ from gateway.openai import (
     parse,
 )
 from gateway.slo import NOTHING
+from policies.lengths import OutputLengths
 from policies.model import STANDARD, Slo
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
@@ -183,3 +184,19 @@ def test_a_released_call_holds_no_bytes() -> None:
     call = parsed(CHAT)
     call.release()
     assert (call.body, call.prompt) == (b"", ())
+
+
+def test_an_answer_without_a_bound_is_expected_to_be_as_long_as_others_were() -> None:
+    lengths = OutputLengths()
+    caller = Caller("req_1", "acme", NOTHING, 0.0, lengths)
+
+    def expected(**more: Any) -> int:
+        return parse(json.dumps(CHAT | more).encode(), Api.CHAT, {"demo": Model()}, caller).request.output_tokens
+
+    assert expected() == DEFAULT_OUTPUT_TOKENS
+    for _ in range(20):
+        lengths.ended("demo", "acme", STANDARD.name, 700)
+    assert (expected(), expected(n=3), expected(max_tokens=40)) == (700, 2100, 40)
+    for _ in range(2000):
+        lengths.ended("demo", "acme", STANDARD.name, 10**6)
+    assert expected() == EXPECTED_CEILING
