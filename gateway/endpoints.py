@@ -18,11 +18,11 @@ from gateway.relay import UpstreamBroke, Usage
 from gateway.roster import HEALTHY, Adoption, LiveEndpoint, Moves, Roster
 from gateway.shared.news import News
 from gateway.watch.scrape import Reading
-from policies import health, ledger
+from policies import health, ledger, warmup
 from policies.fingerprint import Fingerprint
 from policies.health import Event, Health, HealthLimits
 from policies.ledger import Entry
-from policies.model import Ask, Candidate, EndpointLoad, Pick, Request
+from policies.model import NO_CEILING, Ask, Candidate, EndpointLoad, Pick, Request
 
 log = logging.getLogger("penstock")
 
@@ -41,6 +41,9 @@ EVIDENCE = {
 # only beyond thrice the time that its backlog takes at this rate, slow for a TP group of today (perfmodel.md 3.5).
 PREFILL_TOKENS_PER_S = 10_000
 PREFILL_MARGIN = 3
+
+
+OUT = (health.State.EJECTED, health.State.DEAD)
 
 
 def _tells(request: Request) -> bool:
@@ -150,7 +153,7 @@ class EndpointTable:
         self._metrics = metrics
         self._looked_up, self._hits = metrics.prefix_lookup_tokens_total, metrics.prefix_hit_tokens_total
         self._limits = _health_limits(config)
-        self._progress_s = config.health.progress
+        self._progress_s, self._ramp_s = config.health.progress, config.health.slow_start
         self._roster = Roster(outbox)
         self._by_slot = self._roster.by_slot
         self._pools: Mapping[str, tuple[Candidate, ...]] = {}
@@ -165,6 +168,7 @@ class EndpointTable:
         capacities = {id(member.live): member.live.spec.kv_tokens for member in adoption.members}
         moves = self._roster.take(adoption)
         self._limits, self._progress_s = _health_limits(config), config.health.progress
+        self._ramp_s = config.health.slow_start
         self._pools = adoption.pools
         new = {id(live) for live in moves.came}
         for member in adoption.members:
@@ -313,12 +317,14 @@ class EndpointTable:
         log.warning("endpoint %s: %s -> %s (%s)", live.endpoint.name, before.state, after.state, after.cause or "new")
         if self.news is not None:
             self.news.moved.append((live.endpoint, str(after.state), str(after.cause or "")))
-        if after.state in (health.State.EJECTED, health.State.DEAD):
+        if after.state in OUT:
             self._metrics.ejections_total.labels(live.endpoint.name, str(after.cause)).inc()
             self.prefixes.index.forget(live.load.slot)
             live.load.held_tokens = live.load.regret = 0.0
         if after.state is health.State.DEAD:
             live.upstream.fail_all("ejected", "the engine is dead")
+        if before.state in OUT and after.state not in OUT:
+            self._warm(live, monotonic())
         if live.leaving:  # nobody probes it any more, and no pool is left that it could be the last of
             live.load.available = after.state in (health.State.UP, health.State.RETURNING)
         else:
@@ -334,13 +340,27 @@ class EndpointTable:
 
     def drain(self, live: LiveEndpoint, wanted: bool) -> int:
         """An operator wants it to get nothing new, or to be asked again; how many requests it still has."""
+        if live.drained and not wanted:
+            self._warm(live, monotonic())
         live.drained = wanted
         self._judge(live.endpoint.pool)
         self.on_change()
         return live.load.in_flight
 
+    def _warm(self, live: LiveEndpoint, now: float) -> None:
+        """It begins to be asked, with an empty cache and nothing warmed up: others go first while they have room."""
+        live.warm_from = now
+        live.load.ceiling = warmup.ceiling(live.endpoint.max_concurrency, 0.0, self._ramp_s)
+
+    def _warmer(self, live: LiveEndpoint, since: float, now: float) -> None:
+        ceiling = live.load.ceiling = warmup.ceiling(live.endpoint.max_concurrency, now - since, self._ramp_s)
+        if ceiling == NO_CEILING:
+            live.warm_from = None
+
     def sweep(self, now: float) -> None:
         for live in self.all():
+            if live.warm_from is not None:
+                self._warmer(live, live.warm_from, now)
             live.upstream.sweep(now)
             if live.health.state is health.State.DEAD:  # whoever was still connecting when it died
                 live.upstream.fail_all("ejected", "the engine is dead")

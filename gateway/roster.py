@@ -30,12 +30,13 @@ class LiveEndpoint:
     stalled         it was found wedged: its /health is not believed until it generates again
     leaving         no configuration in force has it; requests of an older one may still be there
     drained         an operator wants it to get nothing new
+    warm_from       when it began to be asked (again), while it is given less than its cap for that; else None
     sent_tokens, hit_tokens   prompt tokens ever sent there, and those of them believed to be cached there
     """
 
     __slots__ = (
         *("backlog_tokens", "drained", "endpoint", "health", "hit_tokens", "key_header", "leaving", "load", "models"),
-        *("models_at", "produced", "sent_tokens", "spec", "stalled", "upstream"),
+        *("models_at", "produced", "sent_tokens", "spec", "stalled", "upstream", "warm_from"),
     )
 
     def __init__(
@@ -49,6 +50,7 @@ class LiveEndpoint:
         self.models_at: float | None = None
         self.backlog_tokens = self.sent_tokens = self.hit_tokens = 0
         self.produced: int | None = None
+        self.warm_from: float | None = None
         self.stalled = self.leaving = self.drained = False
 
     def become(self, endpoint: Endpoint, spec: EndpointSpec, patience: Patience) -> None:

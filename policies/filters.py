@@ -24,8 +24,16 @@ def untried(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
 
 
 def below_cap(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Has room under its own concurrency cap. Who was admitted goes over a cap rather than nowhere: a retry, and one
-    whose place another gateway of the fleet took in the same moment."""
+    """Has room under its own concurrency cap; one that warms up may use all of it only if nobody else has any. Who was
+    admitted goes over a cap rather than nowhere: a retry, and one whose place another gateway of the fleet took in the
+    same moment."""
+    below = [
+        candidate
+        for candidate in candidates
+        if (load := candidate.load).in_flight < candidate.endpoint.max_concurrency and load.in_flight < load.ceiling
+    ]
+    if below:
+        return below
     below = [candidate for candidate in candidates if candidate.load.in_flight < candidate.endpoint.max_concurrency]
     if below or not (ask.tried or any(candidate.load.others.shares for candidate in candidates)):
         return below

@@ -64,6 +64,9 @@ class Endpoint(msgspec.Struct, frozen=True):
     context_tokens: int | None = None
 
 
+NO_CEILING = 1 << 30
+
+
 class EndpointLoad:
     """The live numbers of one endpoint. What is booked there is written by ledger.py alone, the rest by who scrapes.
 
@@ -78,6 +81,7 @@ class EndpointLoad:
     kv_tokens        tokens of KV the endpoint can hold; None while unknown
     kv_booked        prompt and expected output tokens of all booked requests: what they lock or will lock there
     available        False while ejected by health or draining: never a candidate
+    ceiling          requests at once while others have room: fewer than its cap as long as it warms up (warmup.py)
     running, waiting, kv_usage, scraped_at   the engine's own view at its last scrape; None before the first
     strangers        requests in that view beyond in_flight at that moment: what strangers to the fleet's gateways sent
     others           what other gateways booked here, contained in the booked numbers above (foreign.py)
@@ -101,7 +105,7 @@ class EndpointLoad:
     """
 
     __slots__ = (
-        *("available", "belief", "believed", "decode_tokens", "decoding", "entries", "expected_tokens"),
+        *("available", "belief", "believed", "ceiling", "decode_tokens", "decoding", "entries", "expected_tokens"),
         *("held_tokens", "in_flight"),
         *("kv_booked", "kv_tokens", "kv_usage", "others", "prefill_tokens", "regret", "running", "scraped_at", "slot"),
         *("strangers", "timeline", "waiting"),
@@ -117,6 +121,7 @@ class EndpointLoad:
         self.kv_booked = 0
         self.kv_tokens: float | None = None
         self.available = True
+        self.ceiling = NO_CEILING
         self.running: int | None = None
         self.waiting: int | None = None
         self.kv_usage: float | None = None

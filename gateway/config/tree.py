@@ -240,6 +240,9 @@ class Health(Section):
     failures: Count = setting(3, "Failures in a row, of probes or requests, that eject an endpoint.")
     backoff: Duration = setting("1s", "First time out; it doubles with every ejection in a row, with jitter.")
     backoff_max: Duration = setting("60s", "Longest time out.")
+    slow_start: Duration = setting(
+        "10s", "How long one that came, or came back, is given fewer requests at once than others while they have room."
+    )
     path: HttpPath = setting("/health", "What a probe asks for.")
     progress: Duration = setting(
         "5s", "Silence with requests in flight, long prompts allowed for, after which an engine counts as wedged."

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from planner.replay.group import Group
 from planner.replay.options import Fault, Trouble
 from policies import ledger
+from policies.warmup import ceiling
 
 if TYPE_CHECKING:
     from planner.replay.fleet import Fleet
 
 Reading = tuple[Group, int, int, float]
+SWEEP_S = 0.25
 
 
 class Happenings:
@@ -62,7 +64,16 @@ class Happenings:
         """A group joins, with nothing in its cache."""
         group.renew()
         group.alive = group.load.available = True
+        self._warm(now, (group, now))
         self._fleet.refresh(now)
+
+    def _warm(self, now: float, what: tuple[Group, float]) -> None:
+        """As the gateway's sweep does."""
+        group, since = what
+        ramp_s, cap = self._fleet.options.slow_start_s, group.kind.max_concurrency
+        group.load.ceiling = ceiling(cap, now - since, ramp_s)
+        if group.load.ceiling < cap:
+            self._fleet.at(now + SWEEP_S, self._warm, what)
 
     def _scrape(self, now: float, _: object) -> None:
         """Every engine's own view of itself, on its way to the gateway."""

@@ -57,6 +57,7 @@ class Options(msgspec.Struct, frozen=True):
     lost_events      share of what the index would have learnt that never reaches it, 0 to 1
     horizon_s        closed loops send nothing after it, and what is not over by then is cut; None: to the last token
     leaping          False: every decode step by itself, to compare
+    slow_start_s     how long a group that comes up is given fewer requests at once while others have room
     classes          service classes by name; a request without a known one is STANDARD
     """
 
@@ -72,3 +73,4 @@ class Options(msgspec.Struct, frozen=True):
     classes: Mapping[str, Slo] = MappingProxyType({})
     clients: Clients = Clients()
     faults: tuple[Fault, ...] = ()
+    slow_start_s: float = 0.0

@@ -1,0 +1,48 @@
+"""A group that comes back is neither flooded nor starved: half a minute of the conversation trace around its return."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.replay import FleetSpec, Kind, Options, replay, traffic
+from planner.replay.options import Fault
+from planner.replay.record import Run
+from planner.traces import read_mooncake, sliced
+from policies import registry
+from policies.admissions import build_admission
+
+TRACE = Path(__file__).parents[1] / "data" / "mooncake_conversation_1500.jsonl.gz"
+LOST_S, BACK_S, RAMP_S, GROUPS = 30.0, 40.0, 10.0, 8
+
+
+def run(policy: str, slow_start_s: float) -> Run:
+    requests = sliced(list(read_mooncake(TRACE, speed=2.0)), 0.0, 100.0)
+    kind = Kind("llama-3.1-70b-fp8", "h100", 4, kv_tokens=600_000, count=GROUPS, max_concurrency=24)
+    faults = (Fault(LOST_S, 0, for_s=BACK_S - LOST_S),)
+    options = Options(slow_start_s=slow_start_s, faults=faults)
+    door = build_admission("cap", {})
+    return replay(FleetSpec("one", (kind,)), traffic(requests), registry.build(policy, {}), door, options)
+
+
+def taken(made: Run, from_s: float, to_s: float) -> float:
+    """The returned group's share of the requests that were picked for somebody then."""
+    then = [one for one in made.records if one.entered_s is not None and from_s <= one.entered_s < to_s]
+    return sum(one.group == "tp0" for one in then) / len(then)
+
+
+def test_a_group_that_comes_back_is_not_flooded_while_others_have_room() -> None:
+    """Whoever looks at load alone sends everything to the empty one."""
+    at_once, slowly = run("least_loaded", 0.0), run("least_loaded", RAMP_S)
+    assert taken(at_once, BACK_S, BACK_S + RAMP_S) > 2 / GROUPS
+    assert taken(slowly, BACK_S, BACK_S + RAMP_S) < 0.85 * taken(at_once, BACK_S, BACK_S + RAMP_S)
+    good = [sum(one.good for one in made.records) for made in (at_once, slowly)]
+    assert good[1] > 0.98 * good[0]
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "prefix_aware"])
+def test_a_group_that_comes_back_is_not_starved(policy: str) -> None:
+    made = run(policy, RAMP_S)
+    assert taken(made, BACK_S, BACK_S + 5) > 0
+    assert 0.33 / GROUPS < taken(made, BACK_S + RAMP_S, BACK_S + 60) < 2 / GROUPS
