@@ -14,6 +14,7 @@ import msgspec
 
 from gateway.meters import Counter as Count
 from gateway.meters import Family, Histogram
+from gateway.metrics import TTFT_BUCKETS_S
 
 if TYPE_CHECKING:
     from gateway.app import App
@@ -77,11 +78,44 @@ def take(app: App, now: float, before: Mark | None = None) -> Mark:
     )
 
 
+class Step(msgspec.Struct, frozen=True):
+    """What happened between two notes: rates a second, and the 95th percentile of times to first token, seconds."""
+
+    at: float
+    requests_per_s: float
+    shed_per_s: float
+    errors_per_s: float
+    tokens_per_s: float
+    ttft_p95_s: float | None
+
+
+def step(before: Mark, after: Mark) -> Step:
+    """From one note to a later one."""
+    span_s, answers = after.at - before.at, rise2(after.answers, before.answers)
+    changed = [(counts, before.ttft.get(name, NONE)) for name, counts in after.ttft.items()]
+    ttft = merged([grown(counts, old) for counts, old in changed if counts is not old])
+    return Step(
+        at=after.at,
+        requests_per_s=sum(answers.values()) / span_s,
+        shed_per_s=sum(rise(after.shed, before.shed).values()) / span_s,
+        errors_per_s=failed(answers) / span_s,
+        tokens_per_s=(after.tokens - before.tokens) / span_s,
+        ttft_p95_s=quantile(TTFT_BUCKETS_S, ttft, 0.95),
+    )
+
+
+def failed(answers: Mapping[tuple[str, str], float]) -> float:
+    """Answers of 5xx, and those that broke off after their first byte went out as 200."""
+    broken = [key for key in answers if key[0] in FAILED or (key[0] == "200" and key[1] != "served")]
+    return sum(answers[key] for key in broken)
+
+
 class Marks:
-    """The notes of the last minute, oldest first, a second or more apart. One owner: hub.py."""
+    """The notes of the last minute, oldest first, a second apart or more, and the steps between. One owner: hub.py."""
 
     def __init__(self) -> None:
         self._ring: deque[Mark] = deque()
+        self._steps: deque[Step] = deque()
 
     def __iter__(self) -> Iterator[Mark]:
         return iter(self._ring)
@@ -94,9 +128,19 @@ class Marks:
         """One more, unless the last one is as good; those older than a minute go."""
         if self._ring and mark.at - self._ring[-1].at < SPACING_S:
             return
+        if self._ring:
+            self._steps.append(step(self._ring[-1], mark))
         self._ring.append(mark)
         while mark.at - self._ring[0].at > KEEP_S:
             self._ring.popleft()
+            self._steps.popleft()
+
+    def steps(self, now: Mark) -> list[Step]:
+        """Those between the notes, and the one to `now` if that is half a second or more."""
+        last = self.newest
+        if last is None or now.at - last.at < 0.5:
+            return [*self._steps]
+        return [*self._steps, step(last, now)]
 
     def before(self, at: float, span_s: float) -> Mark | None:
         """The youngest note at least `span_s` older than `at`; failing that, the oldest; None: there is none."""

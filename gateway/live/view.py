@@ -6,17 +6,18 @@ Rates are of the last ten seconds, percentiles and shares of the last minute. Wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from time import time
 from typing import TYPE_CHECKING, Any
 
 from gateway.live import why
 from gateway.live.marks import (
-    FAILED,
     Counts,
     Mark,
     Marks,
+    Step,
+    failed,
     grown,
     merged,
     quantile,
@@ -47,7 +48,7 @@ def view(app: App, marks: Marks, now: Mark) -> dict[str, Any]:
         "endpoints": endpoints,
         "flow": _flow(app, now, soon),
         "why": [_reason(each) for each in why.reasons(_minute(app, now, minute, endpoints))],
-        "history": _history([*marks, now]),
+        "history": _history(marks.steps(now), now.at),
     }
 
 
@@ -86,7 +87,7 @@ def _totals(app: App, now: Mark, soon: Mark, minute: Mark) -> dict[str, Any]:
     prompt, cached = (new - old for new, old in zip(now.engine, minute.engine, strict=True))
     return {
         "requests_per_s": per_s(sum(answers.values())),
-        "errors_per_s": per_s(_failed(answers)),
+        "errors_per_s": per_s(failed(answers)),
         "tokens_per_s": per_s(now.tokens - soon.tokens),
         "shed_per_s": {reason: per_s(count) for reason, count in rise(now.shed, soon.shed).most_common()},
         "streams": app.gateway.gate.active,
@@ -99,7 +100,7 @@ def _totals(app: App, now: Mark, soon: Mark, minute: Mark) -> dict[str, Any]:
         "engine_hit": _ratio(cached, prompt),
         "since_start": {
             "requests": int(sum(now.answers.values())),
-            "failed": int(_failed(now.answers)),
+            "failed": int(failed(now.answers)),
             "refused": int(sum(now.shed.values())),
             "retries": int(sum(now.retries.values())),
         },
@@ -268,31 +269,16 @@ def _minute(app: App, now: Mark, minute: Mark, endpoints: Sequence[Mapping[str, 
     )
 
 
-def _history(marks: Sequence[Mark]) -> dict[str, list[float | None]]:
-    """Lines for charts: seconds before now, and the rate or percentile between neighbouring notes."""
-    lines: dict[str, list[float | None]] = {
-        name: [] for name in ("ago_s", "requests_per_s", "shed_per_s", "errors_per_s", "tokens_per_s", "ttft_p95_s")
+def _history(steps: Sequence[Step], now: float) -> dict[str, list[float | None]]:
+    """Lines for charts; `ago_s` says where on them, in seconds, negative."""
+    return {
+        "ago_s": [round(each.at - now, 2) for each in steps],
+        "requests_per_s": [round(each.requests_per_s, 2) for each in steps],
+        "shed_per_s": [round(each.shed_per_s, 2) for each in steps],
+        "errors_per_s": [round(each.errors_per_s, 2) for each in steps],
+        "tokens_per_s": [round(each.tokens_per_s, 1) for each in steps],
+        "ttft_p95_s": [_rounded(each.ttft_p95_s) for each in steps],
     }
-    newest = marks[-1].at
-    for before, after in _steps(marks):
-        per_s, answers = _per_s(after, before), rise2(after.answers, before.answers)
-        ttft = merged([grown(counts, before.ttft.get(name, ())) for name, counts in after.ttft.items()])
-        lines["ago_s"].append(round(after.at - newest, 2))
-        lines["requests_per_s"].append(per_s(sum(answers.values())))
-        lines["errors_per_s"].append(per_s(_failed(answers)))
-        lines["shed_per_s"].append(per_s(sum(rise(after.shed, before.shed).values())))
-        lines["tokens_per_s"].append(per_s(after.tokens - before.tokens))
-        lines["ttft_p95_s"].append(_rounded(quantile(TTFT_BUCKETS_S, ttft, 0.95)))
-    return lines
-
-
-def _steps(marks: Sequence[Mark]) -> Iterator[tuple[Mark, Mark]]:
-    """Neighbours at least half a second apart."""
-    before = marks[0]
-    for mark in marks[1:]:
-        if mark.at - before.at >= 0.5:
-            yield before, mark
-            before = mark
 
 
 def _percentiles(
@@ -303,7 +289,7 @@ def _percentiles(
     return shown | {"budget_s": budget_s, "count": sum(counts)}
 
 
-def _believed(now: Mark, minute: Mark, names: Iterator[str] | Sequence[str] | Mapping[str, Any]) -> tuple[int, int]:
+def _believed(now: Mark, minute: Mark, names: Sequence[str] | Mapping[str, Any]) -> tuple[int, int]:
     """Prompt tokens sent to these endpoints since then, and those of them believed to be cached."""
     sent = hit = 0
     for name in names:
@@ -323,13 +309,6 @@ class _per_s:  # noqa: N801  # reads as the unit it makes
 
     def __call__(self, count: float) -> float:
         return round(count / self._span_s, 3) if self._span_s > 0 else 0.0
-
-
-def _failed(answers: Mapping[tuple[str, str], float]) -> float:
-    """Answers of 5xx, and those that broke off after their first byte went out as 200."""
-    return sum(
-        count for (code, reason), count in answers.items() if code in FAILED or (code == "200" and reason != "served")
-    )
 
 
 def _ratio(part: float, whole: float) -> float | None:

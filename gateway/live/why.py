@@ -5,8 +5,8 @@ Lives here: sentences from plain numbers, the gravest first. Not here: gathering
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -154,19 +154,26 @@ def _waiting(minute: Minute) -> Iterator[Reason]:
 
 
 def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[Reason]:
-    """Against the median of those who do the same work in the same pool, three or more of them."""
-    for each in endpoints:
-        for key, what in (("tpot_p50_s", "per token"), ("ttft_p50_s", "to the first token")):
-            peers = [
-                other[key]
-                for other in endpoints
-                if other is not each and other[key] and (other["pool"], other["role"]) == (each["pool"], each["role"])
-            ]
-            usual = median(peers) if len(peers) > 1 else None
-            if usual and each[key] and each[key] > SLOWER * usual:
+    """Against the median of those who do the same work in the same pool, two of them or more."""
+    for key, what in (("tpot_p50_s", "per token"), ("ttft_p50_s", "to the first token")):
+        alike: dict[tuple[str, str], list[float]] = {}
+        for each in endpoints:
+            if each[key]:
+                alike.setdefault((each["pool"], each["role"]), []).append(each[key])
+        ordered = {group: sorted(values) for group, values in alike.items() if len(values) > 2}
+        for each in endpoints:
+            values = ordered.get((each["pool"], each["role"]))
+            usual = median_without(values, each[key]) if values and each[key] else None
+            if usual and each[key] > SLOWER * usual:
                 times = f"{each[key] / usual:.1f} times as slow as its peers {what}"
                 yield Reason("warn", f"{each['name']} is {times}: {_ms(each[key])} to {_ms(usual)}.", each["name"])
-                break
+
+
+def median_without(ordered: Sequence[float], value: float) -> float:
+    """Of ascending values but for one that is this, of two or more others."""
+    left_out, others = bisect_left(ordered, value), len(ordered) - 1
+    low, high = (at if at < left_out else at + 1 for at in ((others - 1) // 2, others // 2))
+    return (ordered[low] + ordered[high]) / 2
 
 
 def _missed(minute: Minute) -> Iterator[Reason]:
