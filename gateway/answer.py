@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from enum import Enum
 from http import HTTPStatus
+from math import ceil, isfinite
 
 import msgspec
 
@@ -39,6 +40,7 @@ class Failure(Enum):
     UNSUPPORTED_MEDIA = Row(415, "invalid_request_error", "unsupported_media_type")
     EXPECTATION_FAILED = Row(417, "invalid_request_error", "expectation_failed")
     HEADERS_TOO_LARGE = Row(431, "invalid_request_error", "headers_too_large")
+    TENANT_RATE_LIMITED = Row(429, "rate_limit_error", "tenant_rate_limited", retry=None)
     OVERLOADED = Row(429, "overloaded_error", "overloaded", retry=None)
     SHED = Row(429, "overloaded_error", "slo_shed", retry=None)
     DEADLINE_UNREACHABLE = Row(429, "overloaded_error", "deadline_unreachable", retry=None)
@@ -60,12 +62,14 @@ class GatewayError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         reason: str | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
     ) -> None:
         super().__init__(message)
         self.failure = failure
         self.message = message
         self.param = param
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = retry_after_s if retry_after_s is not None and isfinite(retry_after_s) else None
+        self.headers = headers
         self.reason = reason or failure.name.lower()
 
     @property
@@ -86,7 +90,7 @@ def event_of(failure: Failure, message: str) -> bytes:
 
 def headers_of(error: GatewayError) -> list[tuple[str, str]]:
     """Retry advice: without it the SDKs retry 408, 409, 429 and 5xx twice and triple the load."""
-    headers = []
+    headers: list[tuple[str, str]] = []
     retry, after_s = error.failure.value.retry, error.retry_after_s
     if after_s is not None and after_s > LONGEST_OBEYED_S:
         retry = False
@@ -94,8 +98,8 @@ def headers_of(error: GatewayError) -> list[tuple[str, str]]:
         headers.append(("x-should-retry", "true" if retry else "false"))
     if after_s is not None:
         headers.append(("retry-after-ms", str(max(1, round(after_s * 1000)))))
-        headers.append(("retry-after", str(max(1, round(after_s)))))
-    return headers
+        headers.append(("retry-after", str(max(1, ceil(after_s)))))
+    return [*headers, *error.headers]
 
 
 def new_id() -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gateway.relay import Relay
     from gateway.trace import Trace
     from policies.fingerprint import Fingerprint
+    from policies.quota import Quota
 
 
 class Sent(Protocol):
@@ -70,6 +71,7 @@ class Exchange(msgspec.Struct, eq=False):
     split         whether and how it was split; None for models that are not
     trace         its place in a trace; None for one that is not traced, as nearly all
     gaps          where the times between its pieces are counted; None unless it is looked at
+    quota         of its tenant that it was taken from; None where the tenant has no limits
     side          of a canary that it is on; None where its pool has none
     """
 
@@ -110,6 +112,7 @@ class Exchange(msgspec.Struct, eq=False):
     trace: Trace | None = None
     gaps: Histogram | None = None
     side: Side | None = None
+    quota: Quota | None = None
 
     def booked(self, room: Room, ask: Ask, pick: Pick) -> None:
         """A place is taken for it. The room that let it in hears of the first one."""
@@ -140,7 +143,8 @@ class Exchange(msgspec.Struct, eq=False):
         """Let go of all that is heavy or a client's own; what is left tells how it went."""
         if self.ttft_s is None and self.call is not None:  # else it was let go of at the first token
             self.call.release()
-        self.sent = self.booking = self.relay = self.room = self.fingerprint = self.trace = self.gaps = self.side = None
+        self.sent = self.booking = self.relay = self.room = self.fingerprint = self.gaps = self.side = None
+        self.quota = None
 
     def gone(self) -> None:
         """The client left. 499 is nginx's number for it; nobody receives it."""

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from gateway.answer import Failure, GatewayError
 from gateway.config import Config, WaitingRoom
 from gateway.errand import within
+from gateway.quotas import Quotas
 from gateway.shared.news import News
 from policies import admission, waiting
 from policies.admission import Admission, Admit, Cap, Outcome, Shed, Verdict, Wait
@@ -203,18 +204,20 @@ def refusal(shed: Shed) -> GatewayError:
 
 
 class Gate:
-    """All rooms, the memory for bodies, and the fleet's retry turns. Live: it outlives snapshots."""
+    """All rooms, tenants' quotas, the memory for bodies, and the fleet's retry turns. Live: it outlives snapshots."""
 
     def __init__(self, config: Config) -> None:
         self._rooms: dict[str, Room] = {}
         self._retries = RetryBudget(RetryLimits())
         self._retrying: deque[asyncio.Future[None]] = deque()
         self._news: News | None = None
+        self.quotas = Quotas()
         self.body_bytes = 0
         self.configure(config)
 
     def configure(self, config: Config) -> None:
         """From now on these limits; what is held stays held."""
+        self.quotas.configure(config.tenants)
         self._budget_bytes = config.limits.body_budget
         self._retries.limits = RetryLimits(config.retries.budget, config.retries.floor)
 

@@ -122,7 +122,7 @@ class Kept:
 
     def unanswered(self, x: Exchange) -> None:
         """One that got no answer: refused at the door, or nobody could."""
-        if x.call is not None and (x.status == 429 or x.status >= 500):
+        if x.call is not None and x.reason != "tenant_rate_limited" and (x.status == 429 or x.status >= 500):
             x.kept = "shed" if x.status == 429 else FAILED
             key = (x.call.request.slo.name, x.kept, x.tenant if self.tenants else "")
             (self._goodput.get(key) or self._find(key)).value += 1.0

@@ -26,6 +26,7 @@ from gateway.exchange import Exchange
 from gateway.gate import Gate
 from gateway.kept import outcome_of
 from gateway.openai import Call, Caller, parse
+from gateway.quotas import settle
 from gateway.relay import UpstreamBroke
 from gateway.snapshot import Route, Snapshot
 from gateway.split import dispatch as split
@@ -69,19 +70,24 @@ async def serve(gateway: Gateway, x: Exchange, client: Client) -> None:
     finally:
         gateway.gate.release(x.body_bytes)
         try:
-            _tell_room(x)
+            _settle(x)
         finally:
             gateway.accounts.close(x)
 
 
-def _tell_room(x: Exchange) -> None:
-    """The room that let it in hears how it ended, or that nothing came of it."""
-    if x.room is None or x.call is None:
+def _settle(x: Exchange) -> None:
+    """The room that let it in hears how it ended, or that nothing came of it; its tenant's quota, what it took."""
+    if x.call is None:
+        return
+    request = x.call.request
+    if x.quota is not None:
+        settle(x.quota, request, None if x.outcome == "refused" else outcome_of(x).output_tokens)
+    if x.room is None:
         return
     if x.asked is not None:
-        x.room.ended(x.call.request, partial(outcome_of, x))
+        x.room.ended(request, partial(outcome_of, x))
     else:
-        x.room.unbooked(x.call.request)
+        x.room.unbooked(request)
 
 
 async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
@@ -95,6 +101,8 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     caller = Caller(x.id, x.tenant, wish, received_at, gateway.accounts.kept.lengths)
     call = x.call = parse(body, x.api, snapshot.routes, caller)
     del body  # from here the call owns the bytes, and lets go of them when no retry can need them
+    if gate.quotas.by_tenant:
+        x.quota = gate.quotas.take(call.request)
     route = snapshot.routes[call.asked_model]
     if route.trial is not None:
         route = route.trial.side(x, call.request, route)

@@ -296,6 +296,15 @@ class Slos(Section):
     )
 
 
+class TenantLimits(Section):
+    """What a tenant may ask for per minute at one gateway process, whatever the fleet could do; more is 429."""
+
+    requests_per_minute: Count | None = setting(None, "Requests; as many as it likes unless given.")
+    tokens_per_minute: Count | None = setting(
+        None, "Tokens of prompts and answers, answers as expected until they are there; unlimited unless given."
+    )
+
+
 class Tenant(Section):
     """One client with a key of its own. Without tenants the API is open to whoever can reach it."""
 
@@ -308,6 +317,7 @@ class Tenant(Section):
     priority: Annotated[int, Field(strict=True, ge=-8, le=8), BeforeValidator(number_if_substituted)] = setting(
         0, "Highest priority that its requests may claim; more counts as this."
     )
+    limits: TenantLimits = setting({}, "What it may ask for per minute.")
 
     _sendable_key = field_validator("key")(sendable)
 

@@ -1,0 +1,63 @@
+"""Tenants' quotas: taken once a request is understood, put right when it is over, told in x-ratelimit headers.
+
+The arithmetic is policies.quota's. Not here: shares of a contended pool, or refusals for the fleet's sake (gate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+
+from gateway.answer import Failure, GatewayError
+from gateway.config import Tenant
+from policies.model import Request
+from policies.quota import Limits, Quota, Refused
+
+
+class Quotas:
+    """Quotas by tenant; those without limits have none. Live: a reload that keeps a tenant's limits keeps its quota."""
+
+    __slots__ = ("by_tenant",)
+
+    def __init__(self) -> None:
+        self.by_tenant: dict[str, Quota] = {}
+
+    def configure(self, tenants: Sequence[Tenant]) -> None:
+        """From now on these limits; whose change begins with a full minute's worth."""
+        limits = {each.name: Limits(each.limits.requests_per_minute, each.limits.tokens_per_minute) for each in tenants}
+        kept = {name: quota for name, quota in self.by_tenant.items() if quota.limits == limits.get(name)}
+        fresh = {name: Quota(each) for name, each in limits.items() if name not in kept and each != Limits()}
+        self.by_tenant = kept | fresh
+
+    def take(self, request: Request) -> Quota | None:
+        """What the request was taken from, for settle(). Raises GatewayError when its tenant has asked for too much."""
+        quota = self.by_tenant.get(request.tenant)
+        if quota is not None:
+            refused = quota.take(request.prompt_tokens + request.output_tokens, monotonic())
+            if refused is not None:
+                raise refusal(refused)
+        return quota
+
+
+def settle(quota: Quota, request: Request, output_tokens: int | None) -> None:
+    """The request is over. `output_tokens` of its answer; None when it was refused, and took nothing."""
+    if output_tokens is None:
+        quota.give_back(request.prompt_tokens + request.output_tokens)
+    else:
+        quota.correct(output_tokens - request.output_tokens)
+
+
+def refusal(refused: Refused) -> GatewayError:
+    """As the client hears it, in the words that OpenAI's SDKs know."""
+    what, limit = refused.what, refused.limit
+    return GatewayError(
+        Failure.TENANT_RATE_LIMITED,
+        f"This key may ask for {limit} {what} per minute, and {refused.remaining} are left; "
+        f"enough are in {refused.retry_after_s:.1f} s.",
+        retry_after_s=refused.retry_after_s,
+        headers=(
+            (f"x-ratelimit-limit-{what}", str(limit)),
+            (f"x-ratelimit-remaining-{what}", str(refused.remaining)),
+            (f"x-ratelimit-reset-{what}", f"{refused.reset_s:.3f}s"),
+        ),
+    )

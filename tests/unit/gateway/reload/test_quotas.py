@@ -1,0 +1,53 @@
+"""Quotas through the whole gateway: refusals in OpenAI's words, what nobody served is free, reloads forget nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gateway.quotas import settle
+from policies.model import Request
+from tests.unit.gateway.reload.running import Running, running
+
+TENANTS = "tenants:\n  - {{name: a, key: sk-a, limits: {{{}}}}}\n  - {{name: b, key: sk-b}}\n"
+CHAT = {"model": "demo-8b", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def post(made: Running, key: str, **more: object) -> tuple[int, dict[str, str], dict[str, object]]:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with made.http.post(f"{made.app.url}/v1/chat/completions", json=CHAT | more, headers=headers) as answer:
+        return answer.status, dict(answer.headers), await answer.json()
+
+
+async def test_one_over_its_quota_hears_so_in_openais_words_and_others_do_not(tmp_path: Path) -> None:
+    async with running(tmp_path, more=TENANTS.format("requests_per_minute: 2")) as made:
+        assert [(await post(made, "sk-a"))[0] for _ in range(2)] == [200, 200]
+        status, headers, told = await post(made, "sk-a")
+        error = told["error"]
+        assert isinstance(error, dict)
+        assert (status, error["type"], error["code"]) == (429, "rate_limit_error", "tenant_rate_limited")
+        assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("2", "0")
+        assert 0.0 < float(headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 60.0
+        assert 25_000 < int(headers["retry-after-ms"]) <= 30_000
+        assert (await post(made, "sk-b"))[0] == 200
+        assert (await made.put(made.text(0) + TENANTS.format("requests_per_minute: 2")))[0] == 200
+        assert (await post(made, "sk-a"))[0] == 429
+        assert (await made.put(made.text(0) + TENANTS.format("")))[0] == 200
+        assert (await post(made, "sk-a"))[0] == 200
+
+
+async def test_what_no_engine_served_costs_its_tenant_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path, more=TENANTS.format("tokens_per_minute: 3000")) as made:
+        for member in made.members:
+            member.faults.set("5xx")
+        for _ in range(4):
+            assert (await post(made, "sk-a", max_tokens=2000))[0] in (502, 503)
+
+
+async def test_an_answer_that_stayed_short_leaves_the_rest_of_its_bound_to_the_next(tmp_path: Path) -> None:
+    async with running(tmp_path, more=TENANTS.format("tokens_per_minute: 3000")) as made:
+        quotas = made.app.gateway.gate.quotas
+        request = Request("r", "demo-8b", "a", 100, 2000)
+        for _ in range(7):
+            taken = quotas.take(request)
+            assert taken is not None
+            settle(taken, request, 20)
