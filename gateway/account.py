@@ -82,6 +82,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     handoff_us: int | None = None
     asked_model: str = ""
     blocks: list[int] = []
+    trace_id: str = ""
 
 
 class AccessLog:
@@ -358,6 +359,8 @@ def _line(x: Exchange, relay: Relay | None, now: float) -> AccessLine:
     )
     if x.tier and call is not None:
         line.asked_model = call.asked_model
+    if x.trace is not None:
+        line.trace_id = x.trace.trace_id
     if x.split is not None:
         _tell(line, x.split, relay, start)
     return line

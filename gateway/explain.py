@@ -97,6 +97,7 @@ def told(x: Exchange) -> dict[str, object]:
     """Everything that led to the answer, in plain values."""
     return {
         "id": x.id,
+        "trace_id": None if x.trace is None else x.trace.trace_id,
         "status": x.status,
         "outcome": x.outcome,
         "model": x.model,

@@ -94,7 +94,8 @@ class Tracer:
             await self._http.close()
 
     def _plan(self) -> None:
-        wait_s = max(FLUSH_S, self._pause_s * self._rng.uniform(0.8, 1.2))
+        pause_s = self._pause_s * self._rng.uniform(0.8, 1.2)
+        wait_s = max(FLUSH_S if len(self._waiting) < BATCH else 0.0, pause_s)
         self._timer = asyncio.get_running_loop().call_later(wait_s, self._begin)
 
     def _begin(self) -> None:

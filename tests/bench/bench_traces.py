@@ -28,7 +28,7 @@ PARENT = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-0
 
 
 def main() -> None:
-    """Prints the median of seven runs of each."""
+    """Prints the best of seven runs of each."""
     tracer = Tracer(Metrics(), Random(1))
     off = tracer.on
     tracer.follow(Traces.model_validate({"endpoint": "http://127.0.0.1:4318/v1/traces", "ratio": 0.01}))
@@ -45,7 +45,7 @@ def main() -> None:
         "its JSON": lambda: encode(spans),
     }.items():
         runs = sorted(timeit.repeat(call, number=ROUNDS, repeat=7))
-        print(f"{name:28} {runs[3] / ROUNDS * 1e6:.2f} us")
+        print(f"{name:28} {runs[0] / ROUNDS * 1e6:.2f} us")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,8 +49,8 @@ def contexts(heads: list[str]) -> list[str]:
     return [found for head in heads for found in re.findall(r"\r\ntraceparent: (\S+)\r\n", head)]
 
 
-def seen(there: Collector, **more: object) -> dict[str, object]:
-    return {"access_log": "off", "traces": {"endpoint": there.url, "ratio": 1.0} | more}
+def seen(there: Collector, log: str = "off", **more: object) -> dict[str, object]:
+    return {"access_log": log, "traces": {"endpoint": there.url, "ratio": 1.0} | more}
 
 
 def test_what_was_predicted_stands_beside_what_came_and_times_are_unix_time() -> None:
@@ -217,6 +219,25 @@ async def test_a_scraper_that_wants_openmetrics_is_led_from_a_bucket_to_the_trac
         async with home.http.get(home.app.admin_url + "/metrics") as answer:
             assert answer.content_type == "text/plain"
             assert "# {" not in await answer.text()
+
+
+async def test_the_access_line_and_the_explanation_name_the_trace(tmp_path: Path) -> None:
+    log = tmp_path / "access.log"
+    async with collector() as there, house(1, observability=seen(there, str(log))) as home:
+        answered = await home.ask()
+        (request_id,) = [value for name, value in answered.headers.items() if name.lower() == "x-request-id"]
+        async with home.http.get(f"{home.app.admin_url}/explain/{request_id}") as answer:
+            explained = (await answer.json())["trace_id"]
+        await there.heard(7)
+    assert explained == there.named("chat")["traceId"] == json.loads(log.read_text())["trace_id"]
+
+
+async def test_a_full_batch_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "BATCH", 8)
+    async with collector() as there, house(1, observability=seen(there)) as home:
+        await asyncio.gather(*(home.ask() for _ in range(8)))
+        monkeypatch.setattr(export, "FLUSH_S", 60.0)
+        await there.heard(48)
 
 
 async def test_a_reload_turns_traces_on_and_off() -> None:
