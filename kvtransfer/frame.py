@@ -40,13 +40,14 @@ class FrameError(Exception):
 
 
 class Kind(IntEnum):
-    """WINDOW: the bytes follow. SHARED, REGIONS, TAKEN: shm's (the sink fetches the bytes itself)."""
+    """WINDOW: the bytes follow. SHARED, REGIONS, TAKEN: where they go another way (shm; nixl, with WRITTEN)."""
 
     MESSAGE = 1
     WINDOW = 2
     SHARED = 3
     REGIONS = 4
     TAKEN = 5
+    WRITTEN = 6
 
 
 class Proof(IntEnum):

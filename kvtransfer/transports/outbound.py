@@ -123,11 +123,15 @@ class Outbound:
             item = self._queue.popleft()
             if isinstance(item, tuple):
                 self._begin_window(*item)
-            elif len(item) > _STAGED_BYTES:
-                self._body = _Body(Pieces.of_buffer(item, self._iovecs))
             else:
-                self._lay(item)
+                self._utter(item)
         return self._body is not None or self._begin < self._end
+
+    def _utter(self, message: bytes) -> None:
+        if len(message) > _STAGED_BYTES:
+            self._body = _Body(Pieces.of_buffer(message, self._iovecs))
+        else:
+            self._lay(message)
 
     def _lay(self, data: bytes) -> None:
         end = self._end + len(data)

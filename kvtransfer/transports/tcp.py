@@ -30,6 +30,7 @@ class Tcp:
     """
 
     name = "tcp"
+    _made: type[TcpLink] = TcpLink
 
     def __init__(
         self, host: str = "127.0.0.1", port: int = 0, manner: Manner | None = None, *, advertise: str | None = None
@@ -63,4 +64,4 @@ class Tcp:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
-        return TcpLink(sock, owner, peer, self._manner, self._listening.forget)
+        return self._made(sock, owner, peer, self._manner, self._listening.forget)
