@@ -23,6 +23,7 @@ from gateway import admin, api
 from gateway.account import AccessLog, Accounts
 from gateway.client import Client
 from gateway.config import Config, Listener, Loaded
+from gateway.discovery.discovery import Discovery
 from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
 from gateway.front import Front
@@ -132,6 +133,8 @@ class App:
         furnish(self.gateway, plan, self.metrics)
         self.swap = Swap(self.gateway, self._watcher, self.metrics)
         kept = None if origin.local is None else _versions(config, origin.local)
+        self._discovery = Discovery(self._endpoints.found, self._found, rng)
+        self.swap.discover = self._discovery.follow
         self.reloader = Reloader(origin.loaded, origin.file, self.swap, self.metrics, origin.env, origin.say, kept)
         self._follow = Follow(self.reloader)
         self._trial = Trial(self.reloader, self.metrics, origin.say)
@@ -144,6 +147,7 @@ class App:
 
     async def start(self) -> None:
         """Look at the engines once, then listen. Raises OSError when an address is taken."""
+        await self._discovery.start(self.config)
         await self._watcher.start()
         self._sweeping = asyncio.create_task(self._sweep(), name="sweep")
         self._pulse = self._loop.call_later(PULSE_S, self._beat)
@@ -161,6 +165,7 @@ class App:
         """Not ready, accept nothing new, let running answers end within the limit, then close everything."""
         self.draining = True
         await self._follow.stop()
+        await self._discovery.stop()
         await self._trial.stop()
         for server in self._servers:
             server.close()
@@ -287,7 +292,12 @@ class App:
         """Engines told which models they serve: routes may change, everything else stays."""
         snapshot = self.gateway.snapshot
         if not snapshot.config.models:
-            self.swap.carry_out(build(snapshot.config, self._endpoints, self._gate, discovered(self.gateway), snapshot))
+            self._found()
+
+    def _found(self) -> None:
+        """Endpoints were discovered, or are gone: they come and leave as by a reload."""
+        snapshot = self.gateway.snapshot
+        self.swap.carry_out(build(snapshot.config, self._endpoints, self._gate, discovered(self.gateway), snapshot))
 
     def _follow_gauges(self) -> None:
         metrics, prefixes = self.metrics, self._prefixes

@@ -156,6 +156,7 @@ class EndpointTable:
         self._progress_s, self._ramp_s = config.health.progress, config.health.slow_start
         self._roster = Roster(outbox)
         self._by_slot = self._roster.by_slot
+        self.found = self._roster.found
         self._pools: Mapping[str, tuple[Candidate, ...]] = {}
 
     def plan(self, config: Config) -> Adoption:

@@ -12,7 +12,7 @@ from time import monotonic
 
 import msgspec
 
-from gateway.config import Config, EndpointSpec
+from gateway.config import Config, EndpointSpec, Pool
 from gateway.outbox import Outbox
 from gateway.upstream import Patience, Upstream
 from policies.health import Health, State
@@ -93,13 +93,17 @@ class Moves(msgspec.Struct, frozen=True, eq=False):
 
 
 class Roster:
-    """The live endpoints. `by_slot` is always the same list; a slot that is free keeps its last owner's shell."""
+    """The live endpoints. `by_slot` is always the same list; a slot that is free keeps its last owner's shell.
+
+    found   those that were discovered, by pool; discovery alone writes it
+    """
 
     def __init__(self, outbox: Outbox) -> None:
         self.by_slot: list[LiveEndpoint] = []
         self._free: set[int] = set()
         self._outbox = outbox
         self._first = True
+        self.found: dict[str, tuple[EndpointSpec, ...]] = {}
 
     def all(self) -> tuple[LiveEndpoint, ...]:
         """Everybody, those who are leaving included."""
@@ -112,7 +116,7 @@ class Roster:
         slots = self._slots()
         members = []
         for pool, spec in config.pools.items():
-            for each in spec.endpoints:
+            for each in self._members(pool, spec):
                 endpoint = described(pool, each)
                 live = known.get((pool, endpoint.url))
                 if live is None:
@@ -123,6 +127,13 @@ class Roster:
         for member in members:
             pools[member.endpoint.pool].append(Candidate(member.endpoint, member.live.load))
         return Adoption(config, patience, tuple(members), {pool: tuple(found) for pool, found in pools.items()})
+
+    def _members(self, pool: str, spec: Pool) -> tuple[EndpointSpec, ...]:
+        """Those that the configuration names, and those that were found besides."""
+        if spec.discover is None:
+            return spec.endpoints
+        named = {each.url for each in spec.endpoints}
+        return (*spec.endpoints, *(each for each in self.found.get(pool, ()) if each.url not in named))
 
     def _slots(self) -> Iterator[int]:
         """Slots to give, in order: the freed ones, then new ones."""

@@ -90,6 +90,8 @@ def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
     yield (("shared", "redis"), get(shared, "redis"), "password")
     yield from ((path, tenant, "key") for path, tenant in items(get(data, "tenants"), ("tenants",)))
     yield from ((path, spec, "api_key") for path, spec in _specs(data))
+    for path, pool in items(get(data, "pools"), ("pools",)):
+        yield ((*path, "discover", "endpoint"), get(get(pool, "discover"), "endpoint"), "api_key")
 
 
 def _workers(data: Any) -> Iterator[Finding]:
@@ -139,6 +141,11 @@ def _specs(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _endpoints(data: Any) -> Iterator[Finding]:
+    for path, pool in items(get(data, "pools"), ("pools",)):
+        if "endpoints" not in pool and get(pool, "discover") is None:
+            yield Finding((*path, "endpoints"), "is missing: The TP groups.")
+        elif get(pool, "endpoints") == [] and get(pool, "discover") is None:
+            yield Finding((*path, "endpoints"), "is empty; it needs at least one item")
     specs = [(path, spec) for path, spec in _specs(data) if isinstance(get(spec, "url"), str)]
     yield from _unique((((*path, "url"), _bare(spec["url"])) for path, spec in specs), "this url")
     named = [(path, spec) for path, spec in specs if isinstance(get(spec, "name"), str)]

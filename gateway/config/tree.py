@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from gateway.config.choices import AdmissionChoice, Canary, PolicyChoice
+from gateway.config.discover import Kubernetes
 from gateway.config.seen import Observability
 from gateway.config.source import number_if_substituted
 from gateway.config.values import (
@@ -131,11 +132,9 @@ class Layout(Section):
         return self
 
 
-class EndpointSpec(Section):
-    """One TP group: one engine process behind one URL."""
+class EndpointTraits(Section):
+    """What may be said of a TP group besides where it is."""
 
-    url: Url = Field(description="Where the engine listens: scheme, host and port.")
-    name: Name | None = setting(None, "How logs and metrics call it; host:port unless given.")
     role: Role = setting("both", "prefill, decode, or both (serves whole requests).")
     bootstrap: Bootstrap | None = setting(
         None, "host:port of a prefill endpoint's bootstrap server, as decode endpoints reach it (mooncake, sglang)."
@@ -159,6 +158,13 @@ class EndpointSpec(Section):
 
     _sendable_key = field_validator("api_key")(sendable)
 
+
+class EndpointSpec(EndpointTraits):
+    """One TP group: one engine process behind one URL."""
+
+    url: Url = Field(description="Where the engine listens: scheme, host and port.")
+    name: Name | None = setting(None, "How logs and metrics call it; host:port unless given.")
+
     @property
     def shown_name(self) -> str:
         """The name, or host:port."""
@@ -174,6 +180,24 @@ class WaitingRoom(Section):
     timeout: Duration = setting("30s", "Longest wait before a request is shed.")
 
 
+class Discover(Section):
+    """Where a pool's further endpoints are found: by one of dns, file and kubernetes."""
+
+    dns: Bootstrap | None = setting(None, "name:port; every address of the name is an endpoint.")
+    file: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = setting(
+        None, "Path of a YAML or JSON list of URLs, or of mappings as under endpoints; it is followed."
+    )
+    kubernetes: Kubernetes | None = setting(None, "A Service whose ready endpoints are followed.")
+    interval: Duration = setting("10s", "How often DNS is asked, with jitter.")
+    endpoint: EndpointTraits = setting({}, "What is said of each of them, as under endpoints.")
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Discover:
+        if sum(each is not None for each in (self.dns, self.file, self.kubernetes)) != 1:
+            raise ValueError("needs one of dns, file and kubernetes")
+        return self
+
+
 class Pool(Section):
     """Endpoints that serve the same models, and the policy that picks among them."""
 
@@ -185,7 +209,10 @@ class Pool(Section):
     admission: AdmissionChoice = setting(
         admissions.DEFAULT, "The admission's name, or a mapping of name and parameters."
     )
-    endpoints: tuple[EndpointSpec, ...] = Field(description="The TP groups.", min_length=1, max_length=4096)
+    endpoints: Annotated[tuple[EndpointSpec, ...], Field(max_length=4096)] = setting(
+        (), "The TP groups; none are needed where others are discovered."
+    )
+    discover: Discover | None = setting(None, "Where further ones are found; nowhere unless given.")
     waiting_room: WaitingRoom = setting({}, "Where requests wait for a free endpoint.")
 
 

@@ -5,7 +5,7 @@ Everything that can fail happens before the first change. What the old snapshot 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from random import Random
 from time import monotonic
@@ -40,6 +40,7 @@ class Swap:
     def __init__(self, gateway: Gateway, watcher: Watcher, metrics: Metrics) -> None:
         self._gateway = gateway
         self._watcher = watcher
+        self.discover: Callable[[Config], None] = lambda config: None
         self._metrics = metrics
         self._generations = Generations()
         self._left_in: dict[LiveEndpoint, int] = {}
@@ -68,6 +69,7 @@ class Swap:
         furnish(gateway, plan, self._metrics)
         self._generations.replaced(gateway.snapshot)
         gateway.snapshot = plan.snapshot
+        self.discover(config)
         self._watcher.follow(config)
         self._retire(generation, moves.left, moves.names, closed)
         return affected

@@ -1,0 +1,44 @@
+"""What a source of endpoints is: it yields all it knows whenever that changed, and never an error.
+
+A source that cannot be asked keeps silent, and what it said last stays: an API server that restarts must not take a
+fleet down. Not here: what becomes of it (discovery.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterable
+from ipaddress import IPv6Address, ip_address
+from typing import Protocol
+
+from gateway.config.tree import EndpointSpec, EndpointTraits
+
+log = logging.getLogger("penstock")
+
+MOST = 4096
+"""Endpoints of one pool; the rest of what a source says is passed over, in the order of their addresses."""
+
+Found = tuple[EndpointSpec, ...]
+
+
+class Source(Protocol):
+    """One place that knows endpoints."""
+
+    def watch(self) -> AsyncIterator[Found]:
+        """Everybody it knows, at first and after every change; for ever."""
+        ...
+
+
+def specs(addresses: Iterable[tuple[str, int]], traits: EndpointTraits) -> Found:
+    """Endpoints at these addresses, alike but for where they are; in an order that depends on nothing else."""
+    like = {name: getattr(traits, name) for name in type(traits).model_fields}
+    known = sorted(set(addresses))[:MOST]
+    return tuple(EndpointSpec.model_construct(url=_url(*each), name=None, **like) for each in known)
+
+
+def _url(host: str, port: int) -> str:
+    try:
+        six = isinstance(ip_address(host.partition("%")[0]), IPv6Address)
+    except ValueError:
+        six = False
+    return f"http://[{host}]:{port}" if six else f"http://{host}:{port}"
