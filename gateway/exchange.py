@@ -145,6 +145,8 @@ class Exchange(msgspec.Struct, eq=False):
             self.call.release()
         self.sent = self.booking = self.relay = self.room = self.fingerprint = self.gaps = self.side = None
         self.quota = None
+        if self.asked is not None and self.asked.fingerprint is not None:  # of a long prompt it takes 128 KiB
+            self.asked = msgspec.structs.replace(self.asked, fingerprint=None)
 
     def gone(self) -> None:
         """The client left. 499 is nginx's number for it; nobody receives it."""

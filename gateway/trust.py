@@ -23,7 +23,7 @@ OPEN = frozenset({"/healthz", "/readyz"})
 """Asked by whoever looks after the process, under whatever name."""
 
 SAFE = frozenset({"GET", "HEAD"})
-FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
+FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Real-IP")
 
 
 def guard(config: Callable[[], Config]) -> Middleware:
@@ -55,7 +55,7 @@ def misnamed(request: web.Request, config: Config) -> web.Response | None:
 def foreign(request: web.Request) -> web.Response | None:
     """A refusal of what another site's page sends."""
     origin = request.headers.get("Origin")
-    same = origin is None or urlsplit(origin).netloc == request.headers.get("Host")
+    same = origin is None or _netloc(origin) == request.headers.get("Host")
     if same and request.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin"):
         return None
     return refuse(403, "pages of other sites may not change anything here")
@@ -93,6 +93,14 @@ def refuse(status: int, why: str) -> web.Response:
 
 def _names(config: Config) -> set[str]:
     return {name.lower() for name in ("localhost", config.listeners.admin.host, *config.admin.hosts)}
+
+
+def _netloc(origin: str) -> str:
+    """Host and port; of what is no URL, nothing that a Host could be."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _hostname(host: str) -> str | None:

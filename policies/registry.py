@@ -87,7 +87,10 @@ def checked(name: str, kind: type[T], params: Mapping[str, object]) -> T:
             msgspec.convert(value, fields[param])
         except msgspec.ValidationError as wrong:
             raise PolicyConfigError(f"{name}.{param}: {wrong}", param) from wrong
-    return msgspec.convert(dict(params), kind)
+    try:
+        return msgspec.convert(dict(params), kind)
+    except msgspec.ValidationError as wrong:  # a rule of the struct's own, over several of them
+        raise PolicyConfigError(f"{name}: {wrong}") from wrong
 
 
 def near(given: str, known: tuple[str, ...]) -> str:

@@ -34,6 +34,6 @@ def alternatives(ask: Ask, tiers: Sequence[Tier]) -> list[tuple[Tier, float]]:
     found = []
     for tier in tiers:
         look = appraise(ask, fits_context(ask, tier.candidates))
-        if look.count and look.ttft_s <= budget_s:
+        if look.count and 0.0 < budget_s >= look.ttft_s:
             found.append((tier, tier.penalty + (1.0 - tier.penalty) * look.ttft_s / budget_s))
     return sorted(found, key=lambda item: item[1])

@@ -47,8 +47,9 @@ class Usage:
         left, weight = NEARLY * self._admitted, sum(map(self.weight, self._offered))
         self.level = inf
         for name in sorted(self._offered, key=lambda name: self._offered[name] / self.weight(name)):
-            if self._offered[name] / self.weight(name) > left / weight:
-                self.level = left / weight
+            level = left / max(weight, self.weight(name))  # the sum of what is left may have rounded to less, or to 0
+            if self._offered[name] / self.weight(name) > level:
+                self.level = level
                 return
             left -= self._offered[name]
             weight -= self.weight(name)

@@ -85,7 +85,7 @@ class Reloader:
         self.on_applied: Callable[[Config, str], None] = lambda config, trigger: None
         self._started = loaded
         self._file = file
-        self._seen = loaded.digest
+        self._seen, self._seen_text = loaded.digest, loaded.text
         self._missing: tuple[Path, ...] = ()
         self._swap = swap
         self._env = env
@@ -151,7 +151,7 @@ class Reloader:
             lambda: examine_text(text, name, self._env), trigger, dry_run=dry_run, if_match=if_match
         )
 
-    async def rollback(self, number: int | None, trigger: str = "rollback") -> Outcome:
+    async def rollback(self, number: int | None, trigger: str = "rollback", *, if_match: str | None = None) -> Outcome:
         """Take over an older version: that number, or the one before the one in force."""
         older = [each for each in self.versions.all() if each.number < self.version.number]
         wanted = self.versions.find(number) if number is not None else (older[-1] if older else None)
@@ -160,7 +160,9 @@ class Reloader:
         text = wanted.text
         if text is None:
             return self._nothing(f"the text of version {wanted.number} was not kept: a secret stands in it")
-        return await self._attempt(lambda: examine_text(text.encode(), wanted.file, self._env), trigger)
+        return await self._attempt(
+            lambda: examine_text(text.encode(), wanted.file, self._env), trigger, if_match=if_match
+        )
 
     # The one way
 
@@ -181,9 +183,12 @@ class Reloader:
             began = perf_counter()
             try:
                 loaded = await asyncio.to_thread(read)
+                if trigger == "file" and self._superseded(loaded):
+                    self._seen = loaded.digest
+                    return Outcome("unchanged", self.version, "")
                 old_news = self.last_error is None and loaded.digest in (self._seen, self.running.digest)
                 if trigger in FROM_FILE and not dry_run:
-                    self._seen = loaded.digest
+                    self._seen, self._seen_text = loaded.digest, loaded.text
                 if news_only and old_news:
                     return Outcome("unchanged", self.version, "")
                 if loaded.digest == self.running.digest:
@@ -193,6 +198,11 @@ class Reloader:
                 if news_only and self.last_error is not None and self.last_error.problems == error.problems:
                     return Outcome("unchanged", self.version, "")
                 return self._rejected(error, trigger, dry_run=dry_run)
+
+    def _superseded(self, loaded: Loaded) -> bool:
+        """Whether another text is in force than the file's, which nobody has edited since: a secret has moved."""
+        refused = self.last_error is not None and self.last_error.trigger in FROM_FILE
+        return self.running.digest != self._seen and loaded.text == self._seen_text and not refused
 
     async def _take_over(self, loaded: Loaded, trigger: str, began: float, *, dry_run: bool) -> Outcome:
         found = await asyncio.to_thread(changes, self.running, loaded)

@@ -113,5 +113,9 @@ class Trial:
             return None
         self._swapped = None
         self._say(f"v{number} made things worse: {reason}. Going back.", True)
-        self._metrics.config_reload_total.labels("rolled_back").inc()
-        return await self._reloader.rollback(None, TRIGGER)
+        outcome = await self._reloader.rollback(None, TRIGGER, if_match=self._reloader.version.etag)
+        if outcome.result == "applied":
+            self._metrics.config_reload_total.labels("rolled_back").inc()
+        else:  # nothing to go back to, or somebody was faster
+            self._say(f"v{number} was not taken back: {outcome.message}", True)
+        return outcome

@@ -71,7 +71,7 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
 
     def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
         slo, prompt = ask.request.slo, ask.request.prompt_tokens
-        ttft_slo, tpot_slo = (0.0, 0.0) if slo is STANDARD else (slo.ttft_s, slo.tpot_s)
+        ttft_slo, tpot_slo = (0.0, 0.0) if slo == STANDARD else (slo.ttft_s, slo.tpot_s)
         firsts = [seconds - ttft_slo for seconds in _ttfts(ask, candidates, held(ask, candidates))]
         steps = [tpot_s(candidate.load, prompt) - tpot_slo for candidate in candidates]
         if ttft_slo == 0.0:

@@ -24,6 +24,9 @@ class GieSaturation(AdmissionPreset, frozen=True):
     kv_usage: float = 0.8
     fresh_s: float = 5.0
 
+    def __post_init__(self) -> None:
+        _check(self.queue_depth, self.kv_usage)
+
     def build(self) -> Admission:
         return SheddingBySaturation("gie_saturation", self.queue_depth, self.kv_usage, self.fresh_s, None)
 
@@ -44,9 +47,17 @@ class Probabilistic(AdmissionPreset, frozen=True):
     kv_usage: float = 0.8
     fresh_s: float = 5.0
 
+    def __post_init__(self) -> None:
+        _check(self.queue_depth, self.kv_usage)
+
     def build(self) -> Admission:
         ramp = (self.power, self.k)
         return SheddingBySaturation("probabilistic", self.queue_depth, self.kv_usage, self.fresh_s, ramp)
+
+
+def _check(queue_depth: float, kv_usage: float) -> None:
+    if queue_depth <= 0 or kv_usage <= 0:
+        raise ValueError("queue_depth and kv_usage are positive: saturation is counted in them")
 
 
 def saturation(

@@ -38,6 +38,10 @@ class SessionPause(AdmissionPreset, frozen=True):
     absent_s: float = 60.0
     most_sessions: int = 65_536
 
+    def __post_init__(self) -> None:
+        if self.acting_decay_tau_s <= 0 or self.scheduler_interval_s <= 0:
+            raise ValueError("acting_decay_tau_s and scheduler_interval_s are positive")
+
     def build(self) -> Admission:
         return SessionPauser(self)
 
@@ -78,10 +82,11 @@ class SessionPauser(Cap):
         if not room.at_door or not session or room.capacity <= 0 or self._may_enter(ask, candidates):
             return super().judge(ask, candidates, room)
         one = self._programs.get(session)
-        if one is None:
+        if one is None and len(self._programs) < self._rule.most_sessions:  # strangers push nobody out
             one = self._programs[session] = Program(ask.request.prompt_tokens, now)
-        self._pause(one, now)
-        one.asked_s = now
+        if one is not None:
+            self._pause(one, now)
+            one.asked_s = now
         again_s = max(0.0, self._next_s - now) or self._rule.scheduler_interval_s
         used, total = sum(self._used.values()), sum(self._kv.values())
         told = f"Active sessions hold {used:.0f} of {total:.0f} tokens of KV and {self._paused} sessions are paused"

@@ -13,6 +13,7 @@ from gateway.metrics import Metrics
 from gateway.openai import Api, Call
 from gateway.relay import Relay, Usage
 from policies import run
+from policies.fingerprint import Fingerprinter
 from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Pick, Request, Slo
 from policies.presets import LeastLoaded
 from policies.price import Priced
@@ -204,3 +205,12 @@ def test_nothing_is_learnt_of_the_length_of_an_answer_that_broke() -> None:
     x.interrupted("stall")
     kept.answered(x, relay, relay.usage, 0.0)
     assert len(kept.lengths) == 0
+
+
+def test_what_is_kept_to_be_explained_holds_no_fingerprint() -> None:
+    x = exchange()
+    assert x.call is not None
+    x.asked = Ask(x.call.request, 0.0, Random(0), (), frozenset(), Fingerprinter(bytes(16)).of(b"", bytes(10_000)))
+    explained = Explained(2)
+    explained.keep(x)
+    assert x.asked.fingerprint is None

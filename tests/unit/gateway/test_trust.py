@@ -37,6 +37,9 @@ async def test_a_page_under_a_name_of_its_own_reads_nothing(tmp_path: Path) -> N
     [
         {"Origin": "http://evil.example"},
         {"Origin": "null"},
+        {"Origin": "http://["},
+        {"Via": "1.1 front"},
+        {"X-Forwarded-Proto": "https"},
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
         {"X-Forwarded-For": "10.0.0.9"},

@@ -394,3 +394,9 @@ def test_dualmap_looks_past_a_system_prompt_that_everybody_sends() -> None:
 def test_dualmap_gives_a_prompt_too_short_to_hash_to_any_two() -> None:
     fleet = [candidate(slot, **PACE) for slot in range(4)]
     assert choices("dualmap", fleet) == {"tp0", "tp1", "tp2", "tp3"}
+
+
+def test_llmd_predictor_takes_the_standard_class_of_a_configuration_for_no_slo() -> None:
+    fleet = [candidate(0, ready_at=100.5, **PACE), candidate(1, ready_at=101.5, **PACE)]
+    configured = Slo("standard", 5.0, 0.1, 1.0)
+    assert answer("llmd_predictor", asked(), fleet) == answer("llmd_predictor", asked(configured), fleet) == "tp0"

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from policies.admission import Admission, Admit, Outcome, Shed, Verdict, Wait
 from policies.admissions import build_admission
 from policies.model import Ask, Candidate, Pick, Request, Slo
+from policies.registry import PolicyConfigError
 from tests.unit.policies.builders import ask, candidate
 from tests.unit.policies.test_admission import View
 from tests.unit.policies.test_published import PACE
@@ -234,3 +235,25 @@ def test_sessions_remembered_are_bounded() -> None:
         agents.turn(f"{number}", 100, float(number))
     assert len(agents.admission._programs) == 3  # type: ignore[attr-defined]
     assert agents.admission._used == {0: 600.0}  # type: ignore[attr-defined]
+
+
+def test_sessions_that_are_refused_are_not_remembered_without_bound_and_push_nobody_out() -> None:
+    agents = Agents(most_sessions=3)
+    agents.turn("a", 9900, 0.0)
+    for number in range(9):
+        assert isinstance(agents.comes(f"{number}", 5000, 1.0), Shed)
+    assert len(agents.admission._programs) == 3  # type: ignore[attr-defined]
+    assert agents.comes("a", 9900, 2.0) == Admit()
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("gie_saturation", {"queue_depth": 0}),
+        ("probabilistic", {"kv_usage": 0}),
+        ("session_pause", {"acting_decay_tau_s": 0}),
+    ],
+)
+def test_a_parameter_that_would_be_divided_by_is_refused_when_it_is_zero(name: str, params: dict[str, object]) -> None:
+    with pytest.raises(PolicyConfigError, match=f"{name}: .* positive"):
+        build_admission(name, params)

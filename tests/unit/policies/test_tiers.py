@@ -45,3 +45,10 @@ def test_a_tier_that_nobody_serves_or_that_is_too_small_is_not_asked() -> None:
     down = Tier("down", (candidate(0, available=False),))
     small = Tier("small", (sized(1, 512),))
     assert alternatives(ask(1000, 100), [down, small]) == []
+
+
+def test_a_budget_that_is_used_up_leaves_no_tier() -> None:
+    question = ask(now=105.0)
+    question = replace(question, request=replace(question.request, arrived_s=100.0, slo=Slo(ttft_s=5.0)))
+    free = candidate(0, ready_at=0.0, fixed_s=0.0, token_s=0.0, pair_s=0.0)
+    assert alternatives(question, [Tier("free", (free,))]) == []

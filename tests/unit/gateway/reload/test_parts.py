@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -211,3 +212,19 @@ async def test_a_change_that_outlives_its_window_stays(tmp_path: Path) -> None:
         made.app.metrics.requests_total.labels("m", "502", "x").inc(100)
         assert await look(made, begun[0] + 12) is None
         assert made.app.reloader.version.number == 2
+
+
+async def test_a_change_that_cannot_be_taken_back_is_not_counted_as_taken_back(tmp_path: Path) -> None:
+    more = "reload: {auto_rollback: {window: 60s, error_ratio: 0.1, requests: 10}}\n"
+    async with running(tmp_path, more=more) as made:
+        await look(made, 0.0)
+        assert (await made.put((made.text() + more).replace("prefix_aware", "least_loaded")))[0] == 200
+        begun = made.app._trial._swapped
+        assert begun is not None
+        made.app.reloader.versions._kept[0] = msgspec.structs.replace(made.app.reloader.versions._kept[0], text=None)
+        made.app.metrics.requests_total.labels("m", "502", "upstream_failed").inc(20)
+        outcome = await look(made, begun[0] + 1)
+        assert outcome is not None
+        assert outcome.result == "nothing"
+        assert any("v2 was not taken back: the text of version 1 was not kept" in line for line in made.said)
+        assert made.app.metrics.config_reload_total.labels("rolled_back").value == 0

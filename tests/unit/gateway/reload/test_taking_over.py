@@ -313,3 +313,26 @@ async def test_a_policy_that_fails_at_its_trial_pick_is_refused_where_it_stands(
         assert "least_loaded failed at a trial pick: ZeroDivisionError()" in told["message"]
         assert made.app.gateway.snapshot is before
         assert await made.ask() == "ok"
+
+
+async def test_a_secret_that_moves_after_a_rollback_does_not_bring_the_files_text_back(tmp_path: Path) -> None:
+    async with running(tmp_path) as made:
+        secret = tmp_path / "team-key"
+        secret.write_text("sk-one\n")
+        text = made.text() + "tenants: [{name: a, key: '${file:team-key}'}]\n"
+        made.write(text)
+        await made.hears("v2 (1 change: tenants.a)")
+        made.write(text.replace(*LEAST))
+        await made.hears("v3 (1 change")
+        assert (await made.asked("POST", "/config/rollback"))[0] == 200
+        made.said.clear()
+        secret.write_text("sk-two\n")
+        await made.hears("v5 (1 change: tenants.a.key)")
+        assert made.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
+        assert (await made.put("version: 2"))[0] == 400
+        made.write(text.replace(*LEAST))
+        touched = await made.app.reloader.changed()
+        assert touched is None or touched.result == "unchanged"
+        assert made.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
+        made.write(text.replace(*LEAST) + "# edited\n")
+        await made.hears("v6 (1 change: pools.chat.policy)")
