@@ -79,9 +79,11 @@ def application(app: App) -> web.Application:
 
 
 def _not_ready(app: App) -> str | None:
+    """Why traffic should not come here; None when it should. An engine that dies later takes no gateway out of service:
+    all gateways would leave together, and clients get refused connections in place of a 503 that says why."""
     if app.draining:
         return "draining"
-    if not any(live.load.available and live.models_at is not None for live in app.gateway.endpoints.all()):
+    if not any(live.models_at is not None for live in app.gateway.endpoints.all()):
         return "no endpoint has answered"
     return None
 

@@ -57,6 +57,17 @@ async def test_every_request_leaves_one_line_that_reads_back(tmp_path: Path) -> 
         assert len(known) == 9
 
 
+async def test_a_gateway_stays_ready_when_its_engines_die_and_is_not_once_it_drains() -> None:
+    async with house(1) as home:
+        home.app.gateway.endpoints.wedged(next(iter(home.app.gateway.endpoints.all())))
+        async with home.http.get(home.app.admin_url + "/readyz") as answer:
+            assert answer.status == 200
+        home.app.draining = True
+        async with home.http.get(home.app.admin_url + "/readyz") as answer:
+            assert (answer.status, await answer.text()) == (503, "draining\n")
+        home.app.draining = False
+
+
 async def test_the_endpoints_page_tells_loads_and_health() -> None:
     async with house(2) as home, home.http.get(home.app.admin_url + "/endpoints") as answer:
         found = (await answer.json())["endpoints"]
