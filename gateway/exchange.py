@@ -36,6 +36,7 @@ class SplitRecord(msgspec.Struct, eq=False):
     prefill_sent_at     the prefill request left     prefilled_at   its answer was whole
     handed_over_at      the decode request left
     cached_tokens       of the prompt at the prefiller, as it says: the decoder cannot know
+    predicted_ttft_s    as expected when both were picked; None before a handoff between them was measured
     transport           how the KV travelled, when an engine said so
     """
 
@@ -47,6 +48,7 @@ class SplitRecord(msgspec.Struct, eq=False):
     handed_over_at: float | None = None
     cached_tokens: int | None = None
     transport: str | None = None
+    predicted_ttft_s: float | None = None
 
 
 class Exchange(msgspec.Struct, eq=False):
@@ -59,7 +61,7 @@ class Exchange(msgspec.Struct, eq=False):
     reason        the short cause when the outcome is not served
     retries       endpoints that failed this request, in order
     retrying      it holds a turn of the fleet's retry budget
-    body_bytes    memory held for the body
+    body_bytes    of the body      holder  whose memory it still takes; None once that is given back
     room, asked   where it was let in, and the question that its first pick answered; None until it was booked, but for
                   the room of one that had to ask
     tier          the smaller model that serves it in place of the one it asked for; "" for nearly all
@@ -94,6 +96,7 @@ class Exchange(msgspec.Struct, eq=False):
     retries: list[str] = []
     retrying: bool = False
     body_bytes: int = 0
+    holder: Gate | None = None
     status: int = 0
     outcome: str = "served"
     reason: str | None = None
@@ -123,6 +126,13 @@ class Exchange(msgspec.Struct, eq=False):
     def hold(self, gate: Gate, body_bytes: int) -> None:
         """Take memory for a body of so many bytes, in place of what was taken before. Raises GatewayError."""
         self.body_bytes += gate.hold(body_bytes - self.body_bytes)
+        self.holder = gate
+
+    def let_go(self) -> None:
+        """Its body takes no memory any more. May be told again."""
+        holder, self.holder = self.holder, None
+        if holder is not None:
+            holder.release(self.body_bytes)
 
     def first_token(self) -> None:
         """The prompt is computed and nothing can be retried: give back its place in the backlog, and its bytes."""
@@ -131,6 +141,7 @@ class Exchange(msgspec.Struct, eq=False):
         for call in (self.call, self.sent):
             if call is not None:
                 call.release()
+        self.let_go()
 
     def refused(self, error: GatewayError) -> None:
         self.status, self.outcome, self.reason, self.detail = error.status, "refused", error.reason, error.message

@@ -104,12 +104,7 @@ class Kept:
             if events:
                 tpot_s = x.tpot_s = (last - first) / (tokens - 1) if tokens > 1 else None
                 x.kept = judge(slo, ttft_s, tpot_s)
-                place = x.booking.place if x.booking is not None else None
-                if place is not None and place.predicted_ttft_s is not None and x.picked_at is not None:
-                    predicted_s = x.predicted_ttft_s = place.predicted_ttft_s
-                    x.predicted_tpot_s = place.predicted_tpot_s
-                    actual_s = first - x.picked_at
-                    self._error.observe(abs(predicted_s - actual_s) / actual_s if actual_s > 0 else 0.0)
+                self._predicted(x, first)
             else:
                 x.kept = judge_whole(slo, ttft_s, tokens)
         if x.outcome != "served":
@@ -119,6 +114,19 @@ class Kept:
             (self._goodput.get(key) or self._find(key)).value += 1.0
         if x.asked is not None and x.asked.cached and x.pick is not None:
             self._computed(x.asked, x.pick.cached_tokens, usage)
+
+    def _predicted(self, x: Exchange, first: float) -> None:
+        """How far off the prediction was, where there was one. A pair's is told by the pair, not by either place."""
+        place = x.booking.place if x.booking is not None else None
+        if place is None or x.picked_at is None:
+            return
+        predicted_s = place.predicted_ttft_s
+        if predicted_s is None and x.split is not None:
+            predicted_s = x.split.predicted_ttft_s
+        if predicted_s is not None:
+            x.predicted_ttft_s, x.predicted_tpot_s = predicted_s, place.predicted_tpot_s
+            actual_s = first - x.picked_at
+            self._error.observe(abs(predicted_s - actual_s) / actual_s if actual_s > 0 else 0.0)
 
     def unanswered(self, x: Exchange) -> None:
         """One that got no answer: refused at the door, or nobody could."""

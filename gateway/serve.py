@@ -68,7 +68,7 @@ async def serve(gateway: Gateway, x: Exchange, client: Client) -> None:
         x.broken()
         _apologise(x, client)
     finally:
-        gateway.gate.release(x.body_bytes)
+        x.let_go()
         try:
             _settle(x)
         finally:

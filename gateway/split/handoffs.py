@@ -155,6 +155,12 @@ class Handoffs:
             found = self.pairs[names] = PairFigures()
         return found
 
+    def expected_s(self, pair: Pair, prefill_s: float | None) -> float | None:
+        """Until the first token, from the pick: the prefill as expected, and what handoffs between the two have taken.
+        None while either is unknown."""
+        handoff_s = self.figures(pair).handoff_s
+        return None if prefill_s is None or handoff_s is None else prefill_s + handoff_s
+
     def ended(self, pair: Pair, state: State, record: SplitRecord, relay: Relay | None) -> None:
         """A pair's attempt is over."""
         figures = self.figures(pair)

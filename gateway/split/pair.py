@@ -66,6 +66,7 @@ class PairAttempt:
         self.recompute = False
         self._prefill_place: Booking | None = endpoints.book(pair.prefill, one_token(request), work.fingerprint)
         self._decode_place = endpoints.reserve(pair.decode, request, work.fingerprint)
+        work.record.predicted_ttft_s = self._handoffs.expected_s(pair, self._prefill_place.place.predicted_ttft_s)
         self._number = self._handoffs.number()
         self._words = Words(work, pair.prefill.candidate.endpoint, self._number)
 

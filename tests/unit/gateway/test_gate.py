@@ -12,7 +12,9 @@ import pytest
 
 from gateway.answer import GatewayError
 from gateway.config import Config, WaitingRoom
+from gateway.exchange import Exchange
 from gateway.gate import Gate, Room
+from gateway.openai import Api
 from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request
 
 
@@ -293,3 +295,15 @@ async def test_one_who_overflows_into_a_full_room_sends_nobody_there_away() -> N
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_a_body_that_nobody_can_need_again_takes_no_memory_while_its_answer_goes_on() -> None:
+    made = gate(limits={"body": "60B", "body_budget": "100B"})
+    x = Exchange("r", Api.CHAT, "127.0.0.1", 0.0)
+    x.hold(made, 20)
+    x.hold(made, 60)
+    x.first_token()
+    assert (made.body_bytes, x.body_bytes) == (0, 60)
+    made.hold(100)
+    x.let_go()
+    assert made.body_bytes == 100

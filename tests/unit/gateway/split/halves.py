@@ -333,6 +333,7 @@ async def front(
     split: Mapping[str, Any] | None = None,
     decode_role: str = "decode",
     max_concurrency: int | None = None,
+    policy: str = "prefix_aware",
     **sections: Any,
 ) -> AsyncIterator[Front]:
     """A gateway that splits prompts of 100 tokens and more between so many scripted halves."""
@@ -357,7 +358,7 @@ async def front(
                 "listeners": {"api": {"port": 0}, "admin": {"port": 0}},
                 "observability": {"access_log": "off"},
                 "models": [{"name": MODEL, "pool": "main", "split": rule}],
-                "pools": {"main": {"endpoints": endpoints}},
+                "pools": {"main": {"policy": policy, "endpoints": endpoints}},
             }
             | sections
         )

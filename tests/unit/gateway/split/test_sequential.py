@@ -421,3 +421,11 @@ async def test_many_at_once_leave_nothing_behind() -> None:
         replies = await asyncio.gather(*(f.ask(stream=bool(n % 2)) for n in range(40)))
         assert {reply.text for reply in replies} == {WHOLE}
         await f.at_rest()
+
+
+async def test_the_first_token_of_a_split_request_is_predicted_once_a_handoff_was_measured() -> None:
+    async with front(NIXL, [prefills()], [decodes], policy="mooncake") as f:
+        for count in (0, 1, 2):
+            assert (await f.ask(stream=True, max_tokens=7)).status == 200
+            await f.at_rest()
+            assert f.metric("penstock_ttft_prediction_error_ratio_count") == count
