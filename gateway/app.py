@@ -8,7 +8,7 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from time import monotonic
@@ -55,6 +55,8 @@ log = logging.getLogger("penstock")
 SWEEP_S = 0.25
 PULSE_S = 0.1
 BACKLOG = 4096
+QUIET_S = 0.02  # between two looks at whether everybody has gone
+LAST_WORDS_S = 1.0  # for telling those who are still served that the gateway stops
 SETTLE_S = 0.3
 GAPS_EVERY = 32  # one request in so many has the times between its pieces looked at
 FLUSH_S, MEMORY_BYTES = 0.05, 16 << 20  # between gateways of one machine
@@ -174,13 +176,16 @@ class App:
         shutdown_s = self.gateway.snapshot.config.timeouts.shutdown
         ends = monotonic() + shutdown_s
         leaving = [front.finish() for front in self._in_front()]
+        await self._quiet(leaving, ends)
+        if monotonic() >= ends:
+            self._endpoints.give_up()
+            ends = monotonic() + LAST_WORDS_S
+            await self._quiet(leaving, ends)
         for runner in self._runners:
             if runner.server is not None:
                 runner.server.pre_shutdown()
-                await runner.server.shutdown(shutdown_s)
+                await runner.server.shutdown(max(0.0, ends - monotonic()))
             await runner.cleanup()
-        if leaving:
-            await asyncio.wait(leaving, timeout=max(0.0, ends - monotonic()))
         for front in self._in_front():
             front.cut()
         if self._pump is not None:
@@ -194,6 +199,16 @@ class App:
         self._endpoints.close()
         await self._tracer.close()
         await self._log.close()
+
+    async def _quiet(self, leaving: Sequence[asyncio.Future[None]], ends: float) -> None:
+        """Until nobody is served or connected any more, or that moment."""
+        while monotonic() < ends and (self._gate.active or not all(map(_over, leaving))):  # noqa: ASYNC110
+            await asyncio.sleep(QUIET_S)
+
+    async def recede(self) -> None:
+        """Not ready, and serving still: whoever sends requests here has `timeouts.grace` to notice."""
+        self.draining = True
+        await asyncio.sleep(self.gateway.snapshot.config.timeouts.grace or 0.0)
 
     def _join(self, seal: Seal, local: Local | None, rng: Random) -> Pump:
         """What tells other gateways, and hears of them."""
@@ -347,8 +362,14 @@ def run(origin: Origin, ready: Callable[[App], None] | None = None, *, hangup_re
 async def _run(origin: Origin, ready: Callable[[App], None] | None, *, hangup_reloads: bool) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopping.set)
+    asked = {signal.SIGINT: False, signal.SIGTERM: False}
+
+    def stop(number: signal.Signals) -> None:
+        asked[number] = True
+        stopping.set()
+
+    for number in asked:
+        loop.add_signal_handler(number, stop, number)
     app = App(origin.loaded.config, origin)
     app.end = stopping.set
     reloads: set[asyncio.Task[Any]] = set()
@@ -365,12 +386,18 @@ async def _run(origin: Origin, ready: Callable[[App], None] | None, *, hangup_re
         if ready is not None:
             ready(app)
         await stopping.wait()
+        if asked[signal.SIGTERM]:  # a person at a terminal need not wait for a balancer
+            await app.recede()
     except OSError as error:
         log.error("cannot listen: %s", error)
         return 1
     finally:
         await app.stop()
     return 0
+
+
+def _over(leaving: asyncio.Future[None]) -> bool:
+    return leaving.done()
 
 
 def _url(host: str, port: int) -> str:

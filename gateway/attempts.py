@@ -75,7 +75,8 @@ def nobody(x: Exchange, route: Route) -> GatewayError:
 def break_off(x: Exchange, client: Client, broke: UpstreamBroke) -> None:
     """The answer broke after its first byte: say so in-stream where framing allows it, else hang up."""
     assert x.relay is not None
-    rest = x.relay.break_off(f"The engine failed while answering ({broke.kind}).")
+    who = "gateway stopped" if broke.kind == "shutdown" else "engine failed"
+    rest = x.relay.break_off(f"The {who} while answering ({broke.kind}).")
     if rest:  # the answer's framing is ended by it: closing as well would only fail the client's next request
         client.write(rest)
     else:

@@ -32,6 +32,7 @@ EVIDENCE = {
     "connect_timeout": Event.CONNECT_FAILED,
     "timeout": Event.TIMED_OUT,
     "ejected": Event.IGNORED,
+    "shutdown": Event.IGNORED,
     "status_429": Event.IGNORED,
     "status_503": Event.IGNORED,  # a full queue, says vLLM; a dead engine says it on /health
 }
@@ -367,6 +368,14 @@ class EndpointTable:
                 live.upstream.fail_all("ejected", "the engine is dead")
             if live.upstream.silence_s(now) < 1.0:
                 live.backlog_tokens = live.load.prefill_tokens
+
+    def give_up(self) -> None:
+        """The gateway stops: nobody is asked any more, and whoever still waits for an engine hears of it."""
+        for live in self.all():
+            live.drained, live.load.available = True, False
+        self.on_change()
+        for live in self.all():
+            live.upstream.fail_all("shutdown", "the gateway stops")
 
     def close(self) -> None:
         for live in self.all():

@@ -244,7 +244,12 @@ class Timeouts(Section):
     connect: Duration = setting("1s", "To accept a connection.")
     first_byte: Duration = setting("600s", "From the request sent to the first byte of the answer.")
     stall: Duration = setting("60s", "Between two pieces of an answer that has begun.")
-    shutdown: Duration = setting("30s", "For running requests to end after SIGTERM.")
+    grace: Duration | None = setting(
+        None, "For a balancer to notice after SIGTERM: /readyz says draining, and requests are served still."
+    )
+    shutdown: Duration = setting(
+        "30s", "For running requests to end after that. A stream that is not over by then ends with an error event."
+    )
 
 
 class Retries(Section):
