@@ -7,6 +7,7 @@ ends name it. Not here: NIXL itself (nixl_arena.py), what a source sends (nixl_o
 
 from __future__ import annotations
 
+import hmac
 import mmap
 import os
 import socket
@@ -29,6 +30,7 @@ from kvtransfer.transports.stream import Manner
 from kvtransfer.transports.tcp import Tcp, TcpLink
 
 SLOTS, SLOT_BYTES = 4, 2 << 20
+_MAC_BYTES = 32
 _TAKEN = struct.Struct("<I")
 _NOTICE_S = 1.0  # what NIXL has delivered it has to admit to
 
@@ -50,13 +52,13 @@ class NixlLink(TcpLink):
         super().__init__(sock, owner, peer, manner, ended)
         self.window_bytes = SLOT_BYTES
         self._out = self._posted_out = PostedOutbound(sock.fileno(), self._sent)
-        self._proven = False
+        self._key = b""
         self._arena: Arena | None = None
         self._arrival: _Arrival | None = None
 
     def secure(self, window_key: bytes) -> None:
         super().secure(window_key)
-        self._proven = True
+        self._key = window_key
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
         """Nothing that is this transfer's alone. With the first one the peer gets our staging memory to write."""
@@ -78,9 +80,14 @@ class NixlLink(TcpLink):
     # ---- the source ----
 
     def _take_grant(self, grant: bytes) -> None:
-        if not self._proven or self._dialled or self._posted_out.writer is not None:
+        """NIXL reads what it is given without much care: one wrong bit can end this process. So it gets only what comes
+        from a peer that has proven itself, over this very link."""
+        if not self._key or self._dialled or self._posted_out.writer is not None:
             raise FrameError("a grant that nobody asked for")
-        self._posted_out.writer = Writer(grant)
+        mac, said = grant[:_MAC_BYTES], grant[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, _mac(self._key, said)):
+            raise FrameError("a grant that the peer has not made")
+        self._posted_out.writer = Writer(said)
 
     def _take_back(self, slot: int) -> None:
         writer = self._posted_out.writer
@@ -91,9 +98,9 @@ class NixlLink(TcpLink):
     # ---- the sink ----
 
     def _open_arena(self) -> None:
-        if self._arena is None and self._dialled and not self._closing and self._broken is None:
+        if self._arena is None and self._dialled and self._key and not self._closing and self._broken is None:
             self._arena = Arena(SLOTS, SLOT_BYTES)
-            self._out.queue(frame(Kind.REGIONS, self._arena.grant))
+            self._out.queue(frame(Kind.REGIONS, _mac(self._key, self._arena.grant) + self._arena.grant))
 
     def _of_arena(self) -> Arena:
         if self._arena is None:
@@ -209,6 +216,10 @@ class Nixl(Tcp):
             raise TransportError(reason)
         Arena(1, mmap.PAGESIZE).close()
         return super().start(owner, regions)
+
+
+def _mac(key: bytes, grant: bytes) -> bytes:
+    return hmac.digest(key, b"nixl grant" + grant, "sha256")
 
 
 def _unpacked(form: struct.Struct, data: bytes) -> tuple[Any, ...]:

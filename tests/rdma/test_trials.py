@@ -32,7 +32,7 @@ BATCH = AT_ONCE * EACH
 BATCHES = int(os.environ.get("PENSTOCK_RDMA_TRIALS", "68")) // BATCH
 
 
-def worlds(told: Connection, seeds: range, pace: float) -> None:
+def worlds(told: Connection, seeds: range, pace: float, transport: str) -> None:
     faulthandler.enable()
     logging.disable(logging.CRITICAL)
     ends = time.monotonic() + ENOUGH_S
@@ -40,7 +40,7 @@ def worlds(told: Connection, seeds: range, pace: float) -> None:
         if time.monotonic() > ends:
             break
         faulthandler.dump_traceback_later(HANGS_AT * pace, exit=True)
-        told.send(trial(seed, "rdma", pace))
+        told.send(trial(seed, transport, pace))
 
 
 def calm(told: Connection) -> None:
@@ -63,12 +63,12 @@ def told_by(target: Callable[..., None], *args: object) -> tuple[list[Any], int 
     return told, process.exitcode
 
 
-def some(seeds: range, pace: float) -> list[Outcome]:
+def some(seeds: range, pace: float, transport: str = "rdma") -> list[Outcome]:
     """What became of these seeds, one after the other in a process of their own."""
-    outcomes, code = told_by(worlds, seeds, pace)
+    outcomes, code = told_by(worlds, seeds, pace, transport)
     if code or not outcomes:
         seed = seeds[min(len(outcomes), len(seeds) - 1)]
-        outcomes.append(Outcome(seed, "rdma", "?", [f"its process ended with {code}"]))
+        outcomes.append(Outcome(seed, transport, "?", [f"its process ended with {code}"]))
     return outcomes
 
 
