@@ -74,22 +74,26 @@ def agent_cells(policies: Iterable[str], seeds: Iterable[int], quick: bool) -> I
                     )
 
 
-def overload_cells(readings: Iterable[Reading], seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Our policy at 1, 2 and 3 times its capacity behind every admission. Needs the capacities first."""
+def overload_cells(
+    readings: Iterable[Reading], workloads: Iterable[str], seeds: Iterable[int], quick: bool
+) -> Iterator[Cell]:
+    """Our policy at 1, 2 and 3 times its capacity behind every admission. Needs the capacities first.
+
+    Always whole slices: a third of one is over before queues have filled.
+    """
     known = {
         (one.cell.workload, one.cell.seed): one.capacities["0.9"]
         for one in readings
         if one.cell.table == "capacity" and one.cell.policy == OURS and one.cell.quick == quick
     }
     for (workload, seed), load in known.items():
-        if workload not in ("conversation", "azure", "mix") or seed not in seeds:
+        if workload not in workloads or seed not in seeds:
             continue
         for times in (1.0, 2.0, 3.0):
             for admission in ADMISSIONS:
                 yield Cell(
                     *("point", workload, OURS, "F1", admission, round(load * times, 4)),
                     seed=seed,
-                    quick=quick,
                     table=f"overload x{times:g}",
                 )
 
@@ -215,12 +219,12 @@ def main() -> None:
     plans: dict[str, Callable[[], Iterator[Cell]]] = {
         "capacity": lambda: capacity_cells(args.workloads.split(","), policies, seeds, args.quick),
         "agents": lambda: agent_cells(args.gated.split(","), seeds, args.quick),
-        "overload": lambda: overload_cells(results.known.values(), seeds, args.quick),
+        "overload": lambda: overload_cells(results.known.values(), args.workloads.split(","), seeds, args.quick),
         "split": lambda: split_cells(seeds, args.quick),
         "trouble": lambda: trouble_cells(seeds, args.quick),
         "tenants": lambda: tenant_cells(seeds, args.quick),
     }
-    for table in tables:
+    for table in filter(None, tables):
         run(plans[table](), results, data, args.jobs, lambda said: print(said, flush=True))
     if args.page:
         args.page.write_text(page(list(results.known.values())) + by_hand(args.page))
