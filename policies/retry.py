@@ -19,8 +19,8 @@ class RetryLimits(msgspec.Struct, frozen=True):
 class RetryBudget:
     """Counts the retries now running (after Envoy's retry budget: 20 % of active requests, at least 3).
 
-    Owned by one gateway, which may change its `limits`; every True of `try_take` is followed by one `give_back` when that
-    attempt has ended.
+    Owned by one gateway, which may change its `limits`; every True of `try_take` is followed by one `give_back`
+    when that attempt has ended.
     """
 
     __slots__ = ("limits", "running")
