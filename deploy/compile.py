@@ -17,10 +17,16 @@ from setuptools import Distribution
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("gateway", "policies", "kvtransfer", "mockgpu", "planner")
 HOT = (
-    *("account", "endpoints", "exchange", "framing", "front", "gate", "head", "legs", "meters", "openai", "outbox"),
-    *("prefixes", "relay", "serve", "talk", "upstream"),
+    *("account", "attempts", "canary", "endpoints", "errand", "exchange", "explain", "framing", "front", "gate"),
+    *("head", "kept", "legs", "meters", "openai", "outbox", "overflow", "prefixes", "quotas", "relay", "serve"),
+    *("shadow", "slo", "talk", "upstream"),
+    *(f"split/{name}" for name in ("dispatch", "edit", "handoffs", "leg", "life", "pair", "words")),
 )
-DECISIONS = ("admission", "filters", "health", "pickers", "prefix_index", "run", "scorers")
+DECISIONS = (
+    *("admission", "appraisal", "dual", "fairness", "filters", "foreign", "health", "latency", "ledger", "lengths"),
+    *("pacing", "pickers", "prefix_index", "price", "quota", "returns", "run", "scorers", "sessions", "split"),
+    *("timeline", "usage", "waiting"),
+)
 # Annotations stay annotations: a compiled module must behave as its source does, not faster at the price of meaning.
 DIRECTIVES = {"language_level": 3, "annotation_typing": False, "binding": True}
 
