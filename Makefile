@@ -10,7 +10,7 @@ TRIALS ?=
 TRACES ?= ../shared/data
 GOODPUT ?=
 comma  := ,
-NIXL_TESTS ?= tests/nixl tests/contract/kvtransfer
+NIXL_TESTS ?= tests/nixl tests/contract/kvtransfer tests/chaos/test_kv_processes.py
 RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -44,7 +44,8 @@ rdma: $(VENV)/.dev build/rdma/initrd.gz ## KV transfer over real RDMA verbs, in 
 
 nixl: $(VENV)/.dev ## KV transfer by NIXL: the contract and seeded faults, in an environment beside .venv (340 MB, no GPU)
 	@sh deploy/nixl.sh $(PY) build/nixl
-	UCX_TLS=tcp,self UCX_NET_DEVICES=lo UCX_MODULES=^ib NIXL_LOG_LEVEL=WARN PENSTOCK_NIXL=1 PENSTOCK_KV_TRANSPORTS=nixl \
+	UCX_TLS=tcp,self UCX_NET_DEVICES=lo UCX_MODULES=^ib UCX_LOG_FILE=stderr NIXL_LOG_LEVEL=WARN \
+		PENSTOCK_NIXL=1 PENSTOCK_KV_TRANSPORTS=nixl \
 		build/nixl/bin/python -m pytest $(NIXL_TESTS)
 
 kv-trials: $(VENV)/.dev ## 10,000 seeded faults of KV transfer over inproc, shm and tcp (TRIALS="--trials 500 --seed 7")
