@@ -19,9 +19,7 @@ NO_BLOCKS = (
 
 def show(plan: Plan, console: Console) -> None:
     """Print it."""
-    console.print(
-        f"{plan.requests} requests in {plan.span_s:.0f} s, on mock groups and a virtual clock"
-    )
+    console.print(f"{plan.requests} requests in {plan.span_s:.0f} s, on mock groups and a virtual clock")
     if not plan.blocks:
         console.print(NO_BLOCKS, style="yellow", markup=False)
     for pool in plan.pools:
