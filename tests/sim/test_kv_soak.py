@@ -26,7 +26,8 @@ def test_twenty_minutes_of_waves_leaves_nothing_behind() -> None:
             world.at(world.moment(), lambda: world.hang_up(victim))  # noqa: B023  (it happens in this wave)
         else:
             world.breakage()
-        assert world.settled(30), wave
+        world.settled(30, world.quiet)
+        assert world.quiet(), wave
         world.rest(10)
         for engine in world.engines:
             engine.check()

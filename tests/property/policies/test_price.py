@@ -18,8 +18,18 @@ tokens = st.integers(0, 200_000)
 slos = st.builds(Slo, st.just("any"), st.floats(0.05, 60.0), st.floats(0.005, 2.0))
 requests = st.builds(Request, *map(st.just, ("id", "m", "t")), tokens, st.integers(0, 4000), slo=slos)
 parts = st.sampled_from((WHOLE, DECODE, Part(decodes=0.0), Part(decodes=0.0, transfer_s=1.0)))
+weight = st.floats(0.0, 9.0)
 prices = st.builds(
-    Prices, st.builds(Priced, st.floats(1.0, 3.0), st.floats(0.0, 3.0), *[st.floats(0.0, 9.0)] * 6, st.floats(1.0, 4.0))
+    Prices,
+    st.builds(
+        Priced,
+        st.floats(1.0, 3.0),
+        st.floats(0.0, 3.0),
+        weight,
+        st.floats(1.0, 9.0),
+        *[weight] * 5,
+        st.floats(1.0, 4.0),
+    ),
 )
 
 
