@@ -29,7 +29,7 @@ def test_whatever_is_not_in_the_table_is_refused(state: LeaseState, event: Lease
         advance(Lease("a", 10.0, state), event, 0.0)
 
 
-@pytest.mark.parametrize("state", TERMINAL)
+@pytest.mark.parametrize("state", sorted(TERMINAL))
 def test_an_end_is_an_end(state: LeaseState) -> None:
     assert not [event for event in LeaseEvent if (state, event) in TRANSITIONS]
 
