@@ -24,8 +24,8 @@ help: ## what there is
 demo: $(VENV)/.runtime ## mock TP groups and the gateway, no GPU; options: make demo DEMO="--groups 6 --port 9080"
 	@exec $(VENV)/bin/penstock demo $(DEMO)
 
-test: check ## every check and every test: what CI runs
-	$(PY) -m pytest $(TESTS)
+test: check ## every check and every test: what CI runs (TESTS="tests/unit -k room": only those)
+	@sh tests/both.sh $(PY) $(TESTS)
 
 check: $(VENV)/.dev ## style, types, and which room may import which
 	$(PY) -m ruff check .
