@@ -26,6 +26,18 @@ if TYPE_CHECKING:
 
 def application(app: App) -> web.Application:
     """Everything it answers. The configuration's pages change something, and draining an endpoint."""
+    server = web.Application(
+        middlewares=[guard(lambda: app.gateway.snapshot.config)], client_max_size=FILE_CAP_BYTES + 1
+    )
+    _add_health(app, server.router)
+    _add_state(app, server.router)
+    pages.add(app, server.router)
+    live_pages.add(app, server)
+    return server
+
+
+def _add_health(app: App, routes: web.UrlDispatcher) -> None:
+    """What machines ask again and again."""
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -39,9 +51,17 @@ def application(app: App) -> web.Application:
         page = []
         for family in app.metrics.slices(exemplars=exemplars):
             page.append(family)
-            await asyncio.sleep(0)  # 16 ms at 64 endpoints: streams go on in between
+            await asyncio.sleep(0)  # tens of milliseconds at 64 endpoints: streams go on in between
         shown = OPENMETRICS if exemplars else CONTENT_TYPE_LATEST
         return web.Response(body=b"".join(page), headers={"Content-Type": shown})
+
+    routes.add_get("/healthz", healthz)
+    routes.add_get("/readyz", readyz)
+    routes.add_get("/metrics", metrics)
+
+
+def _add_state(app: App, routes: web.UrlDispatcher) -> None:
+    """What operators ask: how things stand, and why."""
 
     async def endpoints(_: web.Request) -> web.Response:
         now = monotonic()
@@ -63,19 +83,10 @@ def application(app: App) -> web.Application:
             return web.json_response({"message": "no such request among the newest that are over"}, status=404)
         return web.json_response(found)
 
-    server = web.Application(
-        middlewares=[guard(lambda: app.gateway.snapshot.config)], client_max_size=FILE_CAP_BYTES + 1
-    )
-    server.router.add_get("/healthz", healthz)
-    server.router.add_get("/readyz", readyz)
-    server.router.add_get("/metrics", metrics)
-    server.router.add_get("/endpoints", endpoints)
-    server.router.add_get("/explain/{id}", explain)
-    server.router.add_get("/shadow", shadow)
-    server.router.add_get("/canary", canary)
-    pages.add(app, server.router)
-    live_pages.add(app, server)
-    return server
+    routes.add_get("/endpoints", endpoints)
+    routes.add_get("/explain/{id}", explain)
+    routes.add_get("/shadow", shadow)
+    routes.add_get("/canary", canary)
 
 
 def _not_ready(app: App) -> str | None:

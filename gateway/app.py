@@ -133,19 +133,23 @@ class App:
             Handoffs(self.metrics, rng, self._outbox),
         )
         furnish(self.gateway, plan, self.metrics)
+        self._let_change(origin, rng)
+        self._runners: list[web.AppRunner] = []
+        self._servers: list[asyncio.Server] = []
+        self._sweeping: asyncio.Task[None] | None = None
+        self._pulse: asyncio.TimerHandle | None = None
+        self._follow_gauges()
+
+    def _let_change(self, origin: Origin, rng: Random) -> None:
+        """What puts another configuration in force while it runs, and what asks for that."""
         self.swap = Swap(self.gateway, self._watcher, self.metrics)
-        kept = None if origin.local is None else _versions(config, origin.local)
+        kept = None if origin.local is None else _versions(self.config, origin.local)
         self._discovery = Discovery(self._endpoints.found, self._found, rng)
         self.swap.discover = self._discovery.follow
         self.reloader = Reloader(origin.loaded, origin.file, self.swap, self.metrics, origin.env, origin.say, kept)
         self._follow = Follow(self.reloader)
         self._trial = Trial(self.reloader, self.metrics, origin.say)
         self.reloader.on_applied = self._trial.applied
-        self._runners: list[web.AppRunner] = []
-        self._servers: list[asyncio.Server] = []
-        self._sweeping: asyncio.Task[None] | None = None
-        self._pulse: asyncio.TimerHandle | None = None
-        self._follow_gauges()
 
     async def start(self) -> None:
         """Look at the engines once, then listen. Raises OSError when an address is taken."""

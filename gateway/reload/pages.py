@@ -5,7 +5,7 @@ Lives here: requests to triggers, outcomes to answers. Not here: who may ask (tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -39,29 +39,51 @@ def add(app: App, routes: web.UrlDispatcher) -> None:
         }
         return web.json_response(state, headers={"ETag": reloader.version.etag})
 
-    async def put(request: web.Request) -> web.Response:
-        text = await request.read()
-        if_match = request.headers.get("If-Match")
-        return _told(await reloader.put(text, "admin", if_match=if_match, dry_run=_asked(request, "dry_run")))
-
     async def versions(_: web.Request) -> web.Response:
         newest_first = [_version(each) for each in reversed(reloader.versions.all())]
         return web.json_response({"applied": reloader.version.number, "versions": newest_first})
 
-    async def again(request: web.Request) -> web.Response:
-        return _told(await reloader.reload("command", dry_run=_asked(request, "dry_run")))
+    async def put(text: bytes, headers: Mapping[str, str], dry_run: bool) -> web.Response:
+        return _told(await reloader.put(text, "admin", if_match=headers.get("If-Match"), dry_run=dry_run))
 
-    async def rollback(request: web.Request) -> web.Response:
+    async def again(dry_run: bool) -> web.Response:
+        return _told(await reloader.reload("command", dry_run=dry_run))
+
+    async def rollback(to: int | None) -> web.Response:
+        return _told(await reloader.rollback(to))
+
+    routes.add_get("/config", read)
+    routes.add_get("/config/versions", versions)
+    add_changes(routes, put, again, rollback)
+
+
+def add_changes(
+    routes: web.UrlDispatcher,
+    put: Callable[[bytes, Mapping[str, str], bool], Awaitable[web.Response]],
+    again: Callable[[bool], Awaitable[web.Response]],
+    rollback: Callable[[int | None], Awaitable[web.Response]],
+) -> None:
+    """PUT /config, POST /config/reload and /config/rollback, for one gateway or for several that change together.
+
+    `put` is given the text, the headers, and whether it is a dry run; `again` the last of these; `rollback` a version's
+    number, or None for the one before.
+    """
+
+    async def on_put(request: web.Request) -> web.Response:
+        return await put(await request.read(), request.headers, _asked(request, "dry_run"))
+
+    async def on_reload(request: web.Request) -> web.Response:
+        return await again(_asked(request, "dry_run"))
+
+    async def on_rollback(request: web.Request) -> web.Response:
         to = request.query.get("to")
         if to is not None and not (to.isascii() and to.isdigit() and len(to) < 10):
             return web.json_response({"result": "rejected", "message": "to= is the number of a version"}, status=400)
-        return _told(await reloader.rollback(int(to) if to is not None else None))
+        return await rollback(int(to) if to is not None else None)
 
-    routes.add_get("/config", read)
-    routes.add_put("/config", put)
-    routes.add_get("/config/versions", versions)
-    routes.add_post("/config/reload", again)
-    routes.add_post("/config/rollback", rollback)
+    routes.add_put("/config", on_put)
+    routes.add_post("/config/reload", on_reload)
+    routes.add_post("/config/rollback", on_rollback)
 
 
 def _asked(request: web.Request, flag: str) -> bool:

@@ -16,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from gateway.config.source import FILE_CAP_BYTES
 from gateway.meters import Merge
 from gateway.metrics import Metrics
+from gateway.reload.pages import add_changes
 from gateway.trust import guard
 from gateway.workers import merge
 from gateway.workers.process import LOST, Answer, Worker
@@ -29,6 +30,19 @@ PASSED_ON = ("Content-Type", "ETag", "Content-Security-Policy")
 def application(supervisor: Supervisor) -> web.Application:
     """Everything it answers."""
     configured = supervisor.configured
+    server = web.Application(middlewares=[guard(lambda: configured.running.config)], client_max_size=FILE_CAP_BYTES + 1)
+    _add_merged(supervisor, server.router)
+    _add_changes(supervisor, server.router)
+
+    async def anything(request: web.Request) -> web.Response:
+        return _passed(await _first(supervisor.ready(), request.path_qs))
+
+    server.router.add_get("/{anything:.*}", anything)
+    return server
+
+
+def _add_merged(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
+    """What all say, made one."""
     rules: Mapping[str, Merge] = {spec.name: spec.merge for spec in Metrics().catalogue()}
 
     async def healthz(_: web.Request) -> web.Response:
@@ -50,35 +64,28 @@ def application(supervisor: Supervisor) -> web.Application:
 
     async def endpoints(_: web.Request) -> web.Response:
         told = await _all(supervisor.ready(), "/endpoints")
-        merged = merge.endpoints(json.loads(each.body) for each in told if each.status == 200)
-        return web.json_response(merged)
+        return web.json_response(merge.endpoints(json.loads(each.body) for each in told if each.status == 200))
 
-    async def put(request: web.Request) -> web.Response:
-        text = await request.read()
-        return _passed(await configured.put(text, request.headers, dry_run=_asked(request, "dry_run")))
+    routes.add_get("/healthz", healthz)
+    routes.add_get("/readyz", readyz)
+    routes.add_get("/metrics", metrics)
+    routes.add_get("/endpoints", endpoints)
 
-    async def again(request: web.Request) -> web.Response:
-        return _passed(await configured.reload(dry_run=_asked(request, "dry_run")))
 
-    async def rollback(request: web.Request) -> web.Response:
-        to = request.query.get("to")
-        if to is not None and not (to.isascii() and to.isdigit() and len(to) < 10):
-            return web.json_response({"result": "rejected", "message": "to= is the number of a version"}, status=400)
-        return _passed(await configured.rollback(int(to) if to is not None else None))
+def _add_changes(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
+    """What all take over, or nobody."""
+    configured = supervisor.configured
 
-    async def anything(request: web.Request) -> web.Response:
-        return _passed(await _first(supervisor.ready(), request.path_qs))
+    async def put(text: bytes, headers: Mapping[str, str], dry_run: bool) -> web.Response:
+        return _passed(await configured.put(text, headers, dry_run=dry_run))
 
-    server = web.Application(middlewares=[guard(lambda: configured.running.config)], client_max_size=FILE_CAP_BYTES + 1)
-    server.router.add_get("/healthz", healthz)
-    server.router.add_get("/readyz", readyz)
-    server.router.add_get("/metrics", metrics)
-    server.router.add_get("/endpoints", endpoints)
-    server.router.add_put("/config", put)
-    server.router.add_post("/config/reload", again)
-    server.router.add_post("/config/rollback", rollback)
-    server.router.add_get("/{anything:.*}", anything)
-    return server
+    async def again(dry_run: bool) -> web.Response:
+        return _passed(await configured.reload(dry_run=dry_run))
+
+    async def rollback(to: int | None) -> web.Response:
+        return _passed(await configured.rollback(to))
+
+    add_changes(routes, put, again, rollback)
 
 
 async def _all(workers: Iterable[Worker], path: str) -> list[Answer]:
@@ -103,7 +110,3 @@ async def _first(workers: Iterable[Worker], path: str) -> Answer:
 def _passed(answer: Answer) -> web.Response:
     headers = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
     return web.Response(status=answer.status, body=answer.body, headers=headers)
-
-
-def _asked(request: web.Request, flag: str) -> bool:
-    return request.query.get(flag, "0").lower() not in ("0", "false", "no")
