@@ -84,7 +84,8 @@ class Doom:
     def _watch(self, job: Job, under_way: Callable[[Job], bool | None]) -> None:
         now = under_way(job)
         if now:
-            self._victim.lose_rank(0)
+            # In the next turn: the group may be in the middle of beginning or ending a step.
+            self._loop.call_soon(self._victim.lose_rank, 0)
         elif now is not None:
             self._loop.call_later(WATCH_S, self._watch, job, under_way)
 

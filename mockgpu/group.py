@@ -308,10 +308,7 @@ class TpGroup:
         for job in decoding:
             live[job].sink.token()
         for job in outcome.ended:
-            ended = live.pop(job, None)
-            if ended is None:  # the one before it took the engine along
-                self.scheduler.let_go(job)
-                continue
+            ended = live.pop(job)
             self.metrics.e2e_s.observe(now - ended.arrived)
             if job.keep and self._hand_over(job, ended):
                 continue

@@ -174,10 +174,6 @@ class Desk:
             return
         if job.state is State.FETCHING:
             self._spawn(self._take(job, take))
-        elif job.state is State.DONE:
-            # Lost with its group over the job before it: nobody writes what was kept of it.
-            self._free(job)
-            self.decline(take)
         else:
             job.cached = job.cached if take.cached is None else take.cached
             self.decline(take)

@@ -1,0 +1,152 @@
+"""A group that dies while KV moves: whatever it was about to do then, no block stays taken and it can be restored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from math import inf
+from typing import Any
+
+import pytest
+
+from kvtransfer.ends import End, Reason, end
+from mockgpu.ask import ApiError
+from mockgpu.blocks import BLOCK_TOKENS
+from mockgpu.faults import Fault, FaultKind
+from mockgpu.group import GroupSpec, TpGroup
+from mockgpu.handoff.desk import Desk
+from mockgpu.handoff.legs import At, Take
+from mockgpu.handoff.pace import Link
+from mockgpu.hardware import gpu_named
+from mockgpu.job import Job
+from mockgpu.kv import scaled_layout
+from mockgpu.llm import model_named
+from mockgpu.memory import KvMemory
+
+BLOCKS = 64
+
+
+class Landing:
+    """KV that comes until it is called off."""
+
+    def __init__(self) -> None:
+        self._over = asyncio.Event()
+
+    def cancel(self, detail: str = "") -> None:
+        self._over.set()
+
+    async def ended(self) -> End:
+        await self._over.wait()
+        return end(Reason.CANCELLED)
+
+
+class Moving:
+    """An agent that always has KV on its way in. What is fetched by one token is let go of, which takes no time."""
+
+    address = "here"
+
+    def offer(self, name: str, blocks: Sequence[int], tokens: int, **more: Any) -> Any:
+        raise NotImplementedError
+
+    def fetch(self, address: str, name: str, blocks: Sequence[int], tokens: int, **more: Any) -> Landing:
+        landing = Landing()
+        if tokens == 1:
+            landing.cancel()
+        return landing
+
+    def figures(self) -> dict[str, Any]:
+        return {"reservations": {"moving": 1}}
+
+    async def close(self) -> None:
+        return
+
+
+class Directory:
+    """Everybody is found, and nothing is renewed."""
+
+    async def address(self, take: Take) -> str:
+        return "there"
+
+    def forget(self, take: Take) -> None:
+        return
+
+    async def renew(self, take: Take) -> str | None:
+        return None
+
+
+class Sink:
+    """How one job went."""
+
+    def __init__(self) -> None:
+        self.tokens, self.failures, self.over = 0, 0, asyncio.Event()
+
+    def token(self) -> None:
+        self.tokens += 1
+
+    def ended(self) -> None:
+        self.over.set()
+
+    def failed(self, error: ApiError) -> None:
+        self.failures += 1
+        self.over.set()
+
+
+@pytest.fixture
+async def group() -> AsyncIterator[TpGroup]:
+    """A decode group that can be told to die as soon as it asks for KV. What goes wrong in its loop fails the test."""
+    loop, wrong = asyncio.get_running_loop(), list[dict[str, Any]]()
+    loop.set_exception_handler(lambda _, context: wrong.append(context))
+    model = model_named("demo-8b")
+    spec = GroupSpec("m", model, gpu_named("h100"), role="decode", speed=inf, kv_tokens=BLOCKS * BLOCK_TOKENS)
+    made = TpGroup(spec, loop)
+    memory = KvMemory.create(scaled_layout(model, 1, 1 / 256), BLOCKS + 1, "decode")
+    made.attach(memory)
+    made.desk = desk = Desk(made, Moving(), Directory(), Link(model.kv_token_bytes))
+    made.on_change = lambda alive: None if alive else desk.drop_all()
+    yield made
+    await desk.close()
+    memory.close()
+    assert not wrong
+
+
+def taking(name: str) -> Job:
+    return Job(10 * BLOCK_TOKENS, 5, leg=Take(name, At("there"), 5.0, ticket="ticket"))
+
+
+@pytest.mark.parametrize("beside", [taking("b"), Job(40, 5)], ids=["one that wants KV too", "one that is computed"])
+async def test_the_death_of_a_group_that_asks_for_kv_leaves_none_of_the_step_s_jobs_holding_blocks(
+    group: TpGroup, beside: Job
+) -> None:
+    doomed, sinks = taking("a"), [Sink(), Sink()]
+    group.mark(doomed, Fault(FaultKind.DIE_IN_PULL))
+    for job, sink in zip((doomed, beside), sinks, strict=True):
+        group.submit(job, sink, "length")
+    async with asyncio.timeout(5):
+        for sink in sinks:
+            await sink.over.wait()
+        assert group.desk is not None
+        while group.desk.under_way:
+            await asyncio.sleep(0)
+    assert group.dead
+    assert [sink.failures for sink in sinks] == [1, 1]
+    assert (group.scheduler.kept, group.scheduler.pool.free) == ({}, BLOCKS)
+
+
+async def test_a_group_that_died_asking_for_kv_while_it_decoded_computes_again_when_it_is_restored(
+    group: TpGroup,
+) -> None:
+    decoding, doomed, later = Sink(), Sink(), Sink()
+    group.submit(Job(40, 900), decoding, "length")
+    async with asyncio.timeout(5):
+        while not decoding.tokens:
+            await asyncio.sleep(0)
+        job = taking("a")
+        group.mark(job, Fault(FaultKind.DIE_IN_PULL))
+        group.submit(job, doomed, "length")
+        await doomed.over.wait()
+        await asyncio.sleep(0)
+        group.restore()
+        group.submit(Job(40, 5), later, "length")
+        await later.over.wait()
+    assert (decoding.failures, doomed.failures) == (1, 1)
+    assert (later.tokens, later.failures) == (5, 0)
