@@ -101,7 +101,6 @@ async def _pair(work: Work, ask: Ask, pair: Pair) -> tuple[UpstreamBroke | None,
     x.pick, x.picked_at = pair.decode, monotonic()
     work.record.prefill, work.record.dialect = pair.prefill.candidate.endpoint.name, work.split.dialect.name
     attempt = PairAttempt(work, pair)
-    x.booked(work.route.room, ask, pair.prefill)
-    problem = await attempt.run()
+    problem = await attempt.run(ask)
     x.retries += attempt.suspects if problem is not None else []
     return problem, attempt.recompute

@@ -26,6 +26,7 @@ from gateway.split.life import ENDS, LEG_ENDS, TABLE, Act, Event, State
 from gateway.split.words import Words, Work, one_token
 from kvtransfer.dialects import Finished, Handover, Needs, Order, Unusable, read_answer
 from policies import run
+from policies.model import Ask
 from policies.split import Pair
 
 log = logging.getLogger("penstock")
@@ -68,11 +69,13 @@ class PairAttempt:
         self._decode_place = endpoints.reserve(pair.decode, request, work.fingerprint)
         work.record.predicted_ttft_s = self._handoffs.expected_s(pair, self._prefill_place.place.predicted_ttft_s)
         self._number = self._handoffs.number()
-        self._words = Words(work, pair.prefill.candidate.endpoint, self._number)
 
-    async def run(self) -> UpstreamBroke | None:
-        """None when the client has been answered, whatever the answer; else what broke."""
+    async def run(self, ask: Ask) -> UpstreamBroke | None:
+        """None when the client has been answered, whatever the answer; else what broke. `ask` led to the pair."""
+        work, prefill = self._work, self._pair.prefill
         try:
+            self._words = Words(work, prefill.candidate.endpoint, self._number)
+            self._x.booked(work.route.room, ask, prefill)
             self._post(self._start())
             if self.state not in ENDS:
                 self._waiting = landing(self._handoffs.outbox.loop)

@@ -9,6 +9,7 @@ import pytest
 
 from gateway.account import Accounts
 from gateway.exchange import Exchange
+from gateway.gate import Room
 from gateway.upstream import Connection, Upstream
 from tests.fair_time import within
 from tests.unit.gateway.split.halves import (
@@ -421,6 +422,19 @@ async def test_many_at_once_leave_nothing_behind() -> None:
         replies = await asyncio.gather(*(f.ask(stream=bool(n % 2)) for n in range(40)))
         assert {reply.text for reply in replies} == {WHOLE}
         await f.at_rest()
+
+
+async def test_a_pair_whose_room_fails_at_its_booking_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("as asked")
+
+    async with front(NIXL, [prefills()], [decodes]) as f:
+        with monkeypatch.context() as broken:
+            broken.setattr(Room, "booked", fails)
+            assert (await f.ask()).status == 500
+        await f.at_rest()
+        assert f.app.gateway.handoffs.under_way == 0
+        assert (await f.ask()).text == WHOLE
 
 
 async def test_the_first_token_of_a_split_request_is_predicted_once_a_handoff_was_measured() -> None:
