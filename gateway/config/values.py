@@ -34,11 +34,15 @@ class Secret(SecretStr):
         return self.get_secret_value()
 
 
+def _text(value: object, problem: str) -> str:
+    """As it was written; a bare number is text too, whose parser says what it lacks. Raises ValueError for others."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(problem)
+    return value if isinstance(value, str) else str(value)  # one that was substituted shows no secret in an error
+
+
 def _from_duration(value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str):
-        raise ValueError("is not a duration; write a number with a unit, as in 250ms or 1m30s")
+    value = _text(value, "is not a duration; write a number with a unit, as in 250ms or 1m30s")
     seconds = units.duration_s(value)
     if seconds <= 0:
         raise ValueError(f"{value!r} is no time at all; it must be longer than 0s")
@@ -46,10 +50,7 @@ def _from_duration(value: object) -> float:
 
 
 def _from_size(value: object) -> int:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str):
-        raise ValueError("is not a size; write a number with a unit, as in 32MiB")
+    value = _text(value, "is not a size; write a number with a unit, as in 32MiB")
     size = units.size_bytes(value)
     if size <= 0:
         raise ValueError(f"{value!r} is nothing; it must be more than 0B")

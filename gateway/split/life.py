@@ -11,10 +11,14 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 
-class State(StrEnum):
-    """Where a pair is with its request."""
+class _Word(StrEnum):
+    """A word of the table."""
 
     __hash__ = str.__hash__  # Enum's own is a call of Python, and the table is looked up at every event
+
+
+class State(_Word):
+    """Where a pair is with its request."""
 
     BOOKED = "booked"  # both places are taken, nothing was sent
     ASKING = "asking"  # the prefill endpoint's bootstrap server is asked who it is
@@ -29,10 +33,8 @@ class State(StrEnum):
     GONE = "gone"
 
 
-class Event(StrEnum):
+class Event(_Word):
     """What can happen to a pair."""
-
-    __hash__ = str.__hash__  # Enum's own is a call of Python, and the table is looked up at every event
 
     START_PREFILL = "sequential, or the first request to a prefill endpoint nobody knows yet"
     START_BOTH = "concurrent"
@@ -54,10 +56,8 @@ class Event(StrEnum):
     CLIENT_GONE = "the client has left"
 
 
-class Act(StrEnum):
+class Act(_Word):
     """What is due."""
-
-    __hash__ = str.__hash__  # Enum's own is a call of Python, and the table is looked up at every event
 
     ASK = "ask the bootstrap server"
     STOP_ASKING = "wait no more for the bootstrap server's answer: it is asked on if another pair waits for it"

@@ -32,7 +32,6 @@ from tests.unit.gateway.split.halves import (
 )
 
 WHOLE = "".join(TEXT)
-SPLIT_ALWAYS = {"threshold_tokens": 1}
 
 
 def sglang(prefill: list[Script], decode: list[Script], **options: object) -> AbstractAsyncContextManager[Front]:
