@@ -36,6 +36,11 @@ class Appraisal(msgspec.Struct, frozen=True):
         return self.prefill_s + self.decode_s
 
 
+def left_s(ask: Ask) -> float:
+    """Seconds left of the request's TTFT budget; negative when it is late already."""
+    return (ask.request.arrived_s or ask.now) + ask.request.slo.ttft_s - ask.now
+
+
 def appraise(ask: Ask, candidates: Sequence[Candidate]) -> Appraisal:
     """Appraise the request over the available candidates. O(candidates), about half a microsecond each."""
     request, cached, now = ask.request, ask.cached, ask.now

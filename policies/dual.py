@@ -23,7 +23,8 @@ from policies.admission import (
     no_capacity,
     past_deadline,
 )
-from policies.appraisal import Appraisal, appraise
+from policies.appraisal import Appraisal, appraise, left_s
+from policies.latency import prefill_s
 from policies.model import STANDARD, Ask, Candidate, Pick, Request
 from policies.pacing import Pace
 from policies.returns import Calendar, Key, ReturnTimes, identity
@@ -147,9 +148,9 @@ class PricedAdmission:
         request = ask.request
         wait_s = self._wait_s(request.tenant, look, room)
         first_s = look.ttft_s + wait_s
-        left_s = inf if request.deadline_s is None else request.deadline_s - ask.now
-        if first_s > left_s:
-            return past_deadline(room, first_s, left_s, self._come_back(ask, look, room, first_s - left_s))
+        patient_s = inf if request.deadline_s is None else request.deadline_s - ask.now
+        if first_s > patient_s:
+            return past_deadline(room, first_s, patient_s, self._come_back(ask, look, room, first_s - patient_s))
         kv_tokens = fleet_kv_tokens(candidates) if request.session else None
         if not self._sessions.admits(request.session, request.prompt_tokens + request.output_tokens, kv_tokens):
             return self._no_memory(ask, kv_tokens or 0.0)
@@ -166,7 +167,7 @@ class PricedAdmission:
         """The price of the request's work over its value: one in 1 + that is let in."""
         request, rule = ask.request, self._rule
         worth = request.slo.weight * 2.0**request.priority
-        if first_s > _left_s(ask):
+        if first_s > left_s(ask):
             worth *= rule.late_value
         if self._sessions.holds(request.session) or continuing(request.prompt_tokens, look.cached_tokens):
             worth *= rule.session_value
@@ -185,11 +186,11 @@ class PricedAdmission:
 
     def _too_late(self, ask: Ask, look: Appraisal, room: RoomView) -> Shed | None:
         """Why one who has waited is refused after all: it would miss its promise, and others would not."""
-        left_s = _left_s(ask)
-        if not self.price or look.ttft_s <= left_s or look.prefill_s > ask.request.slo.ttft_s:
+        due_s = left_s(ask)
+        if not self.price or look.ttft_s <= due_s or look.prefill_s > ask.request.slo.ttft_s:
             return None
-        told = f"The first token was due in {max(0.0, left_s):.1f} s and is expected in {look.ttft_s:.1f} s"
-        back_s = self._come_back(ask, look, room, look.ttft_s - left_s)
+        told = f"The first token was due in {max(0.0, due_s):.1f} s and is expected in {look.ttft_s:.1f} s"
+        back_s = self._come_back(ask, look, room, look.ttft_s - due_s)
         return Shed("ttft", back_s, f"{told}. {room.busy} of {room.capacity} places are taken.")
 
     def _no_memory(self, ask: Ask, kv_tokens: float) -> Shed:
@@ -261,15 +262,15 @@ class PricedAdmission:
     def booked(self, ask: Ask, pick: Pick) -> None:
         request, load = ask.request, pick.candidate.load
         missing = max(1, request.prompt_tokens - pick.cached_tokens)
-        prefill_s = missing * (load.token_s + load.pair_s * (pick.cached_tokens + missing / 2))
+        fill_s = prefill_s(load, missing, pick.cached_tokens)
         context = request.prompt_tokens + request.output_tokens / 2
-        work_s = prefill_s + request.output_tokens * (load.sequence_s + load.context_s * context)
+        work_s = fill_s + request.output_tokens * (load.sequence_s + load.context_s * context)
         self._work_s = _mean(self._work_s, work_s)
         self._usage.offered(request.tenant, work_s, admitted=True)
         if request.session:
             held = max(ask.cached, default=0)
             self._sessions.began(request.session, request.prompt_tokens, held, pick.cached_tokens, ask.now)
-        ahead_s = self._pace.given(load, prefill_s, request.slo.tpot_s, ask.now)
+        ahead_s = self._pace.given(load, fill_s, request.slo.tpot_s, ask.now)
         if request.session or ahead_s > 0.5 * self._rule.burst_s or load.ready_at - ask.now > self._rule.hold_least_s:
             self.calm = False
 
@@ -295,11 +296,6 @@ class PricedAdmission:
         )
         if self.calm:
             self.price = 0.0
-
-
-def _left_s(ask: Ask) -> float:
-    """Seconds left of its TTFT budget."""
-    return (ask.request.arrived_s or ask.now) + ask.request.slo.ttft_s - ask.now
 
 
 def _kv_booked(candidates: Sequence[Candidate]) -> float:

@@ -190,7 +190,7 @@ class Belief:
 
 def backlog_s(load: EndpointLoad, now: float) -> float:
     """Seconds until the prompts booked so far are computed."""
-    if now > load.due_at:
+    if now > load.due_at:  # what is late already was misjudged: expect it to take as long again
         return max(0.0, load.ready_at - load.due_at) + now - load.due_at
     return max(0.0, load.ready_at - now)
 
@@ -202,14 +202,11 @@ def prefill_s(load: EndpointLoad, uncached: float, cached: float) -> float:
 
 def ttft_s(load: EndpointLoad, uncached: float, cached: float, now: float) -> float:
     """Expected seconds from arrival at the endpoint to the first token: the queue or a wait for KV, then its own."""
-    wait = load.ready_at - now
-    if now > load.due_at:  # what is late already was misjudged: expect it to take as long again
-        wait = max(0.0, load.ready_at - load.due_at) + now - load.due_at
+    wait_s = backlog_s(load, now)
     short = uncached + cached - load.kv_free
-    if short > 0.0 and short * load.kv_s > wait:
-        wait = short * load.kv_s
-    own = load.fixed_s + uncached * (load.token_s + (cached + 0.5 * uncached) * load.pair_s)
-    return own + wait if wait > 0.0 else own
+    if short > 0.0 and short * load.kv_s > wait_s:
+        wait_s = short * load.kv_s
+    return load.fixed_s + uncached * (load.token_s + (cached + 0.5 * uncached) * load.pair_s) + wait_s
 
 
 def tpot_s(load: EndpointLoad, context_tokens: float) -> float:
@@ -224,16 +221,7 @@ def spread(load: EndpointLoad) -> float:
 
 def ttfts(candidates: Sequence[Candidate], held: Sequence[int], prompt_tokens: int, now: float) -> list[float]:
     """`ttft_s` for every candidate, aligned; `held` is how many of the prompt's tokens each has cached."""
-    found = []
-    for candidate, cached in zip(candidates, held, strict=True):
-        load = candidate.load
-        uncached = prompt_tokens - cached
-        wait = load.ready_at - now
-        if now > load.due_at:
-            wait = max(0.0, load.ready_at - load.due_at) + now - load.due_at
-        short = prompt_tokens - load.kv_free
-        if short > 0.0 and short * load.kv_s > wait:
-            wait = short * load.kv_s
-        seconds = load.fixed_s + uncached * (load.token_s + (cached + 0.5 * uncached) * load.pair_s)
-        found.append(seconds + wait if wait > 0.0 else seconds)
-    return found
+    return [
+        ttft_s(candidate.load, prompt_tokens - cached, cached, now)
+        for candidate, cached in zip(candidates, held, strict=True)
+    ]

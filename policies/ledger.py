@@ -123,11 +123,8 @@ class Entry(Prompt):
         """The prompt is computed: its tokens are context now, not backlog."""
         if self.decoding or not self._open:
             return
-        load, prompt = self._load, self._request.prompt_tokens
-        load.prefill_tokens -= self._uncached
-        load.decode_tokens += prompt - self._context
-        load.decoding += 1
-        self._uncached, self._context, self.decoding = 0, prompt, True
+        self.computed()
+        load = self._load
         if load.believed:
             self.told = True
             if self._booked_at is not None and self._first_s is not None:
@@ -135,6 +132,7 @@ class Entry(Prompt):
             load.timeline.answered(load, self, now)
 
     def computed(self) -> None:
+        """Moves the counters alone; for the timeline, which believes it of a prompt that nobody will tell of."""
         load, prompt = self._load, self._request.prompt_tokens
         load.prefill_tokens -= self._uncached
         load.decode_tokens += prompt - self._context

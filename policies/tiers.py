@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from policies.appraisal import appraise
+from policies.appraisal import appraise, left_s
 from policies.filters import fits_context
 from policies.model import Ask, Candidate
 
@@ -29,9 +29,7 @@ def alternatives(ask: Ask, tiers: Sequence[Tier]) -> list[tuple[Tier, float]]:
     The price is the penalty and, of the worth that is left, the share of the TTFT budget that its queue and prefill
     would use up; a tier beyond the budget, or that nobody serves, or that takes no prompt so long, is left out.
     """
-    request = ask.request
-    budget_s = (request.arrived_s or ask.now) + request.slo.ttft_s - ask.now
-    found = []
+    budget_s, found = left_s(ask), []
     for tier in tiers:
         look = appraise(ask, fits_context(ask, tier.candidates))
         if look.count and 0.0 < budget_s >= look.ttft_s:

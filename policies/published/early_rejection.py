@@ -46,10 +46,8 @@ class EarlyRejector(Cap):
             over = first_s - first_most
             return Shed("ttft", over, f"{_told('first token', first_s, first_most)} s. {crowd(room, over)}.")
         loads = [candidate.load for candidate in candidates if candidate.load.available]
-        step_s, step_most = (
-            min((tpot_s(load, request.prompt_tokens) for load in loads), default=0.0),
-            (self._margin * slo.tpot_s),
-        )
+        step_s = min((tpot_s(load, request.prompt_tokens) for load in loads), default=0.0)
+        step_most = self._margin * slo.tpot_s
         if step_s > step_most:
             expected_s = room.drain.seconds_for(1, ask.now)
             return Shed("tpot", expected_s, f"{_told('token', step_s, step_most)} s each. {crowd(room, expected_s)}.")

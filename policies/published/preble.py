@@ -76,8 +76,8 @@ class ExploitExplore:
     def pick(self, ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         """The best score, the lightest of those; remembered as load."""
         chosen = self._lightest(ask, candidates, scores)
-        load, request, known = candidates[chosen].load, ask.request, len(ask.cached)
-        cached = ask.cached[load.slot] if load.slot < known else 0
+        load, request = candidates[chosen].load, ask.request
+        (cached,) = held(ask, (candidates[chosen],))
         seconds = prefill_s(load, request.prompt_tokens - cached, cached)
         seconds += request.output_tokens * tpot_s(load, request.prompt_tokens) / (load.decoding + 1)
         self._window.add(Given(ask.now, request.id, load.slot, seconds, cached, request.prompt_tokens))
