@@ -1,4 +1,5 @@
-# Everything a newcomer needs: `make demo` and `make test`. Both do all the set-up, in .venv and nowhere else.
+# Everything a newcomer needs: `make demo` and `make test`. Both do all the set-up, in .venv and nowhere else; the tests
+# need curl and redis-server besides.
 # Runtime dependencies are locked in requirements.lock, those for development in requirements-dev.lock (`make lock`).
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ PY     := $(VENV)/bin/python
 DEMO   ?=
 TESTS  ?=
 TRIALS ?=
-TRACES ?= ../shared/data
+TRACES ?=
 GOODPUT ?=
 comma  := ,
 NIXL_TESTS ?= tests/nixl tests/contract/kvtransfer tests/chaos/test_kv_processes.py
@@ -19,12 +20,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help demo test check unit e2e rdma nixl kv-trials bench bench-kv bench-split goodput observe real compiled load policies gateways clocks web docs lock deploy-check clean
 
 help: ## what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.runtime ## mock TP groups and the gateway, no GPU; options: make demo DEMO="--groups 6 --port 9080"
 	@exec $(VENV)/bin/penstock demo $(DEMO)
 
-test: check ## every check and every test: what CI runs (TESTS="tests/unit -k room": only those)
+test: check ## every check and every test that needs no target of its own; CI runs it and rdma (TESTS="tests/unit -k room": only those)
 	@sh tests/both.sh $(PY) $(TESTS)
 
 check: $(VENV)/.dev ## style, types, and which room may import which
@@ -64,7 +65,8 @@ bench-kv: $(VENV)/.dev ## KV transfers: ours beside NIXL, Mooncake, raw TCP and 
 bench-split: $(VENV)/.dev ## the gateway's CPU for a split request beside that for a whole one
 	$(PY) tests/bench/split.py
 
-goodput: $(VENV)/.dev ## every policy at, below and beyond capacity on a virtual clock, into docs/goodput.md; make goodput GOODPUT="--quick"
+goodput: $(VENV)/.dev ## every policy at, below and beyond capacity on a virtual clock, into docs/goodput.md (TRACES=FOLDER of recorded traces; GOODPUT="--quick")
+	@test -n "$(TRACES)" || { echo "make goodput needs the recorded traces: make goodput TRACES=FOLDER" >&2; exit 1; }
 	$(PY) tests/bench/goodput.py --data $(TRACES) --page docs/goodput.md $(GOODPUT)
 
 observe: $(VENV)/.dev ## boards and alert rules against the real Prometheus (Debian's package, unpacked into build/; 2 minutes)
@@ -105,7 +107,7 @@ lock: $(VENV)/.dev ## new locks from pyproject.toml (needs the network)
 	sh deploy/lock.sh $(PYTHON)
 
 clean: ## remove what make made
-	rm -rf $(VENV) build penstock.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers build tests/bench/bin penstock.egg-info .mypy_cache .ruff_cache .hypothesis
 
 # The stamps: set-up happens once, and again when a lock or pyproject.toml changes.
 $(VENV)/bin/python:
