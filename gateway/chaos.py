@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from gateway.operate import HERE, Admin, Json, Server, fail, print_json, say
+from gateway.commands import HERE, Admin, Json, fail, print_json, say
+from gateway.operate import Server
 from gateway.units import duration_s
 
 LABEL = "chaos"

@@ -7,7 +7,6 @@ planner) and everything heavy are imported when a command needs them, never befo
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import platform
 from collections.abc import Mapping
@@ -21,6 +20,8 @@ import typer
 import typer.core
 import typer.main
 from rich.console import Console
+
+from gateway.commands import HERE, Admin, Json, fail, print_json, say
 
 if TYPE_CHECKING:
     from gateway.config import ConfigError, Loaded, Problem
@@ -67,7 +68,6 @@ app = typer.Typer(
 _POLICIES = "round_robin, least_loaded or prefix_aware."
 _DIALECTS = "vllm_nixl, vllm_push, mooncake, sglang or trtllm."
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PolicyName = Annotated[str | None, typer.Option("--policy", help=_POLICIES)]
 AdminPort = Annotated[int | None, typer.Option("--admin-port", min=0, max=65535, help="Port of the admin server.")]
 
@@ -95,7 +95,7 @@ def demo(
     try:
         raise typer.Exit(run(Demo(groups, policy, port, admin_port, model, speed, dialect if split else None)))
     except DemoError as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 @app.command()
@@ -142,13 +142,11 @@ def check(
     endpoints = sum(len(pool.endpoints) for pool in config.pools.values())
     if as_json:
         warnings = [_plain(problem) for problem in loaded.warnings]
-        _print_json({"ok": True, "file": str(file), "endpoints": endpoints, "problems": [], "warnings": warnings})
+        print_json({"ok": True, "file": str(file), "endpoints": endpoints, "problems": [], "warnings": warnings})
         return
     for problem in loaded.warnings:
-        _say(f"{problem} (warning)", style="yellow", err=True)
-    _say(
-        f"{file} is good: {len(config.models)} models, {len(config.pools)} pools, {endpoints} endpoints", style="green"
-    )
+        say(f"{problem} (warning)", style="yellow", err=True)
+    say(f"{file} is good: {len(config.models)} models, {len(config.pools)} pools, {endpoints} endpoints", style="green")
 
 
 @app.command()
@@ -157,9 +155,7 @@ def plan(
     last: Annotated[str, typer.Option("--last", metavar="TIME", help="How far back to look.")] = "10m",
     log: Annotated[Path | None, typer.Option("--log", help="Access log; the running gateway's unless given.")] = None,
     running: Annotated[Path | None, typer.Option("--running", help="File in force; asked of --admin else.")] = None,
-    admin: Annotated[
-        str, typer.Option("--admin", envvar="PENSTOCK_ADMIN", help="Admin server of the gateway.")
-    ] = "http://127.0.0.1:8081",
+    admin: Admin = HERE,
     model: Annotated[str | None, typer.Option("--model", help="What mock groups serve, as in penstock mock.")] = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="What they run on, where endpoints have no label.")] = None,
     fail_if_worse: Annotated[
@@ -191,7 +187,7 @@ def plan(
     except ConfigError as error:
         _refuse(error, as_json=as_json)
     except (CaseError, TraceError) as error:
-        _fail(str(error))
+        fail(str(error))
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(as_plain(outcome)), indent=2).decode())
     else:
@@ -205,7 +201,7 @@ def _log_of(config: Mapping[str, Any]) -> Path:
     """Where the running gateway writes its access log, if that is a file."""
     where = str(config["observability"]["access_log"])
     if where in ("off", "stdout"):
-        _fail(f"the gateway's access log is {where}; name a file with --log")
+        fail(f"the gateway's access log is {where}; name a file with --log")
     return Path(where)
 
 
@@ -214,7 +210,7 @@ def schema() -> None:
     """Print the JSON Schema of the configuration file."""
     from gateway.config import json_schema
 
-    _print_json(json_schema())
+    print_json(json_schema())
 
 
 @app.command()
@@ -222,9 +218,9 @@ def version(as_json: Json = False) -> None:
     """Print the version."""
     ours, python = version_of("penstock"), platform.python_version()
     if as_json:
-        _print_json({"penstock": ours, "python": python})
+        print_json({"penstock": ours, "python": python})
     else:
-        _say(f"penstock {ours} (Python {python})")
+        say(f"penstock {ours} (Python {python})")
 
 
 def _serve(loaded: Loaded, file: Path | None, workers: int) -> int:
@@ -234,19 +230,19 @@ def _serve(loaded: Loaded, file: Path | None, workers: int) -> int:
     config = loaded.config
     for listener, flag in ((config.listeners.api, "--port"), (config.listeners.admin, "--admin-port")):
         if listener.port and not is_free(listener.host, listener.port):
-            _fail(f"port {listener.port} is taken by another program; choose another in the file or with {flag}")
+            fail(f"port {listener.port} is taken by another program; choose another in the file or with {flag}")
 
     def tell(started: App | Supervisor) -> None:
-        _say(f"API {started.url}/v1, admin {started.admin_url}; Ctrl-C ends it", err=True)
+        say(f"API {started.url}/v1, admin {started.admin_url}; Ctrl-C ends it", err=True)
 
-    def say(line: str, bad: bool) -> None:
-        _say(line, style="red" if bad else None, err=True)
+    def report(line: str, bad: bool) -> None:
+        say(line, style="red" if bad else None, err=True)
 
     if workers > 1:
         from gateway.workers import supervisor
 
-        return supervisor.run(loaded, file, os.environ, say, workers, tell)
-    return run(Origin(loaded, file, os.environ, say), ready=tell)
+        return supervisor.run(loaded, file, os.environ, report, workers, tell)
+    return run(Origin(loaded, file, os.environ, report), ready=tell)
 
 
 def _or(given: int | None, default: int) -> int:
@@ -255,28 +251,14 @@ def _or(given: int | None, default: int) -> int:
 
 def _refuse(error: ConfigError, *, as_json: bool) -> NoReturn:
     if as_json:
-        _print_json({"ok": False, "problems": [_plain(problem) for problem in error.problems], "warnings": []})
+        print_json({"ok": False, "problems": [_plain(problem) for problem in error.problems], "warnings": []})
     else:
         for problem in error.problems:
-            _say(str(problem), err=True)
+            say(str(problem), err=True)
         count = len(error.problems)
-        _say(f"{count} problem{'s' if count > 1 else ''}", style="red", err=True)
+        say(f"{count} problem{'s' if count > 1 else ''}", style="red", err=True)
     raise typer.Exit(1)
 
 
 def _plain(problem: Problem) -> dict[str, object]:
     return {name: getattr(problem, name) for name in problem.__struct_fields__}
-
-
-def _fail(message: str) -> NoReturn:
-    _say(message, style="red", err=True)
-    raise typer.Exit(1)
-
-
-def _say(text: str, *, style: str | None = None, err: bool = False) -> None:
-    """One plain line, coloured on a terminal unless NO_COLOR is set."""
-    Console(stderr=err, highlight=False).print(text, style=style, markup=False, soft_wrap=True)
-
-
-def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))

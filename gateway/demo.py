@@ -22,13 +22,13 @@ from types import FrameType
 import msgspec
 from rich.console import Console
 
+from gateway.commands import HERE
 from gateway.config import ConfigError, examine, json_schema
 from gateway.ports import is_free
 from kvtransfer.dialects import DIALECTS, Needs
 
 FOLDER = Path("penstock-demo")
 _HOST = "127.0.0.1"
-_USUAL_ADMIN = "http://127.0.0.1:8081"
 _MOCK_PORTS = range(9100, 9900)
 _READY_WITHIN_S = 30.0
 _GONE_WITHIN_S = 5.0
@@ -306,7 +306,7 @@ def _next_steps(demo: Demo, file: Path, url: str, admin: str) -> str:
     other = "least_loaded" if demo.policy != "least_loaded" else "prefix_aware"
     penstock = "penstock" if shutil.which("penstock") else os.path.relpath(Path(sys.executable).with_name("penstock"))
     victim = "group-0" if demo.dialect is None else "decode-0"
-    steps = {} if admin == _USUAL_ADMIN else {f"export PENSTOCK_ADMIN={admin}": "where the commands below ask"}
+    steps = {} if admin == HERE else {f"export PENSTOCK_ADMIN={admin}": "where the commands below ask"}
     steps |= {
         f"{penstock} bench --url {url} --for 30s": "measure it: TTFT, TPOT, goodput",
         f"{penstock} top": "the fleet in this terminal (or open the live view)",

@@ -10,24 +10,23 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from gateway.commands import HERE, Admin, Json, fail, print_json, say
+
 WAIT_S = 30.0
 ANSWER_CAP_BYTES = 64 << 20
 KEY_CAP_BYTES = 64 << 10
 
-Admin = Annotated[str, typer.Option("--admin", envvar="PENSTOCK_ADMIN", help="URL of the admin server.")]
 KeyFile = Annotated[
     Path | None,
     typer.Option("--key-file", help="File with the admin key; or set PENSTOCK_ADMIN_KEY. Reading needs none."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-HERE = "http://127.0.0.1:8081"
 
 
 def status(admin: Admin = HERE, as_json: Json = False) -> None:
@@ -246,16 +245,3 @@ def _changes(changes: list[dict[str, Any]], indent: str = "  ") -> None:
         else:
             line.append(before, "red").append(" -> ").append(after, "green")
         Console(highlight=False).print(line, soft_wrap=True)
-
-
-def fail(message: str) -> NoReturn:
-    say(message, style="red", err=True)
-    raise typer.Exit(1)
-
-
-def say(text: str, *, style: str | None = None, err: bool = False) -> None:
-    Console(stderr=err, highlight=False).print(text, style=style, markup=False, soft_wrap=True)
-
-
-def print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))

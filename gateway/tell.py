@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gateway.operate import HERE, Admin, Json, Server, fail, print_json, say
+from gateway.commands import HERE, Admin, Json, fail, print_json, say
+from gateway.operate import Server
 
 NEWEST = "last"
 MOST_ROWS = 16

@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gateway.commands import Json, print_json, say
 from gateway.config import Config, ConfigError, EndpointSpec, Loaded, examine, from_engines
 from gateway.doctor.checklist import Fleet, Member, points
 from gateway.doctor.engine import judge
 from gateway.doctor.findings import Finding, Verdict, bad, doubtful
 from gateway.doctor.probe import Probed, decode_s, models_of, probe
-from gateway.operate import Json, print_json, say
 from gateway.roster import described
 from kvtransfer.dialects import by_itself
 

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from gateway.operate import HERE, Admin, Json, KeyFile, Server, print_json, say
+from gateway.commands import HERE, Admin, Json, print_json, say
+from gateway.operate import KeyFile, Server
 from gateway.top.plain import board
 
 WIDTH_WITHOUT_A_TERMINAL = 132

@@ -1,0 +1,28 @@
+"""What all commands have in common: the options that several take, and how they print. Light to import."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+HERE = "http://127.0.0.1:8081"
+Admin = Annotated[str, typer.Option("--admin", envvar="PENSTOCK_ADMIN", help="URL of the admin server.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the command."""
+    say(message, style="red", err=True)
+    raise typer.Exit(1)
+
+
+def say(text: str, *, style: str | None = None, err: bool = False) -> None:
+    """One plain line, coloured on a terminal unless NO_COLOR is set."""
+    Console(stderr=err, highlight=False).print(text, style=style, markup=False, soft_wrap=True)
+
+
+def print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
