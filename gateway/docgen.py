@@ -1,6 +1,6 @@
-"""The reference pages docs/reference/{config,metrics,cli}.md, written from the code they describe: `make docs`.
+"""The reference pages, the configuration's schema, boards and rules, written from the code they describe: `make docs`.
 
-A test compares the pages with what this module would write, so they cannot fall behind.
+A test compares the files with what this module would write, so they cannot fall behind.
 """
 
 from __future__ import annotations

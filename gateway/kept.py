@@ -110,8 +110,7 @@ class Kept:
         if x.outcome != "served":
             x.kept = FAILED if x.outcome == "interrupted" else ""
         if x.kept:
-            key = (slo.name, x.kept, x.tenant if self.tenants else "")
-            (self._goodput.get(key) or self._find(key)).value += 1.0
+            self._count(x, slo)
         if x.asked is not None and x.asked.cached and x.pick is not None:
             self._computed(x.asked, x.pick.cached_tokens, usage)
 
@@ -132,12 +131,14 @@ class Kept:
         """One that got no answer: refused at the door, or nobody could."""
         if x.call is not None and x.reason != "tenant_rate_limited" and (x.status == 429 or x.status >= 500):
             x.kept = "shed" if x.status == 429 else FAILED
-            key = (x.call.request.slo.name, x.kept, x.tenant if self.tenants else "")
-            (self._goodput.get(key) or self._find(key)).value += 1.0
+            self._count(x, x.call.request.slo)
 
-    def _find(self, key: tuple[str, str, str]) -> Counter:
-        counter = self._goodput[key] = self._metrics.goodput_total.labels(*key)
-        return counter
+    def _count(self, x: Exchange, slo: Slo) -> None:
+        key = (slo.name, x.kept, x.tenant if self.tenants else "")
+        counter = self._goodput.get(key)
+        if counter is None:
+            counter = self._goodput[key] = self._metrics.goodput_total.labels(*key)
+        counter.value += 1.0
 
     def _computed(self, asked: Ask, believed: int, usage: Usage) -> None:
         """Why the prompt's tokens were computed: nobody had them, others had, or the endpoint had lost them."""

@@ -15,13 +15,13 @@ from gateway.exchange import Exchange
 from gateway.openai import Api, Call
 from gateway.relay import Relay, UpstreamBroke
 from gateway.rename import Renamer
+from gateway.slo import SESSION
 from gateway.snapshot import Route
 from gateway.trace import passed_on
 from kvtransfer.dialects import known_members
 from policies.model import EngineKind
 
 OWN_TROUBLE = frozenset({401, 403, 407, 408, 429})  # our key for it, its queue: nothing the client could mend
-SESSION = "x-session-id"  # it keeps a conversation recognisable to the engine
 
 
 async def single(route: Route, x: Exchange, call: Call, client: Client, booking: Booking) -> None:
@@ -85,6 +85,7 @@ def request_headers(x: Exchange, headers: Mapping[str, str], length: int, endpoi
 
 
 def forwarded(headers: Mapping[str, str]) -> str:
-    """What of a client's headers an engine gets to see, as lines; the trace's context is trace.py's."""
+    """What of a client's headers an engine gets to see, as lines: it recognises a conversation. The trace's context is
+    trace.py's."""
     session = headers.get(SESSION)
     return "" if session is None else f"{SESSION}: {session}\r\n"

@@ -431,7 +431,7 @@ class Config(Section):
     prefix: Prefix = setting({}, "Memory of who holds which prompt prefix.")
     slo: Slos = setting({}, "What requests are promised.")
     tenants: tuple[Tenant, ...] = setting((), "Clients with keys; empty leaves the API open.")
-    observability: Observability = setting({}, "Access log.")
+    observability: Observability = setting({}, "What the gateway writes about itself.")
     admin: Admin = setting({}, "Who may change something.")
     reload: Reload = setting({}, "How changes are taken over.")
     shared: Shared | None = setting(None, "One view among several gateways; each for itself unless given.")

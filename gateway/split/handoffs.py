@@ -149,7 +149,7 @@ class Handoffs:
 
     def figures(self, pair: Pair) -> PairFigures:
         """How handoffs between these two went so far."""
-        names = pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
+        names = _names(pair)
         found = self.pairs.get(names)
         if found is None:
             found = self.pairs[names] = PairFigures()
@@ -165,7 +165,7 @@ class Handoffs:
         """A pair's attempt is over."""
         figures = self.figures(pair)
         figures.transport = record.transport or figures.transport
-        names = pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
+        names = _names(pair)
         if state is State.FAILED:
             figures.failed += 1
             self.metrics.split_pairs_total.labels(*names, "failed").inc()
@@ -180,6 +180,10 @@ class Handoffs:
         for leg in tuple(self._running):
             leg.close()
         self.bootstraps.close()
+
+
+def _names(pair: Pair) -> tuple[str, str]:
+    return pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
 
 
 def _nearer(mean_s: float | None, newest_s: float) -> float:

@@ -45,9 +45,7 @@ class Watcher:
         """Begin watching; returns when every endpoint was asked once, so that the first request meets known ground."""
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None),
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=4
-            ),  # hung engines must not starve the others' probes
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),  # hung engines must not starve others' probes
         )
         await asyncio.gather(*(self._look(live) for live in self._endpoints.all()))
         for live in self._endpoints.all():
