@@ -24,7 +24,7 @@ class Arrivals:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = self._plan = plan
+        self.plan = plan
         self._missing = plan.bytes_by_group()
         self._begun: dict[tuple[int, int], _Spans] = {}
         self._under_way: dict[tuple[int, int, int, int], int] = {}
@@ -34,7 +34,7 @@ class Arrivals:
     def begin(self, group: int, pair: int, first: int, count: int, n_bytes: int) -> Runs:
         """Where this window's bytes go. Raises WindowError: such a link is not to be trusted any further."""
         try:
-            runs = self._plan.runs(group, pair).cut(first, count)
+            runs = self.plan.runs(group, pair).cut(first, count)
         except IndexError as wrong:
             raise WindowError(f"no such window: {wrong}") from wrong
         if runs.n_bytes != n_bytes:
@@ -63,7 +63,7 @@ class Arrivals:
     @property
     def layers(self) -> int:
         """How many layers, from the first on without a gap, are complete."""
-        return self._plan.layers_there(self._groups_in_order)
+        return self.plan.layers_there(self._groups_in_order)
 
 
 class _Spans:

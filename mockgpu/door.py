@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from mockgpu.faults import FaultError, parse_faults
+from mockgpu.server import FaultOrder
 
 if TYPE_CHECKING:
     from mockgpu.fleet import Member
@@ -24,12 +25,6 @@ MOST_BYTES = 4096
 FROM_A_BROWSER = ("Origin", "Sec-Fetch-Site", "Referer")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /faults/{port}: a spec in faults.py's grammar; empty: all is well."""
-
-    spec: str
 
 
 @asynccontextmanager
@@ -48,16 +43,18 @@ def application(members: Sequence[Member]) -> web.Application:
     """GET /faults and POST /faults/{port of a group}."""
 
     async def show(_: web.Request) -> web.Response:
-        return _json({str(each.listener.port): {"spec": each.faults.spec, "jobs": _jobs(each)} for each in members})
+        return _json(
+            {str(each.listener.port): {"spec": each.faults.spec, "jobs": each.group.in_flight} for each in members}
+        )
 
     async def put(request: web.Request) -> web.Response:
         port = request.match_info["port"]
         member = next((each for each in members if str(each.listener.port) == port), None)
         if member is None:
             return _json({"error": f"no group of this fleet has the port {port[:8]}"}, 404)
-        jobs, before = _jobs(member), member.faults.spec
+        jobs, before = member.group.in_flight, member.faults.spec
         try:
-            spec = msgspec.json.decode(await request.read(), type=Order).spec
+            spec = msgspec.json.decode(await request.read(), type=FaultOrder).spec
             member.faults.check(parse_faults(spec))
             member.faults.set(spec)
         except (FaultError, msgspec.DecodeError) as error:
@@ -77,10 +74,6 @@ async def _no_pages(request: web.Request, handler: Handler) -> web.StreamRespons
     if host not in (HOST, "localhost") or any(name in request.headers for name in FROM_A_BROWSER):
         return _json({"error": "pages may not break anything here"}, 403)
     return await handler(request)
-
-
-def _jobs(member: Member) -> int:
-    return member.group.in_flight
 
 
 def _json(value: object, status: int = 200) -> web.Response:

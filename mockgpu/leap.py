@@ -6,6 +6,8 @@ through three of its steps gives all of them. Which steps may be run so is sched
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from mockgpu.roofline import Roofline, Work
 
 MOST_STEPS = 4096
@@ -47,11 +49,4 @@ class Run:
 
     def over_at(self, seconds: float) -> int:
         """How many of them are over after that time, all but the last at most."""
-        low, high = 0, self.steps - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.until(middle) <= seconds:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_right(range(1, self.steps), seconds, key=self.until)

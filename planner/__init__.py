@@ -1,1 +1,1 @@
-"""Offline: generate load, read traces, replay them on virtual time; (later) size a fleet and price it."""
+"""Offline: generate load, read traces, replay them on virtual time, try a changed configuration on them."""

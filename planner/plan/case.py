@@ -75,7 +75,6 @@ class _Model(msgspec.Struct):
     pool: str
     parameters: float | None = None
     split: _Split | None = None
-    slo: str | None = None
 
 
 class _Class(msgspec.Struct):

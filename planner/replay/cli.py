@@ -18,7 +18,7 @@ from rich.table import Table
 
 from planner.replay import words
 from planner.replay.options import Clients, Options
-from planner.replay.report import cells_of, heads, page
+from planner.replay.report import HEADS, cells_of, page
 from planner.replay.spec import FleetError, FleetSpec, preset, read_fleet
 from planner.replay.sweep import Contest, Standing, held
 from planner.traces import READERS, TraceError, TraceRequest, read_trace, sliced
@@ -164,9 +164,9 @@ def _print(standing: Standing, as_json: bool) -> None:
     console = Console(file=sys.stdout)
     if not console.is_terminal:
         console.width = _WIDE
-    shown = [cell for cell, head in enumerate(heads()) if console.is_terminal is False or head in _BRIEF]
+    shown = [cell for cell, head in enumerate(HEADS) if not console.is_terminal or head in _BRIEF]
     rows = [[cells_of(point)[cell] for cell in shown] for point in standing.points]
-    console.print(_table([heads()[cell] for cell in shown], rows))
+    console.print(_table([HEADS[cell] for cell in shown], rows))
     for number, target in enumerate(standing.contest.targets):
         rows = [[name, f"{standing.capacities[name][number].load:.3g}"] for name in standing.contest.policies]
         console.print(_table(("policy", f"capacity at {target:.0%}"), rows))

@@ -6,8 +6,10 @@ is done here with the time at which the step or the run of steps under way will 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from math import inf
+from operator import itemgetter
 
 from mockgpu.blocks import BlockPool
 from mockgpu.job import Job, Plan
@@ -97,15 +99,8 @@ class Engine:
         return max(self._longest_step_s(since_s), self._pauses.pop(job, 0.0))
 
     def _longest_step_s(self, since_s: float) -> float:
-        gaps = self._gaps
-        low, high = 0, len(gaps)
-        while low < high:
-            middle = (low + high) // 2
-            if gaps[middle][0] > since_s:
-                high = middle
-            else:
-                low = middle + 1
-        return gaps[low][1] if low < len(gaps) else 0.0
+        first = bisect_right(self._gaps, since_s, key=itemgetter(0))
+        return self._gaps[first][1] if first < len(self._gaps) else 0.0
 
     def _begin(self, now: float) -> None:
         plan = self._plan = self.scheduler.step()

@@ -27,7 +27,7 @@ from planner.replay.happenings import Happenings
 from planner.replay.options import Options, View
 from planner.replay.record import End, Record, Run
 from planner.replay.spec import FleetSpec
-from planner.replay.traffic import Line, Traffic
+from planner.replay.traffic import Traffic
 from planner.traces.shape import TraceRequest
 from policies import ledger
 from policies.admission import Admission, Admit, Outcome, Shed, WaitingRoom
@@ -116,7 +116,7 @@ class Fleet:
         for one in sorted(self._traffic.arrivals, key=lambda one: one.arrival_s):
             self._due(one.arrival_s, one, None)
         for line in self._traffic.lines:
-            self._next(line.begins_s, line, line.requests(), first=True)
+            self._next(line.begins_s, line.requests(), first=True)
         Happenings(self).announce()
         if self._room is not None:
             self.refresh(0.0)
@@ -126,7 +126,7 @@ class Fleet:
         self.under_way += 1
         self.at(when_s, self._arrive, (one, rest))
 
-    def _next(self, now: float, line: Line | None, rest: Iterator[TraceRequest], first: bool = False) -> None:
+    def _next(self, now: float, rest: Iterator[TraceRequest], first: bool = False) -> None:
         """The next request of a closed loop, if there is one."""
         one = next(rest, None)
         if one is not None:
@@ -364,7 +364,7 @@ class Fleet:
             self._room.leave(flight.request, _outcome(now, record))
             self.at(now, self._settle)
         if flight.rest is not None:
-            self._next(now, None, flight.rest)
+            self._next(now, flight.rest)
 
     def _nobody(self, now: float, flight: Flight) -> None:
         """Nobody may serve it: refused like any other, but its permit was real."""

@@ -22,8 +22,8 @@ class Flight:
     permit    it holds a place that its pool's room gave it
     believed  prompt tokens that its group was believed to hold when it was picked
     expected  its keys are counted among those that its group will compute
-    giver, given, prefill_entry, prefill_believed  the other half, of a split request: who computes its prompt, the job
-              there (its blocks are kept until they have been fetched), what is booked there and was believed
+    giver, given, prefill_entry  the other half, of a split request: who computes its prompt, the job there (its blocks
+              are kept until they have been fetched), what is booked there
     """
 
     record: Record
@@ -44,4 +44,3 @@ class Flight:
     giver: Group | None = None
     given: Job | None = None
     prefill_entry: Entry | None = None
-    prefill_believed: int = 0

@@ -33,7 +33,7 @@ th { font-weight: 600; color: var(--soft); vertical-align: bottom } th:first-chi
 td.best { font-weight: 700 }
 """
 
-_HEADS = (
+HEADS = (
     *("policy", "load", "attainment", "good req/s", "good tokens/s", "TTFT p50 s", "TTFT p99 s", "TPOT p50 ms"),
     *("TPOT p99 ms", "hits", "of ideal", "imbalance", "shed", "lost", "wasted", "fairness", "decision us"),
 )
@@ -141,7 +141,7 @@ def _capacities(standing: Standing, names: Sequence[str]) -> str:
 
 
 def _table(points: Sequence[Point]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in _HEADS)
+    head = "".join(f"<th>{escape(name)}</th>" for name in HEADS)
     best = {load: max(p.figures.goodput for p in points if p.load == load) for load in {p.load for p in points}}
     rows = []
     for point in sorted(points, key=lambda point: (point.load, -point.figures.goodput)):
@@ -153,7 +153,7 @@ def _table(points: Sequence[Point]) -> str:
 
 
 def cells_of(point: Point) -> list[str]:
-    """A point as a row of text, aligned with `heads()`."""
+    """A point as a row of text, aligned with HEADS."""
     f = point.figures
     return [
         point.policy,
@@ -172,11 +172,6 @@ def cells_of(point: Point) -> list[str]:
         f"{f.jain:.3f}",
         f"{f.pick_us:.0f}",
     ]
-
-
-def heads() -> Sequence[str]:
-    """What the cells of a row are."""
-    return _HEADS
 
 
 def _two(summary: Summary | None, factor: float, write: str) -> tuple[str, str]:

@@ -29,7 +29,7 @@ class Contest(msgspec.Struct, frozen=True):
     admission   a name; None lets everybody in
     loads       rates relative to the recorded one, or with `by_users` numbers of users
     targets     attainments whose capacity is looked for
-    from_s      requests before it do not count
+    warmup_s    requests before it do not count
     """
 
     fleet: FleetSpec

@@ -143,10 +143,9 @@ def offered(cell: Cell, load: float, data: Data) -> tuple[Traffic, float, float 
     return traffic(scaled(requests, load)), span_s / load, None
 
 
-@cache
 def sessions(folder: str) -> tuple[TraceRequest, ...]:
     """Agent sessions, closed loop."""
-    return tuple(read_trace(Path(folder) / "claude_code_sessions_a.jsonl.gz"))
+    return _trace(folder, "claude_code_sessions_a.jsonl.gz")
 
 
 @cache

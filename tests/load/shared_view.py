@@ -45,16 +45,15 @@ def main() -> int:
     return 0 if held else 1
 
 
-def _house(stack: ExitStack, count: int, shared: bool, speed: float) -> tuple[list[Gateway], list[str]]:
+def _house(stack: ExitStack, count: int, redis_url: str | None, speed: float) -> list[Gateway]:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     engines = stack.enter_context(mock_fleet(*MODEL, "--speed", str(speed * ENGINES_AHEAD)))
-    url = stack.enter_context(redis_server()).url if shared else None
-    return [stack.enter_context(sharing(folder, f"g{at}", engines, url)) for at in range(count)], engines
+    return [stack.enter_context(sharing(folder, f"g{at}", engines, redis_url)) for at in range(count)]
 
 
 def _hits(name: str, count: int, shared: bool, requests: int, speed: float) -> float:
     with ExitStack() as stack:
-        gateways, _ = _house(stack, count, shared, speed)
+        gateways = _house(stack, count, stack.enter_context(redis_server()).url if shared else None, speed)
         report = asyncio.run(converse([each.url for each in gateways], requests, speed))
         blind = sum(metric(each, "penstock_blind_picks_total") for each in gateways)
     found = report.cached_ratio or 0.0
@@ -64,10 +63,8 @@ def _hits(name: str, count: int, shared: bool, requests: int, speed: float) -> f
 
 def _outage(seconds: float, speed: float) -> bool:
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines = stack.enter_context(mock_fleet(*MODEL, "--speed", str(speed * ENGINES_AHEAD)))
         redis = stack.enter_context(redis_server())
-        gateways = [stack.enter_context(sharing(folder, f"g{at}", engines, redis.url)) for at in range(2)]
+        gateways = _house(stack, 2, redis.url, speed)
         urls = [each.url for each in gateways]
         asyncio.run(converse(urls, 100, speed))
         before = [each.resident_bytes for each in gateways]

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from planner.replay import End, FleetSpec, Kind, Options, Run, replay, traffic
 from planner.replay.record import Record
+from planner.traces import scaled
 from policies import registry
 from tests.sim.conversation import conversation
 
@@ -19,7 +20,7 @@ REQUESTS, WARM_S = 800, 90.0
 
 @cache
 def ran(*kinds: Kind, speed: float) -> Run:
-    requests = [replace(one, arrival_s=one.arrival_s / speed) for one in conversation(REQUESTS)]
+    requests = scaled(conversation(REQUESTS), speed)
     fleet = FleetSpec("fleet", kinds)
     return replay(fleet, traffic(requests), registry.build("prefix_aware", {}), options=Options(scrape_s=None))
 

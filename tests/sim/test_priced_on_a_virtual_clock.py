@@ -6,8 +6,6 @@ Small runs with bounds wide enough for their noise; the figures that count are m
 from __future__ import annotations
 
 from functools import cache
-from itertools import islice
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,17 +15,16 @@ from planner.replay.figures import Figures, figures
 from planner.traces.b2b import b2b
 from planner.traces.mix import scaled
 from planner.traces.shape import TraceRequest
-from planner.traces.source import read_trace
 from policies import registry
 from policies.model import STANDARD
+from tests.sim import conversation as excerpt
 
-TRACE = Path(__file__).parents[1] / "data" / "mooncake_conversation_1500.jsonl.gz"
 H100 = Kind("llama-3.1-70b-fp8", "h100", 4, count=4, kv_tokens=600_000)
 
 
 @cache
 def conversation(speed: float) -> tuple[TraceRequest, ...]:
-    return tuple(scaled(islice(read_trace(TRACE), 700), speed))
+    return tuple(scaled(excerpt.conversation(700), speed))
 
 
 def ran(policy: str, requests: tuple[TraceRequest, ...], spec: FleetSpec, tpot_s: float = 0.1) -> Run:

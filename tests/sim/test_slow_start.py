@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from planner.replay import FleetSpec, Kind, Options, replay, traffic
 from planner.replay.options import Fault
 from planner.replay.record import Run
-from planner.traces import read_mooncake, sliced
+from planner.traces import scaled, sliced
 from policies import registry
 from policies.admissions import build_admission
+from tests.sim.conversation import conversation
 
-TRACE = Path(__file__).parents[1] / "data" / "mooncake_conversation_1500.jsonl.gz"
 LOST_S, BACK_S, RAMP_S, GROUPS = 30.0, 40.0, 10.0, 8
 
 
 def run(policy: str, slow_start_s: float) -> Run:
-    requests = sliced(list(read_mooncake(TRACE, speed=2.0)), 0.0, 100.0)
+    requests = sliced(scaled(conversation(), 2.0), 0.0, 100.0)
     kind = Kind("llama-3.1-70b-fp8", "h100", 4, kv_tokens=600_000, count=GROUPS, max_concurrency=24)
     faults = (Fault(LOST_S, 0, for_s=BACK_S - LOST_S),)
     options = Options(slow_start_s=slow_start_s, faults=faults)
