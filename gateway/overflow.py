@@ -38,7 +38,7 @@ def _fits(route: Route, call: Call) -> bool:
 
 
 def _lessened(ask: Ask, tier: Tier) -> Ask:
-    """The question as the tier hears it: the request is worth less there."""
+    """The question as the tier hears it: the request is worth less there, and hears of no refusal."""
     slo = ask.request.slo
     slo = replace(slo, weight=slo.weight * (1.0 - tier.penalty))
-    return replace(ask, request=replace(ask.request, slo=slo))
+    return replace(ask, request=replace(ask.request, slo=slo), returns=False)

@@ -124,14 +124,14 @@ class PricedAdmission:
     def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
         if room.capacity <= 0:
             return no_capacity()
-        key = identity(ask) if room.at_door and len(self._calendar) else None
-        early_s = self._calendar.early(key, ask.now)
-        if early_s is not None:
-            return Shed("early", early_s, f"This request was told to come back, which is due in {early_s:.1f} s.")
         look = appraise(ask, candidates)
         if not look.count:
             return no_capacity()
         self._reprice(look, room)
+        key = identity(ask) if room.at_door and len(self._calendar) else None
+        early_s = self._calendar.early(key, ask.now) if self.price else None
+        if early_s is not None:
+            return Shed("early", early_s, f"This request was told to come back, which is due in {early_s:.1f} s.")
         shed = self._refusal(ask, candidates, look, key, room) if room.at_door else self._too_late(ask, look, room)
         if shed is not None:
             self._usage.offered(ask.request.tenant, look.work_s, admitted=False)
@@ -246,7 +246,10 @@ class PricedAdmission:
         return room.waiting_s / look.count * min(1.0, room.ahead(tenant) / room.waiting)
 
     def _come_back(self, ask: Ask, look: Appraisal, room: RoomView, excess_s: float) -> float | None:
-        """Retry-After: the first moment that is not promised to others, once the queue has gone down."""
+        """Retry-After: the first moment that is not promised to others, once the queue has gone down. None, and no time
+        taken from others, for one that would not hear it."""
+        if not ask.returns:
+            return None
         per_s = room.drain.per_s(ask.now)
         capacity = per_s * self._work_s if per_s is not None and self._work_s else None
         return self._calendar.refuse(identity(ask), look.work_s, capacity, 2.0 * excess_s, ask)

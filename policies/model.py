@@ -190,7 +190,8 @@ class Ask(msgspec.Struct, frozen=True):
 
     cached[slot] is how many prompt tokens the endpoint in that slot is believed to hold; empty when the policy
     does not read prefixes. `fingerprint` is the prompt's chain of block keys, for rules that hash a prefix; None when
-    nobody reads prefixes. `tried` holds names of endpoints that failed this request already.
+    nobody reads prefixes. `tried` holds names of endpoints that failed this request already. `returns` False: it would
+    not come back to this pool if it were refused, for it only overflows into it.
     """
 
     request: Request
@@ -199,6 +200,7 @@ class Ask(msgspec.Struct, frozen=True):
     cached: Sequence[int] = ()
     tried: frozenset[str] = frozenset()
     fingerprint: Fingerprint | None = None
+    returns: bool = True
 
 
 class Pick(msgspec.Struct, frozen=True):

@@ -122,8 +122,8 @@ class Prices:
         return [msgspec.structs.asdict(self.explain(ask, candidates, index)) for index in range(len(candidates))]
 
     def prices(self, ask: Ask, candidates: Sequence[Candidate], part: Part = WHOLE) -> list[float]:
-        """Prices aligned with the candidates: the totals of `explain`. Unrolled, because every request pays for it: a call
-        for each candidate would take twice the time."""
+        """Prices aligned with the candidates: the totals of `explain`. Unrolled, because every request pays for it: a
+        call for each candidate would take twice the time."""
         weights, request, now, cached = self.weights, ask.request, ask.now, ask.cached
         late, overdue, kv_weight = weights.late, weights.overdue, weights.kv_weight
         prompt, output, known, oldest = request.prompt_tokens, request.output_tokens, len(cached), now - weights.fresh_s

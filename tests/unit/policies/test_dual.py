@@ -157,6 +157,29 @@ def test_one_who_keeps_to_its_time_is_let_in_and_one_who_comes_early_only_hears_
     assert made.judge(asking(prompt=8, now=due.now), fleet, view) != Admit()
 
 
+def test_when_the_load_has_gone_nobody_is_early() -> None:
+    made, fleet = admission(), queued(12.0)
+    overload(made, fleet, requests=50)
+    view = View().draining(2.0)
+    assert shed(made.judge(asking(prompt=7), fleet, view)).retry_after_s is not None
+    assert not isinstance(made.judge(asking(prompt=7, now=NOW + 0.2), queued(0.0), view), Shed)
+    assert shed(made.judge(asking(prompt=7, now=NOW + 0.3), fleet, view)).reason == "price"  # its promise is used up
+
+
+def test_one_that_would_not_come_back_is_told_no_time_and_takes_none_from_others() -> None:
+    def told(probes: int) -> float | None:
+        made, fleet = admission(), queued(12.0)
+        overload(made, fleet, requests=50)
+        view = View().draining(2.0)
+        for seed in range(probes):
+            probe = replace(asking(40_000, seed=seed), returns=False)
+            assert shed(made.judge(probe, fleet, view)).retry_after_s is None
+        return shed(made.judge(asking(prompt=7), fleet, view)).retry_after_s
+
+    assert told(0) is not None
+    assert told(50) == told(0)
+
+
 def test_one_whose_client_will_have_given_up_is_refused_with_both_times() -> None:
     verdict = shed(admission().judge(asking(deadline_s=NOW + 1.0), queued(3.0), View(busy=8).draining(2.0)))
     assert verdict.reason == "deadline"

@@ -1,0 +1,55 @@
+"""Before a refusal: how a smaller model hears of a request that overflows into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+from msgspec.structs import replace
+
+from gateway.config import WaitingRoom
+from gateway.endpoints import EndpointTable
+from gateway.gate import Room
+from gateway.openai import Call
+from gateway.overflow import into
+from gateway.snapshot import Route
+from policies import registry
+from policies.admission import Cap, RoomView, Verdict
+from policies.model import Ask, Candidate
+from tests.unit.policies.builders import ask, candidate
+
+
+class Listening(Cap):
+    """The cap, with what it was asked."""
+
+    __slots__ = ("heard",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[Ask] = []
+
+    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
+        self.heard.append(ask)
+        return super().judge(ask, candidates, room)
+
+
+def route(name: str, judge: Cap, **fields: Any) -> Route:
+    room, candidates = Room(name), (candidate(0, 1),)
+    room.govern(judge, {})
+    room.configure(WaitingRoom(), candidates)
+    return Route(name, name, None, registry.build("round_robin", {}), candidates, room, **fields)
+
+
+def test_the_smaller_model_s_room_hears_a_lesser_worth_and_of_nobody_who_would_come_back() -> None:
+    listening, question = Listening(), ask()
+    small = route("small", listening)
+    big = route("big", Cap(), overflow=(("small", 0.4),))
+    endpoints = cast(EndpointTable, SimpleNamespace(ask=lambda *_: question))
+    call = cast(Call, SimpleNamespace(request=question.request))
+    assert into(endpoints, {"small": small, "big": big}, big, call) is small
+    assert into(endpoints, {"small": small, "big": big}, big, call) is None  # its one place is taken
+    slo = replace(question.request.slo, weight=0.6)
+    heard = replace(question, request=replace(question.request, slo=slo), returns=False)
+    assert [listening.heard[0], listening.heard[1]] == [heard, heard]
+    assert question.returns
