@@ -88,7 +88,7 @@ class Discovery:
         self.found[pool] = found
         try:
             self._changed()
-        except Exception:
+        except ValueError:  # as everything that cannot be put in force, a policy's complaint included
             self.found[pool] = before
             log.exception("what was discovered of pool %s is not taken over", pool)
             return

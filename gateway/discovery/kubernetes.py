@@ -59,8 +59,8 @@ class Account(msgspec.Struct, frozen=True):
 
 def mounted() -> Account:
     """The one of the pod that this process runs in."""
-    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", "kubernetes.default.svc"), "443"
-    port = os.environ.get("KUBERNETES_SERVICE_PORT", port)
+    host = os.environ.get("KUBERNETES_SERVICE_HOST", "kubernetes.default.svc")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     return Account(f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterable
-from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
 from gateway.config.tree import EndpointSpec, EndpointTraits
@@ -37,8 +36,4 @@ def specs(addresses: Iterable[tuple[str, int]], traits: EndpointTraits) -> Found
 
 
 def _url(host: str, port: int) -> str:
-    try:
-        six = isinstance(ip_address(host.partition("%")[0]), IPv6Address)
-    except ValueError:
-        six = False
-    return f"http://[{host}]:{port}" if six else f"http://{host}:{port}"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

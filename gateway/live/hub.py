@@ -53,10 +53,6 @@ class Hub:
         if self._next is not None and not self._next.done():
             self._next.cancel()
 
-    @property
-    def watchers(self) -> int:
-        return self._watchers
-
     def enter(self) -> bool:
         """Whether there is room for one who watches; leave() then ends it."""
         if self._watchers >= MOST_WATCHERS:

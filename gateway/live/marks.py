@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from gateway.meters import Counter as Count
 from gateway.meters import Family, Histogram
 from gateway.metrics import TTFT_BUCKETS_S
+from gateway.reload.trial import is_failure
 
 if TYPE_CHECKING:
     from gateway.app import App
 
 KEEP_S = 61.0
 SPACING_S = 0.95
-FAILED = frozenset({"500", "502", "503", "504"})
-AVOIDABLE = ("spread", "evicted")
 
 Counts = tuple[int, ...]
 NONE: Counts = ()
+Key = TypeVar("Key")
 
 
 class Mark(msgspec.Struct, frozen=True, eq=False):
@@ -91,7 +91,7 @@ class Step(msgspec.Struct, frozen=True):
 
 def step(before: Mark, after: Mark) -> Step:
     """From one note to a later one."""
-    span_s, answers = after.at - before.at, rise2(after.answers, before.answers)
+    span_s, answers = after.at - before.at, rise(after.answers, before.answers)
     changed = [(counts, before.ttft.get(name, NONE)) for name, counts in after.ttft.items()]
     ttft = merged([grown(counts, old) for counts, old in changed if counts is not old])
     return Step(
@@ -105,9 +105,8 @@ def step(before: Mark, after: Mark) -> Step:
 
 
 def failed(answers: Mapping[tuple[str, str], float]) -> float:
-    """Answers of 5xx, and those that broke off after their first byte went out as 200."""
-    broken = [key for key in answers if key[0] in FAILED or (key[0] == "200" and key[1] != "served")]
-    return sum(answers[key] for key in broken)
+    """How many of these answers, by status and reason, failed."""
+    return sum(count for key, count in answers.items() if is_failure(*key))
 
 
 class Marks:
@@ -150,13 +149,8 @@ class Marks:
         return self._ring[0] if self._ring and self._ring[0].at < at else None
 
 
-def rise(after: Mapping[str, float], before: Mapping[str, float]) -> Counter[str]:
+def rise(after: Mapping[Key, float], before: Mapping[Key, float]) -> Counter[Key]:
     """How much each has grown; only those that did."""
-    return Counter({key: grown for key, value in after.items() if (grown := value - before.get(key, 0.0)) > 0})
-
-
-def rise2(after: Mapping[tuple[str, str], float], before: Mapping[tuple[str, str], float]) -> Counter[tuple[str, str]]:
-    """As rise, of numbers by two labels."""
     return Counter({key: grown for key, value in after.items() if (grown := value - before.get(key, 0.0)) > 0})
 
 

@@ -12,18 +12,7 @@ from time import time
 from typing import TYPE_CHECKING, Any
 
 from gateway.live import why
-from gateway.live.marks import (
-    Counts,
-    Mark,
-    Marks,
-    Step,
-    failed,
-    grown,
-    merged,
-    quantile,
-    rise,
-    rise2,
-)
+from gateway.live.marks import Counts, Mark, Marks, Step, failed, grown, merged, quantile, rise
 from gateway.metrics import TPOT_BUCKETS_S, TTFT_BUCKETS_S
 
 if TYPE_CHECKING:
@@ -82,7 +71,7 @@ def _config(app: App) -> dict[str, Any]:
 def _totals(app: App, now: Mark, soon: Mark, minute: Mark) -> dict[str, Any]:
     slos = app.gateway.snapshot.config.slo
     promise = slos.classes[slos.default]
-    answers, per_s = rise2(now.answers, soon.answers), _per_s(now, soon)
+    answers, per_s = rise(now.answers, soon.answers), _per_s(now, soon)
     sent, hit = _believed(now, minute, now.believed)
     prompt, cached = (new - old for new, old in zip(now.engine, minute.engine, strict=True))
     return {
@@ -109,7 +98,7 @@ def _totals(app: App, now: Mark, soon: Mark, minute: Mark) -> dict[str, Any]:
 
 def _goodput(app: App, now: Mark, minute: Mark) -> list[dict[str, Any]]:
     """By service class; a class that had no request is left out."""
-    ended, classes = rise2(now.kept, minute.kept), app.gateway.snapshot.config.slo.classes
+    ended, classes = rise(now.kept, minute.kept), app.gateway.snapshot.config.slo.classes
     shown = []
     for name in sorted({key[0] for key in ended}):
         outcomes = {kept: count for (each, kept), count in ended.items() if each == name}
@@ -248,7 +237,7 @@ def _flow(app: App, now: Mark, soon: Mark) -> dict[str, Any]:
 
 
 def _minute(app: App, now: Mark, minute: Mark, endpoints: Sequence[Mapping[str, Any]]) -> why.Minute:
-    ended, decisions = rise2(now.kept, minute.kept), rise2(now.decisions, minute.decisions)
+    ended, decisions = rise(now.kept, minute.kept), rise(now.decisions, minute.decisions)
     missed: dict[str, float] = {}
     for (_, kept), count in ended.items():
         missed[kept] = missed.get(kept, 0.0) + count

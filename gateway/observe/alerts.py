@@ -14,7 +14,7 @@ Series = tuple[tuple[str, str], ...]
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """`value` is compared with `limit`; `hold` is how long it must be so.
+    """`value` is compared as `compare` says; `hold` is how long it must be so.
 
     fires, quiet   series with and without it; `labels` are those of the alert that then fires, after 30 minutes
     """

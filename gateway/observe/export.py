@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from random import Random
 from secrets import token_hex
 from time import monotonic, time
@@ -21,6 +20,7 @@ import msgspec
 from gateway.config import Traces
 from gateway.exchange import Exchange
 from gateway.metrics import Metrics
+from gateway.observe.inside import own_version
 from gateway.observe.spans import Attribute, Span, tree
 from gateway.trace import Trace, new_id, parent_of
 
@@ -146,9 +146,5 @@ def _authorization(config: Traces) -> Mapping[str, str]:
 
 
 def _resource() -> dict[str, list[Attribute]]:
-    try:
-        ours = version("penstock")
-    except PackageNotFoundError:
-        ours = "unknown"
-    told = {"service.name": "penstock", "service.version": ours, "process.pid": str(os.getpid())}
+    told = {"service.name": "penstock", "service.version": own_version(), "process.pid": str(os.getpid())}
     return {"attributes": [Attribute(key, {"stringValue": value}) for key, value in told.items()]}

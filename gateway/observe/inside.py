@@ -101,10 +101,11 @@ class Inside:
             "penstock_log_lines_dropped_total", "Access lines that no sink took: a full disk, a blocked pipe."
         ).labels()
         build = meters.gauge("penstock_build_info", "1, by the version of the program.", BUILD, merge=Merge.LAST)
-        build.labels(_version()).set(1)
+        build.labels(own_version()).set(1)
 
 
-def _version() -> str:
+def own_version() -> str:
+    """Of the program that runs."""
     try:
         return version("penstock")
     except PackageNotFoundError:  # a checkout that nobody installed

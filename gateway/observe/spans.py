@@ -25,7 +25,8 @@ ERROR = 2
 PREFILL = "prefill"
 SECOND_NS = 1_000_000_000
 
-Attributes = Mapping[str, str | int | float | list[str] | None]
+Value = str | int | float | list[str] | None
+Attributes = Mapping[str, Value]
 
 
 class Attribute(msgspec.Struct, frozen=True):
@@ -149,7 +150,7 @@ def _ends(x: Exchange, legs: list[TraceLeg], now: float) -> Iterator[tuple[Trace
 
 def _root(x: Exchange, operation: str) -> Attributes:
     """What there is to say of the request as a whole. Never a prompt, a header or a key."""
-    told: dict[str, str | int | float | list[str] | None] = {
+    told: dict[str, Value] = {
         genai.OPERATION: operation,
         genai.PROVIDER: "penstock",
         genai.METHOD: "POST",
@@ -198,7 +199,7 @@ def _pick(x: Exchange) -> Attributes:
     }
 
 
-def _attribute(key: str, value: str | int | float | list[str] | None) -> Attribute:
+def _attribute(key: str, value: Value) -> Attribute:
     if isinstance(value, list):
         return Attribute(key, {"arrayValue": {"values": [{"stringValue": each} for each in value]}})
     if isinstance(value, float):

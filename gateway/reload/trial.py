@@ -1,6 +1,6 @@
 """Whether a change made things worse, and taking it back then: `reload.auto_rollback`, off unless configured.
 
-Lives here: the window before a change beside the window after it. What counts as failed is `tallied`'s; a second
+Lives here: the window before a change beside the window after it. What counts as failed is `is_failure`'s; a second
 measure (goodput of a service class) is another field of Tally and another line in `worse`.
 """
 
@@ -39,12 +39,17 @@ class Tally(msgspec.Struct, frozen=True):
         return self.failed / self.ended if self.ended else 0.0
 
 
+def is_failure(code: str, reason: str) -> bool:
+    """Whether requests that ended so failed: answered with 5xx, or broken off after the first byte, a 200 by then."""
+    return code.startswith("5") or (code == "200" and reason != "served")
+
+
 def tallied(metrics: Metrics) -> Tally:
-    """From the counters that a scrape sees. Failed: answered with 5xx, or broken off after the first byte."""
+    """From the counters that a scrape sees."""
     ended = failed = 0
     for (_, code, reason), counter in metrics.requests_total.children():
         ended += int(counter.value)
-        if code.startswith("5") or (code == "200" and reason != "served"):
+        if is_failure(code, reason):
             failed += int(counter.value)
     return Tally(ended, failed)
 

@@ -28,7 +28,6 @@ class Hub:
         self._path = path
         self._server: asyncio.Server | None = None
         self._lines: dict[bytes, asyncio.StreamWriter] = {}
-        self.dropped = 0
 
     async def start(self) -> None:
         self._server = await asyncio.start_unix_server(self._serve, self._path)
@@ -62,9 +61,7 @@ class Hub:
         for name, line in self._lines.items():
             if name == who or to not in (EVERYBODY, name):
                 continue
-            if line.transport.get_write_buffer_size() > BACKLOG_CAP_BYTES:
-                self.dropped += 1
-            else:
+            if line.transport.get_write_buffer_size() <= BACKLOG_CAP_BYTES:
                 line.write(told)
 
 

@@ -62,7 +62,6 @@ class RedisBus:
         self._gaps = 0
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._clients: list[Any] = []
         self._heard_at = monotonic()
         self._writes = self._reads = self._here = False
         self._seen = b"0-0"
@@ -162,11 +161,10 @@ class RedisBus:
                     size += len(self._sending[-1][1])
                 pipe = redis.pipeline(transaction=False)
                 for to, frame in self._sending:
-                    if to == EVERYBODY:
-                        pipe.xadd(self._all, {FIELD: frame}, maxlen=KEPT_FRAMES, approximate=True)
-                    else:
-                        pipe.xadd(self._to(to), {FIELD: frame}, maxlen=KEPT_FRAMES, approximate=True)
-                        pipe.expire(self._to(to), DIRECT_S)
+                    stream = self._all if to == EVERYBODY else self._to(to)
+                    pipe.xadd(stream, {FIELD: frame}, maxlen=KEPT_FRAMES, approximate=True)
+                    if to != EVERYBODY:
+                        pipe.expire(stream, DIRECT_S)
                 await pipe.execute()
                 self._sending = []
 

@@ -37,13 +37,13 @@ class Warming:
         self.asked_at = now
         self.told = 0
         self.took_s = 0.0
-        self._attempt = self._due = 0.0
+        self._attempt = 0
+        self._due = 0.0
         self._held: list[tuple[bytes, bool]] = []
         self._held_bytes = 0
 
     def ask(self, now: float, *, alone: bool) -> int | None:
-        """The number of the attempt if hello is to be said now. `alone`: nobody was heard who could
-        tell us."""
+        """The number of the attempt if hello is to be said now. `alone`: nobody was heard who could tell us."""
         if self.state is State.WARM or (self.state is not State.AWAY and now < self._due):
             return None
         if self.state is State.AWAY:
@@ -54,7 +54,7 @@ class Warming:
                 return None  # there is nobody to be told by: `finished` says so
             self.state = State.ASKING
         self._due = now + PATIENCE_S
-        return int(self._attempt)
+        return self._attempt
 
     def again(self) -> None:
         """Something was missed: ask once more. Who was warm once stays so meanwhile."""

@@ -1,6 +1,6 @@
 """What gateways say to each other: messages and their encoding (msgpack arrays, tagged). No code objects, no surprises.
 
-Endpoints, tenants and sessions are named by keyed digests (seal.py). All numbers are bounded where they are decoded.
+Endpoints, pools and tenants are named by keyed digests (seal.py). All numbers are bounded where they are decoded.
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
 
 
 Message = Picks | Forgotten | Confirmed | Loads | Moved | Charged | Hello | Bye | Part
-KINDS = ("picks", "forgotten", "confirmed", "loads", "moved", "charged", "hello", "bye", "part")
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

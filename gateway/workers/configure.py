@@ -13,11 +13,11 @@ from typing import Any
 
 from gateway.config import ConfigError, Loaded, examine, examine_text
 from gateway.reload.reloader import SENT, Say
+from gateway.reload.versions import KEEP
 from gateway.workers.process import LOST, Answer, Worker
 
 GOOD = ("applied", "unchanged")
 TRIED = ("dry_run", "unchanged")
-KEEP = 20
 
 
 class Configured:

@@ -37,13 +37,8 @@ class Worker:
         self.process = process
         self.started_at = monotonic()
         self.ready_at: float | None = None
-        self.leaving = False
         self._admin = Path(settings.admin)
         self._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(settings.admin))
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
 
     @classmethod
     async def start(cls, settings: Settings, listener: socket.socket) -> Worker:
@@ -89,7 +84,6 @@ class Worker:
 
     def drain(self) -> None:
         """Accept nothing new, end when the running answers have."""
-        self.leaving = True
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGTERM)
 

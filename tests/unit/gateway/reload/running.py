@@ -122,7 +122,6 @@ async def running(
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed)
     async with (
         running_fleet([spec] * groups) as members,
-        patched(poll_s),
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=30)) as http,
     ):
         made = Running(folder / "gateway.yaml", members, http)
@@ -133,17 +132,12 @@ async def running(
             made.said.append(line)
 
         made.app = App(loaded.config, Origin(loaded, made.file, ENV, say))
-        await made.app.start()
-        try:
-            yield made
-        finally:
-            await made.app.stop()
-
-
-@asynccontextmanager
-async def patched(poll_s: float) -> AsyncIterator[None]:
-    with patch.object(follow, "POLL_S", poll_s):
-        yield
+        with patch.object(follow, "POLL_S", poll_s):
+            await made.app.start()
+            try:
+                yield made
+            finally:
+                await made.app.stop()
 
 
 def dumped(value: object) -> str:
