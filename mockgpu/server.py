@@ -49,7 +49,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FaultOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /mock/fault, and of door.py's /faults/{port}: a spec in faults.py's grammar; empty: all is well."""
+    """The body of POST /mock/fault and of door.py's: a spec in faults.py's grammar; empty: all is well."""
 
     spec: str
 

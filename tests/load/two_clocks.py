@@ -22,6 +22,7 @@ import msgspec
 
 from planner.bench import Plan, run
 from planner.replay import FleetSpec, Options, replay, traffic
+from planner.replay.figures import figures
 from planner.traces import TraceRequest
 from policies import registry
 from tests.load.policies_live import fleet
@@ -56,11 +57,10 @@ def virtual(policy: str, requests: list[TraceRequest], speed: float) -> Seen:
     """On the virtual clock, in blocks as small as the live mock's; clients say max_tokens, as the bench client does."""
     spec = FleetSpec("live's twin", (msgspec.structs.replace(GROUP, max_concurrency=256),), block_tokens=16)
     options = Options(expected_output=None, scrape_s=speed)
-    done = replay(spec, traffic(requests), registry.build(policy, {}), options=options)
-    ttft_s = fmean(one.ttft_s for one in done.records if one.ttft_s is not None)
-    tpot_s = fmean(one.tpot_s for one in done.records if one.tpot_s is not None)
-    prompts = sum(one.prompt_tokens for one in done.records)
-    return Seen(ttft_s, tpot_s, sum(one.cached_tokens for one in done.records) / prompts)
+    seen = figures(replay(spec, traffic(requests), registry.build(policy, {}), options=options))
+    assert seen.ttft is not None
+    assert seen.tpot is not None
+    return Seen(seen.ttft.mean, seen.tpot.mean, seen.hit_ratio)
 
 
 def jittered(requests: list[TraceRequest], seed: int) -> list[TraceRequest]:
