@@ -2,7 +2,8 @@
 
 A Retry-After that is the same for all sends everybody back at once; one that nobody remembers makes a lottery of the
 return. So promises are laid end to end along the capacity that was measured, and one who keeps to its time does not
-pay the price again. One who comes sooner is told the same time. Not here: how much capacity there is (dual.py).
+pay the price again. One who comes sooner is told the same time. Not here: how much capacity there is, and whether
+anybody is refused at all (dual.py).
 """
 
 from __future__ import annotations

@@ -7,32 +7,22 @@ from random import Random
 import pytest
 
 from policies import admissions
-from policies.admission import Admit, DrainRate, Outcome, Shed, Wait, WaitingRoom, capacity
+from policies.admission import Admit, DrainRate, Outcome, Shed, Wait, capacity
 from policies.model import Ask, Candidate, Pick, Request, Slo
 from tests.contract.policies.test_every_policy import cases, snapshot
+from tests.unit.policies.builders import View
 
 pytestmark = pytest.mark.parametrize("name", admissions.names())
 
 
-class View:
+def view(rng: Random, candidates: list[Candidate]) -> View:
     """A room with any numbers."""
-
-    def __init__(self, rng: Random, candidates: list[Candidate]) -> None:
-        self.capacity = capacity(candidates)
-        self.busy = rng.choice((0, rng.randint(0, 300)))
-        self.waiting = rng.choice((0, rng.randint(0, 300)))
-        self.waiting_s = self.waiting * rng.random()
-        self.at_door = rng.random() < 0.7
-        self.drain = DrainRate()
-        for number in range(rng.choice((0, 5))):
-            self.drain.completed(90.0 + number)
-        self.limits = WaitingRoom()
-
-    def ahead(self, tenant: str) -> float:
-        return self.waiting
-
-    def first(self, tenant: str) -> bool:
-        return not self.waiting
+    busy, waiting = (rng.choice((0, rng.randint(0, 300))) for _ in range(2))
+    waiting_s, at_door = waiting * rng.random(), rng.random() < 0.7
+    drain = DrainRate()
+    for number in range(rng.choice((0, 5))):
+        drain.completed(90.0 + number)
+    return View(busy, capacity(candidates), waiting, drain, waiting_s, at_door)
 
 
 def verdicts(name: str, seed: int) -> list[tuple[int, object]]:
@@ -58,7 +48,7 @@ def verdicts(name: str, seed: int) -> list[tuple[int, object]]:
         )
         question = Ask(request, now, rng, ask.cached, ask.tried, ask.fingerprint)
         before = snapshot(candidates)
-        verdict = admission.judge(question, candidates, View(rng, candidates))
+        verdict = admission.judge(question, candidates, view(rng, candidates))
         found.append((number, verdict))
         if isinstance(verdict, Admit):
             admission.booked(question, Pick(candidates[0], 0, 0.0, len(candidates), "test"))
@@ -84,10 +74,10 @@ def test_a_verdict_is_whole_whatever_is_asked(name: str) -> None:
 def test_nobody_is_let_in_where_nobody_serves(name: str) -> None:
     admission = admissions.build_admission(name, {})
     for number, ask, candidates in cases():
-        view = View(ask.rng, candidates)
-        if not view.capacity:
-            view.at_door = True
-            assert isinstance(admission.judge(ask, candidates, view), Shed), number
+        room = view(ask.rng, candidates)
+        if not room.capacity:
+            room.at_door = True
+            assert isinstance(admission.judge(ask, candidates, room), Shed), number
 
 
 def test_the_same_seed_gives_the_same_verdicts(name: str) -> None:

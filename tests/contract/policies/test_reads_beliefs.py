@@ -9,7 +9,7 @@ import pytest
 from policies import admissions, ledger, registry
 from policies.model import Ask, Candidate
 from policies.run import pick
-from tests.contract.policies.test_every_admission import View
+from tests.contract.policies.test_every_admission import view
 from tests.contract.policies.test_every_policy import cases
 
 OUTLOOK = (
@@ -54,9 +54,8 @@ def test_an_admission_that_reads_no_beliefs_judges_the_same_whatever_they_are(na
         admission = admissions.build_admission(name, {})
         for number, ask, candidates in cases():
             muddled(candidates, seed)
-            view = View(Random(number), candidates)
             question = Ask(ask.request, ask.now, Random(number), ask.cached, ask.tried, ask.fingerprint)
-            found.append(admission.judge(question, candidates, view))
+            found.append(admission.judge(question, candidates, view(Random(number), candidates)))
     assert found[: len(found) // 2] == found[len(found) // 2 :]
 
 

@@ -1,10 +1,11 @@
-"""Short ways to make candidates and questions in tests of policies."""
+"""Short ways to make candidates, questions and rooms in tests of policies and admissions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
 
+from policies.admission import DrainRate, Shed, Verdict, WaitingRoom
 from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request
 
 
@@ -28,3 +29,41 @@ def ask(
 ) -> Ask:
     request = Request("id", "model", "tenant", prompt_tokens, output_tokens)
     return Ask(request, now, Random(seed), cached, frozenset(tried))
+
+
+class View:
+    """A room as an admission sees it, with the numbers that a test wants."""
+
+    def __init__(
+        self,
+        busy: int = 0,
+        capacity: int = 48,
+        waiting: int = 0,
+        drain: DrainRate | None = None,
+        waiting_s: float = 0.0,
+        at_door: bool = True,
+    ) -> None:
+        self.busy, self.capacity, self.waiting, self.waiting_s = busy, capacity, waiting, waiting_s
+        self.at_door = at_door
+        self.drain = drain or DrainRate()
+        self.limits = WaitingRoom(size=3, timeout_s=10.0)
+
+    def ahead(self, tenant: str) -> float:
+        return self.waiting
+
+    def first(self, tenant: str) -> bool:
+        return not self.waiting
+
+
+def draining(per_s: float, seconds: float = 60.0, since: float = 0.0) -> DrainRate:
+    """What a room measures that so many requests have left per second."""
+    drain = DrainRate()
+    for number in range(int(seconds * per_s) + 1):
+        drain.completed(since + number / per_s)
+    return drain
+
+
+def shed(verdict: Verdict) -> Shed:
+    """The verdict, which is to refuse."""
+    assert isinstance(verdict, Shed), verdict
+    return verdict

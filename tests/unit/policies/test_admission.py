@@ -5,31 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from policies.admission import Admit, Cap, DrainRate, Open, Shed, Verdict, Wait, WaitingRoom, capacity, full, timed_out
+from policies.admission import Admit, Cap, DrainRate, Open, Verdict, Wait, capacity, full, timed_out
 from policies.admissions import build_admission, names
 from policies.model import Ask
 from policies.registry import PolicyConfigError
-from tests.unit.policies.builders import ask, candidate
-
-
-class View:
-    """A room as an admission sees it, with the numbers that a test wants."""
-
-    def __init__(self, busy: int, capacity: int, waiting: int, drain: DrainRate | None = None) -> None:
-        self.busy, self.capacity, self.waiting = busy, capacity, waiting
-        self.at_door = True
-        self.drain = drain or DrainRate()
-        self.limits = WaitingRoom(size=3, timeout_s=10.0)
-
-    def ahead(self, tenant: str) -> float:
-        return self.waiting
-
-
-def draining(per_s: float, seconds: float = 60.0) -> DrainRate:
-    drain = DrainRate()
-    for number in range(int(seconds * per_s) + 1):
-        drain.completed(number / per_s)
-    return drain
+from tests.unit.policies.builders import View, ask, candidate, draining, shed
 
 
 def asking(now: float, deadline_s: float | None = None) -> Ask:
@@ -39,11 +19,6 @@ def asking(now: float, deadline_s: float | None = None) -> Ask:
 
 def admit(busy: int, room_for: int, waiting: int, drain: DrainRate, now: float) -> Verdict:
     return Cap().judge(asking(now), (), View(busy, room_for, waiting, drain))
-
-
-def shed(verdict: Verdict) -> Shed:
-    assert isinstance(verdict, Shed)
-    return verdict
 
 
 def test_capacity_is_the_sum_of_the_available_endpoints_caps() -> None:

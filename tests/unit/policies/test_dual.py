@@ -8,34 +8,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from policies.admission import Admit, DrainRate, Outcome, Shed, Verdict, Wait, WaitingRoom
+from policies.admission import Admit, DrainRate, Outcome, Shed, Wait
 from policies.dual import Priced, PricedAdmission
 from policies.fingerprint import of_chain
 from policies.model import Ask, Candidate, Pick, Slo
-from tests.unit.policies.builders import ask, candidate
+from tests.unit.policies.builders import View, ask, candidate, draining, shed
 
 NOW = 100.0
 
 
-class View:
-    """A room as an admission sees it, with the numbers that a test wants."""
-
-    def __init__(self, busy: int = 0, capacity: int = 48, waiting: int = 0, waiting_s: float = 0.0) -> None:
-        self.busy, self.capacity, self.waiting, self.waiting_s = busy, capacity, waiting, waiting_s
-        self.at_door = True
-        self.drain = DrainRate()
-        self.limits = WaitingRoom()
-
-    def ahead(self, tenant: str) -> float:
-        return self.waiting
-
-    def first(self, tenant: str) -> bool:
-        return not self.waiting
-
-    def draining(self, per_s: float) -> View:
-        for number in range(int(30 * per_s) + 1):
-            self.drain.completed(NOW - 30 + number / per_s)
-        return self
+def measured() -> DrainRate:
+    """Two requests a second have left in the last half minute."""
+    return draining(2.0, 30.0, NOW - 30)
 
 
 def admission(**params: Any) -> PricedAdmission:
@@ -52,11 +36,6 @@ def asking(prompt_tokens: int = 1000, now: float = NOW, seed: int = 1, prompt: i
 def queued(seconds: float, count: int = 2) -> list[Candidate]:
     """Endpoints that will have computed what they were given in so many seconds."""
     return [candidate(slot, ready_at=NOW + seconds, in_flight=4, kv_tokens=600_000.0) for slot in range(count)]
-
-
-def shed(verdict: Verdict) -> Shed:
-    assert isinstance(verdict, Shed), verdict
-    return verdict
 
 
 def refused(made: PricedAdmission, candidates: list[Candidate], view: View, tries: int = 400, **asked: Any) -> float:
@@ -119,7 +98,7 @@ def test_weight_priority_and_a_conversation_under_way_are_worth_more() -> None:
 
 
 def test_who_is_refused_for_its_price_hears_the_queue_the_work_and_the_odds() -> None:
-    verdict = shed(admission().judge(asking(), queued(12.0), View().draining(2.0)))
+    verdict = shed(admission().judge(asking(), queued(12.0), View(drain=measured())))
     assert verdict.reason == "price"
     assert verdict.retry_after_s is None  # nothing was booked yet: nobody knows what gets done per second
     assert "12.0 s of prompts are queued for each of 2 endpoints" in verdict.detail
@@ -130,7 +109,7 @@ def test_who_is_refused_for_its_price_hears_the_queue_the_work_and_the_odds() ->
 def test_retry_after_comes_from_the_measured_drain_and_spreads_those_who_return() -> None:
     made, fleet = admission(), queued(12.0)
     overload(made, fleet, requests=50)
-    view = View().draining(2.0)
+    view = View(drain=measured())
     back = [
         verdict.retry_after_s
         for seed in range(60)
@@ -143,7 +122,7 @@ def test_retry_after_comes_from_the_measured_drain_and_spreads_those_who_return(
 def test_one_who_keeps_to_its_time_is_let_in_and_one_who_comes_early_only_hears_it_again() -> None:
     made, fleet = admission(), queued(12.0)
     overload(made, fleet, requests=50)
-    view = View().draining(2.0)
+    view = View(drain=measured())
     first = shed(made.judge(asking(prompt=7), fleet, view))
     assert first.retry_after_s is not None
     early = shed(made.judge(asking(prompt=7, now=NOW + 0.2), fleet, view))
@@ -160,7 +139,7 @@ def test_one_who_keeps_to_its_time_is_let_in_and_one_who_comes_early_only_hears_
 def test_when_the_load_has_gone_nobody_is_early() -> None:
     made, fleet = admission(), queued(12.0)
     overload(made, fleet, requests=50)
-    view = View().draining(2.0)
+    view = View(drain=measured())
     assert shed(made.judge(asking(prompt=7), fleet, view)).retry_after_s is not None
     assert not isinstance(made.judge(asking(prompt=7, now=NOW + 0.2), queued(0.0), view), Shed)
     assert shed(made.judge(asking(prompt=7, now=NOW + 0.3), fleet, view)).reason == "price"  # its promise is used up
@@ -170,7 +149,7 @@ def test_one_that_would_not_come_back_is_told_no_time_and_takes_none_from_others
     def told(probes: int) -> float | None:
         made, fleet = admission(), queued(12.0)
         overload(made, fleet, requests=50)
-        view = View().draining(2.0)
+        view = View(drain=measured())
         for seed in range(probes):
             probe = replace(asking(40_000, seed=seed), returns=False)
             assert shed(made.judge(probe, fleet, view)).retry_after_s is None
@@ -181,15 +160,14 @@ def test_one_that_would_not_come_back_is_told_no_time_and_takes_none_from_others
 
 
 def test_one_whose_client_will_have_given_up_is_refused_with_both_times() -> None:
-    verdict = shed(admission().judge(asking(deadline_s=NOW + 1.0), queued(3.0), View(busy=8).draining(2.0)))
+    verdict = shed(admission().judge(asking(deadline_s=NOW + 1.0), queued(3.0), View(busy=8, drain=measured())))
     assert verdict.reason == "deadline"
     assert verdict.detail.startswith("The client gives up in 1.0 s and the first token is expected in 3.")
 
 
 def test_who_has_waited_too_long_to_be_in_time_makes_way_only_when_there_is_a_price() -> None:
     made = admission()
-    view = View(busy=8, waiting=3, waiting_s=30.0)
-    view.at_door = False
+    view = View(busy=8, waiting=3, waiting_s=30.0, at_door=False)
     late = replace(asking(now=NOW - 4.0), now=NOW)
     verdict = shed(made.judge(late, queued(2.0), view))
     assert verdict.reason == "ttft"
@@ -263,6 +241,6 @@ def test_without_any_endpoint_nobody_waits() -> None:
 def test_equal_questions_get_equal_answers_from_an_equal_seed() -> None:
     rng, other = Random(3), Random(3)
     verdicts = [
-        admission().judge(replace(asking(), rng=each), queued(5.5), View().draining(2.0)) for each in (rng, other)
+        admission().judge(replace(asking(), rng=each), queued(5.5), View(drain=measured())) for each in (rng, other)
     ]
     assert verdicts[0] == verdicts[1]

@@ -31,8 +31,12 @@ PACE = {
 
 
 def chosen(policy: Policy | str, candidates: list[Candidate], seed: int = 1, **question: object) -> str:
+    return answer(policy, ask(seed=seed, **question), candidates)  # type: ignore[arg-type]
+
+
+def answer(policy: str | Policy, question: Ask, fleet: list[Candidate]) -> str:
     value = registry.build(policy, {}) if isinstance(policy, str) else policy
-    found = pick(value, ask(seed=seed, **question), candidates)  # type: ignore[arg-type]
+    found = pick(value, question, fleet)
     assert found is not None
     return found.candidate.endpoint.name
 
@@ -187,13 +191,6 @@ def asked(slo: Slo | None = None, id: str = "an id", cached: tuple[int, ...] = (
     if slo is not None:
         request = msgspec.structs.replace(request, slo=slo)
     return Ask(request, 100.0, Random(seed), cached)
-
-
-def answer(policy: str | Policy, question: Ask, fleet: list[Candidate]) -> str:
-    value = registry.build(policy, {}) if isinstance(policy, str) else policy
-    found = pick(value, question, fleet)
-    assert found is not None
-    return found.candidate.endpoint.name
 
 
 def test_llmd_predictor_breaks_with_the_warm_beyond_five_seconds() -> None:

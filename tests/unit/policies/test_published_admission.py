@@ -11,8 +11,7 @@ from policies.admission import Admission, Admit, Outcome, Shed, Verdict, Wait
 from policies.admissions import build_admission
 from policies.model import Ask, Candidate, Pick, Request, Slo
 from policies.registry import PolicyConfigError
-from tests.unit.policies.builders import ask, candidate
-from tests.unit.policies.test_admission import View
+from tests.unit.policies.builders import View, ask, candidate, shed
 from tests.unit.policies.test_published import PACE
 
 PUBLISHED = ("early_rejection", "gie_saturation", "probabilistic", "session_pause")
@@ -27,9 +26,8 @@ def judge(admission: Admission, candidates: list[Candidate], view: View | None =
 
 
 def refused(verdict: Verdict) -> Shed:
-    assert isinstance(verdict, Shed)
-    assert verdict.detail.endswith((".", "s"))
-    return verdict
+    assert shed(verdict).detail.endswith((".", "s"))
+    return shed(verdict)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
