@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 from urllib.parse import quote
 
+import typer
 from rich.console import Group
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -147,7 +148,7 @@ class Top(App[None]):
     def _ask(self, method: str, path: str, name: str) -> None:
         try:
             told = self._source.ask(method, path)
-        except BaseException as error:  # a command would end here, with a sentence; a screen goes on
+        except typer.Exit as error:  # a command would end here, with a sentence; a screen goes on
             self.call_from_thread(self.notify, f"{name}: {error or 'refused'}", severity="error")
             return
         done = "gets nothing new" if told.get("drained") else "is asked again"
