@@ -15,6 +15,7 @@ from typing import Any
 from planner.bench import Client, Plan, Record, Report
 from planner.bench.workloads import replay
 from tests.e2e.processes import Gateway, gateway
+from tests.scraped import total
 from tests.sim.conversation import TRACE
 
 KEY = "canary-key-of-a-test-fleet"
@@ -55,11 +56,16 @@ async def converse(urls: Sequence[str], limit: int, speed: float, first: int = 0
     return Report(plan, records, 0, False)
 
 
-def metric(running: Gateway, name: str) -> float:
-    """The sum of a metric's series."""
+def page(running: Gateway) -> str:
+    """Its page of metrics."""
     with urllib.request.urlopen(f"{running.admin_url}/metrics", timeout=5) as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+        text: str = answer.read().decode()
+        return text
+
+
+def metric(running: Gateway, name: str, **labels: str) -> float:
+    """The sum over a metric's series that carry these labels."""
+    return total(page(running), name, **labels)
 
 
 def endpoints(running: Gateway) -> list[dict[str, Any]]:

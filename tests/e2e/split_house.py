@@ -23,6 +23,7 @@ from mockgpu.handoff.spec import Transfer
 from mockgpu.hardware import gpu_named
 from mockgpu.llm import model_named
 from mockgpu.text import expected_text
+from tests.scraped import total
 
 MODEL = "m"
 SENTENCE = "The reservoir behind the dam is deep, and the gate stands open. "
@@ -91,10 +92,7 @@ class SplitHouse:
             assert (await self.state(member))["malformed_handoffs"] == 0
 
     def metric(self, name: str, **labels: str) -> float:
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        lines = self.app.metrics.render().decode().splitlines()
-        found = [line for line in lines if line.startswith(name) and all(each in line for each in wanted)]
-        return sum(float(line.split()[-1]) for line in found)
+        return total(self.app.metrics.render().decode(), name, **labels)
 
 
 def text_of(raw: bytes) -> str:

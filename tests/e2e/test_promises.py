@@ -19,6 +19,7 @@ from mockgpu.fleet import running_fleet
 from mockgpu.group import GroupSpec
 from mockgpu.hardware import gpu_named
 from mockgpu.llm import model_named
+from tests.scraped import total
 
 ASK: Any = {"messages": [{"role": "user", "content": "How deep is the reservoir?"}]}
 
@@ -39,9 +40,7 @@ class Place:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over the series that carry these labels."""
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        lines = [line for line in self.app.metrics.render().decode().splitlines() if line.startswith(name + "{")]
-        return sum(float(line.split()[-1]) for line in lines if all(each in line for each in wanted))
+        return total(self.app.metrics.render().decode(), name, **labels)
 
 
 @asynccontextmanager

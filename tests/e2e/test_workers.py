@@ -8,7 +8,8 @@ import os
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from time import monotonic, sleep
@@ -18,8 +19,10 @@ import aiohttp
 import pytest
 
 from tests.e2e.processes import Gateway, gateway, mock_fleet
-from tests.e2e.shared_house import endpoints, metric, until
+from tests.e2e.shared_house import endpoints, metric, page, until
+from tests.scraped import series
 
+VERSION = "penstock_config_version_info"
 BODY = {"model": "demo-8b", "max_tokens": 2}
 
 
@@ -62,10 +65,18 @@ def told(
 
 def picks(running: Gateway, direction: str) -> float:
     """Messages of picks that workers told or heard: two of them have heard each other out when both are equal."""
-    with urllib.request.urlopen(f"{running.admin_url}/metrics", timeout=5) as answer:
-        lines = answer.read().decode().splitlines()
-    wanted = f'penstock_shared_messages_total{{direction="{direction}",kind="picks"}}'
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(wanted))
+    return metric(running, "penstock_shared_messages_total", direction=direction, kind="picks")
+
+
+def heard_out(running: Gateway) -> Callable[[], bool]:
+    """Whether all that workers tell has been heard: as many messages in as out, and no further one for some flushes."""
+    looks: deque[tuple[float, float]] = deque(maxlen=10)
+
+    def quiet() -> bool:
+        looks.append((picks(running, "out"), picks(running, "in")))
+        return len(looks) == looks.maxlen and len({*looks}) == 1 and looks[0][0] == looks[0][1]
+
+    return quiet
 
 
 async def ask(url: str, prompt: str) -> dict[str, Any]:
@@ -90,7 +101,8 @@ async def test_prompts_are_found_in_caches_whichever_worker_was_asked(
                 usage = await ask(url, prompt + "more words " * 40 * turn)
                 found += usage["prompt_tokens_details"]["cached_tokens"]
                 total += usage["prompt_tokens"]
-            until(lambda: picks(running, "out") == picks(running, "in") or running is alone, 5.0)
+            if running is not alone:
+                until(heard_out(running), 10.0)
         return found / total
 
     with gateway(tmp_path, config(engines, 1)) as alone:
@@ -113,19 +125,12 @@ def test_a_change_is_taken_by_all_workers_or_by_none(two: tuple[Gateway, Path]) 
     assert told(running, "/config", "PUT", text, If_Match='"9-abc"')[0] == 412
     code, answer = told(running, "/config", "PUT", text.replace(b"prefix_aware", b"least_loaded"))
     assert (code, answer["result"], answer["version"]) == (200, "applied", 2)
-    versions = [line for line in running_versions(running) if line.endswith("1.0")]
+    versions = [line for line in series(page(running), VERSION) if line.endswith("1.0")]
     assert versions
     assert all('version="2"' in line for line in versions)
     code, answer = told(running, "/config/rollback", "POST")
     assert (code, answer["result"], answer["version"]) == (200, "applied", 3)
     assert told(running, "/config")[1]["config"]["pools"]["main"]["policy"]["name"] == "prefix_aware"
-
-
-def running_versions(running: Gateway) -> list[str]:
-    with urllib.request.urlopen(f"{running.admin_url}/metrics", timeout=5) as answer:
-        return [
-            line for line in answer.read().decode().splitlines() if line.startswith("penstock_config_version_info{")
-        ]
 
 
 def test_an_edit_of_the_file_is_taken_by_all_workers_and_told_once(two: tuple[Gateway, Path]) -> None:
@@ -150,7 +155,8 @@ async def test_a_worker_that_dies_is_replaced_by_one_with_the_configuration_in_f
     await asyncio.gather(*(ask(running.url, f"meanwhile {number}") for number in range(20)))
     until(lambda: metric(running, "penstock_workers") == 2, 20.0)
     assert set(workers(running)) != set(before)
-    assert {line.partition('version="')[2][0] for line in running_versions(running) if line.endswith("1.0")} == {"5"}
+    in_force = [line for line in series(page(running), VERSION) if line.endswith("1.0")]
+    assert {line.partition('version="')[2][0] for line in in_force} == {"5"}
     assert told(running, "/config", "PUT", text)[1]["result"] == "unchanged"
 
 

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway import cli
+from gateway.roster import described
 from mockgpu.door import open_door
 from tests.chaos.house import House, house
 
@@ -38,8 +39,6 @@ async def broken() -> AsyncIterator[Broken]:
         port = await stack.enter_async_context(open_door(home.groups, 0))
         for name, live in zip("ab", home.app.gateway.endpoints.all(), strict=True):
             spec = live.spec.model_copy(update={"name": name, "labels": {"chaos": f"127.0.0.1:{port}"}})
-            from gateway.roster import described
-
             live.endpoint = described("main", spec)
         yield Broken(home, port)
 

@@ -20,6 +20,7 @@ import msgspec
 from gateway.app import App
 from gateway.config import Config
 from gateway.split.handoffs import PairFigures
+from tests.scraped import total
 
 MODEL = "demo"
 TEXT = ["one", " two", " three"]
@@ -285,10 +286,7 @@ class Front:
                 await asyncio.sleep(0.005)
 
     def metric(self, name: str, **labels: str) -> float:
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        lines = self.app.metrics.render().decode().splitlines()
-        found = [line for line in lines if line.startswith(name) and all(each in line for each in wanted)]
-        return sum(float(line.split()[-1]) for line in found)
+        return total(self.app.metrics.render().decode(), name, **labels)
 
     def blamed(self, half: Half) -> float:
         """How often a failure was taken for this engine's."""
