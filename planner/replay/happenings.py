@@ -1,4 +1,4 @@
-"""What happens to a replayed fleet besides requests: groups that fail, slow down or join; scrapes of metrics."""
+"""What happens to a replayed fleet besides requests: groups that fail, slow down, drain or join; scrapes of metrics."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ class Happenings:
             group.engine.slowness = group.kind.slowness * fault.factor
             if fault.for_s is not None:
                 self._fleet.at(now + fault.for_s, self._heal, group)
+        elif fault.trouble is Trouble.DRAIN:
+            group.load.available = False
+            self._fleet.refresh(now)
+            if fault.for_s is not None:
+                self._fleet.at(now + fault.for_s, self._bring_back, group)
         elif group.alive:
             self._lose(now, group)
             if fault.for_s is not None:
@@ -63,7 +68,12 @@ class Happenings:
     def _up(self, now: float, group: Group) -> None:
         """A group joins, with nothing in its cache."""
         group.renew()
-        group.alive = group.load.available = True
+        group.alive = True
+        self._bring_back(now, group)
+
+    def _bring_back(self, now: float, group: Group) -> None:
+        """A group is asked (again), if it lives."""
+        group.load.available = group.alive
         self._warm(now, (group, now))
         self._fleet.refresh(now)
 

@@ -37,6 +37,7 @@ class Trouble(StrEnum):
 
     LOSE = "lose"  # a rank falls out: all jobs fail at once, the group is back empty after `for_s`
     SLOW = "slow"  # all steps take `factor` times as long for `for_s`
+    DRAIN = "drain"  # an operator has it get nothing new for `for_s`; it finishes what it has and keeps its cache
 
 
 class Fault(msgspec.Struct, frozen=True):

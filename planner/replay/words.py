@@ -14,10 +14,12 @@ from policies.model import STANDARD, Slo
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
-_FAULT = re.compile(r"(lose|slow|cold)=(\d+)@([\d.]+(?:ms|s|m|h)?)(?:\+([\d.]+(?:ms|s|m|h)?))?(?:x([\d.]+))?")
+_FAULT = re.compile(r"(lose|slow|drain|cold)=(\d+)@([\d.]+(?:ms|s|m|h)?)(?:\+([\d.]+(?:ms|s|m|h)?))?(?:x([\d.]+))?")
 _VIEW = re.compile(r"(stale|events|view)=(\S+)")
 
-FAULTS = "lose=0@5m+60s, slow=1@2m+30sx2, cold=7@10m (group@moment[+for]), stale=5s, events=0.3, view=exact"
+FAULTS = (
+    "lose=0@5m+60s, slow=1@2m+30sx2, drain=2@1m+5m, cold=7@10m (group@moment[+for]), stale=5s, events=0.3, view=exact"
+)
 
 
 class WordError(ValueError):

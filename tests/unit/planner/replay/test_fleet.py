@@ -131,6 +131,15 @@ def test_a_lost_group_breaks_answers_and_sends_those_without_a_token_elsewhere()
     assert all(one.first_s is not None for one in run.records if one.end is End.LOST)
 
 
+def test_a_drained_group_gets_nothing_new_ends_what_it_has_and_comes_back_with_its_cache() -> None:
+    run = ran(some(60, 0.2, output=400), faults=(Fault(3.0, 0, Trouble.DRAIN, 4.0),))
+    assert {one.end for one in run.records} == {End.SERVED}
+    mine = [one for one in run.records if one.group == "tp0"]
+    assert any(one.arrived_s < 3.0 < (one.done_s or 0.0) for one in mine)
+    assert not [one for one in mine if 3.0 <= one.arrived_s < 7.0]
+    assert [one for one in mine if one.arrived_s >= 7.0 and one.cached_tokens]
+
+
 def test_a_cold_group_gets_nothing_before_it_joins_and_its_share_after() -> None:
     spec = FleetSpec("cold", (H100, msgspec.structs.replace(H100, up_at_s=4.0)))
     run = ran(some(60, 0.2), spec, policy="least_loaded")

@@ -26,9 +26,14 @@ def test_an_slo_is_two_budgets_or_a_file_of_classes(tmp_path: Path) -> None:
 
 
 def test_faults_change_the_fleet_and_the_view_of_it() -> None:
-    text = "lose=0@5m+60s, slow=1@30+10sx3, cold=7@10m, stale=5s, events=0.3, view=exact"
+    text = "lose=0@5m+60s, slow=1@30+10sx3, drain=2@1m, cold=7@10m, stale=5s, events=0.3, view=exact"
     spec, options = troubled(text, preset("F1"), Options())
-    assert options.faults == (Fault(300.0, 0, for_s=60.0), Fault(30.0, 1, Trouble.SLOW, 10.0, 3.0))
+    lost, slow, drained = (
+        Fault(300.0, 0, for_s=60.0),
+        Fault(30.0, 1, Trouble.SLOW, 10.0, 3.0),
+        Fault(60.0, 2, Trouble.DRAIN),
+    )
+    assert options.faults == (lost, slow, drained)
     assert [kind.up_at_s for kind in spec.groups] == [0.0] * 7 + [600.0]
     assert (options.scrape_s, options.scrape_age_s, options.lost_events, options.view) == (5.0, 5.0, 0.3, View.EXACT)
     assert troubled("", preset("F1"), Options())[0].groups == preset("F1").groups
