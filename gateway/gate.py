@@ -23,6 +23,7 @@ from policies.dual import PricedAdmission
 from policies.fairness import FairShares, charged_tokens
 from policies.model import Ask, Candidate, EndpointLoad, Pick, Request
 from policies.retry import RetryBudget, RetryLimits
+from policies.sessions import WorkingSet
 
 RETRY_PATIENCE_S = 5.0
 
@@ -48,13 +49,13 @@ class Room:
     `with` it to give a permit back.
     """
 
-    __slots__ = ("_candidates", "_leaving", "_room", "_tells", "name", "news", "take")
+    __slots__ = ("_candidates", "_leaving", "_news", "_room", "_tells", "name", "take")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._room: waiting.Room[Turn] = waiting.Room(Cap())
         self._tells = False
-        self.news: News | None = None
+        self._news: News | None = None
         self._candidates: tuple[Candidate, ...] = ()
         self._leaving: tuple[EndpointLoad, ...] = ()
         self.take = self._room.take
@@ -75,6 +76,16 @@ class Room:
         self._room.admission = judge
         self._room.share(FairShares(shares))
         self._tells = bool(shares) or type(judge) is not Cap
+        self._share()
+
+    def tell(self, news: News | None) -> None:
+        """From now on other gateways hear of what tenants are charged, and of sessions."""
+        self._news = news
+        self._share()
+
+    def _share(self) -> None:
+        if self._news is not None and self.sessions is not None:
+            self.sessions.share(self._news.named)
 
     @property
     def admission(self) -> Admission:
@@ -87,25 +98,30 @@ class Room:
         return judge.price if isinstance(judge, PricedAdmission) else 0.0
 
     @property
+    def sessions(self) -> WorkingSet | None:
+        """Those whose contexts are counted; None for an admission that does not watch them."""
+        judge = self._room.admission
+        return judge.sessions if isinstance(judge, PricedAdmission) else None
+
+    @property
     def phi(self) -> float:
         """The share of KV memory that sessions may fill; 1 for an admission that does not watch them."""
-        judge = self._room.admission
-        return judge.phi if isinstance(judge, PricedAdmission) else 1.0
+        return 1.0 if self.sessions is None else self.sessions.phi
 
     def booked(self, ask: Ask, pick: Pick) -> None:
         """One with a permit was picked its first endpoint."""
         if self._tells:
             self._room.booked(ask, pick)
-            if self.news is not None:
-                self.news.charge(self.name, ask.request.tenant, charged_tokens(ask.request, pick.cached_tokens))
+            if self._news is not None:
+                self._news.charge(self.name, ask.request.tenant, charged_tokens(ask.request, pick.cached_tokens))
 
     def ended(self, request: Request, outcome: Callable[[], Outcome]) -> None:
         """One that was booked is over, and how."""
         if self._tells:
             told = outcome()
             self._room.ended(request, told)
-            if self.news is not None:
-                self.news.charge(self.name, request.tenant, told.output_tokens - request.output_tokens)
+            if self._news is not None:
+                self._news.charge(self.name, request.tenant, told.output_tokens - request.output_tokens)
 
     def charged_elsewhere(self, tenant: str, tokens: float) -> None:
         """Another gateway of the fleet did so much work for the tenant."""
@@ -227,14 +243,14 @@ class Gate:
 
     def open(self, room: Room) -> None:
         """Its pool is in force."""
-        room.news = self._news
+        room.tell(self._news)
         self._rooms[room.name] = room
 
     def tell(self, news: News) -> None:
-        """From now on other gateways hear of what tenants are charged."""
-        self._news = news
+        """From now on other gateways hear of what tenants take, and of sessions."""
+        self._news = self.quotas.news = news
         for room in self._rooms.values():
-            room.news = news
+            room.tell(news)
 
     def close(self, room: Room) -> None:
         """Its pool is gone, and so is everybody who was in it."""

@@ -10,17 +10,22 @@ from time import monotonic
 
 from gateway.answer import Failure, GatewayError
 from gateway.config import Tenant
+from gateway.shared.news import News
 from policies.model import Request
 from policies.quota import Limits, Quota, Refused
 
 
 class Quotas:
-    """Quotas by tenant; those without limits have none. Live: a reload that keeps a tenant's limits keeps its quota."""
+    """Quotas by tenant; those without limits have none. Live: a reload that keeps a tenant's limits keeps its quota.
 
-    __slots__ = ("by_tenant",)
+    news  where other gateways hear of what is taken here; None: there are none
+    """
+
+    __slots__ = ("by_tenant", "news")
 
     def __init__(self) -> None:
         self.by_tenant: dict[str, Quota] = {}
+        self.news: News | None = None
 
     def configure(self, tenants: Sequence[Tenant]) -> None:
         """From now on these limits; whose change begins with a full minute's worth."""
@@ -33,18 +38,24 @@ class Quotas:
         """What the request was taken from, for settle(). Raises GatewayError when its tenant has asked for too much."""
         quota = self.by_tenant.get(request.tenant)
         if quota is not None:
-            refused = quota.take(request.prompt_tokens + request.output_tokens, monotonic())
+            tokens = request.prompt_tokens + request.output_tokens
+            refused = quota.take(tokens, monotonic())
             if refused is not None:
                 raise refusal(refused)
+            if self.news is not None:
+                self.news.take(request.tenant, 1, tokens)
         return quota
 
-
-def settle(quota: Quota, request: Request, output_tokens: int | None) -> None:
-    """The request is over. `output_tokens` of its answer; None when it was refused, and took nothing."""
-    if output_tokens is None:
-        quota.give_back(request.prompt_tokens + request.output_tokens)
-    else:
-        quota.correct(output_tokens - request.output_tokens)
+    def settle(self, quota: Quota, request: Request, output_tokens: int | None) -> None:
+        """The request is over. `output_tokens` of its answer; None when it was refused, and took nothing."""
+        if output_tokens is None:
+            requests, tokens = -1, -(request.prompt_tokens + request.output_tokens)
+            quota.give_back(-tokens)
+        else:
+            requests, tokens = 0, output_tokens - request.output_tokens
+            quota.correct(tokens)
+        if self.news is not None:
+            self.news.take(request.tenant, requests, tokens)
 
 
 def refusal(refused: Refused) -> GatewayError:

@@ -26,7 +26,6 @@ from gateway.exchange import Exchange
 from gateway.gate import Gate
 from gateway.kept import outcome_of
 from gateway.openai import Call, Caller, parse
-from gateway.quotas import settle
 from gateway.relay import UpstreamBroke
 from gateway.snapshot import Route, Snapshot
 from gateway.split import dispatch as split
@@ -70,18 +69,19 @@ async def serve(gateway: Gateway, x: Exchange, client: Client) -> None:
     finally:
         x.let_go()
         try:
-            _settle(x)
+            _settle(gateway, x)
         finally:
             gateway.accounts.close(x)
 
 
-def _settle(x: Exchange) -> None:
+def _settle(gateway: Gateway, x: Exchange) -> None:
     """The room that let it in hears how it ended, or that nothing came of it; its tenant's quota, what it took."""
     if x.call is None:
         return
     request = x.call.request
     if x.quota is not None:
-        settle(x.quota, request, None if x.outcome == "refused" else outcome_of(x).output_tokens)
+        output_tokens = None if x.outcome == "refused" else outcome_of(x).output_tokens
+        gateway.gate.quotas.settle(x.quota, request, output_tokens)
     if x.room is None:
         return
     if x.asked is not None:

@@ -115,9 +115,9 @@ class PricedAdmission:
         self._work_s: float | None = None
 
     @property
-    def phi(self) -> float:
-        """The share of the fleet's KV that sessions may fill."""
-        return self._sessions.phi
+    def sessions(self) -> WorkingSet:
+        """Those whose contexts fill the fleet's KV."""
+        return self._sessions
 
     # Verdicts
 

@@ -1,17 +1,27 @@
 """Quotas: how many requests and tokens a tenant may ask for per minute, whatever the fleet could do.
 
 Two token buckets (Turner 1986, as in every API's rate limits): full at first, a minute's worth at most, filling evenly.
-Not here: shares of a contended pool (fairness.py), and what a refusal looks like (gateway/).
+Several gateways each have the buckets, and take from theirs what they hear that others took. Not here: shares of a
+contended pool (fairness.py), what a refusal looks like, and how gateways hear of each other (gateway/).
 """
 
 from __future__ import annotations
 
 from math import inf
+from typing import Annotated
 
 import msgspec
 
 MINUTE_S = 60.0
 NOTHING_MISSING = 1e-9  # of a limit: what rounding leaves is no reason to wait
+DRIFT = 0.05
+"""How much of the difference to another gateway's level one word of it makes up for. All levels fall and fill alike, so
+that one who came later, or was not heard for a while, would never agree. Words that cross each other each lack what the
+other says, and give back so much of it: a twentieth of what crosses.
+"""
+
+Count = Annotated[int, msgspec.Meta(ge=-(1 << 50), le=1 << 50)]
+Level = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -35,6 +45,18 @@ class Refused(msgspec.Struct, frozen=True):
     reset_s: float
 
 
+class Spent(msgspec.Struct, frozen=True, array_like=True):
+    """What a tenant took at one gateway since its last word; negative where more was given back.
+
+    requests_left, tokens_left  in the gateway's buckets had it not been taken; None: there is no such limit
+    """
+
+    requests: Count
+    tokens: Count
+    requests_left: Level | None
+    tokens_left: Level | None
+
+
 class Bucket:
     """What is left of one limit. `level` may fall below 0: what an answer took beyond its estimate is owed."""
 
@@ -56,6 +78,11 @@ class Bucket:
     def take(self, amount: float) -> None:
         """Take so much, negative to give it back. Nothing is gathered beyond a minute's worth."""
         self._level = min(float(self.limit), self._level - amount)
+
+    def elsewhere(self, amount: float, left: float, now: float) -> None:
+        """Another gateway took so much of its own bucket, in which there was `left`."""
+        level = self.level(now)
+        self.take(amount + DRIFT * (level - min(left, float(self.limit))))
 
     def missing_s(self, amount: float, now: float) -> float:
         """How long until so much is there; 0 if it is. Who needs more than a minute's worth waits for a full bucket."""
@@ -95,8 +122,23 @@ class Quota:
         """A request of so many tokens was refused for other reasons: it cost nobody anything."""
         self._count(-1, -tokens)
 
+    def spent(self, requests: int, tokens: int, now: float) -> Spent:
+        """How other gateways hear that so much was taken here since the last word."""
+        return Spent(requests, tokens, _left(self._requests, requests, now), _left(self._tokens, tokens, now))
+
+    def elsewhere(self, spent: Spent, now: float) -> None:
+        """Another gateway has taken so much for this tenant."""
+        if self._requests is not None and spent.requests_left is not None:
+            self._requests.elsewhere(spent.requests, spent.requests_left, now)
+        if self._tokens is not None and spent.tokens_left is not None:
+            self._tokens.elsewhere(spent.tokens, spent.tokens_left, now)
+
     def _count(self, requests: int, tokens: int) -> None:
         if self._requests is not None:
             self._requests.take(requests)
         if self._tokens is not None:
             self._tokens.take(tokens)
+
+
+def _left(bucket: Bucket | None, taken: int, now: float) -> float | None:
+    return None if bucket is None else bucket.level(now) + taken

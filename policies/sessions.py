@@ -1,14 +1,16 @@
 """The working-set gate: a new session enters only while the contexts of those in fit the fleet's KV memory.
 
 Beyond that point every request evicts what another is about to ask for, and goodput falls off a cliff (CONCUR, ICML
-2026; Dynamo's session-aware queue). Lives here: who is in, how long one who thinks is remembered, and how full is too
-full, both learnt. Not here: what a refusal says (dual.py), or which engine holds what (prefix_index.py).
+2026; Dynamo's session-aware queue). Lives here: who is in, at whichever gateway, how long one who thinks is remembered,
+and how full is too full, both learnt. Not here: what a refusal says (dual.py), which engine holds what
+(prefix_index.py), or how gateways hear of each other (gateway/shared).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import exp
+from typing import Annotated
 
 import msgspec
 
@@ -44,6 +46,18 @@ class SessionGate(msgspec.Struct, frozen=True):
     remembered: int = 65_536
 
 
+Name = str | int
+"""What a session is known by: its own name or, among several gateways, a digest on which all of them agree."""
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A session that is in, as other gateways hear of it. `silent_s`: since when nothing was heard of it."""
+
+    session: Annotated[int, msgspec.Meta(ge=0)]
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+    silent_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+
 class Session:
     """One that is in. `tokens`: its context as far as known; `believed`: cached tokens that its last pick hoped for."""
 
@@ -69,7 +83,9 @@ class WorkingSet:
         "_gate",
         "_in",
         "_lost",
+        "_named",
         "_refused",
+        "_untold",
         "_was",
         "memory_s",
         "phi",
@@ -78,8 +94,10 @@ class WorkingSet:
 
     def __init__(self, gate: SessionGate | None = None) -> None:
         self._gate = gate or SessionGate()
-        self._in: dict[str, Session] = {}
-        self._was: dict[str, float] = {}
+        self._in: dict[Name, Session] = {}
+        self._was: dict[Name, float] = {}
+        self._named: Callable[[str], Name] | None = None
+        self._untold: dict[Name, None] = {}
         self.tokens = 0
         self.phi = self._gate.start
         self.memory_s = self._gate.memory_s
@@ -93,12 +111,12 @@ class WorkingSet:
 
     def holds(self, session: str) -> bool:
         """Whether it is in already."""
-        return session in self._in
+        return self._name(session) in self._in
 
     def admits(self, session: str, tokens: int, kv_tokens: float | None) -> bool:
         """Whether it is in, or may come in with a context of so many tokens. Nothing is refused while the fleet's KV is
         unknown, nor when nobody is in: one that is too large for any share must be served some time."""
-        if not session or kv_tokens is None or not self._in or session in self._in:
+        if not session or kv_tokens is None or not self._in or self.holds(session):
             return True
         if self.tokens + tokens <= self.phi * kv_tokens:
             return True
@@ -112,33 +130,65 @@ class WorkingSet:
     def began(self, session: str, prompt_tokens: int, held: int, believed: int, now: float) -> None:
         """A request of the session was booked. `held`: the most of its prompt that any candidate holds; `believed`:
         what the picked one does."""
-        one = self._in.pop(session, None)
+        name = self._name(session)
+        one = self._in.pop(name, None)
         if one is None:
             one = Session(now)
-            self._returned(self._was.pop(session, None), now)
+            self._returned(self._was.pop(name, None), now)
         else:
             if not one.in_flight:
                 self._returned(one.seen_s, now)
             expected = min(one.tokens, prompt_tokens)
             self._saw(expected, expected - held)
-        self._in[session] = one
         one.in_flight += 1
-        one.believed, one.seen_s = believed, now
+        one.believed = believed
         self._resize(one, prompt_tokens)
+        self._seen(name, one, now)
 
     def ended(self, session: str, context_tokens: int | None, cached_tokens: int | None, now: float) -> None:
         """A request of it is over. `context_tokens`: prompt and answer, None if there was no answer; `cached_tokens`:
         what the engine says it found of the prompt."""
-        one = self._in.pop(session, None)
+        name = self._name(session)
+        one = self._in.pop(name, None)
         if one is None:
             return
-        self._in[session] = one
         one.in_flight = max(0, one.in_flight - 1)
-        one.seen_s = now
+        self._seen(name, one, now)
         if context_tokens is not None:
             self._resize(one, context_tokens)
         if cached_tokens is not None and one.believed > cached_tokens:
             self._saw(0, one.believed - cached_tokens)
+
+    # Several gateways
+
+    def share(self, named: Callable[[str], Name]) -> None:
+        """Other gateways serve the same sessions, and call them so. To be called before anybody is in."""
+        self._named = named
+
+    def elsewhere(self, members: Iterable[Member], age_s: float, now: float) -> None:
+        """Other gateways served these, as they said so long ago. They count as one's own do, until they have been
+        silent for too long: it is engines that hold their contexts. What is known better here stays."""
+        for member in members:
+            seen_s = now - age_s - member.silent_s
+            one = self._in.get(member.session)
+            if (one is not None and one.seen_s >= seen_s) or seen_s + self.memory_s <= now:
+                continue
+            self._was.pop(member.session, None)
+            self._in.pop(member.session, None)
+            one = self._in[member.session] = one or Session(seen_s)
+            one.seen_s = seen_s
+            self._resize(one, member.tokens)
+
+    def untold(self, now: float) -> list[Member]:
+        """Who was served here since this was last asked."""
+        names, self._untold = self._untold, {}
+        return list(_members(((name, self._in[name]) for name in names), now))
+
+    def members(self, now: float) -> Iterator[Member]:
+        """All that are in now, for one who knows nobody."""
+        return _members(tuple(self._in.items()), now)
+
+    # Time
 
     def tick(self, now: float) -> None:
         """Forget who has been silent for too long, and let phi follow what was lost."""
@@ -163,14 +213,24 @@ class WorkingSet:
                 return
             del self._in[name]
             if one.in_flight and not too_many:
-                self._in[name] = one
-                one.seen_s = now
+                self._seen(name, one, now)
                 continue
             self.tokens -= one.tokens
+            self._untold.pop(name, None)
             self._drain.completed(now, one.tokens)
             self._was[name] = one.seen_s
             if len(self._was) > self._gate.remembered // 2:
                 del self._was[next(iter(self._was))]
+
+    def _name(self, session: str) -> Name:
+        return session if self._named is None else self._named(session)
+
+    def _seen(self, name: Name, one: Session, now: float) -> None:
+        """Something was heard of it here: it is the last to be forgotten, and the others will hear of it."""
+        self._in[name] = one
+        one.seen_s = now
+        if self._named is not None:
+            self._untold[name] = None
 
     def _returned(self, left_s: float | None, now: float) -> None:
         """Move the memory towards the quantile of return times: up for each that came later, down for others."""
@@ -188,6 +248,12 @@ class WorkingSet:
     def _resize(self, one: Session, tokens: int) -> None:
         self.tokens += tokens - one.tokens
         one.tokens = tokens
+
+
+def _members(sessions: Iterable[tuple[Name, Session]], now: float) -> Iterator[Member]:
+    for name, one in sessions:
+        if isinstance(name, int):
+            yield Member(name, one.tokens, max(0.0, now - one.seen_s))
 
 
 def fleet_kv_tokens(candidates: Sequence[Candidate]) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 PART_BYTES = 96 << 10
 
@@ -25,14 +25,19 @@ class Memory:
         while self.bytes > self._cap_bytes:
             self.bytes -= len(self._bodies.popleft())
 
-    def parts(self) -> Iterator[list[bytes]]:
-        """All of it as it is now, oldest first, some at a time."""
-        part: list[bytes] = []
-        size = 0
-        for body in tuple(self._bodies):
-            if part and size + len(body) > PART_BYTES:
-                yield part
-                part, size = [], 0
-            part.append(body)
-            size += len(body)
-        yield part
+    def all(self) -> tuple[bytes, ...]:
+        """As it is now, oldest first."""
+        return tuple(self._bodies)
+
+
+def in_parts(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Some at a time."""
+    part: list[bytes] = []
+    size = 0
+    for body in bodies:
+        if part and size + len(body) > PART_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(body)
+        size += len(body)
+    yield part

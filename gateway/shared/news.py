@@ -5,6 +5,8 @@ Encoding and sending come later and elsewhere (view.py, pump.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from policies.fingerprint import Fingerprint
 from policies.model import Endpoint
 
@@ -16,16 +18,24 @@ class News:
     confirmed  (endpoint, share believed, share found)
     moved      (endpoint, state, cause) of endpoints whose health changed
     charged    (pool, tenant) -> tokens
+    taken      tenant -> requests and tokens taken from its quota
+    named      what all gateways call a session
     """
 
-    __slots__ = ("charged", "confirmed", "moved", "prompts")
+    __slots__ = ("charged", "confirmed", "moved", "named", "prompts", "taken")
 
-    def __init__(self) -> None:
+    def __init__(self, named: Callable[[str], int]) -> None:
+        self.named = named
         self.prompts: list[tuple[Fingerprint, Endpoint, int, int | None]] = []
         self.confirmed: list[tuple[Endpoint, float, float]] = []
         self.moved: list[tuple[Endpoint, str, str]] = []
         self.charged: dict[tuple[str, str], float] = {}
+        self.taken: dict[str, tuple[int, int]] = {}
 
     def charge(self, pool: str, tenant: str, tokens: float) -> None:
         key = pool, tenant
         self.charged[key] = self.charged.get(key, 0.0) + tokens
+
+    def take(self, tenant: str, requests: int, tokens: int) -> None:
+        before = self.taken.get(tenant, (0, 0))
+        self.taken[tenant] = before[0] + requests, before[1] + tokens

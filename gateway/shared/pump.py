@@ -119,7 +119,7 @@ class Pump:
             task.add_done_callback(self._telling.discard)
 
     async def _tell_all(self, asker: bytes) -> None:
-        for to, frame in self._view.parts(asker):
+        for to, frame in self._view.parts(asker, monotonic()):
             while self._bus.state(monotonic()).backlog_bytes > ROOM_BYTES:  # noqa: ASYNC110 - a bus tells nobody
                 await asyncio.sleep(0.005)
             self._bus.publish(frame, to)

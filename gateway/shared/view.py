@@ -6,6 +6,8 @@ Not here: what moves frames (bus.py) and when (pump.py), how they are sealed (se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain
 
 import msgspec
 
@@ -16,10 +18,11 @@ from gateway.metrics import Metrics
 from gateway.roster import LiveEndpoint
 from gateway.shared import words
 from gateway.shared.bus import EVERYBODY
-from gateway.shared.memory import Memory
+from gateway.shared.memory import Memory, in_parts
 from gateway.shared.news import News
 from gateway.shared.peers import GONE_S, Peers
 from gateway.shared.seal import Refused, Seal
+from gateway.shared.use import Use
 from gateway.shared.warming import State as Warmth
 from gateway.shared.warming import Warming
 from policies.foreign import NOTHING, Share, foreign, own
@@ -33,6 +36,7 @@ Frame = tuple[bytes, bytes]
 HEARTBEAT_S = 0.5
 BODY_BYTES = 32 << 10
 NAMES_KEPT = 16384
+MOST_ROWS = 1000  # of one message
 LATE_S = GONE_S
 OUT = frozenset({State.EJECTED, State.DEAD})
 
@@ -44,7 +48,7 @@ class View:
     def __init__(
         self, seal: Seal, endpoints: EndpointTable, gate: Gate, metrics: Metrics, block_bytes: int, memory_bytes: int
     ) -> None:
-        self.news = News()
+        self.news = News(lru_cache(NAMES_KEPT)(seal.digest))
         self.me = seal.me
         self.suspect: Callable[[LiveEndpoint], None] = lambda live: None
         self.tenants: Callable[[], Sequence[Tenant]] = lambda: ()
@@ -54,11 +58,11 @@ class View:
         self._seal = seal
         self._endpoints = endpoints
         self._gate = gate
+        self._use = Use(gate, self.news, self.news.named)
         self._metrics = metrics
         self._block_bytes = block_bytes
         self._digests: dict[tuple[str, str], int] = {}
         self._live: dict[int, LiveEndpoint] = {}
-        self._tenants: dict[int, str] = {}
         self._told: dict[int, Share] = {}
         self._told_at = float("-inf")
 
@@ -73,8 +77,11 @@ class View:
         """What there is to tell. What only holds for a moment is told only if somebody can hear it."""
         frames = self._tell_prompts()
         if not connected:
+            self._use.forget()
+            del self.news.confirmed[:-MOST_ROWS], self.news.moved[:-MOST_ROWS]
             return frames
         frames += self._tell_rest()
+        frames += map(self._frame, self._use.tell(now))
         if self._told_at + HEARTBEAT_S <= now:
             self._know()
         shares = self._shares()
@@ -90,11 +97,12 @@ class View:
     def bye(self) -> Frame:
         return self._frame(words.Bye())
 
-    def parts(self, asker: bytes) -> Iterator[Frame]:
+    def parts(self, asker: bytes, now: float) -> Iterator[Frame]:
         """What a newcomer is told: a snapshot of what is remembered when this is first asked for."""
-        parts = list(self.memory.parts())
-        for number, part in enumerate(parts):
-            yield self._frame(words.Part(number, number == len(parts) - 1, part), asker)
+        bodies = chain(self.memory.all(), map(words.encode, self._use.everybody(now)))
+        for number, part in enumerate(in_parts(bodies)):
+            yield self._frame(words.Part(number, last=False, said=part), asker)
+        yield self._frame(words.Part(number + 1, last=True, said=[]), asker)
 
     def _tell_prompts(self) -> list[Frame]:
         prompts, self.news.prompts = self.news.prompts, []
@@ -127,20 +135,16 @@ class View:
         news, frames = self.news, []
         if news.confirmed:
             answers = [(self._digest(endpoint), believed, found) for endpoint, believed, found in news.confirmed]
-            frames += [self._frame(words.Confirmed(answers[at : at + 1000])) for at in range(0, len(answers), 1000)]
+            parts = (answers[at : at + MOST_ROWS] for at in range(0, len(answers), MOST_ROWS))
+            frames += [self._frame(words.Confirmed(part)) for part in parts]
             news.confirmed = []
         if news.moved:
             told = [(self._digest(endpoint), state, cause) for endpoint, state, cause in news.moved]
-            frames.append(self._frame(words.Moved(told[-1000:])))
+            frames.append(self._frame(words.Moved(told[-MOST_ROWS:])))
             for named, state, _ in told:
                 if state in OUT:
                     self.memory.keep(words.encode(words.Forgotten(named)))
             news.moved = []
-        if news.charged:
-            digest = self._seal.digest
-            charged = [(digest(pool), digest(tenant), tokens) for (pool, tenant), tokens in news.charged.items()]
-            frames += [self._frame(words.Charged(charged[at : at + 1000])) for at in range(0, len(charged), 1000)]
-            news.charged = {}
         return frames
 
     def _shares(self) -> dict[int, Share]:
@@ -183,6 +187,8 @@ class View:
                 self.warming.hold(body, age_s, now)
         elif isinstance(message, words.Part):
             yield from self._told_part(message, now)
+        elif isinstance(message, words.Inside):
+            self._use.inside(message, age_s, now)
         elif age_s > LATE_S:
             if self.warming.warm:  # a newcomer reads what was said before it came
                 self.drop("late")
@@ -199,8 +205,10 @@ class View:
                 for live in broken:
                     if live is not None and live.load.available:
                         self.suspect(live)
-            case words.Charged(tenants):
-                self._charge(tenants)
+            case words.Charged():
+                self._use.charged(message)
+            case words.Taken():
+                self._use.taken(message, now)
             case words.Hello(attempt):
                 self._told_at = float("-inf")  # it wants to know who is there
                 if self.warming.warm and self.peers.answers(self._seal.me, self._born_at, sender, attempt):
@@ -214,7 +222,7 @@ class View:
         if self.warming.state is Warmth.WARM:
             return
         for body in part.said:
-            yield from self._repeat(body)
+            yield from self._repeat(body, now)
         self.warming.part(len(part.said), last=part.last, now=now)
 
     def settle(self, now: float) -> Iterator[None]:
@@ -222,9 +230,9 @@ class View:
         held = self.warming.finished(now)
         if held is not None:
             for body in held:
-                yield from self._repeat(body)
+                yield from self._repeat(body, now)
 
-    def _repeat(self, body: bytes) -> Iterator[None]:
+    def _repeat(self, body: bytes, now: float) -> Iterator[None]:
         try:
             message = words.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -232,6 +240,9 @@ class View:
             return
         if isinstance(message, words.Picks | words.Confirmed | words.Forgotten):
             yield from self._learn(body, message)
+        elif isinstance(message, words.Inside):
+            self._use.inside(message, 0.0, now)
+            yield
         else:
             self.drop("malformed")
 
@@ -282,13 +293,6 @@ class View:
         if any(changed):
             self._gate.refresh()
 
-    def _charge(self, tenants: list[tuple[int, int, float]]) -> None:
-        rooms = {self._seal.digest(room.name): room for room in self._gate.rooms()}
-        for pool, tenant, tokens in tenants:
-            room, name = rooms.get(pool), self._tenants.get(tenant)
-            if room is not None and name is not None:
-                room.charged_elsewhere(name, tokens)
-
     # Time
 
     def sweep(self, now: float) -> None:
@@ -304,7 +308,7 @@ class View:
 
     def _know(self) -> None:
         """Endpoints and tenants come and go with configurations."""
-        self._tenants = {self._seal.digest(each.name): each.name for each in self.tenants()}
+        self._use.know(self.tenants())
         self._live = {self._digest(live.endpoint): live for live in self._endpoints.all() if not live.leaving}
 
     def _digest(self, endpoint: Endpoint) -> int:

@@ -10,6 +10,8 @@ from typing import Annotated
 import msgspec
 
 from policies.foreign import Share
+from policies.quota import Spent
+from policies.sessions import Member
 
 Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -71,6 +73,19 @@ class Charged(msgspec.Struct, frozen=True, array_like=True, tag="charged"):
     tenants: list[tuple[Named, Named, Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]]]
 
 
+class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
+    """What tenants took from their quotas since the last word: (tenant, what)."""
+
+    tenants: list[tuple[Named, Spent]]
+
+
+class Inside(msgspec.Struct, frozen=True, array_like=True, tag="inside"):
+    """Sessions of a pool that were served since the last word."""
+
+    pool: Named
+    members: list[Member]
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """A gateway has come, or come back. `attempt` counts from 0: so many who should have answered did not."""
 
@@ -89,7 +104,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
     said: list[bytes]
 
 
-Message = Picks | Forgotten | Confirmed | Loads | Moved | Charged | Hello | Bye | Part
+Message = Picks | Forgotten | Confirmed | Loads | Moved | Charged | Taken | Inside | Hello | Bye | Part
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.quotas import settle
 from policies.model import Request
 from tests.unit.gateway.reload.running import Running, running
 
@@ -50,4 +49,4 @@ async def test_an_answer_that_stayed_short_leaves_the_rest_of_its_bound_to_the_n
         for _ in range(7):
             taken = quotas.take(request)
             assert taken is not None
-            settle(taken, request, 20)
+            quotas.settle(taken, request, 20)

@@ -87,7 +87,7 @@ def turn(gateways: Sequence[Gateway], now: float) -> list[tuple[Gateway, Frame]]
     for one in gateways:
         askers, one.view.askers = one.view.askers, []
         for asker in askers:
-            parts = [(one, frame) for frame in one.view.parts(asker)]
+            parts = [(one, frame) for frame in one.view.parts(asker, now)]
             said += parts
             for _, frame in parts:
                 for other in gateways:
