@@ -327,6 +327,7 @@ class App:
         inside.connections.follow(lambda: float(len(self.fronts)))
         inside.body_bytes.follow(lambda: float(self._gate.body_bytes))
         inside.split_live.follow(lambda: float(handoffs.under_way))
+        inside.tasks.follow(lambda: float(len(asyncio.all_tasks(self._loop))))
 
 
 def _versions(config: Config, local: Local) -> Versions:

@@ -97,6 +97,9 @@ class Inside:
         self.body_bytes: Gauge = meters.gauge(
             "penstock_body_bytes", "Memory held for request bodies that may be needed again."
         ).labels()
+        self.tasks: Gauge = meters.gauge(
+            "penstock_tasks", "Tasks of the event loop: they grow with endpoints; an ordinary request needs none."
+        ).labels()
         self.log_lines_dropped_total: Counter = meters.counter(
             "penstock_log_lines_dropped_total", "Access lines that no sink took: a full disk, a blocked pipe."
         ).labels()
