@@ -17,16 +17,18 @@ LONGEST_OBEYED_S = 60.0
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One line of the table. `retry` is the x-should-retry hint the OpenAI SDKs obey; None leaves it to the SDK."""
+    """One line of the table. `retry` is the x-should-retry hint the OpenAI SDKs obey; None leaves it to the SDK.
+    `in_stream` is the code once the status is out."""
 
     status: int
     type: str
     code: str | None
     retry: bool | None = False
+    in_stream: str = "stream_interrupted"
 
 
 class Failure(Enum):
-    """What can go wrong before the first byte, and what the client is told."""
+    """What can go wrong, and what the client is told: most of it before the first byte, some in mid-stream too."""
 
     BAD_REQUEST = Row(400, "invalid_request_error", None)
     CONTEXT_TOO_LONG = Row(400, "invalid_request_error", "context_length_exceeded")
@@ -47,7 +49,8 @@ class Failure(Enum):
     QUEUE_TIMEOUT = Row(429, "overloaded_error", "queue_timeout", retry=None)
     INTERNAL = Row(500, "server_error", "internal_error")
     UPSTREAM_FAILED = Row(502, "upstream_error", "upstream_failed", retry=None)
-    NO_CAPACITY = Row(503, "service_unavailable_error", "no_capacity", retry=None)
+    NO_CAPACITY = Row(503, "service_unavailable_error", "no_capacity", retry=True)
+    SHUTTING_DOWN = Row(503, "service_unavailable_error", "shutting_down", retry=True, in_stream="shutting_down")
     UPSTREAM_TIMEOUT = Row(504, "upstream_error", "upstream_timeout", retry=None)
 
 
@@ -85,7 +88,12 @@ def body_of(error: GatewayError) -> bytes:
 
 def event_of(failure: Failure, message: str) -> bytes:
     """The in-stream form: one SSE event the SDKs raise on. Never followed by [DONE]."""
-    return b"data: " + _encode(message, failure.value.type, None, "stream_interrupted") + b"\n\n"
+    return b"data: " + _encode(message, failure.value.type, None, failure.value.in_stream) + b"\n\n"
+
+
+def stopped() -> GatewayError:
+    """The gateway stops, and its limit for running requests is over. Nothing is wrong with the request."""
+    return GatewayError(Failure.SHUTTING_DOWN, "The gateway stopped before it could answer. Ask again.")
 
 
 def headers_of(error: GatewayError) -> list[tuple[str, str]]:

@@ -182,8 +182,8 @@ class App:
         leaving = [front.finish() for front in self._in_front()]
         await self._quiet(leaving, ends)
         if monotonic() >= ends:
-            self._endpoints.give_up()
             ends = monotonic() + LAST_WORDS_S
+            await self._last_words()
             await self._quiet(leaving, ends)
         for runner in self._runners:
             if runner.server is not None:
@@ -208,6 +208,14 @@ class App:
         """Until nobody is served or connected any more, or that moment."""
         while monotonic() < ends and (self._gate.active or not all(map(_over, leaving))):  # noqa: ASYNC110
             await asyncio.sleep(QUIET_S)
+
+    async def _last_words(self) -> None:
+        """Tell those who are still served; who is in the middle of an event may see its end, which is a token away."""
+        ends = monotonic() + LAST_WORDS_S / 2
+        self._endpoints.retire()
+        while self._endpoints.give_up() and monotonic() < ends:  # noqa: ASYNC110
+            await asyncio.sleep(QUIET_S)
+        self._endpoints.give_up(at_once=True)
 
     async def recede(self) -> None:
         """Not ready, and serving still: whoever sends requests here has `timeouts.grace` to notice."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from gateway.answer import Failure, GatewayError
+from gateway.answer import Failure, GatewayError, stopped
 from gateway.client import Client
 from gateway.exchange import Exchange
 from gateway.relay import UpstreamBroke
@@ -26,6 +26,8 @@ async def retry(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> None:
 
     Who failed stands in `x.retries` already. A turn of the budget, once taken, is the request's to its end.
     """
+    if broke.kind == "shutdown":
+        raise stopped()
     if len(x.retries) < gateway.snapshot.config.retries.attempts:
         x.retrying = x.retrying or await gateway.gate.retry_turn()
         if x.retrying:
@@ -75,8 +77,10 @@ def nobody(x: Exchange, route: Route) -> GatewayError:
 def break_off(x: Exchange, client: Client, broke: UpstreamBroke) -> None:
     """The answer broke after its first byte: say so in-stream where framing allows it, else hang up."""
     assert x.relay is not None
-    who = "gateway stopped" if broke.kind == "shutdown" else "engine failed"
-    rest = x.relay.break_off(f"The {who} while answering ({broke.kind}).")
+    if broke.kind == "shutdown":
+        rest = x.relay.break_off(Failure.SHUTTING_DOWN, "The gateway stopped while answering. Ask again.")
+    else:
+        rest = x.relay.break_off(Failure.UPSTREAM_FAILED, f"The engine failed while answering ({broke.kind}).")
     if rest:  # the answer's framing is ended by it: closing as well would only fail the client's next request
         client.write(rest)
     else:

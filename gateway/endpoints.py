@@ -369,13 +369,21 @@ class EndpointTable:
             if live.upstream.silence_s(now) < 1.0:
                 live.backlog_tokens = live.load.prefill_tokens
 
-    def give_up(self) -> None:
-        """The gateway stops: nobody is asked any more, and whoever still waits for an engine hears of it."""
+    def retire(self) -> None:
+        """The gateway stops: nobody is asked any more, and whoever waits for a place hears of it."""
         for live in self.all():
             live.drained, live.load.available = True, False
         self.on_change()
-        for live in self.all():
-            live.upstream.fail_all("shutdown", "the gateway stops")
+
+    def give_up(self, *, at_once: bool = False) -> int:
+        """Whoever is still served by an engine hears that the gateway stops; unless it must be `at_once`, those who are
+        in the middle of an event do not yet: how many they are."""
+        kind, message = "shutdown", "the gateway stops"
+        if at_once:
+            for live in self.all():
+                live.upstream.fail_all(kind, message)
+            return 0
+        return sum(live.upstream.fail_at_seams(kind, message) for live in self.all())
 
     def close(self) -> None:
         for live in self.all():

@@ -174,16 +174,21 @@ class Relay(msgspec.Struct, eq=False):
         self.bytes_out += len(out)
         return out
 
-    def break_off(self, message: str) -> bytes:
+    @property
+    def at_seam(self) -> bool:
+        """Whether an event of ours could follow what the client has: in a stream, between two events."""
+        if not self._sse or self._body.ended or not (self._rebuild or self._body.between):
+            return False
+        return not self._carry or self.renamer is not None  # a renamer keeps an unfinished event to itself
+
+    def break_off(self, failure: Failure, message: str) -> bytes:
         """After the commit point: tell the client in-stream that the rest will not come, where framing allows it.
 
         In the middle of a chunk or an event nothing can be added; the connection's end has to say it.
         """
-        if not self._sse or self._body.ended or not (self._rebuild or self._body.between):
+        if not self.at_seam:
             return b""
-        if self._carry and self.renamer is None:  # a renamer keeps an unfinished event to itself
-            return b""
-        event = b"" if self._last.endswith(_DONE + b"\n\n") else event_of(Failure.UPSTREAM_FAILED, message)
+        event = b"" if self._last.endswith(_DONE + b"\n\n") else event_of(failure, message)
         return event if self.http_1_0 else chunk(event) + LAST_CHUNK
 
     @property

@@ -96,6 +96,11 @@ class Connection(asyncio.Protocol):
         if self.open and self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
 
+    @property
+    def midway(self) -> bool:
+        """Whether the client has part of something that only the engine can end: an event, or an answer in one."""
+        return self._relay is not None and self._relay.committed and not self._relay.at_seam
+
     def fail(self, kind: str, message: str) -> None:
         """End the answer under way with a reason, from outside: a deadline, an ejected endpoint."""
         self._finish(UpstreamBroke(kind, message), later=True)
@@ -293,6 +298,13 @@ class Upstream:
         """The engine is known to be dead: nobody waits for it."""
         for connection in tuple(self.connections):
             connection.fail(kind, message)
+
+    def fail_at_seams(self, kind: str, message: str) -> int:
+        """As fail_all, but who is midway is spared: how many are."""
+        spared = [connection for connection in self.connections if connection.midway]
+        for connection in self.connections.difference(spared):
+            connection.fail(kind, message)
+        return len(spared)
 
     def close(self) -> None:
         for connection in list(self.connections):

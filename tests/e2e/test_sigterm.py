@@ -1,15 +1,15 @@
-"""SIGTERM with many open streams: none is truncated; and after the limit each is told rather than cut."""
+"""SIGTERM with many open streams: none is truncated; and after the limit everybody is told rather than cut."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections import Counter
 from pathlib import Path
 
 import aiohttp
-import pytest
 
 from tests.e2e.processes import Gateway, gateway, mock_fleet
 
@@ -35,15 +35,25 @@ async def stream(http: aiohttp.ClientSession, url: str, begun: asyncio.Semaphore
         return type(error).__name__
     if text.rstrip().endswith(b"[DONE]") and text.count(b'"delta"') >= tokens:
         return "whole"
-    return "told" if b'"error"' in text and b"gateway stopped" in text else f"truncated {text[-80:]!r}"
+    events = [json.loads(event.removeprefix(b"data: ")) for event in text.strip().split(b"\n\n")]
+    error = events[-1].get("error", {})
+    return "told" if (error.get("code"), error.get("param")) == ("shutting_down", None) else f"truncated {text[-80:]!r}"
 
 
-async def ended(home: Gateway, streams: int, tokens: int) -> Counter[str]:
-    """What became of streams that were open when SIGTERM came."""
+async def whole(http: aiohttp.ClientSession, url: str, tokens: int) -> str:
+    body = {"model": "demo-8b", "max_tokens": tokens, "messages": [{"role": "user", "content": "hi"}]}
+    async with http.post(f"{url}/v1/chat/completions", json=body) as answer:
+        code = (await answer.json())["error"]["code"]
+        return f"{answer.status} {code} {answer.headers['x-should-retry']} {answer.headers['connection']}"
+
+
+async def ended(home: Gateway, streams: int, tokens: int, wholes: int = 0) -> Counter[str]:
+    """What became of streams that were open when SIGTERM came, and of requests for whole answers."""
     begun = asyncio.Semaphore(0)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=60)) as http:
         tasks = [asyncio.create_task(stream(http, home.url, begun, tokens)) for _ in range(streams)]
+        tasks += [asyncio.create_task(whole(http, home.url, tokens)) for _ in range(wholes)]
         for _ in range(streams):
             await begun.acquire()
         assert not any(task.done() for task in tasks)
@@ -57,13 +67,18 @@ async def ended(home: Gateway, streams: int, tokens: int) -> Counter[str]:
         return Counter(await asyncio.gather(*tasks))
 
 
-@pytest.mark.parametrize(
-    ("streams", "tokens", "shutdown", "fate"), [(500, 300, "20s", "whole"), (100, 20_000, "500ms", "told")]
-)
-def test_no_open_stream_is_truncated(tmp_path: Path, streams: int, tokens: int, shutdown: str, fate: str) -> None:
+def fates(folder: Path, shutdown: str, streams: int, tokens: int, wholes: int = 0) -> Counter[str]:
     with (
         mock_fleet("--speed", "4", "--max-num-seqs", "512") as urls,
-        gateway(tmp_path, CONFIG.format(*urls, grace="1s", shutdown=shutdown)) as home,
+        gateway(folder, CONFIG.format(*urls, grace="1s", shutdown=shutdown)) as home,
     ):
-        fates = asyncio.run(ended(home, streams, tokens))
-    assert fates == {fate: streams}
+        return asyncio.run(ended(home, streams, tokens, wholes))
+
+
+def test_no_open_stream_is_truncated(tmp_path: Path) -> None:
+    assert fates(tmp_path, "20s", streams=500, tokens=300) == {"whole": 500}
+
+
+def test_who_is_not_done_at_the_limit_is_told_to_ask_again(tmp_path: Path) -> None:
+    told = fates(tmp_path, "500ms", streams=100, tokens=20_000, wholes=20)
+    assert told == {"told": 100, "503 shutting_down true close": 20}

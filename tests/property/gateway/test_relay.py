@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.answer import Failure
 from gateway.relay import Relay, State, UpstreamBroke, Usage
 from gateway.rename import Renamer
 
@@ -50,7 +51,7 @@ def feed(data: bytes, cuts: list[int], *, eof: bool = False, http_1_0: bool = Fa
     except UpstreamBroke as error:
         broke = error.kind
         if relay.committed:
-            out += relay.break_off("gone")
+            out += relay.break_off(Failure.UPSTREAM_FAILED, "gone")
     return Seen(
         out,
         relay.state,

@@ -11,8 +11,9 @@ from time import monotonic
 import pytest
 import uvloop
 
+from gateway.framing import chunk
 from gateway.outbox import Outbox
-from gateway.relay import Relay, State, UpstreamBroke
+from gateway.relay import FIRST_EVENT, Relay, State, UpstreamBroke
 from gateway.upstream import IDLE_S, Connection, Patience, Upstream
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
@@ -344,6 +345,30 @@ async def test_an_engine_known_to_be_dead_is_waited_for_by_nobody() -> None:
         made.upstream.fail_all("ejected", "gone")
         found = await asyncio.gather(*asking, return_exceptions=True)
         assert [error.kind for error in found if isinstance(error, UpstreamBroke)] == ["ejected"] * 3
+
+
+async def test_who_is_in_the_middle_of_an_event_is_ended_after_it() -> None:
+    async with engines() as made:
+        whole, (half, rest) = b'data: {"n": 1}\n\n', (b'data: {"n"', b": 2}\n\n")
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        asked: list[Engine] = []
+        made.react = asked.append
+        clients = [Client(), Client()]
+        asking = [asyncio.create_task(made.ask(client)) for client in clients]
+        async with asyncio.timeout(2):
+            while len(asked) < 2:
+                await asyncio.sleep(0)
+            for engine, event in zip(asked, (whole, half), strict=True):
+                engine.transport.write(head + chunk(event + b" " * FIRST_EVENT if event is half else event))
+            while not all(client.text for client in clients):
+                await asyncio.sleep(0)
+            assert made.upstream.fail_at_seams("shutdown", "over") == 1
+            asked[1].transport.write(chunk(rest))
+            while made.upstream.fail_at_seams("shutdown", "over"):
+                await asyncio.sleep(0)
+            found = await asyncio.gather(*asking, return_exceptions=True)
+        assert [error.kind for error in found if isinstance(error, UpstreamBroke)] == ["shutdown"] * 2
+        assert sum(client.text.endswith(chunk(rest)) for client in clients) == 1
 
 
 def test_a_connection_that_stands_when_its_asker_leaves_is_closed_and_forgotten() -> None:
