@@ -62,8 +62,8 @@ class Exchange(msgspec.Struct, eq=False):
     retries       endpoints that failed this request, in order
     retrying      it holds a turn of the fleet's retry budget
     body_bytes    of the body      holder  whose memory it still takes; None once that is given back
-    room, asked   where it was let in, and the question that its first pick answered; None until it was booked, but for
-                  the room of one that had to ask
+    asked         the question that its first pick answered; None until it was booked
+    room          that hears how it ends: the one that let it in, if it listens or had to be asked; None otherwise
     tier          the smaller model that serves it in place of the one it asked for; "" for nearly all
     detail        the numbers behind a refusal, in words
     fingerprint   of its prompt; None where the policy does not read prefixes
@@ -118,10 +118,12 @@ class Exchange(msgspec.Struct, eq=False):
     quota: Quota | None = None
 
     def booked(self, room: Room, ask: Ask, pick: Pick) -> None:
-        """A place is taken for it. The room that let it in hears of the first one."""
+        """A place is taken for it. The room that let it in hears of the first one, if it listens."""
         if self.asked is None:
-            self.asked, self.room = ask, room
-            room.booked(ask, pick)
+            self.asked = ask
+            if room.listens:
+                self.room = room
+                room.booked(ask, pick)
 
     def hold(self, gate: Gate, body_bytes: int) -> None:
         """Take memory for a body of so many bytes, in place of what was taken before. Raises GatewayError."""
@@ -138,9 +140,11 @@ class Exchange(msgspec.Struct, eq=False):
         """The prompt is computed and nothing can be retried: give back its place in the backlog, and its bytes."""
         if self.booking is not None:
             self.booking.first_token()
-        for call in (self.call, self.sent):
-            if call is not None:
-                call.release()
+        call, sent = self.call, self.sent
+        if call is not None:
+            call.release()
+        if sent is not None and sent is not call:
+            sent.release()
         self.let_go()
 
     def refused(self, error: GatewayError) -> None:

@@ -46,15 +46,15 @@ Turn = asyncio.Future[Verdict]
 class Room:
     """The permits of one pool and those who wait for one: policies.waiting's room, whose tickets are futures.
 
-    `with` it to give a permit back.
+    `with` it to give a permit back. `listens`: its admission learns from requests, and is told of them.
     """
 
-    __slots__ = ("_candidates", "_leaving", "_news", "_room", "_tells", "name", "take")
+    __slots__ = ("_candidates", "_leaving", "_news", "_room", "listens", "name", "take")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._room: waiting.Room[Turn] = waiting.Room(Cap())
-        self._tells = False
+        self.listens = False
         self._news: News | None = None
         self._candidates: tuple[Candidate, ...] = ()
         self._leaving: tuple[EndpointLoad, ...] = ()
@@ -75,7 +75,7 @@ class Room:
         """
         self._room.admission = judge
         self._room.share(FairShares(shares))
-        self._tells = bool(shares) or type(judge) is not Cap
+        self.listens = bool(shares) or type(judge) is not Cap
         self._share()
 
     def tell(self, news: News | None) -> None:
@@ -109,15 +109,14 @@ class Room:
         return 1.0 if self.sessions is None else self.sessions.phi
 
     def booked(self, ask: Ask, pick: Pick) -> None:
-        """One with a permit was picked its first endpoint."""
-        if self._tells:
-            self._room.booked(ask, pick)
-            if self._news is not None:
-                self._news.charge(self.name, ask.request.tenant, charged_tokens(ask.request, pick.cached_tokens))
+        """One with a permit was picked its first endpoint. Due where the room listens."""
+        self._room.booked(ask, pick)
+        if self._news is not None:
+            self._news.charge(self.name, ask.request.tenant, charged_tokens(ask.request, pick.cached_tokens))
 
     def ended(self, request: Request, outcome: Callable[[], Outcome]) -> None:
         """One that was booked is over, and how."""
-        if self._tells:
+        if self.listens:
             told = outcome()
             self._room.ended(request, told)
             if self._news is not None:

@@ -48,7 +48,9 @@ _CONTENT = re.compile(
 )
 _TELLS = re.compile(_CONTENT.pattern + rb'|"finish_reason":\s*"|\[DONE\]|' + _ERROR_EVENT.pattern)
 _FINISH = re.compile(rb'"finish_reason":"(\w+)"')
-_COUNTS = re.compile(r'"((?:prompt|completion|cached)_tokens)":\s*(\d{1,15})(?!\d)')
+_PROMPT, _COMPLETION, _CACHED = (
+    re.compile(rb'"%b_tokens":\s*(\d{1,15})(?!\d)' % each).search for each in (b"prompt", b"completion", b"cached")
+)
 
 
 class State(Enum):
@@ -119,8 +121,9 @@ class Relay(msgspec.Struct, eq=False):
     _last: bytes = b""  # the newest payload, with the event it began in
     _held: bytes = b""  # an unfinished size line, not shown yet
     _usage: bytes = b""  # the newest payload that tells token counts
-    _reason: bytes = b""  # the newest payload that tells why generation ended
+    _reason: bytes = b""  # the newest payload that tells why generation ended, until it is read
     _counts: Usage | None = None
+    _finish: str | None = None
 
     @property
     def untouched(self) -> bool:
@@ -195,17 +198,26 @@ class Relay(msgspec.Struct, eq=False):
     def usage(self) -> Usage:
         """Token counts, read from the last event or the end of the answer; not before it is over."""
         if self._counts is None:
-            at = self._usage.rfind(_USAGE)
-            found = dict(_COUNTS.findall(self._usage[at:].decode("ascii", "replace"))) if at >= 0 else None
-            self._counts = msgspec.convert(found, Usage, strict=False) if found else Usage()
+            tail, at = self._usage, self._usage.rfind(_USAGE)
+            if at < 0:
+                self._counts = Usage()
+            else:
+                prompt, completion, cached = _PROMPT(tail, at), _COMPLETION(tail, at), _CACHED(tail, at)
+                self._counts = Usage(
+                    None if prompt is None else int(prompt[1]),
+                    None if completion is None else int(completion[1]),
+                    None if cached is None else int(cached[1]),
+                )
         return self._counts
 
     @property
     def finish_reason(self) -> str | None:
         """Why generation ended, in the engine's word."""
-        at = self._reason.rfind(_REASON)
-        found = _FINISH.match(self._reason, at) if at >= 0 else None
-        return found[1].decode() if found else None
+        if self._reason:
+            at = self._reason.rfind(_REASON)
+            found = _FINISH.match(self._reason, at) if at >= 0 else None
+            self._finish, self._reason = found[1].decode() if found else None, b""
+        return self._finish
 
     @property
     def failed_in_stream(self) -> bool:
@@ -279,7 +291,7 @@ class Relay(msgspec.Struct, eq=False):
         self.state = State.FLOWING
         self.committed = True
         self.first_byte_at = now
-        head = self.head.start + self.headers + self._framing()
+        head = self._opening()
         self.bytes_out += len(head)
         return head + self.feed(data, now)
 
@@ -288,11 +300,16 @@ class Relay(msgspec.Struct, eq=False):
         self.head, self._body = head, WHOLE
         self.state, self.committed = State.DONE, True
         self.first_byte_at = self.first_token_at = self.last_at = now
-        self._last = self._usage = self._reason = payload
+        self._usage = self._reason = payload
         self._first()
         out = b"".join((head.start, self.headers, _CLOSED if self.http_1_0 else head.sized, payload))
         self.bytes_out = len(out)
         return out
+
+    def _opening(self) -> bytes:
+        """What the client is told before the body."""
+        assert self.head is not None
+        return self.head.start + self.headers + self._framing()
 
     def _framing(self) -> bytes:
         assert self.head is not None

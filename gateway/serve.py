@@ -75,8 +75,8 @@ async def serve(gateway: Gateway, x: Exchange, client: Client) -> None:
 
 
 def _settle(gateway: Gateway, x: Exchange) -> None:
-    """The room that let it in hears how it ended, or that nothing came of it; its tenant's quota, what it took."""
-    if x.call is None:
+    """Who wants to know hears how it ended, or that nothing came of it: its tenant's quota and the room it was in."""
+    if x.call is None or (x.quota is None and x.room is None):  # nobody, nearly always
         return
     request = x.call.request
     if x.quota is not None:
@@ -172,7 +172,7 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
                     return await legs.single(route, x, call, client, booking)
                 except UpstreamBroke as broke:
                     booking.failed(broke)
-                    problem = broke
+                    problem = broke.with_traceback(None)  # that leads back to `problem`: a cycle
             if x.committed:
                 return break_off(x, client, problem)
             x.retries.append(pick.candidate.endpoint.name)

@@ -26,6 +26,7 @@ from gateway.split.pairing import SplitRoute
 from policies import admissions, registry
 from policies.admission import Admission
 from policies.contract import Policy
+from policies.filters import telling
 from policies.model import STANDARD, Candidate, EngineKind, Request, Slo
 
 
@@ -168,7 +169,7 @@ def build(
             model.name,
             pool,
             model.context_tokens,
-            policies[pool],
+            _among(policies[pool], candidates[pool]),
             members,
             rooms[pool].room,
             levels.named(model.slo),
@@ -203,6 +204,11 @@ def _policy(spec: PolicySpec) -> Policy:
     return registry.build(spec.name, spec.params)
 
 
+def _among(policy: Policy, members: tuple[Candidate, ...]) -> Policy:
+    """The policy as requests to these meet it: a filter that can keep out none of them is not asked."""
+    return msgspec.structs.replace(policy, filters=telling(policy.filters, members))
+
+
 def _tried(pool: str, config: Config, endpoints: EndpointTable, policy: Policy, before: Snapshot | None) -> Tried:
     """What a pool tries beside its policy. What stays as configured, beside the same one, goes on as it is."""
     spec, old = config.pools[pool], before.config.pools.get(pool) if before is not None else None
@@ -232,7 +238,7 @@ def _with_canary(route: Route, config: Config, model: Model, tried: Tried, membe
         return route
     replace = msgspec.structs.replace
     split = pairing.split_route(model, tried.canary, members)
-    other = replace(route, policy=tried.canary, split=split, shadows=None)
+    other = replace(route, policy=_among(tried.canary, members), split=split, shadows=None)
     return replace(route, trial=Trial(chosen(route.pool, spec), other, tried.sides))
 
 

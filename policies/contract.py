@@ -49,9 +49,25 @@ class Weighted(msgspec.Struct, frozen=True):
     weight: float = 1.0
 
 
+def together(scorers: tuple[Weighted, ...]) -> Scorer:
+    """The weighted sum of what they say. One alone that counts in full is asked itself."""
+    if len(scorers) == 1 and scorers[0].weight == 1.0:
+        return scorers[0].scorer
+
+    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        total = [0.0] * len(candidates)
+        for part in scorers:
+            said = part.scorer(ask, candidates)
+            total = [sum_ + score * part.weight for sum_, score in zip(total, said, strict=True)]
+        return total
+
+    return score
+
+
 class Policy(msgspec.Struct, frozen=True):
     """Filters, then weighted scorers, then a picker. `reads_prefix` asks the line to fingerprint prompts for it.
 
+    `score` is what all scorers say together; it follows from them, whatever is given.
     `reads_beliefs` says that it looks at belief, timeline or outlook of an EndpointLoad: elsewhere these rest.
     `terms` names the parts of each candidate's score, for a policy that can say more than a number about its picks.
     `parts` prices halves of a request, for a policy that can also decide whether to split it (split.py).
@@ -65,3 +81,7 @@ class Policy(msgspec.Struct, frozen=True):
     reads_beliefs: bool = False
     terms: Terms | None = None
     parts: PartPrices | None = None
+    score: Scorer = together(())
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "score", together(self.scorers))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from policies.contract import Filter
 from policies.model import Ask, Candidate
 
 
@@ -44,3 +45,10 @@ def fits_context(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidat
     """Takes prompts and answers so long: a pool may have endpoints for short contexts and others for long ones."""
     needed = ask.request.prompt_tokens + ask.request.output_tokens
     return [each for each in candidates if (most := each.endpoint.context_tokens) is None or most >= needed]
+
+
+def telling(filters: tuple[Filter, ...], candidates: Sequence[Candidate]) -> tuple[Filter, ...]:
+    """Those of the filters that may have something to say of these candidates, whatever is asked."""
+    if any(each.endpoint.context_tokens is not None for each in candidates):
+        return filters
+    return tuple(keep for keep in filters if keep is not fits_context)

@@ -20,12 +20,11 @@ def pick(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Pick | No
         kept = keep(ask, kept)
     if not kept:
         return None
-    first = policy.scorers[0]
-    single = len(policy.scorers) == 1 and first.weight == 1.0
-    scores = first.scorer(ask, kept) if single else _weighed(policy, ask, kept)
+    scores = policy.score(ask, kept)
     index = policy.picker(ask, kept, scores)
     chosen, cached = kept[index], ask.cached
-    cached_tokens = cached[chosen.load.slot] if chosen.load.slot < len(cached) else 0
+    slot = chosen.load.slot
+    cached_tokens = cached[slot] if slot < len(cached) else 0
     return Pick(chosen, cached_tokens, scores[index], len(kept), policy.name, scores, kept)
 
 
@@ -39,13 +38,3 @@ def refusal(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> str:
         if not kept:
             return getattr(keep, "__name__", type(keep).__name__)
     raise ValueError(f"policy {policy.name} refuses nobody here")
-
-
-def _weighed(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Sequence[float]:
-    """Weighted sum of all scorers, aligned with the candidates."""
-    first = policy.scorers[0]
-    total = first.scorer(ask, candidates)
-    total = [score * first.weight for score in total]
-    for part in policy.scorers[1:]:
-        total = [sum_ + score * part.weight for sum_, score in zip(total, part.scorer(ask, candidates), strict=True)]
-    return total

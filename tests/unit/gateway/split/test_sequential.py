@@ -9,7 +9,6 @@ import pytest
 
 from gateway.account import Accounts
 from gateway.exchange import Exchange
-from gateway.gate import Room
 from gateway.upstream import Connection, Upstream
 from tests.fair_time import within
 from tests.unit.gateway.split.halves import (
@@ -424,13 +423,13 @@ async def test_many_at_once_leave_nothing_behind() -> None:
         await f.at_rest()
 
 
-async def test_a_pair_whose_room_fails_at_its_booking_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pair_that_fails_at_its_booking_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("as asked")
 
     async with front(NIXL, [prefills()], [decodes]) as f:
         with monkeypatch.context() as broken:
-            broken.setattr(Room, "booked", fails)
+            broken.setattr(Exchange, "booked", fails)
             assert (await f.ask()).status == 500
         await f.at_rest()
         assert f.app.gateway.handoffs.under_way == 0
