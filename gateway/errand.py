@@ -79,7 +79,9 @@ class Errand:
         elif landing is not None:
             landing.errand = None
             landing.cancel()
-            self.step(asyncio.CancelledError())
+            left = asyncio.CancelledError()
+            self.step(left)
+            left.__traceback__ = None  # it leads back to `left`: a cycle would keep all of the request
 
 
 class _Rest(Coroutine[Any, Any, None]):
@@ -107,7 +109,10 @@ class _Rest(Coroutine[Any, Any, None]):
         self._begun = True
         if isinstance(awaited, asyncio.Future):  # as the Task would have done, had it known what it waits for
             awaited.cancel()
-        return self._steps.throw(*error)
+        try:
+            return self._steps.throw(*error)
+        finally:
+            del error  # its traceback leads back here: a cycle would keep all of the request
 
     def close(self) -> None:
         self._steps.close()

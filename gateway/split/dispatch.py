@@ -85,7 +85,7 @@ async def _whole(work: Work, ask: Ask, decision: Decision) -> UpstreamBroke | No
         except UpstreamBroke as broke:
             booking.failed(broke)
             x.retries.append(pick.candidate.endpoint.name)
-            return broke
+            return broke.with_traceback(None)  # that leads back here, and so to whoever keeps it: a cycle
 
 
 def _nobody(work: Work, decision: Decision) -> GatewayError:

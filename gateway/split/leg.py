@@ -80,7 +80,7 @@ class Leg(Errand):
     def close(self) -> None:
         """Close its connection if it is still open; nothing is heard of it any more."""
         if self._tell is not None:
-            self._tell = None
+            self._tell = self.relay.on_first = None
             self.cancel()
 
     def cancel(self) -> None:
@@ -144,7 +144,7 @@ class Leg(Errand):
         try:
             connection = await self.upstream.connect()
         except UpstreamBroke as broke:
-            self._end(broke)
+            self._end(broke.with_traceback(None))  # that leads back here, and so to whoever keeps it: a cycle
         except Exception:
             log.exception("a leg failed inside the gateway")
             self._end(UpstreamBroke("internal", "the leg failed inside the gateway"))
@@ -158,6 +158,7 @@ class Leg(Errand):
     def _end(self, problem: UpstreamBroke | None) -> None:
         self._connection = self._done = self._connecting = None
         ended, self._tell = self._tell, None
+        self.relay.on_first = None  # it knows the pair as well, and no token may have come
         if ended is not None:
             ended(problem)
 

@@ -194,7 +194,7 @@ class PairAttempt:
         try:
             status = legs.refusal(relay)
         except UpstreamBroke as broke:
-            return broke
+            return broke.with_traceback(None)  # that leads back here, and so to whoever keeps it: a cycle
         if self._x.committed:
             return UpstreamBroke(f"status_{status}", f"the engine answered {status} after its twin had begun")
         self._refused = relay

@@ -1,0 +1,136 @@
+"""A request leaves no reference cycles behind, however it ends: the collector, which seldom looks, has nothing to find.
+
+What a cycle holds is a body, an answer, and the configuration that the request began with: an endpoint that a reload
+removed would stay until the collector came by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from tests.chaos.house import House, house
+from tests.e2e.split_house import MODEL, SENTENCE, SplitHouse, split_house
+
+LONG = {"model": "demo-8b", "stream": True, "max_tokens": 400, "messages": [{"role": "user", "content": "hello"}]}
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """AssertionError when the collector finds what belonged to a request."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        kinds = (f"{type(each).__module__}.{type(each).__name__}" for each in gc.garbage)
+        ours = Counter(kind for kind in kinds if kind.startswith(("gateway.", "policies.")))
+        assert not ours
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+async def served(running: House) -> None:
+    assert (await running.ask()).fate == "ok"
+    assert (await running.ask(stream=False)).fate == "ok"
+
+
+async def refused(running: House) -> None:
+    assert (await running.ask(tokens=0)).status == 400
+
+
+async def left_before_the_answer(running: House) -> None:
+    for group in running.groups:
+        group.faults.set("stall:after=0")
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await running.ask()
+
+
+async def left_within_the_answer(running: House) -> None:
+    async with running.http.post(f"{running.app.url}/v1/chat/completions", json=LONG) as answer:
+        await answer.content.readany()
+
+
+async def broke_and_was_retried(running: House) -> None:
+    running.groups[0].faults.set("reset-before-headers")
+    for _ in range(2):
+        assert (await running.ask()).fate == "ok"
+
+
+async def broke_within_the_answer(running: House) -> None:
+    for group in running.groups:
+        group.faults.set("reset-mid-stream:after=3")
+    assert (await running.ask()).fate == "error_event"
+
+
+async def nobody_answered(running: House) -> None:
+    for group in running.groups:
+        group.faults.set("5xx")
+    assert (await running.ask()).status == 502
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        *(served, refused, left_before_the_answer, left_within_the_answer),
+        *(broke_and_was_retried, broke_within_the_answer, nobody_answered),
+    ],
+)
+async def test_a_request_that_ends_in_any_way_leaves_nothing_for_the_collector(
+    way: Callable[[House], Awaitable[None]],
+) -> None:
+    async with house(speed=20.0) as running:
+        await running.ask()
+        with nothing_left():
+            await way(running)
+            for group in running.groups:
+                group.faults.set("")
+            await running.ask()
+            await running.at_rest()
+
+
+async def split_left(running: SplitHouse, body: dict[str, object]) -> None:
+    for after_s in (0.01, 0.2):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(after_s):
+                await running.ask(body | {"max_tokens": 4000})
+
+
+async def split_broke(running: SplitHouse, body: dict[str, object]) -> None:
+    for member, fault in ((running.prefill[0], "5xx"), (running.decode[0], "5xx"), (running.prefill[1], "refuse")):
+        member.faults.set(fault)
+        for number in range(4):
+            await running.ask(body | {"prompt": f"{number} {body['prompt']}"})
+        member.faults.set("")
+
+
+async def split_died(running: SplitHouse, body: dict[str, object]) -> None:
+    for member in running.decode:
+        member.faults.set("die-mid-decode:after=3")
+    asked = body | {"model": MODEL, "stream": True}
+    async with running.http.post(f"{running.app.url}/v1/completions", json=asked) as answer:
+        assert b'data: {"error"' in await answer.read()
+    for member in running.decode:
+        member.faults.clear()
+
+
+@pytest.mark.parametrize("dialect", ["vllm_nixl", "sglang"])
+@pytest.mark.parametrize("way", [split_left, split_broke, split_died])
+async def test_neither_does_one_that_was_split(
+    dialect: str, way: Callable[[SplitHouse, dict[str, object]], Awaitable[None]]
+) -> None:
+    body = {"prompt": SENTENCE * 20, "max_tokens": 12}
+    async with split_house(dialect, kv={"wait_s": 0.5, "lease_s": 0.5}, speed=2.0) as running:
+        await running.right(body)
+        with nothing_left():
+            await way(running, body)
+            await running.at_rest(within_s=8)
