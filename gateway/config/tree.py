@@ -329,7 +329,7 @@ class Slos(Section):
 
 
 class TenantLimits(Section):
-    """What a tenant may ask for per minute at one gateway process, whatever the fleet could do; more is 429."""
+    """What a tenant may ask for per minute, of all gateways with one view together; more is 429."""
 
     requests_per_minute: Count | None = setting(None, "Requests; as many as it likes unless given.")
     tokens_per_minute: Count | None = setting(
