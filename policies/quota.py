@@ -16,8 +16,8 @@ MINUTE_S = 60.0
 NOTHING_MISSING = 1e-9  # of a limit: what rounding leaves is no reason to wait
 DRIFT = 0.05
 """How much of the difference to another gateway's level one word of it makes up for. All levels fall and fill alike, so
-that one who came later, or was not heard for a while, would never agree. Words that cross each other each lack what the
-other says, and give back so much of it: a twentieth of what crosses.
+that without it one who came later, or was not heard for a while, would never agree. Of what two words say that cross
+each other, so much is given back.
 """
 
 Count = Annotated[int, msgspec.Meta(ge=-(1 << 50), le=1 << 50)]
@@ -48,7 +48,8 @@ class Refused(msgspec.Struct, frozen=True):
 class Spent(msgspec.Struct, frozen=True, array_like=True):
     """What a tenant took at one gateway since its last word; negative where more was given back.
 
-    requests_left, tokens_left  in the gateway's buckets had it not been taken; None: there is no such limit
+    requests_left, tokens_left  what all others know to be left: in the gateway's buckets, had it not been taken. None:
+                                there is no such limit
     """
 
     requests: Count
@@ -78,11 +79,6 @@ class Bucket:
     def take(self, amount: float) -> None:
         """Take so much, negative to give it back. Nothing is gathered beyond a minute's worth."""
         self._level = min(float(self.limit), self._level - amount)
-
-    def elsewhere(self, amount: float, left: float, now: float) -> None:
-        """Another gateway took so much of its own bucket, in which there was `left`."""
-        level = self.level(now)
-        self.take(amount + DRIFT * (level - min(left, float(self.limit))))
 
     def missing_s(self, amount: float, now: float) -> float:
         """How long until so much is there; 0 if it is. Who needs more than a minute's worth waits for a full bucket."""
@@ -123,15 +119,15 @@ class Quota:
         self._count(-1, -tokens)
 
     def spent(self, requests: int, tokens: int, now: float) -> Spent:
-        """How other gateways hear that so much was taken here since the last word."""
+        """What other gateways are to hear, so much being taken here since the last word."""
         return Spent(requests, tokens, _left(self._requests, requests, now), _left(self._tokens, tokens, now))
 
-    def elsewhere(self, spent: Spent, now: float) -> None:
-        """Another gateway has taken so much for this tenant."""
-        if self._requests is not None and spent.requests_left is not None:
-            self._requests.elsewhere(spent.requests, spent.requests_left, now)
-        if self._tokens is not None and spent.tokens_left is not None:
-            self._tokens.elsewhere(spent.tokens, spent.tokens_left, now)
+    def elsewhere(self, theirs: Spent, ours: Spent) -> None:
+        """The tenant took this at another gateway, while `ours` is what that one has not heard of."""
+        if self._requests is not None:
+            self._requests.take(theirs.requests + _apart(ours.requests_left, theirs.requests_left))
+        if self._tokens is not None:
+            self._tokens.take(theirs.tokens + _apart(ours.tokens_left, theirs.tokens_left))
 
     def _count(self, requests: int, tokens: int) -> None:
         if self._requests is not None:
@@ -142,3 +138,8 @@ class Quota:
 
 def _left(bucket: Bucket | None, taken: int, now: float) -> float | None:
     return None if bucket is None else bucket.level(now) + taken
+
+
+def _apart(ours: float | None, theirs: float | None) -> float:
+    """How much more is to be left here, or to be taken, for both to agree some time."""
+    return 0.0 if ours is None or theirs is None else DRIFT * (ours - theirs)

@@ -82,9 +82,10 @@ class Use:
     def taken(self, message: words.Taken, now: float) -> None:
         """These tenants took something of their quotas at another gateway."""
         for tenant, spent in message.tenants:
-            quota = self._gate.quotas.by_tenant.get(self._tenants.get(tenant, ""))
+            name = self._tenants.get(tenant, "")
+            quota = self._gate.quotas.by_tenant.get(name)
             if quota is not None:
-                quota.elsewhere(spent, now)
+                quota.elsewhere(spent, quota.spent(*self._news.taken.get(name, (0, 0)), now))
 
     def inside(self, message: words.Inside, age_s: float, now: float) -> None:
         """These sessions were served at another gateway."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from itertools import cycle
@@ -19,18 +20,21 @@ from tests.scraped import total
 from tests.sim.conversation import TRACE
 
 KEY = "canary-key-of-a-test-fleet"
+TENANT_KEY = "sk-of-a-tenant"
 
 
 @contextmanager
-def sharing(folder: Path, name: str, engines: Sequence[str], redis: str | None, key: str = KEY) -> Iterator[Gateway]:
-    """One gateway; with `redis` one of several."""
+def sharing(
+    folder: Path, name: str, engines: Sequence[str], redis: str | None, key: str = KEY, more: str = ""
+) -> Iterator[Gateway]:
+    """One gateway; with `redis` one of several; with `more` in its configuration."""
     home = folder / name
     home.mkdir(exist_ok=True)
     pools = ", ".join(f"{{url: '{url}', max_concurrency: 256}}" for url in engines)
-    config = f"pools: {{main: {{endpoints: [{pools}]}}}}\n"
+    config = f"pools: {{main: {{endpoints: [{pools}]}}}}\n{more}"
     if redis is not None:
         config += f"shared: {{redis: {{url: '{redis}'}}, key: '${{SHARED_KEY}}'}}\n"
-    with gateway(home, config, SHARED_KEY=key) as running:
+    with gateway(home, config, SHARED_KEY=key, TENANT_KEY=TENANT_KEY) as running:
         yield running
 
 
@@ -66,6 +70,22 @@ def page(running: Gateway) -> str:
 def metric(running: Gateway, name: str, **labels: str) -> float:
     """The sum over a metric's series that carry these labels."""
     return total(page(running), name, **labels)
+
+
+def heard_out(pair: Sequence[Gateway], kind: str) -> Callable[[], bool]:
+    """Whether two, workers behind one admin server or not, have heard all that they tell each other of a kind: as many
+    messages in as out, and no further one for some flushes."""
+    looks: deque[tuple[float, float]] = deque(maxlen=10)
+
+    def count(direction: str) -> float:
+        name = "penstock_shared_messages_total"
+        return sum(metric(each, name, direction=direction, kind=kind) for each in pair)
+
+    def quiet() -> bool:
+        looks.append((count("out"), count("in")))
+        return len(looks) == looks.maxlen and len({*looks}) == 1 and looks[0][0] == looks[0][1]
+
+    return quiet
 
 
 def endpoints(running: Gateway) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.processes import Gateway, mock_fleet
-from tests.e2e.shared_house import KEY, endpoints, metric, sharing, until
+from tests.e2e.shared_house import KEY, TENANT_KEY, endpoints, heard_out, metric, sharing, until
 from tests.redis_server import RedisServer, redis_server
 
 TALKS, TURNS = 12, 4
@@ -100,6 +101,33 @@ async def test_two_gateways_find_as_much_in_caches_as_one(
     assert [metric(each, "penstock_shared_peers") for each in two] == [1.0, 1.0]
     assert all(metric(each, "penstock_shared_messages_total") > 10 for each in two)
     assert [metric(each, "penstock_shared_dropped_total") for each in two] == [0.0, 0.0]
+
+
+async def test_a_tenant_gets_one_quota_from_both(tmp_path: Path, engines: list[str], redis: RedisServer) -> None:
+    more = "tenants: [{name: a, key: '${TENANT_KEY}', limits: {requests_per_minute: 12}}]\n"
+    with (
+        sharing(tmp_path, "a", engines, redis.url, "a-key-of-another-fleet", more) as one,
+        sharing(tmp_path, "b", engines, redis.url, "a-key-of-another-fleet", more) as two,
+    ):
+        began = time.monotonic()
+        count = await served(one, 8)
+        for gateway in (two, one, two):
+            until(heard_out([one, two], "taken"), 10.0)
+            count += await served(gateway, 8)
+        assert 12 <= count <= 12 + (time.monotonic() - began) / 5 + 1  # one more comes in every five seconds
+
+
+async def served(gateway: Gateway, times: int) -> int:
+    """How many of the tenant's requests are answered, the others being refused for its quota."""
+    codes: list[int] = []
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TENANT_KEY}"}) as http:
+        model = await named(http, [gateway.url])
+        for _ in range(times):
+            body = {"model": model, "prompt": "hello", "max_tokens": 1}
+            async with http.post(f"{gateway.url}/v1/completions", json=body) as answer:
+                codes.append(answer.status)
+    assert set(codes) <= {200, 429}
+    return codes.count(200)
 
 
 async def test_one_that_is_killed_troubles_nobody_and_is_warm_when_it_comes_back(

@@ -8,8 +8,7 @@ import os
 import signal
 import urllib.error
 import urllib.request
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from time import monotonic, sleep
@@ -19,7 +18,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.processes import Gateway, gateway, mock_fleet
-from tests.e2e.shared_house import endpoints, metric, page, until
+from tests.e2e.shared_house import endpoints, heard_out, metric, page, until
 from tests.scraped import series
 
 VERSION = "penstock_config_version_info"
@@ -63,22 +62,6 @@ def told(
         return error.code, json.load(error)
 
 
-def picks(running: Gateway, direction: str) -> float:
-    """Messages of picks that workers told or heard: two of them have heard each other out when both are equal."""
-    return metric(running, "penstock_shared_messages_total", direction=direction, kind="picks")
-
-
-def heard_out(running: Gateway) -> Callable[[], bool]:
-    """Whether all that workers tell has been heard: as many messages in as out, and no further one for some flushes."""
-    looks: deque[tuple[float, float]] = deque(maxlen=10)
-
-    def quiet() -> bool:
-        looks.append((picks(running, "out"), picks(running, "in")))
-        return len(looks) == looks.maxlen and len({*looks}) == 1 and looks[0][0] == looks[0][1]
-
-    return quiet
-
-
 async def ask(url: str, prompt: str) -> dict[str, Any]:
     """Over a connection of its own, so that the kernel chooses a worker; the usage. It must be answered."""
     async with (
@@ -102,7 +85,7 @@ async def test_prompts_are_found_in_caches_whichever_worker_was_asked(
                 found += usage["prompt_tokens_details"]["cached_tokens"]
                 total += usage["prompt_tokens"]
             if running is not alone:
-                until(heard_out(running), 10.0)
+                until(heard_out([running], "picks"), 10.0)
         return found / total
 
     with gateway(tmp_path, config(engines, 1)) as alone:

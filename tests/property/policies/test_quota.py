@@ -53,3 +53,68 @@ def test_a_clock_that_goes_back_fills_nothing() -> None:
     refused = quota.take(1, 40.0)
     assert refused is not None
     assert (refused.what, refused.limit, refused.remaining, refused.retry_after_s) == ("requests", 1, 0, 60.0)
+
+
+class House:
+    """Gateways with a quota each, that tell each other now and then what they let in."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        self.quotas = [Quota(Limits(None, limit)) for _ in range(size)]
+        self.untold = [0] * size
+        self.admitted = [0] * size
+
+    def ask(self, at: int, tokens: int, now: float) -> None:
+        if self.quotas[at].take(tokens, now) is None:
+            self.untold[at] += tokens
+            self.admitted[at] += tokens
+
+    def tell(self, at: int, now: float) -> None:
+        said, self.untold[at] = self.quotas[at].spent(0, self.untold[at], now), 0
+        for other, quota in enumerate(self.quotas):
+            if other != at:
+                quota.elsewhere(said, quota.spent(0, self.untold[other], now))
+
+
+@given(
+    st.integers(2, 4),
+    st.integers(1_000, 4_000),
+    st.lists(st.tuples(st.floats(0.0, 0.5), st.integers(0, 3), st.integers(1, 1000)), min_size=20, max_size=80),
+)
+def test_gateways_that_tell_each_other_let_in_what_one_would_and_what_comes_between_two_words(
+    size: int, limit: int, comes: list[tuple[float, int, int]]
+) -> None:
+    house, now, told_at, before, most = House(size, limit), 1000.0, 1000.0, 0, 0
+    for gap_s, at, amount in comes:
+        now += gap_s
+        while told_at + 0.1 <= now:
+            told_at += 0.1
+            for each in range(size):
+                house.tell(each, told_at)
+            before = sum(house.admitted)
+            if told_at + 60.0 < now:
+                told_at = now
+        house.ask(at % size, amount, now)
+        most = max(most, sum(house.admitted) - before)
+        assert sum(house.admitted) <= limit * (1.0 + (now - 1000.0) / 60.0) + most + 1e-3
+
+
+@given(st.integers(2, 4), st.integers(0, 3))
+def test_a_gateway_that_comes_later_knows_soon_that_a_quota_is_used_up(size: int, late: int) -> None:
+    house, now = House(size, 6000), 0.0
+
+    def minute() -> list[int]:
+        nonlocal now
+        before = list(house.admitted)
+        for _ in range(600):
+            now += 0.1
+            for at in range(size):
+                house.ask(at, 20, now)
+                house.tell(at, now)
+        return [after - was for after, was in zip(house.admitted, before, strict=True)]
+
+    minute()
+    house.quotas[late % size] = Quota(Limits(None, 6000))
+    assert sum(minute()) <= 12_200  # a minute's worth, and the newcomer's full bucket
+    left = [quota.spent(0, 0, now).tokens_left or 0.0 for quota in house.quotas]
+    assert max(left) - min(left) < 1.0
+    assert sum(minute()) == 6000

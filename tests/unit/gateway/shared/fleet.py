@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 from gateway.config import Config
@@ -25,10 +25,10 @@ BLOCK_BYTES = 64
 class Gateway:
     """One gateway's table, rooms and view."""
 
-    def __init__(self, me: int, secret: bytes = SECRET, urls: Sequence[str] = ("http://a:1", "http://b:1")) -> None:
-        endpoints = [{"url": url, "kv_tokens": 1_000_000, "max_concurrency": 8} for url in urls]
-        pool = {"policy": "prefix_aware", "endpoints": endpoints}
-        self.config = Config.model_validate({"version": 1, "pools": {"main": pool}})
+    def __init__(self, me: int, secret: bytes = SECRET, tenants: Sequence[Mapping[str, object]] = ()) -> None:
+        endpoints = [{"url": url, "kv_tokens": 1_000_000, "max_concurrency": 8} for url in ("http://a:1", "http://b:1")]
+        pool = {"policy": "prefix_aware", "admission": "priced" if tenants else "cap", "endpoints": endpoints}
+        self.config = Config.model_validate({"version": 1, "pools": {"main": pool}, "tenants": tenants})
         self.metrics = Metrics()
         self.seal = Seal(secret, bytes([me]) * 8)
         self.prefixes = Prefixes(self.seal.fingerprint_secret, 1 << 24, BLOCK_BYTES)
@@ -44,6 +44,7 @@ class Gateway:
         self.candidates: Sequence[Candidate] = plan.adoption.pools["main"]
         self.view = View(self.seal, self.table, self.gate, self.metrics, BLOCK_BYTES, 1 << 20)
         self.table.news = self.view.news
+        self.view.tenants = lambda: self.config.tenants
         self.gate.tell(self.view.news)
         self.hashes = Fingerprinter(self.seal.fingerprint_secret, BLOCK_BYTES)
 
