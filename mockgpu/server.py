@@ -109,6 +109,8 @@ class MockServer:
             wrong = ApiError(error.status, error.reason)
         except ApiError as error:
             wrong = error
+        except ConnectionResetError:  # the client left before its answer began
+            raise asyncio.CancelledError from None
         return web.Response(status=wrong.status, body=error_body(wrong, self._engine), content_type=JSON)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:

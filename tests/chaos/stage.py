@@ -31,17 +31,17 @@ WITHIN_S = 20.0
 class Mock:
     """One TP group in a process of its own, on a port it keeps through death and return."""
 
-    def __init__(self, speed: float) -> None:
+    def __init__(self, speed: float, *options: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
-        self._speed = speed
+        self._options = ("--port", str(self.port), "--groups", "1", "--speed", str(speed), *options)
         self.url = f"http://127.0.0.1:{self.port}"
         self.start()
 
     def start(self) -> None:
-        options = ("--port", str(self.port), "--groups", "1", "--speed", str(self._speed))
-        self._process = subprocess.Popen([sys.executable, "-m", "mockgpu", *options], env=ENV, stdout=subprocess.PIPE)
+        command = [sys.executable, "-m", "mockgpu", *self._options]
+        self._process = subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE)
 
     def ready(self) -> None:
         assert self._process.stdout is not None
@@ -50,6 +50,12 @@ class Mock:
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
+
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
         self._process.terminate()

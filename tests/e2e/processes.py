@@ -18,6 +18,7 @@ from typing import IO
 
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 30.0
+FILE = "gateway.yaml"
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 _READY = re.compile(r"API (http://\S+)/v1, admin (http://[^\s;]+)")
 
@@ -63,12 +64,17 @@ class Gateway:
         raise AssertionError(f"the gateway ended before it listened: {self.said}")
 
 
+def whole(config: str) -> str:
+    """The text of a configuration file: what all of them here have in common, and this."""
+    listeners = "listeners: {api: {port: 0}, admin: {port: 0}}"
+    return f"version: 1\n{listeners}\nobservability: {{access_log: 'off'}}\n{config}"
+
+
 @contextmanager
 def gateway(folder: Path, config: str, **env: str) -> Iterator[Gateway]:
-    """A gateway with this configuration (YAML; listeners and version are added) until the block is left."""
-    listeners = "listeners: {api: {port: 0}, admin: {port: 0}}"
-    file = folder / "gateway.yaml"
-    file.write_text(f"version: 1\n{listeners}\nobservability: {{access_log: 'off'}}\n{config}")
+    """A gateway with this configuration (YAML, made whole) in `folder / FILE` until the block is left."""
+    file = folder / FILE
+    file.write_text(whole(config))
     command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
     with _running(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV | env) as process:
         assert process.stderr
