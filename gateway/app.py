@@ -33,6 +33,7 @@ from gateway.metrics import Metrics
 from gateway.observe.export import Tracer
 from gateway.openai import Api
 from gateway.outbox import Outbox
+from gateway.ports import http_url
 from gateway.prefixes import Prefixes
 from gateway.reload.follow import Follow
 from gateway.reload.reloader import Reloader, Say
@@ -279,7 +280,7 @@ class App:
             given = socket.socket(fileno=self._local.listener)
             server = await self._loop.create_server(doors, sock=given, backlog=BACKLOG)
         self._servers.append(server)
-        return _url(where.host, server.sockets[0].getsockname()[1])
+        return http_url(where.host, server.sockets[0].getsockname()[1])
 
     async def _listen_admin(self, where: Listener) -> str:
         runner = web.AppRunner(admin.application(self), access_log=None)
@@ -289,7 +290,7 @@ class App:
             await web.UnixSite(runner, self._local.admin).start()
             return ""
         await web.TCPSite(runner, where.host, where.port).start()
-        return _url(where.host, runner.addresses[0][1])
+        return http_url(where.host, runner.addresses[0][1])
 
     def _beat(self) -> None:
         """The clockwork of admissions."""
@@ -411,7 +412,3 @@ async def _run(origin: Origin, ready: Callable[[App], None] | None, *, hangup_re
 
 def _over(leaving: asyncio.Future[None]) -> bool:
     return leaving.done()
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -108,8 +108,12 @@ def history(admin: Admin = HERE, as_json: Json = False) -> None:
         _changes(each["changes"], indent="      ")
 
 
+class NoAnswerError(Exception):
+    """The admin server did not answer, or refused; the message is a sentence for its operator."""
+
+
 class Server:
-    """An admin server, asked one thing at a time. Ends the command with a sentence when it does not answer."""
+    """An admin server, asked one thing at a time: ask() for commands, which end when it fails, try_ask() for others."""
 
     def __init__(self, url: str, key_file: Path | None) -> None:
         parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
@@ -127,15 +131,14 @@ class Server:
         return kind(self._host, self._port, timeout=WAIT_S)
 
     def stream(self, path: str) -> Iterator[Any]:
-        """The JSON of each event of a stream, until it ends or breaks off; ends the command if there is none."""
+        """The JSON of each event of a stream, until it ends or breaks off. Raises NoAnswerError if there is none."""
         connection = self._connection()
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
             if answer.status != 200:
-                fail(
-                    f"{self._url} streams nothing now: {answer.read(ANSWER_CAP_BYTES).decode(errors='replace').strip()}"
-                )
+                why = answer.read(ANSWER_CAP_BYTES).decode(errors="replace").strip()
+                raise NoAnswerError(f"{self._url} streams nothing now: {why}")
             while line := answer.readline(ANSWER_CAP_BYTES):
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
@@ -145,7 +148,14 @@ class Server:
             connection.close()
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> Any:
-        """The JSON of the answer, whatever its status."""
+        """The JSON of the answer, whatever its status. Ends the command with a sentence when there is none."""
+        try:
+            return self.try_ask(method, path, body)
+        except NoAnswerError as error:
+            fail(str(error))
+
+    def try_ask(self, method: str, path: str, body: bytes | None = None) -> Any:
+        """The JSON of the answer, whatever its status. Raises NoAnswerError."""
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         connection = self._connection()
         try:
@@ -153,13 +163,15 @@ class Server:
             answer = connection.getresponse()
             told = json.loads(answer.read(ANSWER_CAP_BYTES))
         except (OSError, http.client.HTTPException) as error:
-            fail(f"no gateway answers at {self._url}: {error}; is it running, and is --admin its admin server?")
-        except ValueError:
-            fail(f"what answers at {self._url} is no admin server of a gateway (status {answer.status})")
+            hint = "is it running, and is --admin its admin server?"
+            raise NoAnswerError(f"no gateway answers at {self._url}: {error}; {hint}") from error
+        except ValueError as error:
+            what = f"no admin server of a gateway (status {answer.status})"
+            raise NoAnswerError(f"what answers at {self._url} is {what}") from error
         finally:
             connection.close()
         if not isinstance(told, dict) or told.get("result") == "refused":
-            fail(str(told.get("message") if isinstance(told, dict) else told))
+            raise NoAnswerError(str(told.get("message") if isinstance(told, dict) else told))
         return told
 
 

@@ -1,4 +1,7 @@
-"""Is a port free? Asked before anything is started, so that the answer can name the port and the flag to change it."""
+"""Addresses: whether a port is free, and how a host and a port are written as a URL.
+
+The first is asked before anything is started, so that the answer can name the port and the flag to change it.
+"""
 
 from __future__ import annotations
 
@@ -22,3 +25,8 @@ def is_free(host: str, port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def http_url(host: str, port: int) -> str:
+    """http://host:port, an IPv6 address in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

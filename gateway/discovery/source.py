@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
 from gateway.config.tree import EndpointSpec, EndpointTraits
+from gateway.ports import http_url
 
 log = logging.getLogger("penstock")
 
@@ -32,8 +33,4 @@ def specs(addresses: Iterable[tuple[str, int]], traits: EndpointTraits) -> Found
     """Endpoints at these addresses, alike but for where they are; in an order that depends on nothing else."""
     like = {name: getattr(traits, name) for name in type(traits).model_fields}
     known = sorted(set(addresses))[:MOST]
-    return tuple(EndpointSpec.model_construct(url=_url(*each), name=None, **like) for each in known)
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return tuple(EndpointSpec.model_construct(url=http_url(*each), name=None, **like) for each in known)

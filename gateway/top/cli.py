@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from gateway.commands import HERE, Admin, Json, print_json, say
-from gateway.operate import KeyFile, Server
+from gateway.commands import HERE, Admin, Json, fail, print_json, say
+from gateway.operate import KeyFile, NoAnswerError, Server
 from gateway.top.plain import board
 
 WIDTH_WITHOUT_A_TERMINAL = 132
@@ -48,5 +48,7 @@ def _follow(server: Server) -> None:
             for frame in server.stream("/live/stream"):
                 shown.update(board(frame), refresh=True)
         say("the gateway has ended its stream")
+    except NoAnswerError as error:
+        fail(str(error))
     except KeyboardInterrupt:
         say("keys need textual: pip install 'penstock[top]'")

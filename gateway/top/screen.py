@@ -6,11 +6,11 @@ Lives here: widgets and keys. Not here: what is drawn (plain.py) and asked (oper
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar, Protocol
 from urllib.parse import quote
 
-import typer
 from rich.console import Group
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -18,6 +18,8 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
+from gateway.operate import NoAnswerError
+from gateway.tell import NEWEST
 from gateway.tell import lines as explained
 from gateway.top.plain import COLUMNS, cells, flow, heading, reasons
 
@@ -27,7 +29,7 @@ DRAINED = frozenset({"draining", "drained"})
 class Source(Protocol):
     """Where views come from and wishes go: operate.Server, or a test's."""
 
-    def ask(self, method: str, path: str) -> Any: ...
+    def try_ask(self, method: str, path: str) -> Any: ...
     def stream(self, path: str) -> Iterator[Any]: ...
 
 
@@ -92,10 +94,13 @@ class Top(App[None]):
                 if not self.is_running:
                     return
                 self.call_from_thread(self.show, frame)
+            ended = "the gateway has ended its stream"
+        except NoAnswerError as error:
+            ended = str(error)
         except RuntimeError:  # the screen has closed meanwhile
             return
         if self.is_running:
-            self.call_from_thread(self.notify, "the gateway has ended its stream", severity="error", timeout=3600)
+            self.call_from_thread(self.notify, ended, severity="error", timeout=3600)
 
     def show(self, view: Mapping[str, Any]) -> None:
         """The next frame, unless the user wants to look at this one."""
@@ -143,16 +148,24 @@ class Top(App[None]):
         if each is not None:
             what = "undrain" if each["state"] in DRAINED else "drain"
             path = f"/endpoints/{quote(each['name'], safe='')}/{what}"
-            self.run_worker(lambda: self._ask("POST", path, each["name"]), thread=True)
+            self._ask("POST", path, partial(self._drained, each["name"]))
 
-    def _ask(self, method: str, path: str, name: str) -> None:
-        try:
-            told = self._source.ask(method, path)
-        except typer.Exit as error:  # a command would end here, with a sentence; a screen goes on
-            self.call_from_thread(self.notify, f"{name}: {error or 'refused'}", severity="error")
-            return
+    def _drained(self, name: str, told: Mapping[str, Any]) -> None:
         done = "gets nothing new" if told.get("drained") else "is asked again"
-        self.call_from_thread(self.notify, told.get("message") or f"{name} {done}")
+        self.notify(told.get("message") or f"{name} {done}")
+
+    def _ask(self, method: str, path: str, tell: Callable[[Mapping[str, Any]], None]) -> None:
+        """Have the gateway asked beside the screen, which goes on whatever comes of it; `tell` hears the answer."""
+
+        def asked() -> None:
+            try:
+                told = self._source.try_ask(method, path)
+            except NoAnswerError as error:
+                self.call_from_thread(self.notify, str(error), severity="error")
+            else:
+                self.call_from_thread(tell, told)
+
+        self.run_worker(asked, thread=True)
 
     def on_data_table_row_selected(self) -> None:
         self.action_explain()
@@ -160,12 +173,13 @@ class Top(App[None]):
     def action_explain(self) -> None:
         """The chosen endpoint in full, and why the newest request went where it went."""
         each = self._chosen()
-        if each is None:
-            return
+        if each is not None:
+            self._ask("GET", f"/explain/{NEWEST}", partial(self._explained, each))
+
+    def _explained(self, each: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
         labels = " ".join(f"{name}={value}" for name, value in each["labels"].items())
         facts = [Text(each["name"], "bold"), Text(f"{each['url']}  {each['pool']} {each['engine']} {labels}"), Text("")]
         told = [reason for reason in self.shown["why"] if reason["endpoint"] == each["name"]]
-        newest = self._source.ask("GET", "/explain/last")
         lines = explained(newest) if "id" in newest else ["no request yet"]
         self.push_screen(Told(Group(*facts, *reasons(told), Text("\nthe newest request", "bold"), *map(Text, lines))))
 

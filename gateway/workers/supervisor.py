@@ -24,6 +24,7 @@ from aiohttp import web
 from gateway.config import Loaded
 from gateway.meters import Meters
 from gateway.observe.labels import Row
+from gateway.ports import http_url
 from gateway.reload.follow import Follow
 from gateway.reload.reloader import Say
 from gateway.shared.local import Hub
@@ -89,7 +90,7 @@ class Supervisor:
             listener = listening(api.host, port)
             port = listener.getsockname()[1]
             self._places.append(Place(number, listener))
-        self.url = _url(api.host, port)
+        self.url = http_url(api.host, port)
         first, *others = self._places
         workers = [await self._begin(first)]
         if workers[0] is not None:
@@ -102,7 +103,7 @@ class Supervisor:
         self._runner = web.AppRunner(pages.application(self), access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, admin.host, admin.port).start()
-        self.admin_url = _url(admin.host, self._runner.addresses[0][1])
+        self.admin_url = http_url(admin.host, self._runner.addresses[0][1])
         await self._follow.start()
 
     async def stop(self) -> None:
@@ -230,7 +231,3 @@ async def _run(supervisor: Supervisor, ready: Callable[[Supervisor], None]) -> i
         with suppress(ProcessLookupError):
             await supervisor.stop()
     return 0
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

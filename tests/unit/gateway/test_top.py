@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gateway import cli
+from gateway.operate import NoAnswerError
 from gateway.top.plain import board, spark
 from tests.chaos.house import house
 
@@ -91,15 +92,42 @@ class Told:
     def __init__(self) -> None:
         self.frames: Queue[dict[str, Any] | None] = Queue()
         self.asked: list[tuple[str, str]] = []
+        self.refuses = False
 
     def stream(self, path: str) -> Iterator[Any]:
         assert path == "/live/stream"
         while (frame := self.frames.get()) is not None:
             yield frame
 
-    def ask(self, method: str, path: str) -> Any:
+    def try_ask(self, method: str, path: str) -> Any:
         self.asked.append((method, path))
+        if self.refuses:
+            raise NoAnswerError("only with the admin key")
         return {"message": "no such request"} if method == "GET" else {"drained": path.endswith("/drain")}
+
+
+async def test_what_the_gateway_refuses_is_told_on_the_screen_and_ends_nothing() -> None:
+    pytest.importorskip("textual", reason="the extra `top` is not installed")
+    from textual.widgets import DataTable
+
+    from gateway.top.screen import Top
+
+    source = Told()
+    source.refuses = True
+    screen = Top(source)
+    async with screen.run_test(size=(150, 40), notifications=True) as pilot:
+        source.frames.put(view(endpoint("d-0")))
+        for key in ("d", "enter"):
+            async with asyncio.timeout(10):
+                while screen.query_one(DataTable).row_count != 1:
+                    await pilot.pause(0.01)
+                screen.clear_notifications()
+                await pilot.press(key)
+                while not len(screen._notifications):
+                    await pilot.pause(0.01)
+            assert [each.message for each in screen._notifications] == ["only with the admin key"]
+        source.frames.put(None)
+    assert source.asked == [("POST", "/endpoints/d-0/drain"), ("GET", "/explain/last")]
 
 
 async def test_keys_drain_explain_filter_and_pause() -> None:

@@ -9,13 +9,10 @@ from statistics import quantiles
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.live.marks import KEEP_S, Mark, Marks, grown, merged, quantile, rise
+from gateway.live.marks import KEEP_S, Marks, grown, merged, quantile, rise
+from tests.unit.gateway.live.empty import mark
 
 BOUNDS = (0.1, 0.2, 0.5, 1.0, 5.0)
-
-
-def mark(at: float) -> Mark:
-    return Mark(at, {}, {}, {}, {}, {}, {}, {}, 0.0, (0.0, 0.0), {}, {}, {}, {}, {})
 
 
 def counted(values: list[float]) -> tuple[int, ...]:
@@ -62,7 +59,7 @@ def test_growth_is_what_came_since_and_a_series_that_began_anew_counts_from_noth
 def test_a_minute_is_kept_and_notes_too_close_are_not() -> None:
     marks = Marks()
     for step in range(400):
-        marks.keep(mark(step * 0.5))
+        marks.keep(mark(at=step * 0.5))
     kept = [each.at for each in marks]
     assert kept[-1] - kept[0] <= KEEP_S
     assert all(later - earlier >= 0.95 for earlier, later in itertools.pairwise(kept))
@@ -73,6 +70,6 @@ def test_the_note_to_compare_with_is_the_youngest_that_is_old_enough() -> None:
     marks = Marks()
     assert marks.before(5.0, 10.0) is None
     for at in (0.0, 5.0, 10.0, 15.0):
-        marks.keep(mark(at))
+        marks.keep(mark(at=at))
     old, oldest = marks.before(21.0, 10.0), marks.before(21.0, 60.0)
     assert (old and old.at, oldest and oldest.at) == (10.0, 0.0)

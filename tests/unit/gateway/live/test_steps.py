@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gateway.live.marks import Mark, Marks, failed, step
+from gateway.live.marks import Marks, failed, step
 from gateway.live.why import median_without
 from gateway.metrics import TTFT_BUCKETS_S
-
-EMPTY = Mark(0.0, {}, {}, {}, {}, {}, {}, {}, 0.0, (0.0, 0.0), {}, {}, {}, {}, {})
+from tests.unit.gateway.live.empty import mark
 
 
 def counts(**at: int) -> tuple[int, ...]:
@@ -23,7 +22,7 @@ def counts(**at: int) -> tuple[int, ...]:
 
 
 def test_a_step_is_what_happened_a_second_and_how_late_first_tokens_came() -> None:
-    before = replace(EMPTY, at=10.0, answers={("200", "served"): 5.0}, ttft={"a": counts(b8=5)})
+    before = mark(at=10.0, answers={("200", "served"): 5.0}, ttft={"a": counts(b8=5)})
     answers = {("200", "served"): 9.0, ("503", "no_capacity"): 1.0, ("429", "too_slow"): 2.0, ("200", "reset"): 1.0}
     after = replace(before, at=12.0, answers=answers, shed={"too_slow": 2.0}, tokens=64.0, ttft={"a": counts(b8=9)})
     found = step(before, after)
@@ -39,11 +38,11 @@ def test_clients_that_leave_and_refusals_are_no_failures() -> None:
 
 def test_steps_are_as_many_as_notes_less_one_and_the_newest_goes_on_to_now() -> None:
     marks = Marks()
-    assert marks.steps(EMPTY) == []
+    assert marks.steps(mark()) == []
     for at in range(100):
-        marks.keep(replace(EMPTY, at=float(at)))
-    assert len(marks.steps(replace(EMPTY, at=99.1))) == len(list(marks)) - 1
-    assert [each.at for each in marks.steps(replace(EMPTY, at=99.8))][-1] == 99.8
+        marks.keep(mark(at=float(at)))
+    assert len(marks.steps(mark(at=99.1))) == len(list(marks)) - 1
+    assert [each.at for each in marks.steps(mark(at=99.8))][-1] == 99.8
 
 
 @given(st.lists(st.floats(0.001, 100.0), min_size=3, max_size=30), st.data())
