@@ -303,6 +303,7 @@ class EndpointTable:
         if reading.produced is not None and reading.produced != live.produced:
             live.produced = reading.produced
             live.upstream.heard_at = now
+        live.kv_received_bytes = reading.kv_received_bytes
         if reading.kv_tokens is not None:
             self.prefixes.index.set_capacity(load.slot, reading.kv_tokens)
 

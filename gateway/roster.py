@@ -27,6 +27,7 @@ class LiveEndpoint:
 
     backlog_tokens  prefill_tokens when the engine was last heard: what its silence since then may be spent on
     produced        tokens the engine says it has ever generated, at its last scrape
+    kv_received_bytes   of KV from other engines, as it says, since its last start; None: it does not say
     stalled         it was found wedged: its /health is not believed until it generates again
     leaving         no configuration in force has it; requests of an older one may still be there
     drained         an operator wants it to get nothing new
@@ -35,8 +36,9 @@ class LiveEndpoint:
     """
 
     __slots__ = (
-        *("backlog_tokens", "drained", "endpoint", "health", "hit_tokens", "key_header", "leaving", "load", "models"),
-        *("models_at", "produced", "sent_tokens", "spec", "stalled", "upstream", "warm_from"),
+        *("backlog_tokens", "drained", "endpoint", "health", "hit_tokens", "key_header", "kv_received_bytes"),
+        *("leaving", "load", "models", "models_at", "produced", "sent_tokens", "spec", "stalled", "upstream"),
+        "warm_from",
     )
 
     def __init__(
@@ -50,6 +52,7 @@ class LiveEndpoint:
         self.models_at: float | None = None
         self.backlog_tokens = self.sent_tokens = self.hit_tokens = 0
         self.produced: int | None = None
+        self.kv_received_bytes: int | None = None
         self.warm_from: float | None = None
         self.stalled = self.leaving = self.drained = False
 

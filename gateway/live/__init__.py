@@ -1,4 +1,4 @@
 """The live view: what a gateway does right now and did in the last minute, as one JSON value and as a stream of it.
 
-marks.py notes the meters, view.py makes the value of two notes, why.py the words, hub.py tells those who watch.
+marks.py notes the meters, view.py and flow.py make the value of two notes, why.py the words, hub.py tells who watches.
 """

@@ -7,7 +7,7 @@ A note copies counts and computes nothing; one of 64 endpoints takes 0.1 ms.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -35,7 +35,9 @@ class Mark(msgspec.Struct, frozen=True, eq=False):
     ttft, tpot    histogram counts by endpoint          tokens    output tokens of answers that are over
     believed      by endpoint: prompt tokens sent there, and those of them believed to be cached
     engine        prompt tokens of answers that are over, and those of them that engines say were cached
-    computed      prompt tokens computed, by why        pairs     handoffs by prefill and decode: served, failed
+    computed      prompt tokens computed, by why
+    pairs         handoffs by prefill and decode: served, failed, and prompt tokens whose KV travelled
+    received      bytes of KV by decode endpoint, as its engine says; one that does not say is left out
     """
 
     at: float
@@ -52,7 +54,8 @@ class Mark(msgspec.Struct, frozen=True, eq=False):
     tpot: Mapping[str, Counts]
     in_flight: Mapping[str, int]
     believed: Mapping[str, tuple[int, int]]
-    pairs: Mapping[tuple[str, str], tuple[int, int]]
+    pairs: Mapping[tuple[str, str], tuple[int, int, int]]
+    received: Mapping[str, int]
 
 
 def take(app: App, now: float, before: Mark | None = None) -> Mark:
@@ -74,7 +77,8 @@ def take(app: App, now: float, before: Mark | None = None) -> Mark:
         tpot=_histograms(metrics.tpot_seconds, before.tpot if before is not None else {}),
         in_flight={each.endpoint.name: each.load.in_flight for each in live},
         believed={each.endpoint.name: (each.sent_tokens, each.hit_tokens) for each in live},
-        pairs={names: (pair.served, pair.failed) for names, pair in gateway.handoffs.pairs.items()},
+        pairs={names: (pair.served, pair.failed, pair.tokens) for names, pair in gateway.handoffs.pairs.items()},
+        received={each.endpoint.name: told for each in live if (told := each.kv_received_bytes) is not None},
     )
 
 
@@ -185,6 +189,17 @@ def quantile(bounds: Sequence[float], counts: Counts, share: float) -> float | N
             return low + (bounds[at] - low) * (wanted - below) / count
         below += count
     return bounds[-1]
+
+
+def rate(after: Mark, before: Mark) -> Callable[[float], float]:
+    """What makes rates a second of counts that grew between two notes."""
+    span_s = after.at - before.at
+    return lambda count: round(count / span_s, 3) if span_s > 0 else 0.0
+
+
+def rounded(seconds: float | None) -> float | None:
+    """As exact as is shown."""
+    return None if seconds is None else round(seconds, 5)
 
 
 def _by(family: Family[Count], place: int) -> dict[str, float]:

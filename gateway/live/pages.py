@@ -71,7 +71,9 @@ def add(app: App, server: web.Application) -> None:
         return web.Response(body=hub.frame(), content_type="application/json")
 
     async def stream(request: web.Request) -> web.StreamResponse:
-        if app.draining or not hub.enter():
+        if app.draining:
+            return web.Response(status=503, text="draining\n")
+        if not hub.enter():
             return web.Response(status=503, text="too many watch already\n", headers={"Retry-After": "5"})
         try:
             return await _stream(request, app, hub)

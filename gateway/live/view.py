@@ -1,6 +1,6 @@
 """The live view as one plain value: what the page, `penstock top` and a script see. docs/live-page.md names its parts.
 
-Lives here: which numbers, over which span. Not here: notes and arithmetic (marks.py), words (why.py), HTTP (pages.py).
+Lives here: which numbers, over which span. Not here: notes and arithmetic (marks.py), pairs (flow.py), words (why.py).
 Rates are of the last ten seconds, percentiles and shares of the last minute. What nobody knows is null.
 """
 
@@ -12,7 +12,8 @@ from time import time
 from typing import TYPE_CHECKING, Any
 
 from gateway.live import why
-from gateway.live.marks import Counts, Mark, Marks, Step, failed, grown, merged, quantile, rise
+from gateway.live.flow import flow
+from gateway.live.marks import Counts, Mark, Marks, Step, failed, grown, merged, quantile, rate, rise, rounded
 from gateway.metrics import TPOT_BUCKETS_S, TTFT_BUCKETS_S
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def view(app: App, marks: Marks, now: Mark) -> dict[str, Any]:
         "totals": _totals(app, now, soon, minute),
         "pools": _pools(app),
         "endpoints": endpoints,
-        "flow": _flow(app, now, soon),
+        "flow": flow(app.gateway.handoffs, now, soon),
         "why": [_reason(each) for each in why.reasons(_minute(app, now, minute, endpoints))],
         "history": _history(marks.steps(now), now.at),
     }
@@ -71,7 +72,7 @@ def _config(app: App) -> dict[str, Any]:
 def _totals(app: App, now: Mark, soon: Mark, minute: Mark) -> dict[str, Any]:
     slos = app.gateway.snapshot.config.slo
     promise = slos.classes[slos.default]
-    answers, per_s = rise(now.answers, soon.answers), _per_s(now, soon)
+    answers, per_s = rise(now.answers, soon.answers), rate(now, soon)
     sent, hit = _believed(now, minute, now.believed)
     prompt, cached = (new - old for new, old in zip(now.engine, minute.engine, strict=True))
     return {
@@ -192,10 +193,10 @@ def _minute_of(name: str, now: Mark, minute: Mark) -> dict[str, Any]:
     return {
         "hit": _ratio(hit, sent),
         "served": sum(ttft),
-        "ttft_p50_s": _rounded(quantile(TTFT_BUCKETS_S, ttft, 0.5)),
-        "ttft_p95_s": _rounded(quantile(TTFT_BUCKETS_S, ttft, 0.95)),
-        "tpot_p50_s": _rounded(quantile(TPOT_BUCKETS_S, tpot, 0.5)),
-        "tpot_p95_s": _rounded(quantile(TPOT_BUCKETS_S, tpot, 0.95)),
+        "ttft_p50_s": rounded(quantile(TTFT_BUCKETS_S, ttft, 0.5)),
+        "ttft_p95_s": rounded(quantile(TTFT_BUCKETS_S, ttft, 0.95)),
+        "tpot_p50_s": rounded(quantile(TPOT_BUCKETS_S, tpot, 0.5)),
+        "tpot_p95_s": rounded(quantile(TPOT_BUCKETS_S, tpot, 0.95)),
     }
 
 
@@ -213,27 +214,6 @@ def _sparks(marks: Sequence[Mark], now: float) -> dict[str, list[int]]:
         for name, line in found.items():
             line.append(0 if last is None else last.in_flight.get(name, 0))
     return found
-
-
-def _flow(app: App, now: Mark, soon: Mark) -> dict[str, Any]:
-    handoffs, per_s = app.gateway.handoffs, _per_s(now, soon)
-    pairs = []
-    for names, figures in sorted(handoffs.pairs.items()):
-        served, failed = soon.pairs.get(names, (0, 0))
-        pairs.append(
-            {
-                "prefill": names[0],
-                "decode": names[1],
-                "per_s": per_s(figures.served - served),
-                "failed_per_s": per_s(figures.failed - failed),
-                "served": figures.served,
-                "failed": figures.failed,
-                "mean_s": _rounded(figures.handoff_s),
-                "p95_s": _rounded(figures.p95_s),
-                "transport": figures.transport,
-            }
-        )
-    return {"pairs": pairs, "under_way": handoffs.under_way}
 
 
 def _minute(app: App, now: Mark, minute: Mark, endpoints: Sequence[Mapping[str, Any]]) -> why.Minute:
@@ -266,7 +246,7 @@ def _history(steps: Sequence[Step], now: float) -> dict[str, list[float | None]]
         "shed_per_s": [round(each.shed_per_s, 2) for each in steps],
         "errors_per_s": [round(each.errors_per_s, 2) for each in steps],
         "tokens_per_s": [round(each.tokens_per_s, 1) for each in steps],
-        "ttft_p95_s": [_rounded(each.ttft_p95_s) for each in steps],
+        "ttft_p95_s": [rounded(each.ttft_p95_s) for each in steps],
     }
 
 
@@ -274,7 +254,7 @@ def _percentiles(
     bounds: Sequence[float], now: Mapping[str, Counts], before: Mapping[str, Counts], budget_s: float
 ) -> dict[str, Any]:
     counts = merged([grown(found, before.get(name, ())) for name, found in now.items()])
-    shown: dict[str, Any] = {f"p{share}_s": _rounded(quantile(bounds, counts, share / 100)) for share in (50, 95, 99)}
+    shown: dict[str, Any] = {f"p{share}_s": rounded(quantile(bounds, counts, share / 100)) for share in (50, 95, 99)}
     return shown | {"budget_s": budget_s, "count": sum(counts)}
 
 
@@ -288,21 +268,5 @@ def _believed(now: Mark, minute: Mark, names: Sequence[str] | Mapping[str, Any])
     return sent, hit
 
 
-class _per_s:  # noqa: N801  # reads as the unit it makes
-    """Makes rates of counts between two notes."""
-
-    __slots__ = ("_span_s",)
-
-    def __init__(self, after: Mark, before: Mark) -> None:
-        self._span_s = after.at - before.at
-
-    def __call__(self, count: float) -> float:
-        return round(count / self._span_s, 3) if self._span_s > 0 else 0.0
-
-
 def _ratio(part: float, whole: float) -> float | None:
     return round(part / whole, 4) if whole else None
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 5)

@@ -36,10 +36,12 @@ class PairFigures(msgspec.Struct):
     """How handoffs between two endpoints went, with moving means; None before the first.
 
     prefill_s  from the prefill request to its answer     handoff_s  from there to the first token
+    tokens     of prompts whose KV travelled between them: what was not cached at the decoder, as believed
     """
 
     served: int = 0
     failed: int = 0
+    tokens: int = 0
     prefill_s: float | None = None
     handoff_s: float | None = None
     transport: str | None = None
@@ -160,6 +162,10 @@ class Handoffs:
         None while either is unknown."""
         handoff_s = self.figures(pair).handoff_s
         return None if prefill_s is None or handoff_s is None else prefill_s + handoff_s
+
+    def travelled(self, pair: Pair, prompt_tokens: int) -> None:
+        """The KV of a prompt has come from the one to the other, but for what the other had of it."""
+        self.figures(pair).tokens += max(0, prompt_tokens - pair.decode.cached_tokens)
 
     def ended(self, pair: Pair, state: State, record: SplitRecord, relay: Relay | None) -> None:
         """A pair's attempt is over."""

@@ -249,7 +249,7 @@ class PairAttempt:
         x, place = self._x, self._decode_place
         head, body = self._words.decode(place, handover)
         relay = self._words.relay(place.endpoint, handover)
-        relay.on_first = self._first_token
+        relay.on_first = self._first_token if handover is None else self._first_token_by_handover
         x.booking, x.relay = place, relay
         x.sent = self._decode = Leg(place.upstream, head, body, relay, self._work.client, self._decoded)
         self._work.record.handed_over_at = now = monotonic()
@@ -260,6 +260,10 @@ class PairAttempt:
         self._x.first_token()
         self._work.body.forget()
         self._post(Event.FIRST_TOKEN)
+
+    def _first_token_by_handover(self) -> None:
+        self._handoffs.travelled(self._pair, self._work.call.request.prompt_tokens)
+        self._first_token()
 
     def _decoded(self, problem: UpstreamBroke | None) -> None:
         assert self._decode is not None

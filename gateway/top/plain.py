@@ -106,11 +106,12 @@ def state_of(each: Mapping[str, Any]) -> str:
 
 
 def flow(told: Mapping[str, Any]) -> Table:
-    """Handoffs from prefill (rows) to decode (columns)."""
+    """Handoffs from prefill (rows) to decode (columns), and their bytes where engines tell."""
     pairs = {(each["prefill"], each["decode"]): each for each in told["pairs"]}
     columns = sorted({decode for _, decode in pairs})
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(f"KV flow ({told['under_way']} under way)")
+    carried = "".join(f", {volume(each)}/s by {name}" for name, each in told["kv_bytes_per_s"].items())
+    table.add_column(f"KV flow ({told['under_way']} under way{carried})")
     for name in columns:
         table.add_column(name, justify="right")
     for row in sorted({prefill for prefill, _ in pairs}):
@@ -122,7 +123,8 @@ def _handoffs(pair: Mapping[str, Any] | None) -> Text:
     if pair is None:
         return Text(NONE, "dim")
     lost = f" {pair['failed']} failed" if pair["failed"] else ""
-    return Text.assemble(f"{pair['per_s']:.1f}/s ", (f"p95 {time_of(pair['p95_s'])}", "dim"), (lost, "red"))
+    moved = "" if pair["kv_bytes_per_s"] is None else f"{volume(pair['kv_bytes_per_s'])}/s "
+    return Text.assemble(f"{pair['per_s']:.1f}/s {moved}", (f"p95 {time_of(pair['p95_s'])}", "dim"), (lost, "red"))
 
 
 def reasons(why: Sequence[Mapping[str, Any]]) -> list[Text]:
@@ -145,6 +147,15 @@ def spark(values: Sequence[int]) -> str:
 def percent(share: float | None) -> str:
     """61.3%, or a dash."""
     return NONE if share is None else f"{share * 100:.1f}%"
+
+
+def volume(count: float) -> str:
+    """1.25 GB, 31.0 MB, 0 B: bytes by thousands, three digits."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
 
 
 def time_of(seconds: float | None) -> str:

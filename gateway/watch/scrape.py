@@ -15,7 +15,10 @@ from policies.model import EngineKind
 
 
 class Names(msgspec.Struct, frozen=True):
-    """Which metrics carry the facts; block_tokens and blocks are labels of one info metric, or metrics of their own."""
+    """Which metrics carry the facts; block_tokens and blocks are labels of one info metric, or metrics of their own.
+
+    kv_received: bytes of KV that came from other engines, by each of the connectors that may be at work.
+    """
 
     running: bytes
     waiting: bytes
@@ -24,6 +27,7 @@ class Names(msgspec.Struct, frozen=True):
     block_tokens: bytes = b""
     blocks: bytes = b""
     produced: bytes = b""
+    kv_received: tuple[bytes, ...] = ()
 
 
 NAMES = {
@@ -35,6 +39,7 @@ NAMES = {
         b"block_size",
         b"num_gpu_blocks",
         b"vllm:generation_tokens_total",
+        (b"vllm:nixl_bytes_transferred_sum", b"vllm:mooncake_bytes_transferred_sum"),
     ),
     EngineKind.SGLANG: Names(
         b"sglang:num_running_reqs",
@@ -58,13 +63,15 @@ PATHS = {EngineKind.VLLM: "/metrics", EngineKind.SGLANG: "/metrics", EngineKind.
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """Requests running and waiting, share of KV in use (0..1), KV capacity, tokens ever generated. None: not told."""
+    """Requests running and waiting, share of KV in use (0..1), KV capacity, tokens ever generated, bytes of KV ever
+    received from other engines. None: not told."""
 
     running: int | None
     waiting: int | None
     kv_usage: float | None
     kv_tokens: int | None
     produced: int | None = None
+    kv_received_bytes: int | None = None
 
 
 def read(text: bytes, engine: EngineKind) -> Reading:
@@ -73,12 +80,14 @@ def read(text: bytes, engine: EngineKind) -> Reading:
     running, waiting = list(_values(text, names.running)), list(_values(text, names.waiting))
     usage = list(_values(text, names.kv_usage))
     produced = list(_values(text, names.produced)) if names.produced else []
+    received = [value for name in names.kv_received for value in _values(text, name)]
     return Reading(
         running=int(sum(running)) if running else None,
         waiting=int(sum(waiting)) if waiting else None,
         kv_usage=sum(usage) / len(usage) if usage else None,
         kv_tokens=_kv_tokens(text, names),
         produced=int(sum(produced)) if produced else None,
+        kv_received_bytes=int(sum(received)) if received else None,
     )
 
 

@@ -51,6 +51,11 @@ const percent = (share) => (share === null || share === undefined ? none : `${(s
 const whole = (number) => (number >= 10000 ? `${(number / 1000).toFixed(number >= 100000 ? 0 : 1)}k` : `${Math.round(number)}`);
 const rate = (number) => (number >= 100 ? whole(number) : number.toFixed(1));
 
+function volume(bytes) {
+  const power = Math.min(3, Math.max(0, Math.floor(Math.log10(Math.max(bytes, 1) * 1.0005) / 3)));
+  return `${Number((bytes / 1000 ** power).toPrecision(3))} ${["B", "kB", "MB", "GB"][power]}`;
+}
+
 function time(seconds) {
   if (seconds === null || seconds === undefined) return none;
   if (seconds < 0.0995) return `${(seconds * 1000).toFixed(seconds < 0.00995 ? 1 : 0)} ms`;
@@ -256,7 +261,8 @@ function flow() {
   $("flow-panel").hidden = !pairs.length;
   if (!pairs.length) return;
   const total = pairs.reduce((sum, each) => sum + each.per_s, 0);
-  text($("flow-note"), `${rate(total)} handoffs/s, ${under_way} under way`);
+  const carried = Object.entries(frame.flow.kv_bytes_per_s).map(([transport, perS]) => `, ${volume(perS)}/s by ${transport}`);
+  text($("flow-note"), `${rate(total)} handoffs/s, ${under_way} under way${carried.join("")}`);
   const from = [...new Set(pairs.map((each) => each.prefill))];
   const to = [...new Set(pairs.map((each) => each.decode))];
   anew("flow", pairs, () => streams(pairs, from, to));
@@ -286,7 +292,8 @@ function matrix(pairs, from, to) {
     if (!each) return make("td", { class: "dim" }, none);
     const lost = each.failed ? make("small", { class: "bad" }, ` ${each.failed} failed`) : "";
     const over = each.transport ? `, ${each.transport}` : "";
-    return make("td", { class: each.per_s && each.per_s === busiest ? "hot" : "" }, `${rate(each.per_s)}/s `, make("small", {}, `p95 ${time(each.p95_s)}, ${whole(each.served)} in all${over}`), lost);
+    const moved = each.kv_bytes_per_s === null ? "" : `${volume(each.kv_bytes_per_s)}/s `;
+    return make("td", { class: each.per_s && each.per_s === busiest ? "hot" : "" }, `${rate(each.per_s)}/s `, moved, make("small", {}, `p95 ${time(each.p95_s)}, ${whole(each.served)} in all${over}`), lost);
   };
   const head = make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "from \\ to"), ...to.map((name) => make("th", { scope: "col" }, name))));
   const lines = from.map((prefill) => make("tr", {}, make("th", { scope: "row" }, prefill), ...to.map((decode) => cell(at(prefill, decode)))));

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.split_house import SENTENCE, split_house
+from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
 
 
 async def lines_of(file: Path, count: int) -> list[dict[str, Any]]:
@@ -44,3 +44,20 @@ async def test_the_access_line_and_the_endpoints_page_tell_who_prefilled_who_dec
         assert (pair["served"], pair["failed"], pair["transport"]) == (1, 0, "inproc")
         assert pair["handoff_s"] > 0
         assert house.metric("penstock_split_handoff_seconds_count") == 1
+
+
+async def test_the_live_view_tells_how_many_bytes_of_kv_a_pair_moved() -> None:
+    quick = {"scrape": {"interval": "50ms"}, "health": {"interval": "50ms", "timeout": "5s"}}
+    async with split_house("vllm_nixl", groups=(1, 1), **quick) as house:
+        await house.right({"prompt": SENTENCE * 30, "max_tokens": 8})
+        async with asyncio.timeout(5):
+            while not (flow := await live_flow(house))["pairs"][0]["kv_bytes_per_s"]:
+                await asyncio.sleep(0.05)
+    (pair,) = flow["pairs"]
+    assert flow["kv_bytes_per_s"] == {"inproc": pair["kv_bytes_per_s"]}
+
+
+async def live_flow(house: SplitHouse) -> dict[str, Any]:
+    async with house.http.get(f"{house.app.admin_url}/live") as answer:
+        told: dict[str, Any] = (await answer.json())["flow"]
+        return told

@@ -13,6 +13,7 @@ import pytest
 from playwright.async_api import Browser, Page, expect
 
 from tests.chaos.house import House, house
+from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
 from tests.web.conftest import SHOTS
 
 SEEN_WITHIN_S = 2.0
@@ -20,7 +21,7 @@ SEEN_WITHIN_S = 2.0
 
 @asynccontextmanager
 async def opened(
-    browser: Browser, home: House, scheme: Literal["light", "dark"] = "light", width: int = 1440
+    browser: Browser, home: House | SplitHouse, scheme: Literal["light", "dark"] = "light", width: int = 1440
 ) -> AsyncIterator[Page]:
     """The page, once it has drawn a frame. Whatever it complains of or asks of others is a failure."""
     context = await browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
@@ -31,7 +32,7 @@ async def opened(
     elsewhere: list[str] = []
     page.on("request", lambda asked: None if asked.url.startswith(home.app.admin_url) else elsewhere.append(asked.url))
     await page.goto(home.app.admin_url + "/")
-    await expect(page.locator("#rows tr")).to_have_count(len(home.groups))
+    await expect(page.locator("#rows tr")).to_have_count(len(home.app.gateway.endpoints.all()))
     try:
         yield page
     finally:
@@ -71,6 +72,19 @@ async def test_a_group_that_is_killed_is_seen_within_two_seconds(browser: Browse
         await page.screenshot(path=SHOTS / f"killed-{scheme}.png", full_page=True)
         home.groups[1].faults.set("")
         await expect(page.locator("#rows tr").nth(1)).not_to_have_class("s-bad", timeout=15_000)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_the_flow_of_kv_between_groups_is_shown_with_its_bytes(browser: Browser, scheme: Any) -> None:
+    quick = {"scrape": {"interval": "100ms"}, "health": {"interval": "100ms", "timeout": "5s"}}
+    async with split_house("vllm_nixl", **quick) as home, opened(browser, home, scheme) as page:
+        for number in range(12):
+            await home.right({"prompt": f"{number} " + SENTENCE * 60, "max_tokens": 4})
+        await expect(page.locator("#flow-note")).to_contain_text(re.compile(r"handoffs/s, 0 under way, .*B/s by"))
+        await expect(page.locator("#matrix td").first).to_contain_text(re.compile(r"[1-9][0-9.]*/s .*[kM]B/s p95"))
+        await expect(page.locator("#flow path")).to_have_count(4)
+        await page.locator("#flow-panel").screenshot(path=SHOTS / f"flow-{scheme}.png")
+        await page.screenshot(path=SHOTS / f"split-{scheme}.png", full_page=True)
 
 
 async def test_nobody_can_change_anything_before_saying_so_and_a_wrong_key_changes_nothing(browser: Browser) -> None:

@@ -22,6 +22,9 @@ vllm:kv_cache_usage_perc{engine="0",model_name="meta-llama/Llama-3.1-8B-Instruct
 vllm:kv_cache_usage_perc{engine="1",model_name="meta-llama/Llama-3.1-8B-Instruct"} 0.75
 vllm:generation_tokens_total{engine="0",model_name="meta-llama/Llama-3.1-8B-Instruct"} 27453.0
 vllm:generation_tokens_created{engine="0",model_name="meta-llama/Llama-3.1-8B-Instruct"} 1.7e+09
+vllm:nixl_bytes_transferred_bucket{engine="0",model_name="x",le="+Inf"} 7.0
+vllm:nixl_bytes_transferred_sum{engine="0",model_name="x"} 2.5e+09
+vllm:nixl_bytes_transferred_sum{engine="1",model_name="x"} 1.5e+09
 vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="27000"} 1.0
 vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="1",num_gpu_blocks="27000"} 1.0
 """
@@ -48,7 +51,7 @@ trtllm_kv_cache_max_blocks{engine_type="trtllm",model_name="llama"} 1000.0
 @pytest.mark.parametrize(
     ("engine", "text", "reading"),
     [
-        (EngineKind.VLLM, VLLM, Reading(13, 2, 0.5, 2 * 16 * 27000, 27453)),
+        (EngineKind.VLLM, VLLM, Reading(13, 2, 0.5, 2 * 16 * 27000, 27453, 4_000_000_000)),
         (EngineKind.SGLANG, SGLANG, Reading(162, 2826, 0.28, 64 * 7000, 7557572)),
         (EngineKind.TRTLLM, TRTLLM, Reading(3, 1, 0.125, 32_000, None)),
     ],

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from gateway import cli
 from gateway.operate import NoAnswerError
-from gateway.top.plain import board, spark
+from gateway.top.plain import board, spark, volume
 from tests.chaos.house import house
 
 
@@ -33,12 +33,12 @@ def view(*endpoints: dict[str, Any], why: tuple[dict[str, Any], ...] = ()) -> di
     totals = {"requests_per_s": 12.34, "tokens_per_s": 900.0, "streams": 7, "waiting": 1, "errors_per_s": 0.0}
     totals |= {"shed_per_s": {"too_slow": 0.5}, "goodput": [{"class": "standard", "ratio": 0.998}]}
     totals |= {"ttft": paces, "tpot": paces, "prefix_hit": 0.613}
-    pair = {"prefill": "p-0", "decode": "d-0", "per_s": 1.5, "failed": 2, "p95_s": 0.09}
+    pair = {"prefill": "p-0", "decode": "d-0", "per_s": 1.5, "failed": 2, "p95_s": 0.09, "kv_bytes_per_s": 1.25e9}
     return {
         "config": {"version": 4},
         "totals": totals,
         "endpoints": list(endpoints),
-        "flow": {"pairs": [pair], "under_way": 3},
+        "flow": {"pairs": [pair], "under_way": 3, "kv_bytes_per_s": {"shm": 31e6}},
         "why": list(why),
     }
 
@@ -60,7 +60,8 @@ def test_one_look_tells_totals_fleet_flow_and_why() -> None:
     assert "prefix hits 61.3%" in said
     assert "standard 99.8% kept" in said
     assert "DEAD 14s engine_dead" in said
-    assert "1.5/s p95 90ms 2 failed" in said
+    assert "1.5/s 1.25 GB/s p95 90ms 2 failed" in said
+    assert "KV flow (3 under way, 31 MB/s by shm)" in said
     assert "! d-1 is out for 14 s." in said
 
 
@@ -68,6 +69,12 @@ def test_a_quiet_gateway_says_so() -> None:
     frame = view()
     frame["flow"]["pairs"] = []
     assert "nothing to explain: all is well" in printed(frame)
+
+
+def test_bytes_are_told_with_three_digits() -> None:
+    assert [volume(count) for count in (0.0, 512.4, 999.6, 31e6, 12.345e9)] == [
+        *("0 B", "512 B", "1 kB", "31 MB", "12.35 GB")
+    ]
 
 
 def test_a_sparkline_shows_the_largest_of_each_part() -> None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from gateway.live.marks import Mark
 
-_NOTHING = Mark(0.0, {}, {}, {}, {}, {}, {}, {}, 0.0, (0.0, 0.0), {}, {}, {}, {}, {})
+_NOTHING = Mark(0.0, {}, {}, {}, {}, {}, {}, {}, 0.0, (0.0, 0.0), {}, {}, {}, {}, {}, {})
 
 
 def mark(**said: Any) -> Mark:
