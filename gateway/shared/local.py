@@ -24,8 +24,9 @@ _HEAD = Struct(f"<I{ID_BYTES}s")
 class Hub:
     """Passes on what each says to all others, or to whom it is for. Who does not keep up loses what is too much."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, drop: Drop) -> None:
         self._path = path
+        self._drop = drop
         self._server: asyncio.Server | None = None
         self._lines: dict[bytes, asyncio.StreamWriter] = {}
 
@@ -48,6 +49,7 @@ class Hub:
                 head = await reader.readexactly(_HEAD.size)
                 length, to = _HEAD.unpack(head)
                 if length > FRAME_CAP_BYTES:
+                    self._drop("too_long")
                     break
                 self._pass_on(who, to, head + await reader.readexactly(length))
         except (OSError, asyncio.IncompleteReadError):
@@ -63,6 +65,8 @@ class Hub:
                 continue
             if line.transport.get_write_buffer_size() <= BACKLOG_CAP_BYTES:
                 line.write(told)
+            else:
+                self._drop("slow")
 
 
 class LocalBus:

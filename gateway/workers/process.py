@@ -83,9 +83,9 @@ class Worker:
             return Answer(answer.status, dict(answer.headers), await answer.read())
 
     def drain(self) -> None:
-        """Accept nothing new, end when the running answers have."""
+        """Accept nothing new at once, end when the running answers have: whatever grace there is, all had together."""
         if self.process.returncode is None:
-            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGINT)
 
     async def gone(self, within_s: float) -> None:
         """Wait for its end; it is killed when that takes too long."""

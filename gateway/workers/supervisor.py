@@ -22,7 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.config import Loaded
-from gateway.meters import Meters
+from gateway.meters import Label, Meters
 from gateway.observe.labels import Row
 from gateway.ports import http_url
 from gateway.reload.follow import Follow
@@ -67,7 +67,12 @@ class Supervisor:
         self._up.follow(lambda: float(len(self.ready())))
         self._died = section.counter("penstock_worker_deaths_total", "Workers that ended without being asked.").labels()
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
-        self._hub = Hub(self._path("hub"))
+        lost = section.counter(
+            "penstock_worker_frames_dropped_total",
+            "Messages between workers that were given up: slow (one did not keep up with hearing), too_long.",
+            Label("reason"),
+        )
+        self._hub = Hub(self._path("hub"), lambda reason: lost.labels(reason).inc())
         self._secret = secrets.token_bytes(32)
         self._places: list[Place] = []
         self._old: set[asyncio.Task[None]] = set()
@@ -105,6 +110,11 @@ class Supervisor:
         await web.TCPSite(self._runner, admin.host, admin.port).start()
         self.admin_url = http_url(admin.host, self._runner.addresses[0][1])
         await self._follow.start()
+
+    async def recede(self) -> None:
+        """Not ready, and serving still, as one gateway alone does it: deaths are made good meanwhile."""
+        self.draining = True
+        await asyncio.sleep(self.configured.running.config.timeouts.grace or 0.0)
 
     async def stop(self) -> None:
         """Not ready, then every worker ends as it would alone: running answers first."""
@@ -214,14 +224,22 @@ async def _run(supervisor: Supervisor, ready: Callable[[Supervisor], None]) -> i
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
+    asked: set[signal.Signals] = set()
+
+    def stop(number: signal.Signals) -> None:
+        asked.add(number)
+        stopping.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stop, number)
     loop.add_signal_handler(signal.SIGHUP, begin, supervisor.configured.reload)
     loop.add_signal_handler(signal.SIGUSR2, begin, supervisor.roll)
     try:
         await supervisor.start()
         ready(supervisor)
         await stopping.wait()
+        if signal.SIGTERM in asked:  # a person at a terminal need not wait for a balancer
+            await supervisor.recede()
     except (OSError, RuntimeError) as error:
         log.error("cannot serve: %s", error)
         return 1

@@ -162,8 +162,18 @@ async def test_replacing_all_workers_under_load_fails_no_request(two: tuple[Gate
     assert told(running, "/config")[1]["version"] == 5
 
 
-def test_the_end_waits_for_answers_and_leaves_nobody_behind(tmp_path: Path) -> None:
-    with mock_fleet("--speed", "1") as slow, gateway(tmp_path, config(slow, 2)) as running:
+def readiness(running: Gateway) -> str:
+    """What it tells a load balancer."""
+    try:
+        with urllib.request.urlopen(f"{running.admin_url}/readyz", timeout=5) as answer:
+            return str(answer.read().decode().strip())
+    except urllib.error.HTTPError as error:
+        return error.read().decode().strip()
+
+
+def test_the_end_waits_for_balancers_and_answers_and_leaves_nobody_behind(tmp_path: Path) -> None:
+    grace = "timeouts: {grace: 1s}\n"
+    with mock_fleet("--speed", "1") as slow, gateway(tmp_path, config(slow, 2) + grace) as running:
         pids = workers(running)
         body = json.dumps({"model": "demo-8b", "prompt": "tell", "max_tokens": 30, "stream": True, "ignore_eos": True})
         request = urllib.request.Request(
@@ -172,6 +182,9 @@ def test_the_end_waits_for_answers_and_leaves_nobody_behind(tmp_path: Path) -> N
         with urllib.request.urlopen(request, timeout=20) as answer:
             first = answer.readline()
             os.kill(running.pid, signal.SIGTERM)
+            until(lambda: readiness(running) == "draining", 1.0)
+            for number in range(8):  # whichever worker they come to
+                asyncio.run(ask(running.url, f"late {number}"))
             assert first.startswith(b"data: ")
             assert b"[DONE]" in answer.read()
         ends = monotonic() + 10

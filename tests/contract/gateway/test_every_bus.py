@@ -55,7 +55,7 @@ class AtHub(Medium):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
-        self._hub = Hub(path)
+        self._hub = Hub(path, self.drops.append)
 
     def bus(self) -> Bus:
         return LocalBus(self._path, self.drops.append)
@@ -65,7 +65,7 @@ class AtHub(Medium):
 
     async def come(self) -> None:
         self._path.unlink(missing_ok=True)
-        self._hub = Hub(self._path)
+        self._hub = Hub(self._path, self.drops.append)
         await self._hub.start()
 
 
