@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPEN
 
 from gateway.config.source import FILE_CAP_BYTES
 from gateway.live import pages as live_pages
-from gateway.live.view import state_of
+from gateway.live.standing import state_of
 from gateway.reload import pages
 from gateway.trust import guard
 

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gateway.live.marks import Mark, rate, rounded
-
-if TYPE_CHECKING:
-    from gateway.split.handoffs import Handoffs
+from gateway.live.standing import Standing
 
 Names = tuple[str, str]
 NEVER = (0, 0, 0)
 
 
-def flow(handoffs: Handoffs, now: Mark, soon: Mark) -> dict[str, Any]:
+def flow(standing: Standing, now: Mark, soon: Mark) -> dict[str, Any]:
     """The pairs that ever had a handoff, and all bytes by transport. What no engine tells is null."""
     per_s, moved = rate(now, soon), shared(now, soon)
     transports: defaultdict[str, float] = defaultdict(float)
     pairs = []
-    for names, figures in sorted(handoffs.pairs.items()):
+    for names, figures in sorted(standing.pairs.items()):
         served, failed, _ = soon.pairs.get(names, NEVER)
         kv_bytes = moved.get(names)
         if kv_bytes is not None and figures.transport is not None:
@@ -37,14 +35,14 @@ def flow(handoffs: Handoffs, now: Mark, soon: Mark) -> dict[str, Any]:
                 "failed_per_s": per_s(figures.failed - failed),
                 "served": figures.served,
                 "failed": figures.failed,
-                "mean_s": rounded(figures.handoff_s),
+                "mean_s": rounded(figures.mean_s),
                 "p95_s": rounded(figures.p95_s),
                 "transport": figures.transport,
                 "kv_bytes_per_s": None if kv_bytes is None else per_s(kv_bytes),
             }
         )
     by_transport = {name: per_s(kv_bytes) for name, kv_bytes in sorted(transports.items())}
-    return {"pairs": pairs, "under_way": handoffs.under_way, "kv_bytes_per_s": by_transport}
+    return {"pairs": pairs, "under_way": standing.under_way, "kv_bytes_per_s": by_transport}
 
 
 def shared(now: Mark, soon: Mark) -> dict[Names, float]:

@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.resources import files
+from time import monotonic
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import msgspec
 from aiohttp import web
 
-from gateway.live.hub import Hub
+from gateway.live.hub import Hub, Look
+from gateway.live.marks import Mark, take
+from gateway.live.standing import Standing, stand
 
 if TYPE_CHECKING:
     from gateway.app import App
@@ -58,9 +62,28 @@ FILES: Mapping[str, str] = MappingProxyType(
 """All there is of the page; no other name is looked for."""
 
 
+Note = tuple[Mark, Standing]
+"""What a supervisor makes its view of, one from each worker."""
+
+
 def add(app: App, server: web.Application) -> None:
-    """GET /, /web/{name}, /live, /live/stream; POST /endpoints/{name}/drain and /undrain."""
-    hub = Hub(app)
+    """GET /, /web/{name}, /live, /live/stream, /live/note; POST /endpoints/{name}/drain and /undrain."""
+
+    async def look(before: Mark | None) -> Note:
+        now = monotonic()
+        return take(app, now, before), stand(app, now)
+
+    async def note(_: web.Request) -> web.Response:
+        return web.Response(body=msgspec.msgpack.encode(await look(None)), content_type="application/msgpack")
+
+    server.router.add_get("/live/note", note)
+    server.router.add_post("/endpoints/{name}/{what:drain|undrain}", _drainer(app))
+    add_view(server, look, lambda: app.draining)
+
+
+def add_view(server: web.Application, look: Look, draining: Callable[[], bool]) -> None:
+    """GET /, /web/{name}, /live, /live/stream, of whoever `look` looks at."""
+    hub = Hub(look)
 
     async def noting(_: web.Application) -> AsyncIterator[None]:
         hub.start()
@@ -68,35 +91,37 @@ def add(app: App, server: web.Application) -> None:
         hub.stop()
 
     async def once(_: web.Request) -> web.Response:
-        return web.Response(body=hub.frame(), content_type="application/json")
+        try:
+            return web.Response(body=await hub.frame(), content_type="application/json")
+        except LookupError as error:
+            return web.Response(status=503, text=f"{error}\n")
 
     async def stream(request: web.Request) -> web.StreamResponse:
-        if app.draining:
+        if draining():
             return web.Response(status=503, text="draining\n")
         if not hub.enter():
             return web.Response(status=503, text="too many watch already\n", headers={"Retry-After": "5"})
         try:
-            return await _stream(request, app, hub)
+            return await _stream(request, hub, draining)
         finally:
             hub.leave()
 
     server.cleanup_ctx.append(noting)
     server.router.add_get("/live", once)
     server.router.add_get("/live/stream", stream, allow_head=False)
-    server.router.add_post("/endpoints/{name}/{what:drain|undrain}", _drainer(app))
     _add_files(server)
 
 
-async def _stream(request: web.Request, app: App, hub: Hub) -> web.StreamResponse:
+async def _stream(request: web.Request, hub: Hub, draining: Callable[[], bool]) -> web.StreamResponse:
     answer = web.StreamResponse(headers=STREAM)
     await answer.prepare(request)
-    frame = hub.frame()
     try:
-        while not app.draining:
+        frame = await hub.frame()
+        while not draining():
             async with asyncio.timeout(SLOW_S):
                 await answer.write(b"data: " + frame + b"\n\n")
             frame = await hub.following()
-    except (TimeoutError, ConnectionResetError):
+    except (TimeoutError, ConnectionResetError, LookupError):
         if request.transport is not None:
             request.transport.abort()
     return answer
