@@ -97,6 +97,7 @@ class Call(msgspec.Struct):
 
     asked_model   the name the client used, echoed in answers when engines use another
     body, prompt  the JSON sent on, and the raw values in it that the engine renders first; empty after release()
+    members       all raw values in it by name; empty as well
     """
 
     api: Api
@@ -104,19 +105,20 @@ class Call(msgspec.Struct):
     asked_model: str
     body: bytes
     prompt: tuple[msgspec.Raw, ...]
+    members: Mapping[str, msgspec.Raw] = {}
 
     def fitted(self, model: str, known: frozenset[str] | None) -> Call:
         """The same call for an engine that has another name for the model, or refuses members that it does not know."""
-        members = _decode(self.body)
+        members = self.members
         kept = {name: value for name, value in members.items() if known is None or name in known}
         if model == self.request.model and len(kept) == len(members):
             return self
         kept["model"] = msgspec.Raw(msgspec.json.encode(model))
-        return msgspec.structs.replace(self, body=_joined(kept))
+        return msgspec.structs.replace(self, body=_joined(kept), members=kept)
 
     def release(self) -> None:
         """Let go of the bytes: the engine has them, and after the first token nobody else will need them."""
-        self.body, self.prompt = b"", ()
+        self.body, self.prompt, self.members = b"", (), {}
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -162,7 +164,8 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
         wish.session or (_session(members, caller.tenant) if "prompt_cache_key" in members else ""),
         choices,
     )
-    return Call(api, request, asked, _outbound(body, members, asked, model.served_model), prompt)
+    body, members = _outbound(body, members, asked, model.served_model)
+    return Call(api, request, asked, body, prompt, members)
 
 
 def _usual_tokens(caller: Caller, model: str, slo: Slo) -> int:
@@ -344,16 +347,19 @@ def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) 
         )
 
 
-def _outbound(body: bytes, members: dict[str, msgspec.Raw], asked: str, served: str) -> bytes:
+def _outbound(
+    body: bytes, members: dict[str, msgspec.Raw], asked: str, served: str
+) -> tuple[bytes, dict[str, msgspec.Raw]]:
+    """What is sent on, and its members."""
     internal = ENGINE_INTERNAL.intersection(members)
     xargs = _without_internal(members[XARGS]) if XARGS in members else None
     if not internal and asked == served and xargs is None:
-        return body
+        return body, members
     kept: dict[str, msgspec.Raw] = {name: value for name, value in members.items() if name not in internal}
     kept["model"] = msgspec.Raw(msgspec.json.encode(served))
     if xargs is not None:
         kept[XARGS] = xargs
-    return _joined(kept)
+    return _joined(kept), kept
 
 
 def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:

@@ -16,7 +16,7 @@ from gateway.exchange import Exchange, SplitRecord
 from gateway.openai import Call
 from gateway.relay import UpstreamBroke
 from gateway.snapshot import Route
-from gateway.split.edit import Body
+from gateway.split.edit import shape
 from gateway.split.pair import PairAttempt
 from gateway.split.pairing import SplitRoute
 from gateway.split.words import Work
@@ -31,13 +31,12 @@ if TYPE_CHECKING:
 async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Client, route: Route, call: Call) -> None:
     """Serve it by a pair or whole, until somebody answers or nothing is left to try. Raises GatewayError then."""
     fingerprint = x.fingerprint = x.fingerprint or gateway.endpoints.prefixes.of(call, route.name)
-    work = Work(gateway, route, split, x, client, call, Body(call), fingerprint)
+    work = Work(gateway, route, split, x, client, call, fingerprint)
     recompute = False
     try:
         while True:
             decision, ask = _decide(work, recompute)
             if decision.pair is None:
-                work.body.forget()
                 problem = await _whole(work, ask, decision)
             else:
                 problem, recompute = await _pair(work, ask, decision.pair)
@@ -58,7 +57,7 @@ def _decide(work: Work, recompute: bool) -> tuple[Decision, Ask]:
     if recompute and any(each.load.available for each in pools.alone):
         decision = Decision(None, Reason.RECOMPUTE, mode)
     else:
-        decision = work.split.splitter.decide(pools, ask, work.body.shape, mode)
+        decision = work.split.splitter.decide(pools, ask, shape(work.call.members), mode)
         gateway.handoffs.splitting[route.name] = decision.splitting
     gateway.handoffs.decided(decision.pair is not None, decision.reason)
     work.x.split = SplitRecord(decision.reason)

@@ -52,6 +52,15 @@ class PairFigures(msgspec.Struct):
         self.handoff_s = _nearer(self.handoff_s, handoff_s)
         self.newest_s.append(handoff_s)
 
+    def travelled(self, pair: Pair, prompt_tokens: int) -> None:
+        """The KV of a prompt has come from the one to the other, but for what the other had of it."""
+        self.tokens += max(0, prompt_tokens - pair.decode.cached_tokens)
+
+    def expected_s(self, prefill_s: float | None) -> float | None:
+        """Until the first token, from the pick: the prefill as expected, and what handoffs between the two have taken.
+        None while either is unknown."""
+        return None if prefill_s is None or self.handoff_s is None else prefill_s + self.handoff_s
+
     @property
     def p95_s(self) -> float | None:
         """Of its newest handoffs, NEWEST of them; None before the first."""
@@ -157,19 +166,8 @@ class Handoffs:
             found = self.pairs[names] = PairFigures()
         return found
 
-    def expected_s(self, pair: Pair, prefill_s: float | None) -> float | None:
-        """Until the first token, from the pick: the prefill as expected, and what handoffs between the two have taken.
-        None while either is unknown."""
-        handoff_s = self.figures(pair).handoff_s
-        return None if prefill_s is None or handoff_s is None else prefill_s + handoff_s
-
-    def travelled(self, pair: Pair, prompt_tokens: int) -> None:
-        """The KV of a prompt has come from the one to the other, but for what the other had of it."""
-        self.figures(pair).tokens += max(0, prompt_tokens - pair.decode.cached_tokens)
-
-    def ended(self, pair: Pair, state: State, record: SplitRecord, relay: Relay | None) -> None:
+    def ended(self, pair: Pair, figures: PairFigures, state: State, record: SplitRecord, relay: Relay | None) -> None:
         """A pair's attempt is over."""
-        figures = self.figures(pair)
         figures.transport = record.transport or figures.transport
         names = _names(pair)
         if state is State.FAILED:

@@ -14,6 +14,7 @@ from gateway.config import Model
 from kvtransfer import dialects
 from kvtransfer.dialects import Bootstrap, Dialect, Needs
 from policies.contract import Policy
+from policies.filters import telling
 from policies.model import Candidate, Role
 from policies.split import Group, Pools, SplitRule, Splitter, compat, splitter
 
@@ -53,10 +54,21 @@ def split_route(model: Model, policy: Policy, candidates: Sequence[Candidate]) -
     rule = SplitRule(model.split.threshold_tokens, model.split.hysteresis)
     return SplitRoute(
         dialect,
-        splitter(rule, policy),
+        _among(splitter(rule, policy), candidates),
         Pools(groups, tuple(each for each in candidates if _serves_alone(dialect, each))),
         {each.endpoint.name: _facts(each) for group in groups for each in group.prefills},
         model.split.transfer_timeout,
+    )
+
+
+def _among(made: Splitter, candidates: Sequence[Candidate]) -> Splitter:
+    """The splitter as requests to these meet it: its policies without the filters that can keep out none of them."""
+
+    def told(policy: Policy) -> Policy:
+        return msgspec.structs.replace(policy, filters=telling(policy.filters, candidates))
+
+    return msgspec.structs.replace(
+        made, prefill=told(made.prefill), decode=told(made.decode), crowded=told(made.crowded)
     )
 
 

@@ -19,7 +19,7 @@ from gateway.openai import Api, Call
 from gateway.relay import Relay
 from gateway.rename import Corrector, Renamer
 from gateway.snapshot import Route
-from gateway.split.edit import Body
+from gateway.split.edit import edited, shows_usage
 from gateway.split.pairing import SplitRoute
 from gateway.trace import passed_on
 from kvtransfer.dialects import (
@@ -33,12 +33,17 @@ from kvtransfer.dialects import (
     Unusable,
     as_events,
     known_members,
+    members,
 )
 from policies.fingerprint import Fingerprint
 from policies.model import Endpoint, Request
 
 if TYPE_CHECKING:
     from gateway.serve import Gateway
+
+# One token that nobody reads, in place of all that a client says of how many it wants and how.
+_UNREAD = members({"max_tokens": b"1", "stream": b"false"})
+_WANTED = frozenset(("max_tokens", "stream", "stream_options", "max_completion_tokens", "min_tokens"))
 
 _SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -53,7 +58,6 @@ class Work(msgspec.Struct, frozen=True, eq=False):
     x: Exchange
     client: Client
     call: Call
-    body: Body
     fingerprint: Fingerprint
 
     @property
@@ -68,25 +72,34 @@ def one_token(request: Request) -> Request:
 
 
 class Words:
-    """The words of one attempt at one request. `terms` hold for both legs; the decoder's may be corrected later."""
+    """The words of one attempt at one request. `terms` hold for both legs; the decoder's may be corrected later.
 
-    __slots__ = ("_context", "_corrector", "_lines", "_prefill", "_work", "terms")
+    What they are made of may be needed when the client has gone, and the call has let go of it.
+    """
+
+    __slots__ = ("_corrector", "_lines", "_members", "_prefill", "_work", "terms")
 
     def __init__(self, work: Work, prefill: Endpoint, number: int) -> None:
-        x, facts = work.x, work.split.facts[prefill.name]
+        x, facts, headers = work.x, work.split.facts[prefill.name], work.client.headers
         self._work = work
         self._prefill = prefill
-        self._lines = forwarded(work.client.headers)  # they may be needed when the client has gone
-        self._context = "" if x.trace is not None else passed_on(work.client.headers)
+        self._members = work.call.members
         self._corrector: Corrector | None = None
+        request_id = f"{x.id}-{len(x.retries)}" if x.retries else x.id  # a copy of it may still live on an engine
+        context = "" if x.trace is not None else passed_on(headers)
+        self._lines = f"x-request-id: {request_id}\r\n{forwarded(headers)}{context}content-length: "
         self.terms = Terms(
-            f"{x.id}-{len(x.retries)}" if x.retries else x.id,  # a copy of it may still live on an engine
+            request_id,
             number,
             work.call.api is Api.CHAT,
             facts.host,
             facts.bootstrap,
             work.gateway.handoffs.identity(prefill.name, number),
         )
+
+    def forget(self) -> None:
+        """Hold nothing of the client's body any more than the call does."""
+        self._members = {}
 
     def introduced(self, identities: tuple[Identity, ...]) -> None:
         """The prefill engine has told who it is."""
@@ -108,16 +121,15 @@ class Words:
     def farewell(self, place: Booking, handover: Handover) -> tuple[bytes, bytes]:
         """Head and body of a decode request that only has the KV fetched, for one token nobody reads."""
         edits = handover.edits
-        put = {**edits.put, "max_tokens": b"1", "stream": b"false"}
-        drop = edits.drop | {"stream_options", "max_completion_tokens", "min_tokens"}
-        return self._request(place, msgspec.structs.replace(edits, put=put, drop=drop), "")
+        last = msgspec.structs.replace(edits, put=edits.put + _UNREAD, drop=edits.drop | _WANTED)
+        return self._request(place, last, "")
 
     def relay(self, endpoint: Endpoint, handover: Handover | None) -> Relay:
         """What brings the decoder's answer to the client, with the prefiller's word on cached tokens if needed."""
         work = self._work
         renamer: Renamer | None = None
         served, asked = endpoint.served_model or work.route.name, work.call.asked_model
-        if handover is not None and not handover.reports_own_cache and work.body.shows_usage:
+        if handover is not None and not handover.reports_own_cache and shows_usage(self._members):
             renamer = self._corrector = Corrector(served, asked)
             self._corrector.cached_tokens = work.record.cached_tokens
         elif served != asked:
@@ -151,15 +163,15 @@ class Words:
         """The prefill answer as an engine's answer to the client's own request: an event stream if it asked for one."""
         if not self._work.call.request.stream:
             return _JSON % len(answer.body) + answer.body
-        events = as_events(answer.body, usage=self._work.body.shows_usage)
+        events = as_events(answer.body, usage=shows_usage(self._members))
         return _SSE % len(events) + events
 
     def _request(self, place: Booking, edits: Edits, role: str) -> tuple[bytes, bytes]:
         """`role` as a trace calls it; "" for what no trace tells of."""
         work, endpoint, trace = self._work, place.endpoint, self._work.x.trace
-        served = endpoint.served_model or work.route.name
-        body = work.body.edited(edits, None if served == work.call.request.model else served)
-        lines = f"x-request-id: {self.terms.request_id}\r\ncontent-length: {len(body)}\r\n{self._lines}{self._context}"
+        call, served = work.call, endpoint.served_model or work.route.name
+        body = edited(call.body, self._members, edits, None if served == call.request.model else served)
+        lines = f"{self._lines}{len(body)}\r\n"
         if trace is not None and role:
             lines += trace.leg(role, endpoint.name, monotonic())
         for name, value in edits.headers:

@@ -17,6 +17,7 @@ from kvtransfer.dialects.contract import (
     Order,
     Terms,
     Unusable,
+    members,
     read_answer,
 )
 from kvtransfer.dialects.events import as_events
@@ -37,6 +38,7 @@ __all__ = [
     "as_events",
     "by_itself",
     "known_members",
+    "members",
     "named",
     "read_answer",
 ]

@@ -73,15 +73,15 @@ class Terms(msgspec.Struct, frozen=True):
 
 
 class Edits(msgspec.Struct, frozen=True):
-    """Changes to the client's request. Values are JSON bytes.
+    """Changes to the client's request.
 
-    put      members set, in place of the client's
-    drop     members removed
+    put      members added, as members() writes them. What a client may send under such a name has to be dropped
+    drop     members of the client's that are removed
     keep     when given, the only members of the client's that are sent at all
     headers  further header lines
     """
 
-    put: Mapping[str, bytes] = {}
+    put: bytes = b""
     drop: frozenset[str] = frozenset()
     keep: frozenset[str] | None = None
     headers: tuple[tuple[str, str], ...] = ()
@@ -120,6 +120,7 @@ class Answer(msgspec.Struct, frozen=True):
     prompt_token_ids: msgspec.Raw
     usage: msgspec.Raw
     finish_reason: str | None
+    prompt_tokens: int | None
     cached_tokens: int | None
 
 
@@ -158,6 +159,7 @@ class _Details(msgspec.Struct, frozen=True):
 
 
 class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -175,19 +177,20 @@ class _Answer(msgspec.Struct, frozen=True):
 
 _read = msgspec.json.Decoder(_Answer).decode
 _read_usage = msgspec.json.Decoder(_Usage | None).decode
+_NO_USAGE = _Usage()
 
 
 def read_answer(body: bytes) -> Answer | Unusable:
     """A prefill endpoint's answer. Whatever is no completion of one choice is Unusable."""
     try:
         found = _read(body)
-        usage = _read_usage(found.usage)
+        usage = _read_usage(found.usage) or _NO_USAGE
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return Unusable("the prefill answer is not a completion")
     if len(found.choices) != 1:
         return Unusable(f"the prefill answer has {len(found.choices)} choices")
     choice = found.choices[0]
-    details = usage.prompt_tokens_details if usage is not None else None
+    details = usage.prompt_tokens_details
     return Answer(
         body,
         found.kv_transfer_params,
@@ -195,6 +198,7 @@ def read_answer(body: bytes) -> Answer | Unusable:
         found.prompt_token_ids,
         found.usage,
         choice.finish_reason,
+        usage.prompt_tokens,
         details.cached_tokens if details is not None else None,
     )
 
@@ -202,6 +206,11 @@ def read_answer(body: bytes) -> Answer | Unusable:
 def is_null(value: msgspec.Raw) -> bool:
     """Absent, or null."""
     return bytes(memoryview(value)[:1]) in (b"", b"n")
+
+
+def members(put: Mapping[str, bytes]) -> bytes:
+    """Names and JSON values as they stand in an object behind other members: each with a comma in front."""
+    return b"".join(b',"%b":%b' % (name.encode(), value) for name, value in put.items())
 
 
 def json_of(value: object) -> bytes:

@@ -19,6 +19,7 @@ from kvtransfer.dialects.contract import (
     Terms,
     Unusable,
     json_of,
+    members,
 )
 from kvtransfer.dialects.vllm_nixl import NOT_FOR_PREFILL, ONE_TOKEN, Name
 
@@ -35,7 +36,7 @@ def prefill(terms: Terms) -> Edits:
     params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(terms)}
     rank = terms.identity.rank if terms.identity is not None else None
     headers = () if rank is None else (("x-data-parallel-rank", str(rank)),)
-    return Edits({**ONE_TOKEN, "kv_transfer_params": json_of(params)}, NOT_FOR_PREFILL, headers=headers)
+    return Edits(ONE_TOKEN + members({"kv_transfer_params": json_of(params)}), NOT_FOR_PREFILL, headers=headers)
 
 
 def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
@@ -49,7 +50,7 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
         "remote_engine_id": terms.identity.engine_id,
         "transfer_id": _transfer_id(terms),
     }
-    return Handover(Edits({"kv_transfer_params": json_of(params)}), reports_own_cache=False)
+    return Handover(Edits(members({"kv_transfer_params": json_of(params)})), reports_own_cache=False)
 
 
 def identify(body: bytes) -> tuple[Identity, ...]:

@@ -19,6 +19,7 @@ from kvtransfer.dialects.contract import (
     Terms,
     Unusable,
     json_of,
+    members,
 )
 
 # The servers' own probes (/health_generate) meet nobody so: no KV is sent or awaited for this host.
@@ -29,13 +30,12 @@ def prefill(terms: Terms) -> Edits:
     """Where to meet. Raises ValueError without a bootstrap address, which the configuration refuses."""
     if terms.bootstrap is None:
         raise ValueError("a prefill endpoint of SGLang has a bootstrap address")
-    return Edits(
-        {
-            "bootstrap_host": json_of(terms.bootstrap.host),
-            "bootstrap_port": json_of(terms.bootstrap.port),
-            "bootstrap_room": json_of(terms.number),
-        }
-    )
+    put = {
+        "bootstrap_host": json_of(terms.bootstrap.host),
+        "bootstrap_port": json_of(terms.bootstrap.port),
+        "bootstrap_room": json_of(terms.number),
+    }
+    return Edits(members(put))
 
 
 def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:

@@ -21,6 +21,7 @@ from kvtransfer.dialects.contract import (
     Unusable,
     is_null,
     json_of,
+    members,
 )
 
 _BOTH = frozenset(
@@ -61,8 +62,8 @@ def prefill(terms: Terms) -> Edits:
     """The original as far as TensorRT-LLM knows it, for context only. max_tokens stays as it is."""
     params = {"request_type": "context_only", "disagg_request_id": terms.number}
     return Edits(
-        {"disaggregated_params": json_of(params), "stream": b"false"},
-        frozenset({"stream_options"}),
+        members({"disaggregated_params": json_of(params), "stream": b"false"}),
+        frozenset({"stream", "stream_options"}),
         CHAT if terms.chat else COMPLETIONS,
     )
 
@@ -75,18 +76,18 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable | Finishe
         return _finished(answer) if answer.finish_reason else Unusable("the context answer gives no finish reason")
     try:
         told = _params(answer.disaggregated)
-        members = _members(answer.disaggregated)
+        handed = _members(answer.disaggregated)
         tokens = _tokens(answer.prompt_token_ids)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         return Unusable(f"the context answer: {error}"[:200])
     if told.disagg_request_id != terms.number or not tokens:
         return Unusable("the context answer is another request's" if tokens else "the context answer names no tokens")
-    members["request_type"] = msgspec.Raw(b'"generation_only"')
+    handed["request_type"] = msgspec.Raw(b'"generation_only"')
     if not is_null(answer.usage):
-        members["ctx_usage"] = answer.usage
+        handed["ctx_usage"] = answer.usage
     prompt = "prompt_token_ids" if terms.chat else "prompt"
-    put = {"disaggregated_params": json_of(members), prompt: bytes(answer.prompt_token_ids)}
-    return Handover(Edits(put, keep=CHAT if terms.chat else COMPLETIONS))
+    put = members({"disaggregated_params": json_of(handed), prompt: bytes(answer.prompt_token_ids)})
+    return Handover(Edits(put, frozenset({prompt}), CHAT if terms.chat else COMPLETIONS))
 
 
 def _finished(answer: Answer) -> Finished:

@@ -21,6 +21,7 @@ from kvtransfer.dialects.contract import (
     Unusable,
     is_null,
     json_of,
+    members,
 )
 
 MOST_OBJECT_BYTES = 4 * 1024 * 1024  # block ids of ten million tokens; more is no object of an engine's
@@ -61,12 +62,13 @@ _ASKS = json_of(
         "remote_port": None,
     }
 )
-ONE_TOKEN = {"max_tokens": b"1", "min_tokens": b"1", "stream": b"false"}
+_ONE_TOKEN = {"max_tokens": b"1", "min_tokens": b"1", "stream": b"false"}
+ONE_TOKEN = members(_ONE_TOKEN)
 """A prefill request ends length-capped after one token: an end of sequence as first token would lose the KV."""
 
-NOT_FOR_PREFILL = frozenset({"stream_options", "max_completion_tokens", "logprobs", "top_logprobs"})
+NOT_FOR_PREFILL = frozenset({*_ONE_TOKEN, "stream_options", "max_completion_tokens", "logprobs", "top_logprobs"})
 
-_PREFILL = Edits({**ONE_TOKEN, "kv_transfer_params": _ASKS}, NOT_FOR_PREFILL)
+_PREFILL = Edits(ONE_TOKEN + members({"kv_transfer_params": _ASKS}), NOT_FOR_PREFILL)
 
 
 def prefill(terms: Terms) -> Edits:
@@ -88,7 +90,7 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
     if host != terms.prefill_host and is_loopback(host) and not is_loopback(terms.prefill_host):
         raw = json_of({**_any(raw), "remote_host": terms.prefill_host})
     own = b'"remote_prefill_cached_tokens"' in raw
-    return Handover(Edits({"kv_transfer_params": raw}), own, found.transport)
+    return Handover(Edits(b',"kv_transfer_params":' + raw), own, found.transport)
 
 
 def validated(raw: msgspec.Raw) -> Object | Unusable:

@@ -21,6 +21,7 @@ from kvtransfer.dialects.contract import (
     Unusable,
     is_null,
     json_of,
+    members,
     read_answer,
 )
 from kvtransfer.dialects.vllm_nixl import Name, Port, Size
@@ -58,7 +59,7 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
         "pp_size": who.pp_size,
         "remote_request_id": terms.request_id,
     }
-    return Handover(Edits({"kv_transfer_params": json_of(params)}), reports_own_cache=False)
+    return Handover(Edits(members({"kv_transfer_params": json_of(params)})), reports_own_cache=False)
 
 
 def identify(body: bytes) -> tuple[Identity, ...]:

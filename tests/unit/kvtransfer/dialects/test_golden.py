@@ -47,7 +47,9 @@ def answer(**members: Any) -> Answer:
 
 
 def words(edits: Edits) -> dict[str, Any]:
-    return {name: json.loads(value) for name, value in edits.put.items()}
+    found: dict[str, Any] = json.loads(b"{" + edits.put[1:] + b"}")
+    assert edits.put[:1] == b","
+    return found
 
 
 def test_a_pulling_prefill_asks_for_one_token_and_keeps_its_kv() -> None:
@@ -65,14 +67,15 @@ def test_a_pulling_prefill_asks_for_one_token_and_keeps_its_kv() -> None:
             "remote_port": None,
         },
     }
-    assert edits.drop == {"stream_options", "max_completion_tokens", "logprobs", "top_logprobs"}
+    for_decode = {"stream_options", "max_completion_tokens", "logprobs", "top_logprobs"}
+    assert edits.drop == {"max_tokens", "min_tokens", "stream"} | for_decode
     assert edits.headers == ()
 
 
 def test_a_pulling_decoder_gets_the_object_as_it_came() -> None:
     handover = dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=OBJECT))
     assert isinstance(handover, Handover)
-    assert handover.edits == Edits({"kv_transfer_params": json.dumps(OBJECT).encode()})
+    assert handover.edits == Edits(b',"kv_transfer_params":' + json.dumps(OBJECT).encode())
     assert not handover.reports_own_cache
 
 
@@ -253,7 +256,7 @@ def test_trtllm_computes_the_context_of_what_it_knows_of_the_request() -> None:
         "stream": False,
         "disaggregated_params": {"request_type": "context_only", "disagg_request_id": ROOM},
     }
-    assert edits.drop == {"stream_options"}
+    assert edits.drop == {"stream", "stream_options"}
     assert edits.keep is not None
     assert {"messages", "max_tokens", "tools"} <= edits.keep
     assert not {"metadata", "store", "vllm_xargs"} & edits.keep
