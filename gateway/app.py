@@ -130,7 +130,7 @@ class App:
             plan.snapshot,
             self._endpoints,
             self._gate,
-            Accounts(self.metrics, self._log, self._tracer),
+            Accounts(self.metrics, self._log, self._tracer, self._loop),
             Handoffs(self.metrics, rng, self._outbox),
         )
         furnish(self.gateway, plan, self.metrics)

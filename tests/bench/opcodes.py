@@ -5,7 +5,7 @@
 
 The gateway of the bench (systems.py) runs here, in this process, on the bench's backend, and answers one request after
 the other. Counted is whatever runs in the callbacks that carry a request: those of its client's connection, of its
-engine's, and the writing at the end of a turn. Sweeps, probes and scrapes are not.
+engine's, the writing at the end of a turn and the accounting after it. Sweeps, probes and scrapes are not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ sys.path.insert(0, os.environ.get("PENSTOCK_HOME", str(ROOT)))
 from gateway.app import App
 from gateway.config import load
 
-CALLBACKS = frozenset(("Front.data_received", "Connection.data_received", "Outbox.flush"))
+CALLBACKS = frozenset(("Front.data_received", "Connection.data_received", "Outbox.flush", "Accounts.settle"))
 WARM_UP, COUNTED = 64, 65
 SHORT, LONG = 8, 40  # chunks of two streams: what one costs more than the other is what chunks cost
 QUESTION = "How does a water wheel work? ################"
