@@ -6,14 +6,13 @@ from its pool's in the policy alone, so that from there on one line serves both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import msgspec
 import xxhash
 
 from gateway.config.choices import Canary
 from gateway.exchange import Exchange
-from gateway.meters import Histogram
 from gateway.metrics import Metrics
 from policies.model import Request
 
@@ -67,22 +66,12 @@ class Side:
     def told(self) -> dict[str, object]:
         """Its figures as plain values. None: nothing was served yet."""
         if self._metrics is None:
-            return {"side": self.name, "policy": self.policy, "requests": 0}
+            return figures(self.name, self.policy, {}, {})
         trials = self._metrics.trials
         of_ours = (self.pool, self.name)
-        kept = {labels[2]: each.value for labels, each in trials.requests.children() if labels[:2] == of_ours}
-        judged = sum(kept.values()) - kept.get("untold", 0.0)
-        ttft = trials.first_tokens.labels(*of_ours)
-        return {
-            "side": self.name,
-            "policy": self.policy,
-            "requests": int(sum(kept.values())),
-            "goodput": round(kept.get(MET, 0.0) / judged, 4) if judged else None,
-            "failed": int(kept.get("failed", 0.0)),
-            "shed": int(kept.get("shed", 0.0)),
-            "ttft_p50_s": quantile(ttft, 0.5),
-            "ttft_p99_s": quantile(ttft, 0.99),
-        }
+        kept = {labels[2]: int(each.value) for labels, each in trials.requests.children() if labels[:2] == of_ours}
+        ttft = {bound: int(count) for bound, count in trials.first_tokens.labels(*of_ours).cumulative()}
+        return figures(self.name, self.policy, kept, ttft)
 
 
 class Sides:
@@ -114,9 +103,25 @@ def forget(metrics: Metrics, pool: str) -> None:
     metrics.trials.first_tokens.forget("pool", pool)
 
 
-def quantile(histogram: Histogram, share: float) -> float | None:
+def figures(side: str, policy: str, outcomes: Mapping[str, int], ttft: Mapping[str, int]) -> dict[str, object]:
+    """What a side came to: requests by what became of their promise, and first tokens within so many seconds."""
+    judged = sum(outcomes.values()) - outcomes.get("untold", 0)
+    return {
+        "side": side,
+        "policy": policy,
+        "requests": sum(outcomes.values()),
+        "goodput": round(outcomes.get(MET, 0) / judged, 4) if judged else None,
+        "failed": outcomes.get("failed", 0),
+        "shed": outcomes.get("shed", 0),
+        "ttft_p50_s": quantile(ttft, 0.5),
+        "ttft_p99_s": quantile(ttft, 0.99),
+        "outcomes": outcomes,
+        "ttft_within_s": ttft,
+    }
+
+
+def quantile(within_s: Mapping[str, int], share: float) -> float | None:
     """The upper bound of the bucket in which this share of all observations ends; None without any, or beyond all."""
-    buckets: Sequence[tuple[str, float]] = histogram.cumulative()
-    total = buckets[-1][1]
-    found = next((bound for bound, count in buckets if count >= share * total), "+Inf") if total else "+Inf"
+    total = within_s.get("+Inf", 0)
+    found = next((bound for bound, count in within_s.items() if count >= share * total), "+Inf") if total else "+Inf"
     return None if found == "+Inf" else float(found)

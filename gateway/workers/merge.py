@@ -1,4 +1,7 @@
-"""Several workers' pages made one: metrics by the rule that the catalogue gives each, endpoints by name."""
+"""Several workers' pages made one: metrics by the rule that the catalogue gives each, endpoints and trials by name.
+
+Shares and means are made of all requests, never of the workers' shares. Not here: the live view (watch.py).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.canary import figures
 from gateway.meters import Merge
+from gateway.shadow import RESULTS
 
 SUMMED = ("in_flight", "connections")
 FIRST = frozenset({"penstock_process_start_time_seconds", "penstock_process_max_fds"})
@@ -83,3 +88,69 @@ def endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             if one["available"] and not each["available"]:
                 one |= {name: each[name] for name in ("available", "state", "cause", "back_in_s")}
     return {"endpoints": list(found.values())} | rest
+
+
+def shadows(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What every pool's shadows came to. What is a mean is weighed by what it is a mean of."""
+    return {"shadows": [_shadows(told) for told in _by("pool", (each for page in pages for each in page["shadows"]))]}
+
+
+def _shadows(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    picks_us = [each["picks"] * (each["pick_us"] or 0.0) for each in told]
+    return {
+        "pool": told[0]["pool"],
+        "picks": sum(each["picks"] for each in told),
+        "scored": sum(each["scored"] for each in told),
+        "pick_us": _mean(told, "pick_us", [each["picks"] for each in told], 2),
+        "cost_share": _mean(told, "cost_share", picks_us, 4),
+        "policies": [_shadow(each) for each in _by("policy", (one for pool in told for one in pool["policies"]))],
+    }
+
+
+def _shadow(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    counts = {result: sum(each.get(result, 0) for each in told) for result in RESULTS}
+    answered = [each.get("agreed", 0) + each.get("differed", 0) for each in told]
+    scored = [sum(each.get(result, 0) for result in RESULTS) for each in told]
+    return {
+        "policy": told[0]["policy"],
+        **counts,
+        "agreement": round(counts["agreed"] / sum(answered), 4) if sum(answered) else None,
+        "ttft_gain_s": _mean(told, "ttft_gain_s", answered, 6),
+        "cached_tokens_gain": _mean(told, "cached_tokens_gain", answered, 1),
+        "cost_us": _mean(told, "cost_us", scored, 2),
+    }
+
+
+def canaries(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Both sides of every pool that has a canary, with all workers' requests."""
+    return {"canaries": [_canary(told) for told in _by("pool", (each for page in pages for each in page["canaries"]))]}
+
+
+def _canary(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    sides = [
+        figures(each[0]["side"], each[0]["policy"], _added(each, "outcomes"), _added(each, "ttft_within_s"))
+        for each in _by("side", (side for pool in told for side in pool["sides"]))
+    ]
+    return {"pool": told[0]["pool"], "share": told[0]["share"], "sides": sides}
+
+
+def _added(told: Iterable[Mapping[str, Any]], name: str) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for each in told:
+        for key, count in each[name].items():
+            total[key] = total.get(key, 0) + count
+    return total
+
+
+def _by(name: str, rows: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Rows that have this in common, in the order in which they were first told of."""
+    found: dict[object, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row[name], []).append(row)
+    return list(found.values())
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], name: str, weights: Sequence[float], digits: int) -> float | None:
+    known = [(row[name], weight) for row, weight in zip(rows, weights, strict=True) if row.get(name) is not None]
+    whole = sum(weight for _, weight in known)
+    return round(sum(value * weight for value, weight in known) / whole, digits) if whole else None

@@ -1,30 +1,33 @@
 """The one admin server of several workers: what they say made one, what changes something asked of all.
 
-Whatever else an admin server shows is the eldest worker's word; an explanation is whose request it was.
+Whatever else an admin server shows is the eldest worker's word; an explanation is whose request it was. Not here: how
+pages are made one (merge.py, watch.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.config.source import FILE_CAP_BYTES
+from gateway.live import pages as live_pages
 from gateway.meters import Merge
 from gateway.metrics import Metrics
 from gateway.reload.pages import add_changes
 from gateway.trust import guard
 from gateway.workers import merge
 from gateway.workers.process import LOST, Answer, Worker
+from gateway.workers.watch import Watch
 
 if TYPE_CHECKING:
     from gateway.workers.supervisor import Supervisor
 
-PASSED_ON = ("Content-Type", "ETag", "Content-Security-Policy")
+PASSED_ON = ("Content-Type", "ETag")
 
 
 def application(supervisor: Supervisor) -> web.Application:
@@ -33,6 +36,7 @@ def application(supervisor: Supervisor) -> web.Application:
     server = web.Application(middlewares=[guard(lambda: configured.running.config)], client_max_size=FILE_CAP_BYTES + 1)
     _add_merged(supervisor, server.router)
     _add_changes(supervisor, server.router)
+    live_pages.add_view(server, Watch(supervisor.ready).look, lambda: supervisor.draining)
 
     async def anything(request: web.Request) -> web.Response:
         return _passed(await _first(supervisor.ready(), request.path_qs))
@@ -62,14 +66,23 @@ def _add_merged(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
         own = b"".join(part for part in supervisor.meters.slices() if b"penstock_worker" in part)
         return web.Response(body=page.encode() + own, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def endpoints(_: web.Request) -> web.Response:
-        told = await _all(supervisor.ready(), "/endpoints")
-        return web.json_response(merge.endpoints(json.loads(each.body) for each in told if each.status == 200))
-
     routes.add_get("/healthz", healthz)
     routes.add_get("/readyz", readyz)
     routes.add_get("/metrics", metrics)
-    routes.add_get("/endpoints", endpoints)
+    for path, made in (("/endpoints", merge.endpoints), ("/shadow", merge.shadows), ("/canary", merge.canaries)):
+        routes.add_get(path, _merging(supervisor, path, made))
+
+
+def _merging(
+    supervisor: Supervisor, path: str, made: Callable[[Iterable[Mapping[str, Any]]], dict[str, Any]]
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """A page of JSON that is made of the workers' pages."""
+
+    async def page(_: web.Request) -> web.Response:
+        told = await _all(supervisor.ready(), path)
+        return web.json_response(made(json.loads(each.body) for each in told if each.status == 200))
+
+    return page
 
 
 def _add_changes(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
@@ -85,12 +98,21 @@ def _add_changes(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
     async def rollback(to: int | None) -> web.Response:
         return _passed(await configured.rollback(to))
 
+    async def drain(request: web.Request) -> web.Response:
+        key = {name: value for name, value in request.headers.items() if name == "Authorization"}
+        told = await _all(supervisor.ready(), request.path, "POST", key)
+        return _passed(told[0]) if told else web.Response(status=503, text="no worker answers\n")
+
     add_changes(routes, put, again, rollback)
+    routes.add_post("/endpoints/{name}/{what:drain|undrain}", drain)
 
 
-async def _all(workers: Iterable[Worker], path: str) -> list[Answer]:
+async def _all(
+    workers: Iterable[Worker], path: str, method: str = "GET", headers: dict[str, str] | None = None
+) -> list[Answer]:
     """What those say who answer."""
-    told = await asyncio.gather(*(worker.ask("GET", path, timeout_s=5.0) for worker in workers), return_exceptions=True)
+    asked = (worker.ask(method, path, headers=headers, timeout_s=5.0) for worker in workers)
+    told = await asyncio.gather(*asked, return_exceptions=True)
     return [each for each in told if isinstance(each, Answer)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway.canary import figures
 from gateway.meters import Merge
 from gateway.metrics import Metrics
 from gateway.workers import merge
@@ -66,3 +67,53 @@ def test_an_endpoint_stands_once_with_what_all_workers_have_there_and_is_up_when
     assert (one["in_flight"], one["in_flight_elsewhere"], one["connections"]) == (5, 0, 2)
     assert (one["available"], one["state"]) == (False, "ejected")
     assert merged["pairs"] == []
+
+
+def shadows(picks: int, agreed: int, differed: int, gain_s: float | None) -> dict[str, object]:
+    answered = agreed + differed
+    policy = {
+        "policy": "priced",
+        "agreed": agreed,
+        "differed": differed,
+        "nobody": 0,
+        "failed": 1,
+        "agreement": agreed / answered if answered else None,
+        "ttft_gain_s": gain_s,
+        "cached_tokens_gain": 10.0 if answered else None,
+        "cost_us": 8.0,
+    }
+    pool = {"pool": "main", "picks": picks, "scored": answered + 1, "pick_us": 20.0, "cost_share": 0.1}
+    return {"shadows": [pool | {"policies": [policy]}]}
+
+
+def test_what_shadows_came_to_is_of_all_workers_requests() -> None:
+    (merged,) = merge.shadows([shadows(100, 30, 10, 0.2), shadows(300, 10, 0, -0.2), shadows(0, 0, 0, None)])["shadows"]
+    assert (merged["picks"], merged["scored"], merged["pick_us"], merged["cost_share"]) == (400, 53, 20.0, 0.1)
+    assert merged["policies"] == [
+        {
+            "policy": "priced",
+            "agreed": 40,
+            "differed": 10,
+            "nobody": 0,
+            "failed": 3,
+            "agreement": 0.8,
+            "ttft_gain_s": 0.12,
+            "cached_tokens_gain": 10.0,
+            "cost_us": 8.0,
+        }
+    ]
+    assert merge.shadows([{"shadows": []}, {"shadows": []}]) == {"shadows": []}
+
+
+def canary(met: int, late: int, within_s: dict[str, int]) -> dict[str, object]:
+    sides = [figures("primary", "a", {"met": met, "ttft": late, "untold": 1}, within_s), figures("canary", "b", {}, {})]
+    return {"canaries": [{"pool": "main", "share": "5 %", "sides": sides}]}
+
+
+def test_a_canarys_sides_are_of_all_workers_requests_and_their_percentiles_of_all_observations() -> None:
+    quick, slow = {"0.1": 60, "1.0": 60, "+Inf": 60}, {"0.1": 0, "1.0": 100, "+Inf": 100}
+    (merged,) = merge.canaries([canary(50, 10, quick), canary(70, 30, slow)])["canaries"]
+    primary, other = merged["sides"]
+    assert (primary["requests"], primary["goodput"]) == (162, 0.75)
+    assert (primary["ttft_p50_s"], primary["ttft_p99_s"]) == (1.0, 1.0)
+    assert (other["requests"], other["goodput"], other["ttft_p50_s"]) == (0, None, None)
