@@ -34,6 +34,10 @@ from policies.usage import Usage
 LEARN = 0.02
 """Weight of one request in running means."""
 
+PASSING = 4.0
+"""So many times its burst may all endpoints together be ahead of their pace while no more is asked for than they can
+do: that passes by itself."""
+
 
 class Priced(AdmissionPreset, frozen=True):
     """The parameters of priced admission.
@@ -86,14 +90,17 @@ class PricedAdmission:
 
     __slots__ = (
         *(
+            "_ahead_s",
             "_budget",
             "_calendar",
             "_kv_booked",
+            "_overload",
             "_pace",
             "_paced",
             "_per_value",
             "_rule",
             "_sessions",
+            "_tpot_budget",
             "_usage",
             "_work_s",
         ),
@@ -108,9 +115,11 @@ class PricedAdmission:
         self._sessions = WorkingSet(rule.sessions)
         self._calendar = Calendar(rule.returns)
         self._paced, self._kv_booked = 1.0, 0.0
+        self._overload = self._ahead_s = 0.0
         self._pace = Pace(rule.step_share)
         self._usage = Usage(rule.weights)
         self._budget: float | None = None
+        self._tpot_budget: float | None = None
         self._per_value: float | None = None
         self._work_s: float | None = None
 
@@ -132,12 +141,13 @@ class PricedAdmission:
         early_s = self._calendar.early(key, ask.now) if self.price else None
         if early_s is not None:
             return Shed("early", early_s, f"This request was told to come back, which is due in {early_s:.1f} s.")
+        promised = self._calendar.due(key, ask.now)  # its share of the work was set aside: it need not wait again
         shed = self._refusal(ask, candidates, look, key, room) if room.at_door else self._too_late(ask, look, room)
         if shed is not None:
             self._usage.offered(ask.request.tenant, look.work_s, admitted=False)
             return shed
-        turn = not room.at_door or room.first(ask.request.tenant)
-        if turn and room.busy < room.capacity and self._fluid(ask, candidates):
+        turn = promised or not room.at_door or room.first(ask.request.tenant)
+        if turn and room.busy < room.capacity and (promised or self._fluid(ask, candidates, look.count)):
             return ADMIT
         return Wait(room.limits.timeout_s)
 
@@ -175,11 +185,11 @@ class PricedAdmission:
         return self.price * self._usage.excess(request.tenant) * look.work_s / max(1e-9, worth * typical)
 
     def _too_dear(self, ask: Ask, look: Appraisal, room: RoomView, asked: float) -> Shed:
-        queue_s = look.queue_s + room.waiting_s / look.count
-        back_s = self._come_back(ask, look, room, queue_s - self._threshold_s(look.count))
+        queue_s, threshold_s = look.queue_s + self._room_s(look, room), self._threshold_s()
+        back_s = self._come_back(ask, look, room, queue_s - threshold_s)
         told = (
             f"The fleet is overloaded: {queue_s:.1f} s of prompts are queued for each of {look.count} endpoints, and "
-            f"beyond {self._threshold_s(look.count):.1f} s a price is asked. This request takes {look.work_s:.2f} s of "
+            f"beyond {threshold_s:.1f} s a price is asked. This request takes {look.work_s:.2f} s of "
             f"work; of those like it one in {1.0 + asked:.1f} is let in."
         )
         return Shed("price", back_s, told)
@@ -206,28 +216,36 @@ class PricedAdmission:
 
     def _reprice(self, look: Appraisal, room: RoomView) -> None:
         """The price of this moment: flat at first, so that a burst costs few, then exponential."""
-        rule, queue_s = self._rule, look.queue_s + room.waiting_s / look.count
-        queued = queue_s / self._threshold_s(look.count)
+        rule = self._rule
+        asked = self._usage.asked_s(room.waiting_s) / (look.count * self._paced)
+        self._overload = min(1.0, max(0.0, (asked - rule.full_load) / (rule.overload - rule.full_load)))
+        queued = (look.queue_s + self._room_s(look, room)) / self._threshold_s()
         beyond = rule.steepness * min(4.0, max(0.0, queued - 1.0, self._kv_booked / rule.kv_share - 1.0))
         self.price = expm1(beyond) - beyond
 
-    def _threshold_s(self, count: int) -> float:
+    def _room_s(self, look: Appraisal, room: RoomView) -> float:
+        """How long the endpoints take for the prompts in the room, at the pace at which they are given any."""
+        return room.waiting_s / (look.count * self._paced)
+
+    def _threshold_s(self) -> float:
         """The mean queue that costs nothing yet. A burst may fill much of the TTFT budget, for it passes by itself; a
         queue that stays because more is asked for than the endpoints can do must be short."""
         rule, budget_s = self._rule, 1.0 / self._budget if self._budget else STANDARD.ttft_s
-        asked = self._usage.rate_s / (count * self._paced)
-        overload = min(1.0, max(0.0, (asked - rule.full_load) / (rule.overload - rule.full_load)))
-        return budget_s * (rule.burst_share + (rule.queue_share - rule.burst_share) * overload)
+        return budget_s * (rule.burst_share + (rule.queue_share - rule.burst_share) * self._overload)
 
-    def _fluid(self, ask: Ask, candidates: Sequence[Candidate]) -> bool:
+    def _fluid(self, ask: Ask, candidates: Sequence[Candidate], count: int) -> bool:
         """Whether some candidate would begin with it soon without making others' answers slow.
 
-        A tenant that asks for no more than its share need not wait as others do: those who ask for more keep the pace.
+        The policy may pick another than that one, so what all together are ahead of their pace is bounded too. A tenant
+        that asks for no more than its share need not wait as others do: those who ask for more keep the pace.
         """
         slo, rule = ask.request.slo, self._rule
         modest = 1.0
         if self._usage.shared:
             modest = rule.immodest + rule.modest * (1.0 - self._usage.excess(ask.request.tenant))
+        bursts = modest * (PASSING - (PASSING - 1.0) * self._overload)
+        if self._ahead_s > bursts * rule.burst_s * count:
+            return False
         until = ask.now + modest * max(rule.hold_least_s, rule.hold_share * slo.ttft_s)
         for candidate in candidates:
             load = candidate.load
@@ -243,7 +261,7 @@ class PricedAdmission:
         """How long a newcomer of the tenant would wait in the room."""
         if not room.waiting:
             return 0.0
-        return room.waiting_s / look.count * min(1.0, room.ahead(tenant) / room.waiting)
+        return self._room_s(look, room) * min(1.0, room.ahead(tenant) / room.waiting)
 
     def _come_back(self, ask: Ask, look: Appraisal, room: RoomView, excess_s: float) -> float | None:
         """Retry-After: the first moment that is not promised to others, once the queue has gone down. None, and no time
@@ -269,10 +287,12 @@ class PricedAdmission:
         context = request.prompt_tokens + request.output_tokens / 2
         work_s = fill_s + request.output_tokens * (load.sequence_s + load.context_s * context)
         self._work_s = _mean(self._work_s, work_s)
+        self._tpot_budget = _mean(self._tpot_budget, 1.0 / request.slo.tpot_s)
         self._usage.offered(request.tenant, work_s, admitted=True)
         if request.session:
             held = max(ask.cached, default=0)
             self._sessions.began(request.session, request.prompt_tokens, held, pick.cached_tokens, ask.now)
+        self._ahead_s += fill_s
         ahead_s = self._pace.given(load, fill_s, request.slo.tpot_s, ask.now)
         if request.session or ahead_s > 0.5 * self._rule.burst_s or load.ready_at - ask.now > self._rule.hold_least_s:
             self.calm = False
@@ -287,14 +307,17 @@ class PricedAdmission:
         self._usage.tick(now)
         self._calendar.forget(now)
         self._kv_booked = _kv_booked(candidates)
-        self._paced = self._pace.mean(candidates, STANDARD.tpot_s)
+        tpot_s = 1.0 / self._tpot_budget if self._tpot_budget else STANDARD.tpot_s
+        self._paced = self._pace.mean(candidates, tpot_s)
         loads = [candidate.load for candidate in candidates if candidate.load.available]
+        aheads_s = [self._pace.ahead_s(load, tpot_s, now) for load in loads]
+        self._ahead_s = sum(aheads_s)
         queue_s = sum(max(0.0, load.ready_at - now) for load in loads) / max(1, len(loads))
         self.calm = (
             not len(self._sessions)
             and not len(self._calendar)
             and queue_s < 0.5 * self._rule.hold_least_s
-            and not any(self._pace.ahead_s(load, STANDARD.tpot_s, now) > 0.5 * self._rule.burst_s for load in loads)
+            and max(aheads_s, default=0.0) <= 0.5 * self._rule.burst_s
             and self._kv_booked < self._rule.kv_share
         )
         if self.calm:

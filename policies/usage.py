@@ -59,10 +59,9 @@ class Usage:
         """Whether several tenants have asked lately."""
         return len(self._offered) > 1
 
-    @property
-    def rate_s(self) -> float:
-        """Work asked for lately, in seconds of a TP group per second."""
-        return sum(self._offered.values()) / self._tau_s
+    def asked_s(self, waiting_s: float) -> float:
+        """Work asked for lately, in seconds of a TP group per second; `waiting_s` of it is not decided on yet."""
+        return (sum(self._offered.values()) + waiting_s) / self._tau_s
 
     def excess(self, tenant: str) -> float:
         """0 for a tenant that asks for its share or less, 1 for one well beyond, and a slope between: how much of the

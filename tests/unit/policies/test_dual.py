@@ -77,6 +77,39 @@ def test_those_who_wait_count_as_queue() -> None:
     assert refused(admission(), queued(0.5), View(waiting=40, waiting_s=20.0)) > 0.9
 
 
+def answering(step_s: float, count: int = 2) -> list[Candidate]:
+    """Endpoints that give answers, at so much a step, and have nothing else to do."""
+    fleet = queued(0.0, count)
+    for each in fleet:
+        each.load.decode_tokens, each.load.decoding = 1000, 4
+        each.load.timeline.decode_s = step_s
+    return fleet
+
+
+def test_those_who_wait_count_at_the_pace_at_which_endpoints_can_take_them() -> None:
+    made, view = admission(), View(waiting=20, waiting_s=6.0)
+    assert refused(made, answering(0.0), view) == 0
+    busy = answering(0.06)  # of the budget of 85 ms per token that is planned with, a third is left for prompts
+    made.tick(NOW, busy)
+    assert refused(made, busy, view) > 0.9
+
+
+def test_what_is_left_for_prompts_follows_the_budget_per_token_that_requests_have() -> None:
+    made, fleet, view = admission(), answering(0.06), View(waiting=20, waiting_s=6.0)
+    relaxed = asking(slo=Slo(tpot_s=1.0))
+    made.booked(relaxed, Pick(fleet[0], 0, 0.0, 2, "test"))
+    made.tick(NOW, fleet)
+    assert refused(made, fleet, view) == 0
+
+
+def test_in_overload_endpoints_that_were_given_too_much_hold_requests_back_from_others_too() -> None:
+    made, fleet = admission(), answering(0.01, count=4)
+    assert made.judge(asking(), fleet, View()) == Admit()
+    for _ in range(40):
+        made.booked(asking(20_000), Pick(fleet[0], 0, 0.0, 4, "test"))
+    assert isinstance(made.judge(asking(), fleet, View()), Wait)
+
+
 def test_long_prompts_pay_more_and_still_have_their_chance() -> None:
     made, fleet = admission(), queued(1.7)
     overload(made, fleet)
@@ -132,7 +165,7 @@ def test_one_who_keeps_to_its_time_is_let_in_and_one_who_comes_early_only_hears_
     for each in fleet:
         each.load.ready_at += first.retry_after_s
     due = asking(prompt=7, now=NOW + first.retry_after_s)
-    assert isinstance(made.judge(due, fleet, view), Wait)  # there is a queue, but no price is asked again
+    assert made.judge(due, fleet, view) == Admit()  # there is a queue, and its share of the work was set aside
     assert made.judge(asking(prompt=8, now=due.now), fleet, view) != Admit()
 
 
