@@ -103,21 +103,26 @@ class PairAttempt:
     def post(self, event: Event) -> None:
         """Something has happened. What follows is done at once, in the callback that brought the news; the line, which
         only waits for the end, goes on when it has come. The one interpreter of the table."""
-        self._events.append(event)
         if self._acting:
+            self._events.append(event)
+            return
+        if self.state in ENDS:
             return
         self._acting = True
         try:
-            while self._events and self.state not in ENDS:
-                self.state, end, acts = _ROWS[self.state, self._events.pop(0)]
+            while True:
+                self.state, end, acts = _ROWS[self.state, event]
                 if end is not None:
                     self.handoffs.count(end)
                 for act in acts:
                     act(self)
+                if not self._events or self.state in ENDS:
+                    break
+                event = self._events.pop(0)
         except Exception as bug:  # it must not end in the callback of a leg, with the line waiting for ever
             self._bug, self.state = bug, State.FAILED
         self._acting = False
-        if self.state in ENDS and self._waiting is not None:
+        if self._waiting is not None and self.state in ENDS:
             self._waiting.land()
 
     def _watch(self) -> None:
