@@ -24,8 +24,8 @@ HOT = (
 )
 DECISIONS = (
     *("admission", "appraisal", "dual", "fairness", "filters", "foreign", "health", "latency", "ledger", "lengths"),
-    *("pacing", "pickers", "prefix_index", "price", "quota", "returns", "run", "scorers", "sessions", "split"),
-    *("timeline", "usage", "waiting"),
+    *("lessons", "outlook", "pacing", "paper", "pickers", "prefix_index", "price", "quota", "returns", "run"),
+    *("scorers", "sessions", "split", "timeline", "usage", "waiting"),
 )
 # Annotations stay annotations: a compiled module must behave as its source does, not faster at the price of meaning.
 DIRECTIVES = {"language_level": 3, "annotation_typing": False, "binding": True}

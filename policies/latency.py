@@ -1,7 +1,7 @@
 """Latency beliefs: how long an endpoint's prefill and decode steps take, from a roofline and from what was observed.
 
 Lives here: the analytic step (Shape), its prior from a GPU and a layout, the online correction (Belief), and what both
-say about a request. Not here: what the engine is doing right now (timeline.py), who reports events (ledger.py).
+say about a request. Not here: what the engine is doing right now (paper.py), who reports events (ledger.py).
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ NEUTRAL = shape_for(tp=4)
 MOST_CORRECTION = 4.0  # |ln| of a correction: from 1/55 to 55 times the prior
 PRIOR_VAR = 0.25  # a prior is believed within a factor of e^0.5 or so
 NOISE_VAR = 0.02**2  # of one observation beyond what is known of it
+REACH_GAIN, MOST_REACH_S = 0.05, 1.0  # weight of one observation of the API's cost, and the most it may be
 DRIFT_VAR = 0.003**2  # by which a truth may move between two observations
 
 
@@ -155,6 +156,7 @@ class Belief:
     """What is believed of one endpoint's speed: a prior, and two factors learnt. Written by its timeline and ledger.
 
     prefill  factor on what prompts add to a step; step  factor on what decoding takes
+    request_s  what the API costs a request before the engine sees it
     error    running mean square of ln(actual TTFT / predicted)
     The rest is the shape with its factors, multiplied once: `flop_s` is what a decoding sequence computes, `layers_s`
     what a step with prompts pays whatever its size, `base_s` and `floor_s` what one without them does.
@@ -180,6 +182,10 @@ class Belief:
         self.context_s, self.sequence_s = slower * shape.context_s, slower * (shape.sequence_s + shape.wire_s)
         self.flop_s, self.floor_s = slower * shape.token_s, slower * shape.weights_s
         self.base_s = slower * shape.step_s
+
+    def reached(self, seen_s: float) -> None:
+        """How long a request was on its way to the engine's scheduler, as far as one first token tells."""
+        self.request_s += REACH_GAIN * (min(MOST_REACH_S, max(0.0, seen_s)) - self.request_s)
 
     def missed(self, predicted_s: float, actual_s: float) -> None:
         """How far a prediction of a time to first token was off: the error bars."""

@@ -7,9 +7,10 @@ only counters move. Not here: health, the prefix index, sockets (gateway/).
 
 from __future__ import annotations
 
-from policies.latency import ttft_s
+from policies import outlook
 from policies.model import EndpointLoad, Request
-from policies.timeline import STALE_S, Prompt, Timeline
+from policies.paper import Prompt
+from policies.timeline import STALE_S, Timeline
 
 
 class Entry(Prompt):
@@ -85,18 +86,21 @@ class Entry(Prompt):
         self._booked_at = now
         if handed:
             self._first_s: float | None = None
-            self._token_s = timeline.tpot_s(load, prompt, request.output_tokens, 0.0)
+            self._token_s = outlook.tpot_s(timeline, load, prompt, request.output_tokens, 0.0)
             timeline.expect(self)
         else:
-            self._first_s = first_s = ttft_s(load, self._uncached, self.cached_tokens, now)
-            self._token_s = timeline.tpot_s(load, prompt, request.output_tokens, first_s)
+            self._place()
+            self._first_s = first_s = outlook.ttft_s(timeline, load, self.left, self.at, now)
+            self._token_s = outlook.tpot_s(timeline, load, prompt, request.output_tokens, first_s)
             self._compute(now)
 
-    def _compute(self, now: float) -> None:
-        """The prompt is on its way to be computed here."""
+    def _place(self) -> None:
         # The last token is always computed: its logits are what the first output token is drawn from.
         self.left = left = self._uncached or 1
         self.at = self.prompt_tokens - left if self.prompt_tokens > left else 0
+
+    def _compute(self, now: float) -> None:
+        """The prompt is on its way to be computed here."""
         load = self._load
         self.enters = now + load.belief.request_s
         load.timeline.arrive(load, self, now)
@@ -109,6 +113,7 @@ class Entry(Prompt):
             load.prefill_tokens += self._uncached
             if load.believed:
                 self.planned = False
+                self._place()
                 self._compute(now)
 
     def handed_over(self, now: float) -> None:
@@ -206,5 +211,4 @@ def scraped(
     if kv_tokens is not None:
         load.kv_tokens = kv_tokens
     if load.believed:
-        load.timeline.advance(load, now)
-        load.timeline.refresh(load, now)
+        load.timeline.scraped(load, kv_usage, now)

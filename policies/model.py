@@ -16,7 +16,8 @@ import msgspec
 from policies.fingerprint import Fingerprint
 from policies.foreign import Others
 from policies.latency import Belief
-from policies.timeline import Prompt, Timeline
+from policies.paper import Prompt
+from policies.timeline import Timeline
 
 
 class Role(StrEnum):
@@ -86,7 +87,7 @@ class EndpointLoad:
     strangers        requests in that view beyond in_flight at that moment: what strangers to the fleet's gateways sent
     others           what other gateways booked here, contained in the booked numbers above (foreign.py)
     belief           how fast the endpoint is, learnt (latency.py)
-    timeline         what its engine is believed to be doing, step by step (timeline.py)
+    timeline         what its engine is believed to be doing, step by step (timeline.py, paper.py)
     believed         whether anybody reads beliefs here; if not, timeline and outlook rest, and nothing is predicted
     entries          the places taken, in the order in which they were
 
@@ -100,7 +101,8 @@ class EndpointLoad:
     step_s      seconds per output token as things stand: a decode step, stretched by the prefills in between
     sequence_s  what one more sequence in the batch adds to step_s
     context_s   what one more token of context in the batch adds to step_s
-    kv_free     tokens of KV that are not taken yet, by those in the queue neither; infinite while unknown
+    kv_free     tokens of KV that are not taken yet, by those in the queue neither, if every sequence took all of its
+                prompt; infinite while unknown
     kv_s        seconds until one more token of KV comes free
     """
 

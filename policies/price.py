@@ -21,6 +21,10 @@ from policies.presets import ORDINARY, Preset
 LEAST_BUDGET = 0.05
 """Share of the TTFT budget that is reckoned with when more than the rest was spent waiting at the gateway."""
 
+SHORTEST = 32.0
+"""Tokens that answers are taken to have at least where others are slowed down: who only prefills makes one, and has
+nothing to lose after it."""
+
 UNKNOWN_KV_TOKENS = 500_000.0
 """KV tokens that an endpoint is taken to hold until it says so."""
 
@@ -129,11 +133,11 @@ class Prices:
         prompt, output, known, oldest = request.prompt_tokens, request.output_tokens, len(cached), now - weights.fresh_s
         prefills, decodes, beyond = part.prefills, part.decodes, late * late * late - overdue * late
         per_ttft, per_tpot = 1.0 / patience_s(request, now), 1.0 / request.slo.tpot_s
-        answer = 1.0 / (output or 1)
-        per_answer, others, own = per_tpot * answer, 3.0 * weights.others_weight * answer, decodes * weights.tpot_weight
+        others, own = 3.0 * weights.others_weight * request.slo.tpot_s, decodes * weights.tpot_weight
+        stall = weights.stall
         work_price, regretted = weights.work_weight / request.slo.ttft_s, weights.regret_weight
         later, transfer_s, unknown = decodes * output, part.transfer_s, UNKNOWN_KV_TOKENS
-        decoded, stalled, found = decodes * per_tpot, weights.stall * per_answer, []
+        decoded, found = decodes * per_tpot, []
         lumps = weights.lumps - 1.0
         for candidate, fast, slow in zip(candidates, *self.speeds(candidates), strict=True):
             load = candidate.load
@@ -151,8 +155,11 @@ class Prices:
             first = (transfer_s + wait_s + load.fixed_s + work_s) * per_ttft
             more = decoded * slow * (load.sequence_s + load.context_s * prompt)
             step = slow * load.step_s * per_tpot + more
+            expected = load.expected_tokens
+            answer = expected / (load.in_flight or 1)
+            per_answer = per_tpot / (answer if answer > SHORTEST else SHORTEST)
             more += work_s * per_answer
-            stand = step + stalled * wait_s + 0.5 * more
+            stand = step + stall * per_answer * wait_s + 0.5 * more
             if stand > late:
                 stand = late
             plain, stretched = load.belief.context_s, load.context_s
@@ -162,7 +169,7 @@ class Prices:
             found.append(
                 (first * first * first if first < late else beyond + overdue * first)
                 + own * (step * step * step if step < late else beyond + overdue * step)
-                + others * load.expected_tokens * more * stand * stand
+                + others * expected * per_answer * more * stand * stand
                 + work_price * (work_s + regretted * load.regret * fill_s)
                 + kv_weight * (fuller * fuller * fuller - share * share * share)
             )
@@ -172,7 +179,7 @@ class Prices:
         """The price of candidates[index] in its parts; the same arithmetic as `prices`, to be read."""
         weights, request, load = self.weights, ask.request, candidates[index].load
         fast, slow = (factors[index] for factors in self.speeds(candidates))
-        slo, output = request.slo, max(1, request.output_tokens)
+        slo, answer = request.slo, max(SHORTEST, load.expected_tokens / (load.in_flight or 1))
         held = ask.cached[load.slot] if load.slot < len(ask.cached) else 0
         new, room = request.prompt_tokens - held, load.kv_tokens or UNKNOWN_KV_TOKENS
         fill_s = fast * prefill_s(load, new, held)
@@ -184,15 +191,15 @@ class Prices:
         first_s = part.transfer_s + wait_s + load.fixed_s + work_s
         more_s = part.decodes * slow * (load.sequence_s + load.context_s * request.prompt_tokens)
         step_s = slow * load.step_s + more_s
-        added = (work_s / output + more_s) / slo.tpot_s
-        stand = min(weights.late, (step_s + weights.stall * wait_s / output) / slo.tpot_s + 0.5 * added)
+        added = (work_s / answer + more_s) / slo.tpot_s
+        stand = min(weights.late, (step_s + weights.stall * wait_s / answer) / slo.tpot_s + 0.5 * added)
         if load.context_s > load.belief.context_s:
             step_s *= 1.0 + (weights.lumps - 1.0) * (1.0 - load.belief.context_s / load.context_s)
         fuller = share + (new + part.decodes * request.output_tokens) / room
         return Terms(
             ttft=self._loss(first_s / patience_s(request, ask.now)),
             tpot=part.decodes * weights.tpot_weight * self._loss(step_s / slo.tpot_s),
-            others=weights.others_weight * load.expected_tokens / output * added * 3.0 * stand**2,
+            others=weights.others_weight * load.expected_tokens / answer * added * 3.0 * stand**2,
             work=weights.work_weight / slo.ttft_s * (work_s + weights.regret_weight * load.regret * fill_s),
             kv=weights.kv_weight * (fuller**3 - share**3),
         )

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from planner.replay import End, FleetSpec, Kind, Options, Run, replay, traffic
 from planner.replay.record import Record
 from planner.traces import scaled
+from planner.traces.b2b import b2b
 from policies import registry
 from tests.sim.conversation import conversation
 
@@ -46,24 +47,32 @@ def test_first_tokens_are_foreseen_at_half_load() -> None:
     found = errors(ran(H100, speed=0.6))
     assert len(found) > 500
     assert median(found) < 0.04
-    assert fmean(found) < 0.075
+    assert fmean(found) < 0.06
 
 
 def test_first_tokens_are_foreseen_near_saturation() -> None:
     found = errors(ran(H100, speed=1.0))
     assert median(found) < 0.045
-    assert fmean(found) < 0.1
+    assert fmean(found) < 0.07
 
 
 def test_unequal_gpus_are_foreseen_as_well_as_equal_ones() -> None:
     found = errors(ran(H100, L40S, speed=1.0))
     assert median(found) < 0.045
-    assert fmean(found) < 0.1
+    assert fmean(found) < 0.075
 
 
 def test_a_group_slower_than_its_gpu_says_is_found_out() -> None:
     found = errors(ran(replace(H100, count=3), replace(H100, count=1, slowness=3.0), speed=0.5))
     assert median(found) < 0.05
+
+
+def test_a_prefix_that_many_share_is_not_waited_for_as_if_everybody_had_a_copy() -> None:
+    fleet = FleetSpec("two", (Kind("qwen3-32b", "h100", 2, count=2, kv_tokens=307_000),))
+    run = replay(fleet, traffic(b2b(3.0, 100.0, 1, prompts=30)), registry.build("prefix_aware", {}))
+    found = [error(one) for one in run.records if one.arrived_s > 20.0 and one.end is End.SERVED]
+    assert len(found) > 200
+    assert fmean(found) < 0.1
 
 
 def bias(run: Run) -> float:

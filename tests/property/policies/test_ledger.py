@@ -86,10 +86,15 @@ class Ledger(RuleBasedStateMachine):
             entry.first_token(self.now)
             entry.recompute(self.now)
 
-    @rule(after=PASSING, running=st.none() | st.integers(0, 300), waiting=st.none() | st.integers(0, 300))
-    def scrape(self, after: float, running: int | None, waiting: int | None) -> None:
+    @rule(
+        after=PASSING,
+        running=st.none() | st.integers(0, 300),
+        waiting=st.none() | st.integers(0, 300),
+        usage=st.none() | st.floats(0, 1),
+    )
+    def scrape(self, after: float, running: int | None, waiting: int | None, usage: float | None) -> None:
         self.now += after
-        ledger.scraped(self.load, running, waiting, 0.5, None, self.now)
+        ledger.scraped(self.load, running, waiting, usage, None, self.now)
 
     @rule(after=PASSING, believed=st.booleans())
     def believe(self, after: float, believed: bool) -> None:
@@ -116,7 +121,7 @@ class Ledger(RuleBasedStateMachine):
         load = self.load
         assert all(0.0 <= getattr(load, name) < 1e6 for name in OUTLOOK)
         assert isfinite(load.ready_at)
-        assert load.kv_free <= 200_000
+        assert load.kv_free <= 200_000 / load.timeline.kv_ratio
         for uncached, cached in ((1, 0), (8000, 0), (100_000, 30_000)):
             assert 0.0 < ttft_s(load, uncached, cached, self.now) < 1e9
         assert 0.0 < tpot_s(load, 1000) < 1e6
@@ -126,6 +131,8 @@ class Ledger(RuleBasedStateMachine):
     @invariant()
     def corrections_are_bounded(self) -> None:
         belief = self.load.belief
+        assert 0.0 <= belief.request_s <= 1.0
+        assert 0.0 < self.load.timeline.kv_ratio <= 1.0
         for gauge in (belief.prefill, belief.layers, belief.step):
             assert exp(-MOST_CORRECTION) * 0.999 <= gauge.factor <= exp(MOST_CORRECTION) * 1.001
 

@@ -129,6 +129,51 @@ def test_who_finds_no_room_for_its_kv_waits_for_answers_to_end() -> None:
     assert ttft_s(load, 12_000, 0, now) > ttft_s(load, 9000, 0, now) + 0.1
 
 
+def test_prefixes_that_sequences_share_are_not_waited_for_once_the_engine_has_told_how_little_it_holds() -> None:
+    load, now = load_of(), 0.0
+    ledger.scraped(load, None, None, None, 50_000, now)
+    for _ in range(6):
+        ledger.book(load, request(output=1000), 6000, now).first_token(now + 0.2)
+        now += 0.2
+    entry = ledger.book(load, request(output=1000), 6000, now)
+    before = entry.predicted_ttft_s
+    entry.first_token(now + 0.2)
+    for _ in range(40):
+        now += 0.05
+        ledger.scraped(load, None, None, 0.4, None, now)
+    after = ledger.book(load, request(output=1000), 6000, now).predicted_ttft_s
+    assert before is not None
+    assert after is not None
+    assert after < 0.3 * before
+
+
+def test_first_tokens_that_come_together_were_made_by_one_step_and_say_nothing_of_the_next() -> None:
+    load = load_of()
+    first = [ledger.book(load, request(2000), 0, 0.0) for _ in range(3)]
+    second = [ledger.book(load, request(2000), 0, 0.01) for _ in range(2)]
+    for entry in first:
+        entry.first_token(0.33)
+    assert (load.timeline.batch, load.timeline.queued_tokens) == (3, 4000)
+    third = ledger.book(load, request(2000), 0, 0.34)
+    alone = ttft_s(load_of(), 2000, 0, 0.0)
+    assert third.predicted_ttft_s == pytest.approx(3 * alone, rel=0.15)
+    for entry in second:
+        entry.first_token(0.55)
+    assert (load.timeline.batch, load.timeline.queued_tokens) == (5, 2000)
+
+
+def test_what_the_way_to_the_engine_costs_is_learnt_from_first_tokens_of_an_idle_one() -> None:
+    load, now, late_s = load_of(), 0.0, 0.02
+    for _ in range(100):
+        now += 5.0
+        entry = ledger.book(load, request(500), 0, now)
+        assert entry.predicted_ttft_s is not None
+        entry.first_token(now + late_s + ttft_s(load_of(), 500, 0, 0.0))
+        entry.dropped(now + 1.0)
+    assert load.belief.request_s == pytest.approx(late_s, rel=0.1)
+    assert load.belief.layers.factor == 1.0
+
+
 def test_strangers_slow_every_step() -> None:
     load = load_of()
     before = load.step_s

@@ -49,6 +49,13 @@ def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
         assert sum(parts.values()) == pytest.approx(-score)
 
 
+def test_who_is_slowed_down_is_asked_how_long_its_answer_is_not_who_slows_it_down() -> None:
+    busy = outlook(0, in_flight=10, expected_tokens=10_000)
+    assert term(ask(9000, 50), busy, "others") == pytest.approx(term(ask(9000, 1000), busy, "others"))
+    short = outlook(0, in_flight=10, expected_tokens=1000)
+    assert term(ask(9000, 50), short, "others") > 5 * term(ask(9000, 50), busy, "others")
+
+
 def test_a_queue_costs_the_own_first_token_and_those_who_answer_there() -> None:
     question, idle, queue = (
         ask(4000, 300),

@@ -1,0 +1,143 @@
+"""What a newcomer would meet at an endpoint: the outlook of EndpointLoad in plain floats, and one request foreseen.
+
+Read from the engine on paper (paper.py) and the belief of its speed (latency.py). Not here: who reads it.
+"""
+
+from __future__ import annotations
+
+from math import ceil, exp, inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from policies.model import EndpointLoad
+    from policies.timeline import Timeline
+
+RATE_S = 20.0  # over how long the prompt tokens computed are averaged
+SHARE_S = 120.0  # over how long the share of the time that prompts take is averaged
+BEHIND = 0.2  # of what usually arrives, what is sent behind a prompt that waits: routing sends the most elsewhere
+FRESH_S = 0.5  # how old that average may be
+MOST_BUSY = 0.95  # no prediction lets prefill take more of the time than this
+
+
+class Averages:
+    """What an engine has been doing lately, on paper.
+
+    rate         prompt tokens computed per second, over RATE_S
+    share, pace  of the time, what steps with prompts take; how many of them there are per second; over SHARE_S
+    """
+
+    __slots__ = ("at", "born", "pace", "rate", "seen_s", "seen_steps", "share")
+
+    def __init__(self, now: float) -> None:
+        self.at, self.born = now, inf
+        self.rate = self.share = self.pace = self.seen_s = 0.0
+        self.seen_steps = 0
+
+    def update(self, timeline: Timeline, now: float) -> None:
+        """Count what was planned and computed since the last time."""
+        passed = now - self.at
+        kept = exp(-passed / RATE_S)
+        self.rate = self.rate * kept + timeline.planned * (1.0 - kept) / passed
+        self.at, timeline.planned = now, 0
+        if self.born < now:
+            gain = min(1.0, passed / min(SHARE_S, now - self.born))
+            self.share += gain * ((timeline.prefill_s - self.seen_s) / passed - self.share)
+            self.pace += gain * ((timeline.prefill_steps - self.seen_steps) / passed - self.pace)
+        else:
+            self.born = now
+        self.seen_s, self.seen_steps = timeline.prefill_s, timeline.prefill_steps
+
+
+def ttft_s(timeline: Timeline, load: EndpointLoad, left: int, at: int, now: float) -> float:
+    """Expected seconds until the first token of a prompt that is sent now, with `left` tokens to compute behind `at`.
+
+    Step by step, as far as they are known: what is queued and this prompt fill steps up to their budget, and a first
+    token comes when its step ends. What arrives later and is put into the same step is not foreseen.
+    """
+    timeline.advance(load, now)
+    belief, batch = load.belief, timeline.batch
+    enters = timeline.queue[0].enters if timeline.queue else now + belief.request_s
+    start = timeline.ends if timeline.busy else timeline.began
+    if timeline.busy and start < now:
+        start = now + now - start  # what is late already was misjudged: expect it to take as long again
+    if start < enters:
+        start = start + ceil((enters - start) / timeline.decode_s - 1e-9) * timeline.decode_s if batch else enters
+    tokens, pairs = timeline.queued_tokens + left, timeline.queued_pairs + left * (at + 0.5 * left)
+    steps = ceil(tokens / max(1, belief.room - batch))
+    prompts_s = max(tokens * belief.token_s, belief.prefill.factor * belief.shape.weights_s)
+    spent_s = prompts_s + pairs * belief.pair_s + steps * timeline.over_s
+    short = left + at - load.kv_free
+    if short > 0.0:
+        start = max(start, now + short * load.kv_s)
+    return max(now, start) + spent_s - now
+
+
+def tpot_s(timeline: Timeline, load: EndpointLoad, prompt_tokens: int, output_tokens: int, first_s: float) -> float:
+    """Expected seconds per output token of a newcomer whose first token comes after `first_s`, in the mean over all
+    that may arrive meanwhile; most requests meet less, a few much more. It adds to the batch (step_s)."""
+    belief, lately = load.belief, timeline.lately
+    share = lately.share if lately.share < MOST_BUSY else MOST_BUSY
+    step_s = timeline.decode_s + belief.sequence_s + belief.context_s * prompt_tokens
+    load.step_s += load.sequence_s + load.context_s * prompt_tokens
+    expected = step_s / (1.0 - share + lately.pace * step_s)  # steps with prompts make tokens too
+    if output_tokens > 0:  # those who come while it waits are computed while it decodes
+        expected += BEHIND * share * first_s / output_tokens
+    return expected
+
+
+def refresh(timeline: Timeline, load: EndpointLoad, now: float) -> None:
+    """Say in plain floats what a newcomer would meet (EndpointLoad's docstring)."""
+    timeline.fresh_at, timeline.stale = now, False
+    belief, others = load.belief, load.others
+    batch = timeline.batch + load.strangers + others.decoding
+    context = timeline.starts + timeline.batch * timeline.tick + others.decode_tokens
+    decode = belief.context_s * context + belief.sequence_s * batch
+    flops, floor = belief.flop_s * batch, belief.floor_s
+    timeline.over_s = over = decode + flops + belief.layers_s
+    timeline.decode_s = step_s = (floor if floor > flops else flops) + belief.base_s + decode
+    timeline.raw_step_s = step_s / belief.step.factor
+    room = belief.room - batch
+    load.token_s = belief.token_s + over / (room if room > 1 else 1)
+    load.pair_s = belief.pair_s
+    timeline.idle_s = idle_s = belief.request_s + (0.5 * step_s if batch else 0.0)
+    load.fixed_s = idle_s + over
+    _queue(timeline, load, room, now)
+    lately = timeline.lately
+    if now - lately.at > FRESH_S:
+        lately.update(timeline, now)
+    busy = lately.rate * belief.token_s
+    stretch = 1.0 / (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY))
+    load.sequence_s = stretch * belief.sequence_s
+    load.context_s = stretch * belief.context_s
+    load.step_s = step_s * stretch
+    if load.kv_tokens is not None:
+        _room(timeline, load, load.kv_tokens, context)
+
+
+def _queue(timeline: Timeline, load: EndpointLoad, room: int, now: float) -> None:
+    """When what is queued will be computed, and when its next first token is due."""
+    others, tokens = load.others, timeline.queued_tokens
+    base = timeline.ends if timeline.busy else timeline.began
+    if others.prefill_tokens:  # computed between ours
+        base = max(base, now) + others.prefill_tokens * load.token_s
+    queued_s = tokens * load.token_s + timeline.queued_pairs * load.pair_s
+    load.ready_at = base + queued_s
+    if timeline.finishing:
+        load.due_at = base
+    elif timeline.queue:
+        first_s = queued_s * room / tokens if tokens > room > 0 else queued_s  # the first step may take all of them
+        enters = timeline.queue[0].enters
+        load.due_at = (base if base > enters else enters) + first_s + timeline.over_s
+    else:
+        load.due_at = inf
+
+
+def _room(timeline: Timeline, load: EndpointLoad, kv_tokens: float, context: float) -> None:
+    """KV that is free when all who are queued have theirs, and how fast it comes back: answers end one by one."""
+    waiting = load.others.prefill_tokens
+    for prompt in timeline.queue:
+        if not prompt.locked:
+            waiting += prompt.prompt_tokens
+    load.kv_free = kv_tokens / timeline.kv_ratio - context - timeline.kv_prompts - waiting
+    # While prompts wait for KV nothing comes between decode steps: these are not stretched.
+    load.kv_s = load.expected_tokens * timeline.decode_s / (load.in_flight * context) if context > 0 else 0.0

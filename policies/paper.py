@@ -1,0 +1,259 @@
+"""One engine on paper: its queue of prompts, the step under way, the batch that decodes, its KV.
+
+Lives here: the chunked-prefill scheduler played forward with the believed step times, and set right by every first
+token that really comes. Not here: what that teaches (lessons.py), what a newcomer would meet (outlook.py), step times
+(latency.py), what is booked for whom (ledger.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import inf
+from typing import TYPE_CHECKING
+
+from policies import lessons
+
+if TYPE_CHECKING:
+    from policies.model import EndpointLoad
+
+TOGETHER = 0.25
+"""First tokens within so much of a decode step were made by one step."""
+
+
+class Prompt:
+    """One booked prompt on paper. What it knows of decoding is set at its first token.
+
+    enters    policy clock when the engine's scheduler sees it
+    left, at  tokens in no step yet, and tokens of the prompt before those
+    planned   its last chunk is in a step; decoding  it is past its first token; locked  it has its KV
+    sequences answers that grow from it
+    told      somebody will tell of its first token; else it is believed to come when the step ends
+    """
+
+    __slots__ = (
+        *("at", "began", "decode_raw_s", "decoding", "enters", "left", "locked", "planned", "prefill_s"),
+        *("prefill_steps", "prompt_tokens", "sequences", "tick", "told"),
+    )
+
+    at: int
+    began: float
+    decode_raw_s: float
+    decoding: bool
+    enters: float
+    left: int
+    locked: bool
+    planned: bool
+    prefill_s: float
+    prefill_steps: int
+    prompt_tokens: int
+    sequences: int
+    tick: float
+    told: bool
+
+    def computed(self) -> None:
+        """Its first token is made, or believed to be where nobody will tell: it decodes."""
+
+    def join(self, now: float) -> None:
+        """Its endpoint's timeline begins anew, with it."""
+
+
+class Paper:
+    """The steps of one engine, believed. Written here, by Timeline's events, and by lessons.py and outlook.py for them.
+
+    queue                         prompts with tokens in no step yet, first come first served
+    queued_tokens, queued_pairs   those tokens, and their query-key pairs
+    busy, began, ends, finishing  whether a step with prompt chunks is under way, when it began and should end, and the
+                                  prompts that it completes; when not busy, `began` is a boundary of decode steps
+    told_at                       when first tokens ended a step after which none is planned yet; -inf: no such step
+    batch, starts, tick           sequences that decode; `starts + batch * tick` is their context; steps so far
+    kv_prompts, kv_ratio          prompt tokens that have KV and do not decode; of all KV that is held on paper, what is
+                                  really held: prefixes that sequences have in common count once there (lessons.py)
+    decode_s, raw_step_s          a decode step as things stand, and by the prior (outlook.py)
+    planned, prefill_*, decode_*  prompt tokens put in steps since anybody asked; steps with prompts and their time, and
+                                  the time of steps without by the prior, ever
+    span                          the steps since somebody knew the clock: what the next first token judges
+    """
+
+    __slots__ = (
+        *("batch", "began", "busy", "decode_raw_s", "decode_s", "ends", "finishing", "kv_prompts", "kv_ratio"),
+        *("planned", "prefill_s", "prefill_steps", "queue", "queued_pairs", "queued_tokens", "raw_step_s", "span"),
+        *("starts", "tick", "told_at"),
+    )
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.queue: deque[Prompt] = deque()
+        self.queued_tokens, self.queued_pairs = 0, 0.0
+        self.busy = False
+        self.told_at = -inf
+        self.began = self.ends = now
+        self.finishing: list[Prompt] = []
+        self.batch = self.kv_prompts = self.planned = self.prefill_steps = 0
+        self.starts = self.tick = 0.0
+        self.kv_ratio = 1.0
+        self.prefill_s = self.decode_raw_s = self.decode_s = self.raw_step_s = 0.0
+        self.span = lessons.Span()
+
+    def advance(self, load: EndpointLoad, now: float) -> None:
+        """Play the believed steps up to now. A step that completes a prompt lasts until its first token says so."""
+        if self.told_at > -inf and not self._go_on(load, now):
+            return
+        while True:
+            if self.busy:
+                ends = self.ends
+                if ends > now or (self.finishing and self._awaited()):
+                    return
+                self.close(ends)
+                if self.queue:
+                    self._plan(load, ends)
+            elif self.queue:
+                start = self.queue[0].enters
+                if self.batch:  # the decode step under way comes to its end first
+                    self._decode(start if start < now else now)
+                    start = self.began if self.began >= start else self.began + self.decode_s
+                if start > now or not self._begin(load, start):
+                    break
+            else:
+                break
+        if self.batch:
+            self._decode(now)
+
+    def together(self, now: float) -> bool:
+        """Whether first tokens have just ended a step, so that others of its may be on their way still."""
+        return now - self.told_at <= TOGETHER * self.decode_s
+
+    def _go_on(self, load: EndpointLoad, now: float) -> bool:
+        """Plan the step after the one that first tokens ended, if all of them have come."""
+        at = self.told_at
+        if self.together(now):
+            return False
+        self.told_at = -inf
+        if at - self.span.anchor > lessons.LEARN_S:
+            lessons.learn(self, load, at)
+        if not (self.queue and self._plan(load, at)):
+            lessons.learn(self, load, at)
+        return True
+
+    def skip(self, prompt: Prompt, now: float) -> None:
+        """The one prompt there was has been computed since anybody looked, and no lesson is due: no step is planned."""
+        begun = prompt.enters if prompt.enters < now else now
+        if self.batch:
+            self._decode(begun)
+        self.queue.clear()
+        self.planned += prompt.left
+        self.queued_tokens, self.queued_pairs, prompt.left = 0, 0.0, 0
+        self.prefill_steps += 1
+        self.prefill_s += now - begun
+        self.tick += 1
+        self.began, prompt.planned = now, True
+
+    def _begin(self, load: EndpointLoad, start: float) -> bool:
+        """Begin a step with prompts after steps without, from where the next first token is measured."""
+        if self.batch:
+            self._decode(start)
+        self.span.begin(start, 0.5 * self.decode_s if self.batch else 0.0, self.queue[0].enters)
+        return self._plan(load, start)
+
+    def _decode(self, until: float) -> None:
+        """Whole decode steps up to a moment, while anybody decodes."""
+        steps = int((until - self.began) / self.decode_s + 1e-9)
+        if steps > 0:
+            self.tick += steps
+            self.began += steps * self.decode_s
+            self.decode_raw_s += steps * self.raw_step_s
+
+    def _plan(self, load: EndpointLoad, at: float) -> bool:
+        """Begin a step with the prompts that have entered by then; False when there are none that fit."""
+        belief, queue = load.belief, self.queue
+        shape = belief.shape
+        room = shape.budget_tokens - self.batch
+        context = self.starts + self.batch * self.tick
+        tokens, pairs = 0, 0.0
+        while queue and room > tokens:
+            head = queue[0]
+            if head.enters > at or not (head.locked or self._fits(load, head, context)):
+                break
+            take, left = head.left, room - tokens
+            if take > left:
+                take = left
+            pairs += take * (head.at + 0.5 * take)
+            head.at += take
+            head.left -= take
+            tokens += take
+            if not head.left:
+                head.planned = True
+                self.finishing.append(queue.popleft())
+        if not tokens:
+            return False
+        self.queued_tokens -= tokens
+        self.queued_pairs = max(0.0, self.queued_pairs - pairs) if queue else 0.0
+        prefill, weights_s = shape.token_s * tokens, shape.weights_s
+        prefill = (prefill if prefill > weights_s else weights_s) + shape.wire_s * tokens + shape.pair_s * pairs
+        decode = shape.context_s * context + (shape.sequence_s + shape.token_s + shape.wire_s) * self.batch
+        self.planned += tokens
+        self.busy, self.began = True, at
+        self.ends = at + belief.prefill.factor * prefill + belief.step.factor * decode + belief.layers_s
+        self.span.add(prefill, decode, load.others.prefill_tokens)
+        return True
+
+    def _fits(self, load: EndpointLoad, prompt: Prompt, context: float) -> bool:
+        """Whether there is KV for all of the prompt, as engines ask before they begin one; then it is locked."""
+        if load.kv_tokens is not None:
+            held = context + self.kv_prompts
+            if self.kv_ratio * (held + prompt.prompt_tokens) > load.kv_tokens:
+                self.span.tight = True
+                if held > 0:
+                    return False
+        prompt.locked = True
+        self.kv_prompts += prompt.prompt_tokens
+        return True
+
+    def close(self, at: float) -> None:
+        """The step under way is over."""
+        self.prefill_steps += 1
+        self.prefill_s += at - self.began
+        self.tick += 1
+        self.busy, self.began = False, at
+        finishing, self.finishing = self.finishing, []
+        for prompt in finishing:
+            if not prompt.told:
+                prompt.computed()
+                self.start(prompt, at)
+
+    def _awaited(self) -> bool:
+        """Whether somebody will tell when the step under way has ended."""
+        for prompt in self.finishing:  # noqa: SIM110  # any() costs twice as much, and nearly always there is one
+            if prompt.told:
+                return True
+        return False
+
+    def start(self, prompt: Prompt, now: float) -> None:
+        """A prompt is past its first token: it decodes."""
+        prompt.began, prompt.tick = now, self.tick
+        prompt.prefill_steps, prompt.prefill_s = self.prefill_steps, self.prefill_s
+        prompt.decode_raw_s = self.decode_raw_s
+        if prompt.locked:
+            prompt.locked = False
+            self.kv_prompts -= prompt.prompt_tokens
+        self.batch += prompt.sequences
+        self.starts += prompt.sequences * (prompt.prompt_tokens - self.tick)
+
+    def hurry(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
+        """The engine is faster than believed: plan on to the step that completes this prompt."""
+        prompt.enters = min(prompt.enters, now)
+        while not prompt.planned:
+            if self.busy:
+                self.close(min(self.ends, now))
+            for each in self.queue:
+                each.enters = min(each.enters, now)
+                if each is prompt:
+                    break
+            if not self.queue or not self._plan(load, now):
+                self.remove(prompt)
+                prompt.planned = True
+
+    def remove(self, prompt: Prompt) -> None:
+        """Out of the queue, if it is there."""
+        if prompt.left and prompt in self.queue:
+            self.queue.remove(prompt)
+            self.queued_tokens -= prompt.left
+            self.queued_pairs = max(0.0, self.queued_pairs - prompt.left * (prompt.at + 0.5 * prompt.left))
