@@ -119,14 +119,18 @@ class Counting:
 async def count(kind: Kind, base: int, work: Path) -> Call:
     """The median request of its kind, by its total."""
     system = next(each for each in all_systems(base) if each.key == f"penstock/{kind.policy}")
-    config = system.command(work, system.port)[-1]
-    app = App(load(Path(config), {}))
+    return await median_call(Path(system.command(work, system.port)[-1]), system.port, kind.bodies)
+
+
+async def median_call(config: Path, port: int, bodies: list[bytes]) -> Call:
+    """The median, by its total, of requests with these bodies, asked in turn of a gateway that runs here."""
+    app = App(load(config, {}))
     await app.start()
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", system.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         found = []
         for number in range(WARM_UP + COUNTED):
-            body = kind.bodies[number % len(kind.bodies)].replace(b"#" * 16, b"%016x" % number)
+            body = bodies[number % len(bodies)].replace(b"#" * 16, b"%016x" % number)
             with Counting() as counting:
                 writer.write((HEAD % len(body)).encode() + body)
                 await answered(reader)

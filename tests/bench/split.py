@@ -5,7 +5,9 @@
 
 One gateway process with two models on the same static engines (backend.c), which answer a prefill as vLLM's NIXL
 connector does: one model is split, the other is not. Windows of both alternate, so that whatever else the machine does
-falls on both; ratios are taken within a round and their median counts.
+falls on both; ratios are taken within a round and their median counts. First the instructions of the interpreter are
+counted (opcodes.py), which nothing disturbs: they tell of Python alone, not of the kernel's share or of C. Not of
+streams: how many of their chunks are read at once is chance.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import uvloop
 from cells import Pace, drive, write_bodies
+from opcodes import median_call
 from systems import ADMIN, MODEL, NotMeasurable, Running, System, backend, backend_urls, build_tools, free_base, start
 
 GOAL = 2.2
 SPLIT = "bench-split"
+Command = Callable[[Path, int], list[str]]
 WORDS = "How does a water wheel work? "
 
 
@@ -52,7 +57,7 @@ KINDS = (
 
 
 def main() -> None:
-    """Prints a line per kind of request: µs whole, µs split, their ratio, and for plain answers the goal."""
+    """Prints instructions and then µs by kind of request: whole, split, their ratio; for plain answers the goal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--window-ms", type=int, default=1000)
@@ -60,18 +65,23 @@ def main() -> None:
     build_tools()
     base, pace = free_base(), Pace(asked.window_ms, 150)
     with tempfile.TemporaryDirectory() as place, backend(base):
-        work = Path(place)
-        running = start(System("penstock", "split", base + 100, _command(backend_urls(base))), work)
+        work, command = Path(place), _command(backend_urls(base))
+        for kind in KINDS:
+            if not kind.stream:
+                bodies_of = [kind.body(model) for model in (MODEL, SPLIT)]
+                counts = [uvloop.run(_instructions(command, work, base + 100, body)) for body in bodies_of]
+                _print(kind, "instructions", [tuple(counts)])
+        running = start(System("penstock", "split", base + 100, command), work)
         try:
             for kind in KINDS:
                 bodies = {model: write_bodies(work / model, [kind.body(model)]) for model in (MODEL, SPLIT)}
                 rounds = [tuple(_cpu_us(running, pace, bodies[model]) for model in bodies) for _ in range(asked.rounds)]
-                _print(kind, rounds)
+                _print(kind, "us", rounds)
         finally:
             running.stop()
 
 
-def _command(urls: list[str]) -> Callable[[Path, int], list[str]]:
+def _command(urls: list[str]) -> Command:
     def command(work: Path, port: int) -> list[str]:
         config = work / "penstock.yaml"
         roles = ("prefill", "prefill", "decode", "decode")
@@ -92,6 +102,11 @@ def _command(urls: list[str]) -> Callable[[Path, int], list[str]]:
     return command
 
 
+async def _instructions(command: Command, work: Path, port: int, body: bytes) -> float:
+    """Of one such request, the median."""
+    return float((await median_call(Path(command(work, port)[-1]), port, [body])).total)
+
+
 def _cpu_us(running: Running, pace: Pace, bodies: Path) -> float:
     """µs of gateway CPU per request of this model."""
     report = drive(running, pace, bodies, mode="closed", connections=16)
@@ -100,11 +115,11 @@ def _cpu_us(running: Running, pace: Pace, bodies: Path) -> float:
     return float(report["cpu_s"]) / report["requests"] * 1e6
 
 
-def _print(kind: Kind, rounds: list[tuple[float, ...]]) -> None:
+def _print(kind: Kind, unit: str, rounds: list[tuple[float, ...]]) -> None:
     whole, split = (median(each) for each in zip(*rounds, strict=True))
     ratio = median(split / whole for whole, split in rounds)
     goal = "" if kind.stream else f"  goal <= {GOAL}: {'met' if ratio <= GOAL else 'MISSED'}"
-    print(f"{kind.name:32} whole {whole:7.1f} us  split {split:7.1f} us  ratio {ratio:.2f}{goal}", flush=True)
+    print(f"{kind.name:34} whole {whole:7.0f}  split {split:7.0f} {unit:12}  ratio {ratio:.2f}{goal}", flush=True)
 
 
 if __name__ == "__main__":
