@@ -42,7 +42,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
 
     `slo` is its class and `kept` what became of the promise; `predicted_ttft_us` counts from the pick. `asked_model`
     is there where another one served. `blocks` (asked for by `access_blocks`): chained ids of the prompt's blocks of
-    2 KiB, which are 512 tokens or so.
+    2 KiB, which are 512 tokens or so. `resumes`: how often a stream was continued elsewhere.
     """
 
     time: float
@@ -90,6 +90,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     asked_model: str = ""
     blocks: list[int] = []
     trace_id: str = ""
+    resumes: int = 0
 
 
 class AccessLog:
@@ -291,6 +292,10 @@ class Accounts:
     def retried(self, kind: str) -> None:
         self._metrics.retries_total.labels(kind).inc()
 
+    def resumed(self, kind: str, result: str) -> None:
+        """A stream broke after its first byte in the way `kind` names, and what came of going on."""
+        self._metrics.resumes_total.labels(kind, result).inc()
+
     def _unanswered(self, x: Exchange, now: float) -> None:
         reason = x.reason or x.outcome
         self._metrics.requests_total.labels(x.model, str(x.status), reason).inc()
@@ -385,6 +390,8 @@ def _line(x: Exchange, relay: Relay | None, now: float, zero: float) -> AccessLi
         line.asked_model = call.asked_model
     if x.trace is not None:
         line.trace_id = x.trace.trace_id
+    if x.ledger is not None:
+        line.resumes = x.ledger.resumed
     if x.split is not None:
         _tell(line, x.split, relay, start)
     return line

@@ -11,7 +11,6 @@ from gateway.answer import Failure, GatewayError, stopped
 from gateway.client import Client
 from gateway.exchange import Exchange
 from gateway.relay import UpstreamBroke
-from gateway.snapshot import Route
 from policies import run
 from policies.contract import Policy
 from policies.filters import below_cap, fits_context
@@ -19,6 +18,7 @@ from policies.model import Ask, Candidate, Pick
 
 if TYPE_CHECKING:
     from gateway.serve import Gateway
+    from gateway.snapshot import Route
 
 
 async def retry(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> None:

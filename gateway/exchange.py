@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gateway.meters import Histogram
     from gateway.openai import Api, Call
     from gateway.relay import Relay
+    from gateway.resume.ledger import Ledger
     from gateway.trace import Trace
     from policies.fingerprint import Fingerprint
     from policies.quota import Quota
@@ -75,6 +76,7 @@ class Exchange(msgspec.Struct, eq=False):
     gaps          where the times between its pieces are counted; None unless it is looked at
     quota         of its tenant that it was taken from; None where the tenant has no limits
     side          of a canary that it is on; None where its pool has none
+    ledger        of what its client was shown, for continuing it elsewhere; None for what could not be
     """
 
     id: str
@@ -116,6 +118,7 @@ class Exchange(msgspec.Struct, eq=False):
     gaps: Histogram | None = None
     side: Side | None = None
     quota: Quota | None = None
+    ledger: Ledger | None = None
 
     def booked(self, room: Room, ask: Ask, pick: Pick) -> None:
         """A place is taken for it. The room that let it in hears of the first one, if it listens."""
@@ -159,7 +162,7 @@ class Exchange(msgspec.Struct, eq=False):
         if self.ttft_s is None and self.call is not None:  # else it was let go of at the first token
             self.call.release()
         self.sent = self.booking = self.relay = self.room = self.fingerprint = self.gaps = self.side = None
-        self.quota = None
+        self.quota = self.ledger = None
         if self.asked is not None and self.asked.fingerprint is not None:  # of a long prompt it takes 128 KiB
             self.asked = msgspec.structs.replace(self.asked, fingerprint=None)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from gateway.answer import reshaped
 from gateway.client import Client
@@ -16,10 +17,12 @@ from gateway.openai import Api, Call
 from gateway.relay import Relay, UpstreamBroke
 from gateway.rename import Renamer
 from gateway.slo import SESSION
-from gateway.snapshot import Route
 from gateway.trace import passed_on
 from kvtransfer.dialects import known_members
 from policies.model import EngineKind
+
+if TYPE_CHECKING:
+    from gateway.snapshot import Route
 
 OWN_TROUBLE = frozenset({401, 403, 407, 408, 429})  # our key for it, its queue: nothing the client could mend
 

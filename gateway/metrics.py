@@ -16,6 +16,7 @@ from gateway.observe.trials import Trials
 MODEL = Label("model", 256)
 CODE = Label("code", 32)
 REASON = Label("reason", 64)
+RESUMED = Label("result", 16)
 STAGE = Label("stage", 16)
 PREFILL, DECODE = Label("prefill", 64), Label("decode", 64)
 VERSION = Label("version", 2)
@@ -113,6 +114,12 @@ class Metrics:
             "penstock_retries_total",
             "Second tries on another endpoint before the first byte, by what broke the first.",
             KIND,
+        )
+        self.resumes_total: Family[Counter] = meters.counter(
+            "penstock_resumes_total",
+            "Streams that broke after their first byte, where they are continued elsewhere: what broke them, and what "
+            "came of it (resumed, closed: only the end was missing, broke again, or why it could not be).",
+            *(REASON, RESUMED),
         )
         self.retry_budget_remaining: Gauge = meters.gauge(
             "penstock_retry_budget_remaining", "Retries that the fleet-wide budget allows right now."

@@ -6,7 +6,7 @@ Where the room is calm the Permit is had without a thought, and the prompt is fi
 not, the admission judges the request by what of its prompt is cached, so the fingerprint comes first.
 
 Stages are plain calls, in order. No await stands between pick and book: one turn of the event loop is the lock.
-A retry is free until the first byte reaches the client; after it an answer can only go on or be broken off.
+A retry is free until the first byte reaches the client; after it an answer can only go on (resume/) or be broken off.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import logging
 from functools import partial
 from time import monotonic
 
-from gateway import legs, overflow
+from gateway import overflow
 from gateway.account import Accounts
 from gateway.answer import Failure, GatewayError
-from gateway.attempts import break_off, crowded, nobody, retry
+from gateway.attempts import crowded, nobody, retry
 from gateway.client import Client
 from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
@@ -27,6 +27,7 @@ from gateway.gate import Gate
 from gateway.kept import outcome_of
 from gateway.openai import Call, Caller, parse
 from gateway.relay import UpstreamBroke
+from gateway.resume.going_on import go_on
 from gateway.snapshot import Route, Snapshot
 from gateway.split import dispatch as split
 from gateway.split.handoffs import Handoffs
@@ -169,12 +170,12 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
             with endpoints.book(pick, request, fingerprint) as booking:
                 x.booked(route.room, ask, pick)
                 try:
-                    return await legs.single(route, x, call, client, booking)
+                    return await route.leg(route, x, call, client, booking)
                 except UpstreamBroke as broke:
                     booking.failed(broke)
                     problem = broke.with_traceback(None)  # that leads back to `problem`: a cycle
             if x.committed:
-                return break_off(x, client, problem)
+                return await go_on(gateway, x, client, route, call, problem)
             x.retries.append(pick.candidate.endpoint.name)
             await retry(gateway, x, problem)
     finally:

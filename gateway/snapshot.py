@@ -7,17 +7,20 @@ state is only referenced, never copied: replacing a snapshot forgets nothing; an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
-from gateway import shadow
+from gateway import legs, shadow
 from gateway.answer import Failure, GatewayError
 from gateway.canary import Chosen, Sides, chosen
-from gateway.config import AdmissionSpec, Config, Model, PolicySpec
-from gateway.endpoints import EndpointTable
+from gateway.client import Client
+from gateway.config import AdmissionSpec, Config, Model, PolicySpec, Resume
+from gateway.endpoints import Booking, EndpointTable
 from gateway.exchange import Exchange
 from gateway.gate import Gate, Room
+from gateway.openai import Call
+from gateway.resume import going_on
 from gateway.roster import Adoption
 from gateway.shadow import Shadows
 from gateway.slo import Levels
@@ -39,6 +42,7 @@ class Route(msgspec.Struct, frozen=True):
     overflow    names and penalties of the smaller models that may serve in place of a refusal
     split       how requests are split between prefill and decode; None: never
     shadows     policies that are asked the same, for nothing; trial  who serves a part of its requests instead
+    resume      whether and how streams that break are continued elsewhere; leg  what serves it from a booked endpoint
     """
 
     name: str
@@ -53,11 +57,17 @@ class Route(msgspec.Struct, frozen=True):
     split: SplitRoute | None = None
     shadows: Shadows | None = None
     trial: Trial | None = None
+    resume: Resume | None = None
+    leg: Leg = legs.single
 
     @property
     def served_model(self) -> str:
         """The name the request carries upstream unless the endpoint has its own."""
         return self.name
+
+
+Leg = Callable[[Route, Exchange, Call, Client, Booking], Awaitable[None]]
+"""Serves one exchange from the endpoint that was booked for it. Raises UpstreamBroke."""
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -177,6 +187,8 @@ def build(
             tuple((tier.model, tier.penalty) for tier in model.overflow),
             split,
             tried[pool].shadows,
+            resume=model.resume,
+            leg=legs.single if model.resume is None else going_on.single,
         )
         route = _with_canary(route, config, model, tried[pool], candidates[pool])
         routes.update(dict.fromkeys((model.name, *model.aliases), route))

@@ -91,7 +91,7 @@ class Body(msgspec.Struct, frozen=True):
     model: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt: str | list[Any] | None = None
-    max_tokens: Positive | None = None
+    max_tokens: Positive | msgspec.UnsetType | None = msgspec.UNSET
     max_completion_tokens: Positive | None = None
     min_tokens: Natural = 0
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -227,11 +227,11 @@ def ask_of(
         raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
     _check_combinations(body)
     prompts = [reading.prompt] if reading.prompt is not None else _all_prompts(body, chat)
-    asked = body.max_completion_tokens if chat and body.max_completion_tokens is not None else body.max_tokens
-    limit = _limit(prompts, asked, chat, context)
+    asked = _asked(body, chat)
+    limit = _limit(prompts, asked, context)
     if body.min_tokens > limit:
         raise ApiError(400, f"min_tokens must be less than or equal to max_tokens={limit}, got {body.min_tokens}.")
-    may_end = chat and asked is None and not body.ignore_eos
+    may_end = asked is None and not body.ignore_eos
     if isinstance(reading.leg, Give) and not reading.one_token:
         # The one token that it was asked for may be the end, unless it was told to make one at least.
         may_end = not body.ignore_eos and not body.min_tokens
@@ -303,10 +303,20 @@ def _one_prompt(part: object) -> bytes:
     return token_bytes(part)
 
 
-def _limit(prompts: list[bytes], asked: int | None, chat: bool, context: int) -> int:
-    """The most tokens each answer may have: as asked, or what the context leaves (chat), or 16 (completions)."""
+def _asked(body: Body, chat: bool) -> int | None:
+    """The most tokens that each answer may have; None: what the context leaves, as a chat that names no bound, or a
+    completion with a bound of null. A completion without one gets 16."""
+    if chat and body.max_completion_tokens is not None:
+        return body.max_completion_tokens
+    if body.max_tokens is msgspec.UNSET:
+        return None if chat else DEFAULT_COMPLETION_TOKENS
+    return body.max_tokens
+
+
+def _limit(prompts: list[bytes], asked: int | None, context: int) -> int:
+    """The most tokens each answer may have, as asked or as the context leaves."""
     longest = max(token_count(prompt) for prompt in prompts)
-    wanted = asked if asked is not None else 1 if chat else DEFAULT_COMPLETION_TOKENS
+    wanted = 1 if asked is None else asked
     if longest + wanted > context:
         message = (
             f"This model's maximum context length is {context} tokens. However, you requested {wanted} output tokens "
@@ -314,7 +324,7 @@ def _limit(prompts: list[bytes], asked: int | None, chat: bool, context: int) ->
             f"the length of the input prompt or the number of requested output tokens."
         )
         raise ApiError(400, message, "input_tokens")
-    return context - longest if chat and asked is None else wanted
+    return context - longest if asked is None else wanted
 
 
 def _forced_tool(body: Body) -> str | None:

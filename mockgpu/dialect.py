@@ -150,22 +150,25 @@ def _call_id(ask: Ask, choice: Choice) -> str:
 class Chunks:
     """The events of one streamed choice, in order, as framed bytes ready for the socket."""
 
-    __slots__ = ("_ask", "_choice", "_created", "_head", "_plain", "_tail", "made")
+    __slots__ = ("_ask", "_choice", "_created", "_head", "_plain", "_tail", "_told", "made")
 
     def __init__(self, ask: Ask, choice: Choice, created: int) -> None:
         self._ask = ask
         self._choice = choice
         self._created = created
         self.made = 0
+        self._told = False
         options = ask.body.stream_options
         continuous = options is not None and options.continuous_usage_stats
-        self._plain = ask.tool is None and not ask.wants_logprobs and not continuous
-        # The template of a plain token: an event rendered around a mark of a token's length, split at the mark.
+        self._plain = ask.tool is None and not (ask.wants_logprobs or continuous or ask.body.return_token_ids)
+        self._head, self._tail = self._template() if self._plain else (b"", b"")
+
+    def _template(self) -> tuple[bytes, bytes]:
+        """What surrounds a plain token: an event rendered around a mark of a token's length, split at the mark."""
         mark = b"\x00" * TOKEN_BYTES
-        rendered = framed(self._event(self._delta("0" * TOKEN_BYTES), None, b"", None)).replace(
-            b'"0000"', b'"' + mark + b'"'
-        )
-        self._head, self._tail = rendered.split(mark)
+        rendered = framed(self._event(self._delta("0" * TOKEN_BYTES), None, b"", None))
+        head, tail = rendered.replace(b'"0000"', b'"' + mark + b'"').split(mark)
+        return head, tail
 
     def next(self, cached: int | None) -> bytes:
         """The event or events of the next token."""
@@ -204,6 +207,12 @@ class Chunks:
     def _event(self, delta: dict[str, Any] | str, reason: str | None, token: bytes, cached: int | None) -> bytes:
         ask, offset = self._ask, max(0, self.made - 1) * TOKEN_BYTES
         part: dict[str, Any] = {"index": self._choice.index}
+        beside: dict[str, Any] = {}
+        if ask.body.return_token_ids:
+            part["token_ids"] = token_ids(token) or None
+            if not self._told:
+                self._told = True
+                (beside if ask.chat else part)["prompt_token_ids"] = token_ids(self._choice.prompt)
         if ask.chat:
             part |= {"delta": delta, "logprobs": _chat_logprobs(ask, token) if token else None}
         else:
@@ -211,13 +220,15 @@ class Chunks:
         part["finish_reason"] = reason
         if reason is not None:
             part["stop_reason"] = self._choice.stop_reason
-        return event(chunk(ask, self._created, [part]) | self._running_usage(cached))
+        return event(
+            chunk(ask, self._created, [part]) | beside | self._running_usage(self.made if token else 0, cached)
+        )
 
-    def _running_usage(self, cached: int | None) -> dict[str, Any]:
+    def _running_usage(self, made: int, cached: int | None) -> dict[str, Any]:
         options = self._ask.body.stream_options
         if options is None or not options.include_usage:
             return {}
-        return {"usage": usage(self._ask, self.made, cached) if options.continuous_usage_stats else None}
+        return {"usage": usage(self._ask, made, cached) if options.continuous_usage_stats else None}
 
 
 def chunk(ask: Ask, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:

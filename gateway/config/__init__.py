@@ -1,11 +1,12 @@
 """Configuration: one YAML file to one immutable typed tree, and every error says where.
 
-source.py reads text and keeps places; values.py and tree.py are the types; checks.py the rules between values;
-load.py puts them together.
+source.py reads text and keeps places; values.py, tree.py and models.py are the types; checks.py the rules between
+values; load.py puts them together.
 """
 
 from gateway.config.choices import AdmissionSpec, Canary, PolicySpec
 from gateway.config.load import MASK, SCHEMA_ID, Loaded, examine, examine_text, from_engines, json_schema, load
+from gateway.config.models import Model, Overflow, Resume, Split
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.seen import Observability, Traces
 from gateway.config.tree import (
@@ -18,8 +19,6 @@ from gateway.config.tree import (
     Limits,
     Listener,
     Listeners,
-    Model,
-    Overflow,
     Pool,
     Prefix,
     Reload,
@@ -27,7 +26,6 @@ from gateway.config.tree import (
     Scrape,
     SloClass,
     Slos,
-    Split,
     Tenant,
     Timeouts,
     WaitingRoom,
@@ -58,6 +56,7 @@ __all__ = [
     "Prefix",
     "Problem",
     "Reload",
+    "Resume",
     "Retries",
     "Scrape",
     "Secret",

@@ -19,6 +19,7 @@ from pydantic import (
 
 from gateway.config.choices import AdmissionChoice, Canary, PolicyChoice
 from gateway.config.discover import Kubernetes
+from gateway.config.models import Model
 from gateway.config.seen import Observability
 from gateway.config.source import number_if_substituted
 from gateway.config.values import (
@@ -29,7 +30,6 @@ from gateway.config.values import (
     HttpPath,
     Label,
     Name,
-    Parameters,
     Port,
     RedisUrl,
     Secret,
@@ -69,50 +69,6 @@ class Listeners(Section):
 
     api: ApiListener = setting({}, "The OpenAI API.")
     admin: AdminListener = setting({}, "Health, metrics and state.")
-
-
-class Split(Section):
-    """Prefill and decode in different TP groups, the KV cache handed over between them."""
-
-    dialect: Literal["vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm"] = Field(
-        description="The handoff its engines speak: vllm_nixl, vllm_push, mooncake, sglang or trtllm."
-    )
-    threshold_tokens: Count = setting(
-        2048, "Prompts are split from so many tokens on that are not cached at the decoder."
-    )
-    hysteresis: Annotated[float, Field(ge=0, lt=1)] = setting(
-        0.25, "Half the width of the band around the threshold, as a share of it, in which the mode stays as it was."
-    )
-    transfer_timeout: Duration = setting(
-        "30s", "From the prefill's end to the first token; then the request is computed whole."
-    )
-
-
-class Overflow(Section):
-    """A smaller model that may serve what would be refused."""
-
-    model: Name = Field(description="Its name among the models.")
-    penalty: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number_if_substituted)] = setting(
-        0.3, "The share of a request's worth that is lost by serving it there; the least is tried first."
-    )
-
-
-class Model(Section):
-    """A model name that applications may ask for."""
-
-    name: Name = Field(description="The name applications send and see in /v1/models.")
-    aliases: tuple[Name, ...] = setting(
-        (), "Other names for the same model; an answer carries the name that was asked for."
-    )
-    pool: Name = Field(description="The pool whose endpoints serve it.")
-    context_tokens: Count | None = setting(None, "Longest prompt plus answer; longer requests are refused at the door.")
-    split: Split | None = setting(None, "How to split it between prefill and decode endpoints; whole unless given.")
-    slo: Name | None = setting(None, "The service class of requests that name none; slo.default unless given.")
-    overflow: Annotated[tuple[Overflow, ...], Field(max_length=8)] = setting(
-        (), "Who serves what its own pool would refuse; an answer says so in x-penstock-tier. Nobody unless given."
-    )
-    parameters: Parameters | None = setting(None, "Its size, for expecting its speed before anything was observed.")
-    active_parameters: Parameters | None = setting(None, "What one token touches of it; all of it unless given.")
 
 
 class Layout(Section):

@@ -20,7 +20,7 @@ from mockgpu.fleet import Member, running_fleet
 from mockgpu.group import GroupSpec
 from mockgpu.hardware import gpu_named
 from mockgpu.llm import model_named
-from mockgpu.text import expected_text
+from mockgpu.text import expected_text, token_bytes
 from tests.fair_time import at_most
 
 SPEC = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=inf)
@@ -201,7 +201,31 @@ async def test_the_stream_is_framed_as_vllm_frames_it(group: Mock) -> None:
 async def test_continuous_usage_counts_up(group: Mock) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = await group.stream(CHAT | {"max_tokens": 3, "stream_options": options})
-    assert [json.loads(e)["usage"]["completion_tokens"] for e in events[:-1]] == [1, 1, 2, 3, 3]
+    assert [json.loads(e)["usage"]["completion_tokens"] for e in events[:-1]] == [0, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_a_stream_tells_the_ids_of_its_tokens_and_once_those_of_its_prompt(group: Mock, chat: bool) -> None:
+    body = {"max_tokens": 5, "return_token_ids": True} | (CHAT if chat else {"prompt": "Once upon a time"})
+    events = await group.stream(body, "/v1/chat/completions" if chat else "/v1/completions")
+    chunks = [json.loads(event) for event in events[:-1]]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    told = [one["prompt_token_ids"] for one in (chunks if chat else choices) if "prompt_token_ids" in one]
+    said = [i for choice in choices for i in choice["token_ids"] or ()]
+    assert len(told) == 1
+    text = "".join(choice["delta"]["content"] if chat else choice["text"] for choice in choices)
+    assert (len(said), token_bytes(said).decode()) == (5, text)
+    rest = await group.stream({"prompt": told[0] + said[:2], "max_tokens": 3}, "/v1/completions")
+    assert text.endswith("".join(json.loads(event)["choices"][0]["text"] for event in rest[:-1]))
+
+
+async def test_a_completion_bounded_by_null_goes_on_until_it_ends_by_itself(group: Mock) -> None:
+    _, bound = await group.answer("/v1/completions", {"prompt": "Once", "model": "demo-8b"})
+    _, free = await group.answer("/v1/completions", {"prompt": "Once", "model": "demo-8b", "max_tokens": None})
+    assert (bound["usage"]["completion_tokens"], bound["choices"][0]["finish_reason"]) == (16, "length")
+    assert free["choices"][0]["finish_reason"] == "stop"
+    shorter, longer = sorted((one["choices"][0]["text"] for one in (bound, free)), key=len)
+    assert longer.startswith(shorter)
 
 
 async def test_headers_come_before_the_first_token() -> None:

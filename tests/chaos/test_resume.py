@@ -1,0 +1,148 @@
+"""Streams continued elsewhere, on real sockets: exact, within budgets, and an error event where it cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from mockgpu.text import expected_text
+from tests.chaos.house import House, house
+from tests.scraped import total
+
+RESUME: dict[str, Any] = {"models": [{"name": "demo-8b", "pool": "main", "resume": {}}]}
+NEVER = {"failures": 1000}
+BRISK = {"first_byte": "2s", "stall": "400ms", "connect": "500ms"}
+
+
+def asked(number: int, tokens: int) -> dict[str, Any]:
+    return {"model": "demo-8b", "max_tokens": tokens, "messages": [{"role": "user", "content": f"talk {number}"}]}
+
+
+async def read(home: House, body: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """How a stream ended in a word, and its events."""
+    async with home.http.post(f"{home.app.url}/v1/chat/completions", json=body | {"stream": True}) as answer:
+        text = (await answer.read()).decode()
+    *events, last, rest = text.split("\n\n")
+    assert not rest
+    if last != "data: [DONE]":
+        return json.loads(last.removeprefix("data: "))["error"]["code"], []
+    return "whole", [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def resumes(home: House, **labels: str) -> float:
+    return total(home.app.metrics.render().decode(), "penstock_resumes_total", **labels)
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(event["choices"][0]["delta"].get("content", "") for event in events if event["choices"])
+
+
+async def streams(home: House, count: int, tokens: int, **more: Any) -> Counter[str]:
+    """The fates of so many streams; what is whole has every word that an undisturbed one would have had."""
+
+    async def one(number: int) -> str:
+        body = asked(number, tokens)
+        fate, events = await read(home, body | more)
+        if fate == "whole":
+            assert text_of(events) == expected_text(body, tokens)
+            assert len({(event["id"], event["created"]) for event in events}) == 1
+        return fate
+
+    return Counter(await asyncio.gather(*map(one, range(count))))
+
+
+@pytest.mark.parametrize("fault", ["reset-mid-stream:after=7", "cut:after=7", "stall:after=7"])
+async def test_a_stream_that_breaks_goes_on_elsewhere_as_if_nothing_had_happened(fault: str) -> None:
+    async with house(2, health=NEVER, timeouts=BRISK, **RESUME) as home:
+        home.groups[0].faults.set(fault)
+        assert await streams(home, 20, 60) == {"whole": 20}
+        assert resumes(home, result="resumed") == 10
+        assert resumes(home) == 10
+        assert home.metric("penstock_completion_tokens_total") == 20 * 60
+        await home.at_rest()
+        home.groups[0].faults.set("")
+        assert home.app.gateway.gate.retries_running == 0
+
+
+async def test_it_is_off_unless_asked_for() -> None:
+    async with house(2, health=NEVER) as home:
+        home.groups[0].faults.set("cut:after=7")
+        assert await streams(home, 10, 60) == {"whole": 5, "stream_interrupted": 5}
+        assert resumes(home) == 0
+        await home.at_rest()
+
+
+async def test_the_counts_are_of_the_whole_answer_and_told_once() -> None:
+    async with house(2, health=NEVER, **RESUME) as home:
+        home.groups[0].faults.set("cut:after=7")
+        home.groups[1].faults.set("cut:after=9")
+        body = asked(0, 60) | {"stream_options": {"include_usage": True}}
+        undisturbed = house(1, **RESUME)
+        async with undisturbed as other:
+            _, expected = await read(other, body)
+        home.groups[1].faults.set("")
+        for _ in range(2):  # one of them begins where it breaks
+            fate, events = await read(home, body)
+            assert fate == "whole"
+            counts = expected[-1]["usage"] | {"prompt_tokens_details": None}  # the engine that knew them has died
+            assert [event["usage"] for event in events if event["usage"]] == [counts]
+            assert [event["choices"] for event in events] == [event["choices"] for event in expected]
+
+
+async def test_an_answer_without_a_bound_ends_where_it_would_have_ended() -> None:
+    async with house(1) as other:
+        body = {"model": "demo-8b", "messages": [{"role": "user", "content": "tell me a long story"}]}
+        _, expected = await read(other, body)
+    async with house(2, health=NEVER, **RESUME) as home:
+        home.groups[0].faults.set("cut:after=3")
+        home.groups[1].faults.set("cut:after=5")
+        assert (await read(home, body))[0] == "stream_interrupted"
+        home.groups[1].faults.set("")
+        for _ in range(2):
+            fate, events = await read(home, body)
+            assert (fate, text_of(events)) == ("whole", text_of(expected))
+            assert events[-1]["choices"][0]["finish_reason"] == expected[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_three_engines_are_tried_and_no_more() -> None:
+    async with house(5, health=NEVER, **RESUME) as home:
+        for member in home.groups:
+            member.faults.set("cut:after=5")
+        assert await streams(home, 5, 60) == {"stream_interrupted": 5}
+        results = {result: resumes(home, result=result) for result in ("broke", "attempts")}
+        assert results == {"broke": 10, "attempts": 5}
+        await home.at_rest()
+
+
+async def test_without_a_turn_of_the_budget_or_anybody_else_it_ends_with_an_error() -> None:
+    async with house(1, health=NEVER, **RESUME) as home:
+        home.groups[0].faults.set("cut:after=5")
+        assert await streams(home, 2, 60) == {"stream_interrupted": 2}
+        assert resumes(home, result="nobody") == 2
+        await home.at_rest()
+
+
+@pytest.mark.parametrize("more", [{"stop": ["zebra"]}, {"logprobs": True}, {"presence_penalty": 0.5}])
+async def test_what_could_not_be_exact_is_not_continued(more: dict[str, Any]) -> None:
+    async with house(2, health=NEVER, **RESUME) as home:
+        home.groups[0].faults.set("cut:after=5")
+        fates = await streams(home, 4, 30, **more)
+        assert fates == {"whole": 2, "stream_interrupted": 2}
+        assert resumes(home) == 0
+        await home.at_rest()
+
+
+async def test_who_leaves_while_its_stream_is_continued_leaves_nothing_behind() -> None:
+    async with house(2, speed=2.0, health=NEVER, **RESUME) as home:
+        home.groups[0].faults.set("cut:after=5")
+        body = json.dumps(asked(0, 4000) | {"stream": True})
+        gone = 0
+        for _ in range(2):
+            async with home.http.post(f"{home.app.url}/v1/chat/completions", data=body) as answer:
+                while (await answer.content.readline()).count(b"content") and gone < 40:
+                    gone += 1
+        await home.at_rest()
