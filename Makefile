@@ -11,6 +11,7 @@ TRIALS ?=
 TRACES ?=
 GOODPUT ?=
 SOAK   ?=
+OVERLOAD ?=
 comma  := ,
 NIXL_TESTS ?= tests/nixl tests/contract/kvtransfer tests/chaos/test_kv_processes.py
 RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes.py
@@ -18,7 +19,7 @@ RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma nixl kv-trials bench bench-kv bench-split goodput observe real compiled load policies gateways soak clocks web docs lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma nixl kv-trials bench bench-kv bench-split goodput observe real compiled load policies gateways soak overload clocks web docs lock deploy-check clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +101,9 @@ gateways: $(VENV)/.dev ## two gateways with one view on the trace, and ten minut
 
 soak: $(VENV)/.dev ## fifteen minutes of load and churn, and what is left of it (SOAK="--minutes 2 --warm-up 1"; docs/performance.md)
 	$(PY) -m tests.load.soak $(SOAK)
+
+overload: $(VENV)/.dev ## twice capacity over HTTP with 600 open streams, and what must hold (four minutes; OVERLOAD="--runs 3"; docs/admission.md)
+	$(PY) -m tests.load.overload $(OVERLOAD)
 
 clocks: $(VENV)/.dev ## five minutes of the trace live and on the virtual clock, side by side (docs/replay.md)
 	$(PY) -m tests.load.two_clocks
