@@ -46,8 +46,9 @@ class Follow:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        known = await _looks(self._reloader.paths)
-        self._task = asyncio.create_task(self._run(known), name="follow the configuration")
+        """Begin. The first look counts as a change: what was edited since the files were read is not missed."""
+        first = await _looks(self._reloader.paths)
+        self._task = asyncio.create_task(self._run(first), name="follow the configuration")
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -55,8 +56,8 @@ class Follow:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    async def _run(self, known: dict[Path, Look | None]) -> None:
-        last = known
+    async def _run(self, last: dict[Path, Look | None]) -> None:
+        known: dict[Path, Look | None] | None = None
         while True:
             await asyncio.sleep(POLL_S)
             now = await _looks(self._reloader.paths)
@@ -75,9 +76,9 @@ async def _looks(paths: Iterable[Path]) -> dict[Path, Look | None]:
 
 
 def _look(path: Path) -> Look | None:
-    """None: there is no such file, or nobody may look at it."""
+    """None: there is no such file, nobody may look at it, or no file can be called so."""
     try:
         found = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

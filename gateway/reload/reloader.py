@@ -108,6 +108,7 @@ class Reloader:
             self._keep(fresh, in_clear=loaded.in_clear)
         self.versions.add(fresh)
         self._show(fresh)
+        self._metrics.config_last_reload_successful.set(1)
         return fresh
 
     @property
@@ -270,7 +271,6 @@ class Reloader:
         self._metrics.config_version_info.clear()
         self._metrics.config_version_info.labels(str(version.number), version.hash).set(1)
         self._metrics.config_applied_timestamp_seconds.set(version.at)
-        self._metrics.config_last_reload_successful.set(1)
 
 
 def _matches(if_match: str, etag: str) -> bool:

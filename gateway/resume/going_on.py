@@ -117,7 +117,7 @@ class _Rest:
                 return await self._leg(booking), None
             except UpstreamBroke as broke:
                 booking.failed(broke)
-                return BROKE, broke
+                return BROKE, broke.with_traceback(None)  # that leads back to who keeps it: a cycle
 
     async def _leave(self) -> str:
         """Why there is no leave for another attempt; "" where there is. A turn of the budget is for a prefill."""

@@ -116,9 +116,15 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    folder: Path, groups: int = 2, speed: float = math.inf, more: str = "", poll_s: float = 0.03
+    folder: Path,
+    groups: int = 2,
+    speed: float = math.inf,
+    more: str = "",
+    poll_s: float = 0.03,
+    late: tuple[str, str] | None = None,
 ) -> AsyncIterator[Running]:
-    """`more` is appended to the configuration; `poll_s` is how often its files are looked at."""
+    """`more` is appended to the configuration; `poll_s` is how often its files are looked at; `late` is replaced in it
+    after it was read and before the gateway starts."""
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed)
     async with (
         running_fleet([spec] * groups) as members,
@@ -132,6 +138,8 @@ async def running(
             made.said.append(line)
 
         made.app = App(loaded.config, Origin(loaded, made.file, ENV, say))
+        if late is not None:
+            made.write((made.text() + more).replace(*late))
         with patch.object(follow, "POLL_S", poll_s):
             await made.app.start()
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from gateway.config import AutoRollback, Loaded, examine_text, from_engines
 from gateway.config.compare import changes, shown
 from gateway.metrics import Metrics
+from gateway.reload import follow
+from gateway.reload.follow import Follow
 from gateway.reload.generations import Generations
 from gateway.reload.reloader import Outcome
 from gateway.reload.trial import Tally, Trial, tallied, worse
@@ -228,3 +231,30 @@ async def test_a_change_that_cannot_be_taken_back_is_not_counted_as_taken_back(t
         assert outcome.result == "nothing"
         assert any("v2 was not taken back: the text of version 1 was not kept" in line for line in made.said)
         assert made.app.metrics.config_reload_total.labels("rolled_back").value == 0
+
+
+class Touched:
+    """Who follows `paths` and counts how often it was told of a change."""
+
+    def __init__(self, *paths: Path) -> None:
+        self.paths = paths
+        self.running = loaded(BASE)
+        self.told = asyncio.Semaphore(0)
+
+    async def changed(self) -> None:
+        self.told.release()
+
+
+async def test_the_first_look_counts_as_a_change_and_a_path_that_can_be_no_files_is_one_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "POLL_S", 0.01)
+    followed = Touched(tmp_path / "gateway.yaml", Path("no\0name"))
+    following = Follow(followed)
+    await following.start()
+    async with asyncio.timeout(5):
+        await followed.told.acquire()
+        (tmp_path / "gateway.yaml").write_text(BASE)
+        await followed.told.acquire()
+    await following.stop()
+    assert followed.told.locked()

@@ -47,6 +47,12 @@ async def test_a_saved_file_is_taken_over_within_a_second_and_said_in_one_line(t
         await made.hears("v3 (1 change: pools.chat.policy)")
 
 
+async def test_an_edit_between_reading_the_file_and_following_it_is_not_missed(tmp_path: Path) -> None:
+    async with running(tmp_path, late=LEAST) as made:
+        await made.hears("v2 (1 change: pools.chat.policy)")
+        assert made.app.gateway.snapshot.policies["chat"].name == "least_loaded"
+
+
 async def test_what_was_learnt_is_the_same_before_and_after_a_new_policy(tmp_path: Path) -> None:
     async with running(tmp_path) as made:
         for number in range(20):
