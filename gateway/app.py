@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import secrets
 import signal
@@ -28,6 +27,7 @@ from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
 from gateway.front import Front
 from gateway.gate import Gate
+from gateway.litter import Litter
 from gateway.lobby import Lobby
 from gateway.metrics import Metrics
 from gateway.observe.export import Tracer
@@ -137,6 +137,7 @@ class App:
         self._let_change(origin, rng)
         self._runners: list[web.AppRunner] = []
         self._servers: list[asyncio.Server] = []
+        self._litter = Litter(monotonic())
         self._sweeping: asyncio.Task[None] | None = None
         self._pulse: asyncio.TimerHandle | None = None
         self._follow_gauges()
@@ -165,8 +166,7 @@ class App:
             self._trial.start()
         self.url = await self._listen_api(self.config.listeners.api)
         self.admin_url = await self._listen_admin(self.config.listeners.admin)
-        gc.freeze()  # what exists now lives as long as the process: spare the collector from walking it
-        gc.set_threshold(10_000, 20, 50)  # requests leave no cycles behind; looking for them less often costs nothing
+        self._litter.settle()
 
     async def stop(self) -> None:
         """Not ready, accept nothing new, let running answers end within the limit, then close everything."""
@@ -313,6 +313,7 @@ class App:
                     front.sweep(now)
                 self._endpoints.sweep(now)
                 self.swap.sweep()
+                self._litter.sweep(now, self._gate.active)
             except Exception:  # no deadline may end because one connection could not be swept
                 log.exception("a sweep failed")
 
