@@ -114,7 +114,7 @@ NEUTRAL = shape_for(tp=4)
 MOST_CORRECTION = 4.0  # |ln| of a correction: from 1/55 to 55 times the prior
 PRIOR_VAR = 0.25  # a prior is believed within a factor of e^0.5 or so
 NOISE_VAR = 0.02**2  # of one observation beyond what is known of it
-REACH_GAIN, MOST_REACH_S = 0.05, 1.0  # weight of one observation of the API's cost, and the most it may be
+REACH_GAIN, MOST_REACH_S = 0.05, 1.0  # least weight of one observation of the API's cost, and the most it may be
 DRIFT_VAR = 0.003**2  # by which a truth may move between two observations
 
 
@@ -164,7 +164,7 @@ class Belief:
 
     __slots__ = (
         *("base_s", "context_s", "error", "floor_s", "flop_s", "layers", "layers_s", "pair_s", "prefill"),
-        *("request_s", "room", "sequence_s", "shape", "step", "token_s"),
+        *("_reached", "request_s", "room", "sequence_s", "shape", "step", "token_s"),
     )
 
     def __init__(self, shape: Shape = NEUTRAL) -> None:
@@ -172,6 +172,7 @@ class Belief:
         self.prefill, self.layers, self.step = Gauge(), Gauge(), Gauge()
         self.error = PRIOR_VAR
         self.request_s, self.room = shape.request_s, shape.budget_tokens
+        self._reached = 1  # a prior counts as one observation
         self.settle()
 
     def settle(self) -> None:
@@ -185,7 +186,9 @@ class Belief:
 
     def reached(self, seen_s: float) -> None:
         """How long a request was on its way to the engine's scheduler, as far as one first token tells."""
-        self.request_s += REACH_GAIN * (min(MOST_REACH_S, max(0.0, seen_s)) - self.request_s)
+        self._reached += 1
+        gain = max(REACH_GAIN, 1.0 / self._reached)
+        self.request_s += gain * (min(MOST_REACH_S, max(0.0, seen_s)) - self.request_s)
 
     def missed(self, predicted_s: float, actual_s: float) -> None:
         """How far a prediction of a time to first token was off: the error bars."""

@@ -51,8 +51,8 @@ class Averages:
 def ttft_s(timeline: Timeline, load: EndpointLoad, left: int, at: int, now: float) -> float:
     """Expected seconds until the first token of a prompt that is sent now, with `left` tokens to compute behind `at`.
 
-    Step by step, as far as they are known: what is queued and this prompt fill steps up to their budget, and a first
-    token comes when its step ends. What arrives later and is put into the same step is not foreseen.
+    From the end of the step under way, or of the decode step that it meets, in whole steps. What arrives later and is
+    put into its last step is not foreseen.
     """
     timeline.advance(load, now)
     belief, batch = load.belief, timeline.batch
@@ -63,7 +63,7 @@ def ttft_s(timeline: Timeline, load: EndpointLoad, left: int, at: int, now: floa
     if start < enters:
         start = start + ceil((enters - start) / timeline.decode_s - 1e-9) * timeline.decode_s if batch else enters
     tokens, pairs = timeline.queued_tokens + left, timeline.queued_pairs + left * (at + 0.5 * left)
-    steps = ceil(tokens / max(1, belief.room - batch))
+    steps = 1.0 + tokens / max(1, belief.room - batch)  # the last is not full, but will be fuller than is known now
     prompts_s = max(tokens * belief.token_s, belief.prefill.factor * belief.shape.weights_s)
     spent_s = prompts_s + pairs * belief.pair_s + steps * timeline.over_s
     short = left + at - load.kv_free
