@@ -101,6 +101,7 @@ class AccessLog:
     ) -> None:
         """`dropped` counts the lines that got lost."""
         self._fd = _open(where)
+        self.on = self._fd is not None
         self._dropped = dropped
         self.blocks = blocks
         self._flush_s = flush_s
@@ -110,10 +111,6 @@ class AccessLog:
         self._size = 0
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.Future[None] | None = None
-
-    @property
-    def on(self) -> bool:
-        return self._fd is not None
 
     def write(self, line: AccessLine) -> None:
         encoded = self._encode(line)
@@ -169,7 +166,7 @@ class AccessLog:
                 self._begin()
         if self._fd is not None and self._fd > 2 and self._writing is None:
             os.close(self._fd)
-        self._fd = None
+        self._fd, self.on = None, False
 
 
 def _open(where: str) -> int | None:

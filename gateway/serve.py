@@ -33,7 +33,7 @@ from gateway.split import dispatch as split
 from gateway.split.handoffs import Handoffs
 from policies import run
 from policies.fingerprint import Fingerprint
-from policies.model import Ask
+from policies.model import Ask, Pick
 
 log = logging.getLogger("penstock")
 
@@ -108,11 +108,12 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     if route.trial is not None:
         route = route.trial.side(x, call.request, route)
     x.model = route.name
-    x.parsed_at = monotonic()
+    x.parsed_at = admitted_at = monotonic()
     if wish.hasty or not route.room.take():
         route = await _enter(gateway, snapshot, x, route, call)
+        admitted_at = monotonic()
     with route.room:
-        x.admitted_at = monotonic()
+        x.admitted_at = admitted_at
         if route.split is None:
             await _dispatch(gateway, x, client, route, call)
         else:
@@ -164,9 +165,8 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
             if pick is None:
                 raise nobody(x, route)
             x.picked_at = monotonic()
-            gateway.accounts.picked(x, policy, ask, pick)
-            if route.shadows is not None:
-                route.shadows.picked(x, route, ask, pick)
+            if route.watched:
+                _watch(gateway, x, route, ask, pick)
             with endpoints.book(pick, request, fingerprint) as booking:
                 x.booked(route.room, ask, pick)
                 try:
@@ -181,6 +181,13 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
     finally:
         if x.retrying:
             gateway.gate.give_back_turn()
+
+
+def _watch(gateway: Gateway, x: Exchange, route: Route, ask: Ask, pick: Pick) -> None:
+    """A pick, before its place is taken: accounts and shadows note what the booking is about to change."""
+    gateway.accounts.picked(x, route.policy, ask, pick)
+    if route.shadows is not None:
+        route.shadows.picked(x, route, ask, pick)
 
 
 def _apologise(x: Exchange, client: Client) -> None:

@@ -37,6 +37,7 @@ class Route(msgspec.Struct, frozen=True):
     """Where a model name leads. `name` is the canonical one, also for aliases.
 
     candidates  those who serve whole requests
+    watched     somebody reads beliefs of them: only then is there something to note at a pick
     slo         the promise to requests that name none
     low_first   whether its engines take a low number in a body's `priority` for urgent
     overflow    names and penalties of the smaller models that may serve in place of a refusal
@@ -51,6 +52,7 @@ class Route(msgspec.Struct, frozen=True):
     policy: Policy
     candidates: tuple[Candidate, ...]
     room: Room
+    watched: bool = False
     slo: Slo = STANDARD
     low_first: bool = False
     overflow: tuple[tuple[str, float], ...] = ()
@@ -182,6 +184,7 @@ def build(
             _among(policies[pool], candidates[pool]),
             members,
             rooms[pool].room,
+            rooms[pool].believes,
             levels.named(model.slo),
             any(each.endpoint.engine is EngineKind.VLLM for each in members),
             tuple((tier.model, tier.penalty) for tier in model.overflow),

@@ -69,7 +69,7 @@ class Policy(msgspec.Struct, frozen=True):
 
     `score` is what all scorers say together; it follows from them, whatever is given.
     `reads_beliefs` says that it looks at belief, timeline or outlook of an EndpointLoad: elsewhere these rest.
-    `terms` names the parts of each candidate's score, for a policy that can say more than a number about its picks.
+    `terms` names the parts of each candidate's score, for a policy that reads beliefs and can say more than a number.
     `parts` prices halves of a request, for a policy that can also decide whether to split it (split.py).
     """
 

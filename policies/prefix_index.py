@@ -144,6 +144,7 @@ class PrefixIndex:
         self._next_to_trim = 0
         self._lengths = ladder()
         self._places = np.array(self._lengths) - 1
+        self._looked_up: tuple[Fingerprint, int] | None = None  # the newest, and its known rungs while they are true
         self._holders: list[_Holder] = []
         self._oldest_alive: list[int] = []
         self._blocks = 0
@@ -158,6 +159,7 @@ class PrefixIndex:
         """
         reach = [0] * len(self._holders)
         rungs = self._known(fingerprint, 0, bisect_right(self._lengths, len(fingerprint.keys)))
+        self._looked_up = fingerprint, rungs
         if not rungs:
             return reach
         self._measure(fingerprint, rungs - 1, reach)
@@ -227,6 +229,13 @@ class PrefixIndex:
                 high = middle
         return low
 
+    def _known_still(self, fingerprint: Fingerprint, high: int) -> int:
+        """As `_known`, before entries change: who was looked up last is mostly the one who is given a place now."""
+        looked_up, self._looked_up = self._looked_up, None
+        if looked_up is not None and looked_up[0] is fingerprint:
+            return min(looked_up[1], high)
+        return self._known(fingerprint, 0, high)
+
     def _fresh(self, fingerprint: Fingerprint, stamp: int, high: int) -> int:
         """The first rung below `high` that does not bear `stamp`: mostly none, so the last is asked first."""
         if high and self._bears(fingerprint, high - 1, stamp):
@@ -253,7 +262,7 @@ class PrefixIndex:
             return
         holder = self._holder(slot)
         tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
-        known = self._known(fingerprint, 0, rungs)
+        known = self._known_still(fingerprint, rungs)
         fresh = self._fresh(fingerprint, holder.stamp, known)
         if fresh == rungs:
             return
@@ -320,6 +329,7 @@ class PrefixIndex:
         """The slot holds at most `kept_tokens` of this prompt: for one that died before its first token."""
         if slot >= len(self._holders) or not len(fingerprint.keys):
             return
+        self._looked_up = None
         tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
         rungs = bisect_right(self._lengths, len(fingerprint.keys))
         first = bisect_right(self._lengths, kept_tokens / tokens_per_block if tokens_per_block else 0)

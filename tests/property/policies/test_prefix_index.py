@@ -25,6 +25,7 @@ class Unbounded(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex(1 << 20)
         self.naive: list[set[bytes]] = [set() for _ in range(SLOTS)]
+        self.asked: tuple[Fingerprint, bytes] | None = None
 
     def depth(self, slot: int, prompt: bytes) -> int:
         blocks = 0
@@ -53,9 +54,20 @@ class Unbounded(RuleBasedStateMachine):
 
     @rule(prompt=prompts, tail=tails)
     def match(self, prompt: bytes, tail: bytes) -> None:
-        believed = self.index.match(PRINTS.of(b"s", prompt + tail), len(prompt + tail))
+        fingerprint = PRINTS.of(b"s", prompt + tail)
+        believed = self.index.match(fingerprint, len(prompt + tail))
         expected = [self.depth(slot, prompt) * BLOCK for slot in range(SLOTS)]
         assert believed + [0] * (SLOTS - len(believed)) == expected
+        self.asked = fingerprint, prompt
+
+    @precondition(lambda self: self.asked is not None)
+    @rule(slot=slots)
+    def give_what_was_asked(self, slot: int) -> None:
+        """At once, as the line does, or after others have come and gone."""
+        assert self.asked is not None
+        fingerprint, prompt = self.asked
+        self.index.insert(fingerprint, slot, fingerprint.n_bytes)
+        self.naive[slot] |= {prompt[:end] for end in range(BLOCK, len(prompt) + 1, BLOCK)}
 
 
 class Bounded(RuleBasedStateMachine):
