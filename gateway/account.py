@@ -10,8 +10,8 @@ import asyncio
 import logging
 import os
 import sys
+from _thread import start_new_thread
 from contextlib import suppress
-from threading import Thread
 from time import monotonic, time
 
 import msgspec
@@ -130,9 +130,11 @@ class AccessLog:
             self._begin()
 
     def _begin(self) -> None:
-        """Hand what there is to a daemon thread: a sink that blocks must not keep the process alive."""
+        """Hand what there is to a thread that keeps no process alive, for a sink may block. Thread.start() would wait
+        until it runs, and with it the loop, for as long as others have the processor."""
+        assert self._fd is not None
         self._writing = self._loop.create_future()
-        Thread(target=self._write, args=(self._fd, self._take()), daemon=True).start()
+        start_new_thread(self._write, (self._fd, self._take()))
 
     def _write(self, fd: int, block: bytes) -> None:
         try:
