@@ -1,0 +1,34 @@
+"""Lines of the access log are written by threads that the event loop does not wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway import account
+from gateway.account import AccessLine, AccessLog
+from gateway.meters import Counter
+
+LINE = AccessLine(0.0, "req_1", "127.0.0.1", "/v1/chat/completions", 429, "refused", 10)
+
+
+async def test_the_loop_goes_on_before_the_thread_that_writes_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+    monkeypatch.setattr(account, "start_new_thread", lambda write, given: begun.append((write, given)))
+    file, dropped = tmp_path / "access.jsonl", Counter()
+    log = AccessLog(str(file), 0.0, asyncio.get_running_loop(), blocks=False, dropped=dropped)
+    log.write(LINE)
+    while not begun:
+        await asyncio.sleep(0)
+    assert file.read_bytes() == b""
+    ((write, given),) = begun
+    write(*given)
+    await log.close()
+    assert file.read_bytes().count(b'"req_1"') == 1
+    assert dropped.value == 0
