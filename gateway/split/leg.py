@@ -80,7 +80,7 @@ class Leg(Errand):
     def close(self) -> None:
         """Close its connection if it is still open; nothing is heard of it any more."""
         if self._tell is not None:
-            self._tell = self.relay.on_first = None
+            self._forget()
             self.cancel()
 
     def cancel(self) -> None:
@@ -157,10 +157,14 @@ class Leg(Errand):
 
     def _end(self, problem: UpstreamBroke | None) -> None:
         self._connection = self._done = self._connecting = None
-        ended, self._tell = self._tell, None
-        self.relay.on_first = None  # it knows the pair as well, and no token may have come
+        ended = self._tell
+        self._forget()
         if ended is not None:
             ended(problem)
+
+    def _forget(self) -> None:
+        """Whom it would tell of anything: they know the pair, which knows this, and no ring may be left."""
+        self._tell = self._on_sent = self.relay.on_first = None
 
 
 def _nobody(_: UpstreamBroke | None) -> None:

@@ -134,14 +134,15 @@ class House:
 
 
 def configuration(groups: list[Group], policy: str) -> str:
-    """The file: a pool for whole requests and one for split ones. The index is small, so that it is soon full."""
+    """The file: a pool for whole requests, whose streams go on elsewhere, and one for split ones, whose end. The index
+    is small, so that it is soon full."""
     pools = {
         WHOLE: f"    policy: {policy}\n    admission: priced\n    shadow: [least_loaded]\n",
         SPLIT: "",
     }
     text = (
         "prefix: {index: 1MiB}\n"
-        f"models:\n  - {{name: {WHOLE}, pool: {WHOLE}}}\n"
+        f"models:\n  - {{name: {WHOLE}, pool: {WHOLE}, resume: {{}}}}\n"
         f"  - {{name: {SPLIT}, pool: {SPLIT}, split: {{dialect: vllm_nixl, threshold_tokens: 64, hysteresis: 0}}}}\n"
         "pools:\n"
     )

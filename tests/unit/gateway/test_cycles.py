@@ -72,6 +72,13 @@ async def broke_within_the_answer(running: House) -> None:
     assert (await running.ask()).fate == "error_event"
 
 
+async def broke_and_went_on_elsewhere(running: House) -> None:
+    running.groups[0].faults.set("reset-mid-stream:after=3")
+    fates = [(await running.ask()).fate for _ in range(2)]
+    assert fates == ["ok", "ok"]
+    assert running.metric("penstock_resumes_total") > 0
+
+
 async def nobody_answered(running: House) -> None:
     for group in running.groups:
         group.faults.set("5xx")
@@ -82,13 +89,14 @@ async def nobody_answered(running: House) -> None:
     "way",
     [
         *(served, refused, left_before_the_answer, left_within_the_answer),
-        *(broke_and_was_retried, broke_within_the_answer, nobody_answered),
+        *(broke_and_was_retried, broke_within_the_answer, broke_and_went_on_elsewhere, nobody_answered),
     ],
 )
 async def test_a_request_that_ends_in_any_way_leaves_nothing_for_the_collector(
     way: Callable[[House], Awaitable[None]],
 ) -> None:
-    async with house(speed=20.0) as running:
+    models = [{"name": "demo-8b", "pool": "main"} | ({"resume": {}} if way is broke_and_went_on_elsewhere else {})]
+    async with house(speed=20.0, models=models) as running:
         await running.ask()
         with nothing_left():
             await way(running)
