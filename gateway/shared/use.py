@@ -40,11 +40,11 @@ class Use:
         """What was used since this was last asked."""
         digest, news = self._digest, self._news
         charged, news.charged = news.charged, {}
-        for rows in _some((digest(pool), digest(tenant), tokens) for (pool, tenant), tokens in charged.items()):
+        for rows in some((digest(pool), digest(tenant), tokens) for (pool, tenant), tokens in charged.items()):
             yield words.Charged(rows)
         taken, news.taken = news.taken, {}
         quotas = self._gate.quotas.by_tenant
-        for taking in _some(
+        for taking in some(
             (digest(tenant), quotas[tenant].spent(requests, tokens, now))
             for tenant, (requests, tokens) in taken.items()
             if tenant in quotas and (requests or tokens)
@@ -66,8 +66,8 @@ class Use:
         self._news.taken.clear()
 
     def _inside(self, pool: str, members: Iterable[Member]) -> Iterator[words.Inside]:
-        for some in _some(members):
-            yield words.Inside(self._digest(pool), some)
+        for part in some(members):
+            yield words.Inside(self._digest(pool), part)
 
     # Hearing
 
@@ -94,8 +94,8 @@ class Use:
                 room.sessions.elsewhere(message.members, age_s, now)
 
 
-def _some(rows: Iterable[T]) -> Iterator[list[T]]:
+def some(rows: Iterable[T]) -> Iterator[list[T]]:
     """MOST_ROWS at a time."""
     left = iter(rows)
-    while some := list(islice(left, MOST_ROWS)):
-        yield some
+    while part := list(islice(left, MOST_ROWS)):
+        yield part

@@ -22,7 +22,7 @@ from gateway.shared.memory import Memory, in_parts
 from gateway.shared.news import News
 from gateway.shared.peers import GONE_S, Peers
 from gateway.shared.seal import Refused, Seal
-from gateway.shared.use import Use
+from gateway.shared.use import MOST_ROWS, Use, some
 from gateway.shared.warming import State as Warmth
 from gateway.shared.warming import Warming
 from policies.foreign import NOTHING, Share, foreign, own
@@ -36,7 +36,6 @@ Frame = tuple[bytes, bytes]
 HEARTBEAT_S = 0.5
 BODY_BYTES = 32 << 10
 NAMES_KEPT = 16384
-MOST_ROWS = 1000  # of one message
 LATE_S = GONE_S
 OUT = frozenset({State.EJECTED, State.DEAD})
 
@@ -134,9 +133,8 @@ class View:
     def _tell_rest(self) -> list[Frame]:
         news, frames = self.news, []
         if news.confirmed:
-            answers = [(self._digest(endpoint), believed, found) for endpoint, believed, found in news.confirmed]
-            parts = (answers[at : at + MOST_ROWS] for at in range(0, len(answers), MOST_ROWS))
-            frames += [self._frame(words.Confirmed(part)) for part in parts]
+            answers = ((self._digest(endpoint), believed, found) for endpoint, believed, found in news.confirmed)
+            frames += [self._frame(words.Confirmed(part)) for part in some(answers)]
             news.confirmed = []
         if news.moved:
             told = [(self._digest(endpoint), state, cause) for endpoint, state, cause in news.moved]
