@@ -34,16 +34,14 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
 
     What cannot be continued exactly is served as everywhere else.
     """
-    terms = None
-    if route.resume is not None and booking.endpoint.engine is EngineKind.VLLM:
-        terms = terms_of(call)
-    if terms is None or route.resume is None:
+    resume, terms = route.resume, terms_of(call) if booking.endpoint.engine is EngineKind.VLLM else None
+    if resume is None or terms is None:
         x.ledger = None
         await legs.single(route, x, call, client, booking)
         return
     served = booking.endpoint.served_model or route.name
     sent = telling(call, served)
-    ledger = x.ledger = Ledger(terms, route.resume.tokens)
+    ledger = x.ledger = Ledger(terms, resume.tokens)
     recorder = Recorder(ledger, ledger.first, served, call.asked_model)
     headers = legs.answer_headers(x, booking.endpoint.name)
     relay = Recorded(headers, x.first_token, client.http_1_0, recorder, gaps=x.gaps)
@@ -100,10 +98,11 @@ class _Rest:
 
     async def attempt(self, problem: UpstreamBroke) -> tuple[str, UpstreamBroke | None]:
         """What came of it in a word, and what broke if another attempt is due."""
-        x, endpoints = self._x, self._gateway.endpoints
+        x, endpoints, obstacle = self._x, self._gateway.endpoints, self._ledger.standing
+        if problem.kind == "shutdown":
+            return problem.kind, None
         assert x.pick is not None
         x.retries.append(x.pick.candidate.endpoint.name)
-        obstacle = "shutdown" if problem.kind == "shutdown" else self._ledger.standing
         if not obstacle and self._ledger.whole:
             self._close()
             return CLOSED, None
