@@ -33,8 +33,8 @@ from gateway.app import App
 from gateway.config import load
 
 CALLBACKS = frozenset(("Front.data_received", "Connection.data_received", "Outbox.flush", "Accounts.settle"))
-WARM_UP, COUNTED = 64, 65
-SHORT, LONG = 8, 40  # chunks of two streams: what one costs more than the other is what chunks cost
+WARM_UP, COUNTED = 32, 33
+SHORT, LONG = 4, 24  # chunks of two streams: what one costs more than the other is what chunks cost
 QUESTION = "How does a water wheel work? ################"
 HEAD = (
     "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nUser-Agent: bench/1\r\nAccept: */*\r\n"
@@ -52,8 +52,8 @@ class Kind:
 
 
 def kinds() -> list[Kind]:
-    """What is counted. A stream's chunks come 3 ms apart, so that each is read by itself."""
-    stream = {chunks: [paced(chunks, 3000, 3000)] for chunks in (SHORT, LONG)}
+    """What is counted. A stream's chunks come 10 ms apart, so that each is read by itself."""
+    stream = {chunks: [paced(chunks, 10_000, 10_000)] for chunks in (SHORT, LONG)}
     long_prompts = prompt_tree(2_000, random.Random(2_000))
     return [
         Kind("plain", "round_robin", [chat_body(QUESTION, stream=False)]),
