@@ -4,7 +4,7 @@
 
 Real processes on 127.0.0.1: eight mock groups, a gateway, and a load generator in two processes. A run: the idle
 machine's loopback, half of capacity while 600 long answers are opened, 30 s at twice capacity with clients that obey
-Retry-After, a minute at half, 20 s at twice capacity with clients that retry by their own back-off, 20 s at half.
+Retry-After, a minute at half, 20 s at twice capacity with clients that retry by their own back-off, 40 s at half.
 Capacity is found on the virtual clock. Exit status: 1 when a median over the runs misses its bound. Four minutes a run,
 of two cores; other load on the machine shows in the round trips to a server that does nothing.
 """

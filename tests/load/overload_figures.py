@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from planner.bench.stats import percentile
-from tests.load.overload_load import Knock, Knocks, Stream, Try
+from tests.load.overload_load import LAST_RETRY_S, Knock, Knocks, Stream, Try
 from tests.load.overload_plan import SLO, Plan
 
 RECOVERED_S, WATCHED_S = 10.0, 20.0
@@ -50,7 +50,7 @@ class Figures(msgspec.Struct, frozen=True):
     accepted, accepted_good   requests let in during the spike, and the share of them that kept both budgets
     good_after      good requests let in 10 to 20 s after the spike, those of clients who came back too, over new ones
     fresh_after     of those new ones, the share let in at once and good
-    calm_after      the same after the storm, whose clients do not come back
+    calm_after      the same after the storm, once its last clients have tried for the last time
     first_retry     of the clients refused in the spike and told when to come, the share let in when they did
     told            share of the refused who were told a time
     tries           sendings per client in the storm
@@ -106,7 +106,8 @@ def figures(plan: Plan, seen: Knocks, streams: Sequence[Stream], refusals: Mappi
     waited = [one for one in in_overload if _reason(one, refusals) in WAITED]
     accepted = [one for one in seen.knocks if one.tries[-1].status == 200 and _within(one.tries[-1].due_s, spike)]
     after = spike[1] + RECOVERED_S, spike[1] + WATCHED_S
-    calm = storm[1] + RECOVERED_S, storm[1] + WATCHED_S
+    over_s = storm[1] + LAST_RETRY_S  # until then those who do not obey come again
+    calm = over_s + RECOVERED_S, over_s + WATCHED_S
     return Figures(
         idle=times(seen.idle_s),
         busy=times([took for at, took in seen.busy_s if _within(at, spike) or _within(at, storm)]),

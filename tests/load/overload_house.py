@@ -32,6 +32,9 @@ READY_S = 3.0 + 2 * STILL_KNOCKS * STILL_EVERY_S
 """From a plan to its beginning: the load generator starts and looks at the idle machine first."""
 
 TICKS = os.sysconf("SC_CLK_TCK")
+LOAD = "tests.load.overload_load"
+BEHIND = ("nice", "-n", "10")
+"""Who reads the streams would have a machine of its own elsewhere: it does not keep a core from the others."""
 
 
 class House:
@@ -93,7 +96,10 @@ def load(plan: Plan, house: House) -> tuple[Knocks, list[Stream], int, dict[str,
     """Carry the plan out: what clients saw, requests that reached the engines from the storm on, and shares of a core
     that gateway and engines took in the spike."""
     with ExitStack() as stack:
-        asking = [stack.enter_context(_generator(part, plan)) for part in ("streams", "knocks")]
+        asking = [
+            stack.enter_context(_generator(plan, *BEHIND, sys.executable, "-m", LOAD, "streams")),
+            stack.enter_context(_generator(plan, sys.executable, "-m", LOAD, "knocks")),
+        ]
         spike, storm = plan.window("spike"), plan.window("storm")
         _until(plan.begin_s + spike[0])
         before = house.cpu_s()
@@ -131,9 +137,8 @@ def _piped(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def _generator(part: str, plan: Plan) -> Iterator[subprocess.Popen[bytes]]:
+def _generator(plan: Plan, *command: str) -> Iterator[subprocess.Popen[bytes]]:
     """A part of the load generator at work; ended in any case."""
-    command = [sys.executable, "-m", "tests.load.overload_load", part]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV)
     try:
         assert process.stdin is not None

@@ -32,6 +32,7 @@ from tests.load.overload_plan import (
 OBEDIENT_RETRIES = 2  # what OpenAI's SDKs do unless told otherwise
 DEAF_RETRIES = 5
 SHORT_BACKOFF_S, LONG_BACKOFF_S = 0.5, 8.0  # theirs, where nothing was said or nobody listens
+LAST_RETRY_S = sum(min(LONG_BACKOFF_S, SHORT_BACKOFF_S * 2**number) for number in range(DEAF_RETRIES))
 STILL_KNOCKS, STILL_EVERY_S = 400, 0.01
 BUSY_STILL_EVERY_S = 0.1
 LAST_WORDS_S = 10.0

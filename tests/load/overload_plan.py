@@ -52,7 +52,7 @@ PHASES = (
     Phase("spike", 30.0, 2.0),
     Phase("after", 60.0, BASE),
     Phase("storm", 20.0, 2.0, obey=False),
-    Phase("calm", 20.0, BASE),
+    Phase("calm", 40.0, BASE),
 )
 
 
@@ -118,10 +118,12 @@ def _replayed(rate: float, seed: int) -> Iterator[bool]:
     phases = (Phase("settling", SETTLED_S, 1.0), Phase("judged", JUDGED_S, 1.0), Phase("last words", 15.0, 1.0))
     names = count(PRIVATE)
     open_ = [
-        _request(STREAM_PROMPT, STREAM_OUTPUT, OPENED_S + at * OPENED_WITHIN_S / STREAMS, names)
+        trace_request(STREAM_PROMPT, STREAM_OUTPUT, OPENED_S + at * OPENED_WITHIN_S / STREAMS, names)
         for at in range(STREAMS)
     ]
-    asked = [_request(one.prompt_tokens, one.output_tokens, one.due_s, names) for one in arrivals(phases, rate, seed)]
+    asked = [
+        trace_request(one.prompt_tokens, one.output_tokens, one.due_s, names) for one in arrivals(phases, rate, seed)
+    ]
     ends_s = SETTLED_S + JUDGED_S
     options = Options(seed, expected_output=None, standard=SLO, horizon_s=ends_s + 40.0)
     spec = FleetSpec("overload", (GROUP,), block_tokens=16)
@@ -131,7 +133,7 @@ def _replayed(rate: float, seed: int) -> Iterator[bool]:
             yield record.good
 
 
-def _request(prompt_tokens: int, output_tokens: int, arrival_s: float, names: Iterator[int]) -> TraceRequest:
+def trace_request(prompt_tokens: int, output_tokens: int, arrival_s: float, names: Iterator[int]) -> TraceRequest:
     """One whose prompt is like no other."""
     blocks = tuple(next(names) for _ in range(-(-prompt_tokens // BLOCK_TOKENS)))
     return TraceRequest(arrival_s, prompt_tokens, output_tokens, blocks)
