@@ -2,7 +2,7 @@
 
 OUT gets a copy of the rooms with extension modules beside the sources; run it with OUT as the working directory or on
 PYTHONPATH. Optional: the sources run as they are, and tests run on them. It needs a C compiler, Python's headers, some
-minutes and 350 MB of memory. CFLAGS are the compiler's; unless they are set, debugging information, five sixths of a
+minutes and 250 MB of memory. CFLAGS are the compiler's; unless they are set, debugging information, five sixths of a
 module, is left out.
 """
 
