@@ -325,9 +325,10 @@ class PricedAdmission:
 
 
 def _kv_booked(candidates: Sequence[Candidate]) -> float:
-    """The share of the fleet's KV that is booked; 0 where its size is not known."""
+    """The share of the fleet's KV that is booked, shared prefixes once; 0 where its size is not known."""
     kv_tokens = fleet_kv_tokens(candidates)
-    return sum(each.load.kv_booked for each in candidates if each.load.available) / kv_tokens if kv_tokens else 0.0
+    loads = [each.load for each in candidates if each.load.available]
+    return sum(load.timeline.kv_ratio * load.kv_booked for load in loads) / kv_tokens if kv_tokens else 0.0
 
 
 def _mean(mean: float | None, value: float) -> float:

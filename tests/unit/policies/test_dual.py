@@ -73,6 +73,19 @@ def test_in_lasting_overload_the_queue_must_be_shorter() -> None:
     assert refused(made, fleet, View()) > 0.5
 
 
+def test_booked_kv_asks_a_price_only_as_far_as_the_engines_really_hold_it() -> None:
+    fleet = queued(0.1)
+    for each in fleet:
+        each.load.kv_booked = 900_000
+    made = admission()
+    made.tick(NOW, fleet)
+    assert refused(made, fleet, View()) > 0.1
+    for each in fleet:
+        each.load.timeline.kv_ratio = 0.5  # prefixes in common
+    made.tick(NOW, fleet)
+    assert refused(made, fleet, View()) == 0
+
+
 def test_those_who_wait_count_as_queue() -> None:
     assert refused(admission(), queued(0.5), View(waiting=40, waiting_s=20.0)) > 0.9
 
