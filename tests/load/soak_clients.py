@@ -92,7 +92,7 @@ class Clients:
         body, began, timeline, heads = self._body(kind, rng), time.monotonic(), Timeline(), dict[str, str]()
         headers = {
             "x-session-id": f"s{rng.randrange(SESSIONS)}",
-            "x-slo-class": rng.choice(("interactive", "standard")),
+            "x-slo-class": rng.choice(("standard", "batch")),
         }
         try:
             async with asyncio.timeout(rng.uniform(0.0, 0.05) if kind.leaves == 0.0 else None):
