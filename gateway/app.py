@@ -202,6 +202,7 @@ class App:
             self._pulse.cancel()
         self.gateway.handoffs.close()
         self._endpoints.close()
+        self.gateway.accounts.settle()
         await self._tracer.close()
         await self._log.close()
 

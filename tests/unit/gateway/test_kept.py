@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from random import Random
 
 import pytest
 
+from gateway.account import AccessLog, Accounts
 from gateway.exchange import Exchange
 from gateway.explain import Explained, before, runner_up
 from gateway.kept import Kept, judge, judge_whole, outcome_of
 from gateway.metrics import Metrics
+from gateway.observe.export import Tracer
 from gateway.openai import Api, Call
 from gateway.relay import Relay, Usage
 from policies import run
@@ -214,3 +217,19 @@ def test_what_is_kept_to_be_explained_holds_no_fingerprint() -> None:
     explained = Explained(2)
     explained.keep(x)
     assert x.asked.fingerprint is None
+
+
+async def test_requests_are_accounted_at_the_end_of_the_turn_and_one_that_cannot_be_costs_no_other_its_own() -> None:
+    loop, metrics = asyncio.get_running_loop(), Metrics()
+    log = AccessLog("off", 0.0, loop, blocks=False, dropped=metrics.inside.log_lines_dropped_total)
+    accounts = Accounts(metrics, log, Tracer(metrics, Random(1)), loop)
+    broken, refused = exchange(1), exchange(2)
+    broken.relay = answered(0.5, 0.5, 1)  # of whose pick nothing is known
+    refused.status, refused.outcome, refused.reason = 503, "refused", "no_capacity"
+    accounts.close(broken)
+    accounts.close(refused)
+    assert not dict(metrics.requests_total.children())
+    await asyncio.sleep(0)
+    assert {labels: each.value for labels, each in metrics.requests_total.children()} == {
+        ("demo", "503", "no_capacity"): 1.0
+    }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from policies.filters import fits_context
+from policies.filters import fits_context, telling
 from policies.model import Candidate, Slo
+from policies.presets import ORDINARY
 from policies.tiers import Tier, alternatives
 from tests.unit.policies.builders import ask, candidate
 
@@ -21,6 +22,11 @@ def test_endpoints_for_short_contexts_are_kept_from_long_prompts() -> None:
     assert list(fits_context(ask(8000, 192), [short, long, any_])) == [short, long, any_]
     assert list(fits_context(ask(8000, 193), [short, long, any_])) == [long, any_]
     assert list(fits_context(ask(40000, 100), [short, long, any_])) == [any_]
+
+
+def test_contexts_are_looked_at_only_where_some_endpoint_has_a_limit() -> None:
+    assert telling(ORDINARY, [sized(0, None), sized(1, 8192)]) == ORDINARY
+    assert telling(ORDINARY, [sized(0, None)]) == tuple(keep for keep in ORDINARY if keep is not fits_context)
 
 
 def test_the_tier_that_loses_least_is_asked_first() -> None:
