@@ -131,8 +131,8 @@ def figures(plan: Plan, seen: Knocks, streams: Sequence[Stream], refusals: Mappi
 
 
 def good(knock: Knock) -> bool:
-    """Whether its answer was whole and kept both budgets, counted from the try that was let in."""
-    if not knock.whole or knock.first_s is None or knock.last_s is None:
+    """Whether its answer was whole, or still flowing at the run's end, and kept both budgets from the try let in on."""
+    if not (knock.whole or knock.cut) or knock.first_s is None or knock.last_s is None:
         return False
     tpot_s = (knock.last_s - knock.first_s) / max(1, knock.tokens - 1)
     return knock.first_s - knock.tries[-1].due_s <= SLO.ttft_s and tpot_s <= SLO.tpot_s

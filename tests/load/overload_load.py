@@ -50,7 +50,7 @@ class Try(msgspec.Struct):
 
 
 class Knock(msgspec.Struct):
-    """One client's request: all its tries, and its answer. `whole`: the answer came to its end."""
+    """One client's request: all its tries, and its answer. `whole`: that came to its end; `cut`: the run ended first."""
 
     number: int
     phase: int
@@ -59,6 +59,7 @@ class Knock(msgspec.Struct):
     last_s: float | None = None
     tokens: int = 0
     whole: bool = False
+    cut: bool = False
 
 
 class Stream(msgspec.Struct):
@@ -184,6 +185,7 @@ class Door:
         if asked.status == 200 and timeline.first_s is not None and timeline.last_s is not None:
             knock.first_s, knock.last_s = timeline.first_s - zero_s, timeline.last_s - zero_s
             knock.tokens, knock.whole = timeline.tokens, timeline.done and timeline.error is None
+            knock.cut = not asked.ended.done() or asked.ended.cancelled()
 
 
 async def knocks(plan: Plan) -> Knocks:

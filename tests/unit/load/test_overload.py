@@ -6,6 +6,7 @@ import asyncio
 from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.framing import parse_head
 from tests.load.overload_client import Asked, Line, Lines, request
@@ -49,6 +50,9 @@ def test_a_promise_counts_from_the_try_that_was_let_in_and_holds_for_both_budget
     assert not good(answered(late, ttft_s=5.1))
     assert not good(answered(late, tpot_s=0.26))
     assert not good(refused(late))
+    broken = replace(answered(late), whole=False)
+    assert not good(broken)
+    assert good(replace(broken, cut=True))
 
 
 def test_refusals_at_the_door_are_told_from_those_after_waiting() -> None:
