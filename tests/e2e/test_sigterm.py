@@ -67,18 +67,18 @@ async def ended(home: Gateway, streams: int, tokens: int, wholes: int = 0) -> Co
         return Counter(await asyncio.gather(*tasks))
 
 
-def fates(folder: Path, shutdown: str, streams: int, tokens: int, wholes: int = 0) -> Counter[str]:
+def fates(folder: Path, speed: str, shutdown: str, streams: int, tokens: int, wholes: int = 0) -> Counter[str]:
     with (
-        mock_fleet("--speed", "4", "--max-num-seqs", "512") as urls,
+        mock_fleet("--speed", speed, "--max-num-seqs", "512") as urls,
         gateway(folder, CONFIG.format(*urls, grace="1s", shutdown=shutdown)) as home,
     ):
         return asyncio.run(ended(home, streams, tokens, wholes))
 
 
 def test_no_open_stream_is_truncated(tmp_path: Path) -> None:
-    assert fates(tmp_path, "20s", streams=500, tokens=300) == {"whole": 500}
+    assert fates(tmp_path, "4", "20s", streams=500, tokens=300) == {"whole": 500}
 
 
 def test_who_is_not_done_at_the_limit_is_told_to_ask_again(tmp_path: Path) -> None:
-    told = fates(tmp_path, "500ms", streams=100, tokens=20_000, wholes=20)
+    told = fates(tmp_path, "0.25", "1s", streams=100, tokens=20_000, wholes=20)
     assert told == {"told": 100, "503 shutting_down true close": 20}
