@@ -50,7 +50,7 @@ class Try(msgspec.Struct):
 
 
 class Knock(msgspec.Struct):
-    """One client's request: all its tries, and its answer. `whole`: that came to its end; `cut`: the run ended first."""
+    """One client's request: all its tries, and its answer, which is `whole`, or `cut` off by the end of the run."""
 
     number: int
     phase: int
