@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, median
 
 import msgspec
 
@@ -38,7 +39,8 @@ class Figures(msgspec.Struct, frozen=True):
     wasted          prompt tokens computed for requests that were not served, as a share of all computed
     long_kept       share of prompts above 32k tokens that were served well
     jain            Jain's index over tenants' attainment: 1 when all fare alike; `worst_tenant`: the least attainment
-    ttft_error, tpot_error  mean relative error of what was predicted at the pick (MAPE); None if nothing was
+    ttft_error, tpot_error  mean relative error of what was predicted at the pick, from there to the first token, over
+                            what it turned out to be (MAPE); ttft_error_p50: the median; None if nothing was
     at_first_retry  of requests that were refused once and came again, the share let in then; None if there were none
     pick_us         microseconds per decision
     """
@@ -68,6 +70,7 @@ class Figures(msgspec.Struct, frozen=True):
     classes: Mapping[str, Share]
     tenants: Mapping[str, Share]
     ttft_error: float | None
+    ttft_error_p50: float | None
     tpot_error: float | None
     at_first_retry: float | None
     preemptions: int
@@ -91,6 +94,8 @@ def figures(run: Run, from_s: float = 0.0, to_s: float | None = None) -> Figures
     ideal = sum(one.ideal_tokens for one in served)
     cached = sum(one.cached_tokens for one in served)
     wasted = sum(one.wasted_tokens for one in counted)
+    foreseen = _errors((one.predicted_ttft_s, _from_entry(one)) for one in served if not one.moved)
+    paced = _errors((one.predicted_tpot_s, one.tpot_s) for one in served if not one.moved)
     tenants = _shares(counted, lambda one: one.tenant)
     attained = [share.attainment for share in tenants.values()]
     return Figures(
@@ -118,8 +123,9 @@ def figures(run: Run, from_s: float = 0.0, to_s: float | None = None) -> Figures
         worst_tenant=min(attained, default=1.0),
         classes=_shares(counted, lambda one: one.slo.name),
         tenants=tenants,
-        ttft_error=_error((one.predicted_ttft_s, _from_entry(one)) for one in served if not one.moved),
-        tpot_error=_error((one.predicted_tpot_s, one.tpot_s) for one in served if not one.moved),
+        ttft_error=fmean(foreseen) if foreseen else None,
+        ttft_error_p50=median(foreseen) if foreseen else None,
+        tpot_error=fmean(paced) if paced else None,
         at_first_retry=_at_first_retry(counted),
         preemptions=sum(one.preemptions for one in counted),
         pick_us=run.pick_s / run.picks * 1e6 if run.picks else 0.0,
@@ -170,9 +176,9 @@ def _kept(records: Sequence[Record]) -> float | None:
     return sum(one.good for one in records) / len(records) if records else None
 
 
-def _error(pairs: Iterable[tuple[float | None, float | None]]) -> float | None:
-    errors = [abs(said - real) / real for said, real in pairs if said is not None and real]
-    return sum(errors) / len(errors) if errors else None
+def _errors(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
+    """Relative ones, of what was said against what it really was."""
+    return [abs(said - real) / real for said, real in pairs if said is not None and real]
 
 
 def _at_first_retry(records: Sequence[Record]) -> float | None:

@@ -211,6 +211,7 @@ def told(seen: Figures, load: float) -> dict[str, Any]:
         "long_kept": seen.long_kept,
         "wasted": seen.wasted,
         "ttft_error": seen.ttft_error,
+        "ttft_error_p50": seen.ttft_error_p50,
         "pick_us": seen.pick_us,
         "offered": seen.offered,
         "worst_tenant": seen.worst_tenant,

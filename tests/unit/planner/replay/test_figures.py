@@ -90,6 +90,7 @@ def test_errors_of_predictions_are_relative_to_what_came() -> None:
     one = record(0.0, predicted_ttft_s=0.6, predicted_tpot_s=0.04)
     told = figures(run(one, record(1.0)))
     assert (told.ttft_error, told.tpot_error) == (pytest.approx(0.2), pytest.approx(0.2))
+    assert told.ttft_error_p50 == pytest.approx(0.2)
 
 
 def test_first_retries_count_those_who_came_again() -> None:
