@@ -91,7 +91,7 @@ def _verdict(bounds: list[Bound], runs: int) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.load.overload", description="Twice capacity over HTTP.")
     parser.add_argument("--runs", type=int, default=1, choices=range(1, MAX_RUNS + 1))
-    parser.add_argument("--admission", default="priced", help="cap or none to compare: they miss most bounds")
+    parser.add_argument("--admission", default="priced", help="cap or another, to compare")
     parser.add_argument("--policy", default=POLICY)
     parser.add_argument("--capacity", type=float, help="requests a second, instead of finding it first")
     parser.add_argument("--ahead", action="store_true", help="run ahead of all else on this machine (root)")

@@ -33,7 +33,6 @@ POLICY = "prefix_aware"  # the default of a pool
 HELD = 0.9  # capacity is where so many keep both budgets, as in docs/goodput.md
 SETTLED_S, JUDGED_S = 50.0, 50.0
 
-
 BASE = 0.5
 """Before and after, in parts of capacity. Half of the capacity is promised to those who were refused and come back."""
 
