@@ -1,4 +1,4 @@
-"""Working sets of several gateways: whoever served what, all count the same contexts when they have heard each other."""
+"""Working sets of several gateways: whoever served what, all count the same contexts once they have heard."""
 
 from __future__ import annotations
 
