@@ -19,7 +19,7 @@ async def test_a_plain_policy_keeps_counters_and_predicts_nothing(tmp_path: Path
         for number in range(4):
             assert await made.ask(f"{number} words") == "ok"
         assert not any(load.believed or load.in_flight for load in loads)
-        assert all(load.timeline.steps == 0 for load in loads)
+        assert all(load.timeline.prefill_steps == 0 for load in loads)
         async with made.http.get(made.app.admin_url + "/metrics") as page:
             assert "penstock_ttft_prediction_error_ratio_count 0" in await page.text()
 
