@@ -41,7 +41,8 @@ def candidates(draw: st.DrawFn, slot: int = 0) -> Candidate:
     load.step_s, load.sequence_s = draw(st.floats(0.0, 1.0)), draw(st.floats(0.0, 1e-3))
     load.context_s, load.regret = draw(st.floats(0.0, 1e-6)), draw(share)
     load.kv_tokens, load.kv_booked = draw(st.one_of(st.none(), st.floats(1e3, 1e7))), draw(st.integers(0, 10**6))
-    load.expected_tokens = draw(st.integers(0, 10**5))
+    load.in_flight = draw(st.integers(0, 200))
+    load.expected_tokens = load.in_flight * draw(st.integers(0, 4000))
     load.strangers, load.waiting = draw(st.integers(0, 9)), draw(st.one_of(st.none(), st.integers(0, 9)))
     load.scraped_at, load.kv_usage = draw(st.sampled_from((None, 60.0, 99.0))), draw(st.one_of(st.none(), share))
     return Candidate(Endpoint("tp", "http://127.0.0.1:9000", "pool", "m"), load)
@@ -71,15 +72,26 @@ def test_more_of_the_prompt_cached_is_never_dearer(
     assert price(by, request, one, high, part) <= dear + 1e-9 * abs(dear)
 
 
-@given(prices, requests, candidates(), share, parts, st.integers(0, 10**6), st.integers(0, 10**5), share)
-def test_more_booked_memory_more_answers_to_come_and_more_regret_are_never_cheaper(
-    by: Prices, request: Request, one: Candidate, held: float, part: Part, kv: int, answers: int, regret: float
+@given(prices, requests, candidates(), share, parts, st.integers(0, 10**6), share)
+def test_more_booked_memory_and_more_regret_are_never_cheaper(
+    by: Prices, request: Request, one: Candidate, held: float, part: Part, kv: int, regret: float
 ) -> None:
     cached = int(held * request.prompt_tokens)
-    for field, more in (("kv_booked", kv), ("expected_tokens", answers), ("regret", regret)):
+    for field, more in (("kv_booked", kv), ("regret", regret)):
         before = price(by, request, one, cached, part)
         setattr(one.load, field, getattr(one.load, field) + more)
         assert price(by, request, one, cached, part) >= before - 1e-9 * abs(before)
+
+
+@given(prices, requests, candidates(), share, parts, st.integers(1, 200))
+def test_more_answers_under_way_of_the_same_length_are_never_cheaper(
+    by: Prices, request: Request, one: Candidate, held: float, part: Part, times: int
+) -> None:
+    cached = int(held * request.prompt_tokens)
+    before = price(by, request, one, cached, part)
+    one.load.in_flight *= times
+    one.load.expected_tokens *= times
+    assert price(by, request, one, cached, part) >= before - 1e-9 * abs(before)
 
 
 @given(prices, requests, candidates(), share, parts)
