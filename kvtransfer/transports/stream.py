@@ -133,7 +133,7 @@ class StreamLink:
     def join(self) -> None:
         """Wait until the thread has ended, however long it is at its last copy: whoever closes takes it that nobody
         writes any more. Not if that is the caller's own, or has yet to begin."""
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def drive(self, done: Callable[[], bool], timeout_s: float) -> bool:
