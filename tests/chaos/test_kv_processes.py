@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvtransfer.ends import How, Reason
+from kvtransfer.handles import Landing
 from kvtransfer.layout import KvLayout
 from kvtransfer.options import Options
 from tests.chaos.kv_peer import BLOCKS, TOKENS
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.parametrize("transport", [name for name in TRANSPORTS i
 
 # What is promised is 1 s; the rest is for a machine that does ten other things.
 NOTICED_S = 1.0 + 0.03 * PATIENCE_S
+TRIES = 3
 
 
 class Peer:
@@ -67,6 +69,23 @@ async def agent(transport: str, layout: KvLayout = SMALL) -> AsyncIterator[Group
         yield alone
 
 
+@asynccontextmanager
+async def under_way(transport: str, sink: Group, ready_layers: int) -> AsyncIterator[tuple[Peer, Landing]]:
+    """A source whose KV is being fetched. Where the machine starves, a link may be taken for lost before: then anew."""
+    ends = []
+    for _ in range(TRIES):
+        async with peer(transport, "source") as source:
+            there = await source.heard()
+            landing = sink.agent.fetch(there["address"], "r", BLOCKS, TOKENS, ticket=there["ticket"])
+            source.say("ready", ready_layers)
+            await until(lambda: landing.end or sink.agent.figures()["reservations"]["moving"], "nothing moves")  # noqa: B023
+            if landing.end is None:
+                yield source, landing
+                return
+            ends.append(landing.end)
+    raise AssertionError(f"nothing moves: {ends}")
+
+
 async def until(holds, what: str) -> None:  # type: ignore[no-untyped-def]
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
@@ -91,11 +110,7 @@ async def test_the_two_processes_can_do_it_at_all(transport: str) -> None:
 async def test_a_source_that_goes_away_is_noticed_and_never_lands(
     transport: str, number: signal.Signals, reasons: set[Reason]
 ) -> None:
-    async with agent(transport) as sink, peer(transport, "source") as source:
-        there = await source.heard()
-        landing = sink.agent.fetch(there["address"], "r", BLOCKS, TOKENS, ticket=there["ticket"])
-        source.say("ready", 1)
-        await until(lambda: sink.agent.figures()["reservations"]["moving"], "nothing moves")
+    async with agent(transport) as sink, under_way(transport, sink, 1) as (source, landing):
         began = time.monotonic()
         source.signal(number)
         end = await asyncio.wait_for(landing.ended(), PATIENCE_S)
@@ -132,10 +147,7 @@ async def test_a_sink_that_goes_away_gives_the_blocks_back(transport: str, numbe
 
 
 async def test_a_source_that_was_frozen_for_a_moment_goes_on(transport: str) -> None:
-    async with agent(transport) as sink, peer(transport, "source") as source:
-        there = await source.heard()
-        landing = sink.agent.fetch(there["address"], "r", BLOCKS, TOKENS, ticket=there["ticket"])
-        await until(lambda: sink.agent.figures()["reservations"]["moving"], "not accepted")
+    async with agent(transport) as sink, under_way(transport, sink, 0) as (source, landing):
         source.signal(signal.SIGSTOP)
         await asyncio.sleep(0.3)
         source.signal(signal.SIGCONT)
