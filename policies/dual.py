@@ -27,7 +27,7 @@ from policies.appraisal import Appraisal, appraise, left_s
 from policies.latency import prefill_s
 from policies.model import STANDARD, Ask, Candidate, Pick, Request
 from policies.pacing import Pace
-from policies.returns import Calendar, Key, ReturnTimes, identity
+from policies.returns import Calendar, ReturnTimes, identity
 from policies.sessions import SessionGate, WorkingSet, continuing, fleet_kv_tokens
 from policies.usage import Usage
 
@@ -142,17 +142,19 @@ class PricedAdmission:
         if early_s is not None:
             return Shed("early", early_s, f"This request was told to come back, which is due in {early_s:.1f} s.")
         promised = self._calendar.due(key, ask.now)  # its share of the work was set aside: it need not wait again
-        shed = self._refusal(ask, candidates, look, key, room) if room.at_door else self._too_late(ask, look, room)
+        shed = self._refusal(ask, candidates, look, room, promised) if room.at_door else self._too_late(ask, look, room)
         if shed is not None:
             self._usage.offered(ask.request.tenant, look.work_s, admitted=False)
             return shed
+        if promised or not self.price:
+            self._calendar.kept(key)
         turn = promised or not room.at_door or room.first(ask.request.tenant)
         if turn and room.busy < room.capacity and (promised or self._fluid(ask, candidates, look.count)):
             return ADMIT
         return Wait(room.limits.timeout_s)
 
     def _refusal(
-        self, ask: Ask, candidates: Sequence[Candidate], look: Appraisal, key: Key | None, room: RoomView
+        self, ask: Ask, candidates: Sequence[Candidate], look: Appraisal, room: RoomView, promised: bool
     ) -> Shed | None:
         """Why a newcomer may not even wait; None if it may."""
         request = ask.request
@@ -165,8 +167,7 @@ class PricedAdmission:
         if not self._sessions.admits(request.session, request.prompt_tokens + request.output_tokens, kv_tokens):
             return self._no_memory(ask, kv_tokens or 0.0)
         self._learn(ask, look)
-        if not self.price or self._calendar.due(key, ask.now):
-            self._calendar.kept(key)
+        if promised or not self.price:
             return None
         asked = self._asked(ask, look, first_s)
         if ask.rng.random() * (1.0 + asked) < 1.0:

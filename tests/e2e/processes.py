@@ -76,7 +76,7 @@ def gateway(folder: Path, config: str, **env: str) -> Iterator[Gateway]:
     file = folder / FILE
     file.write_text(whole(config))
     command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
-    with _running(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV | env) as process:
+    with running(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV | env) as process:
         assert process.stderr
         started = Gateway(process)
         started.hear(process.stderr)
@@ -87,13 +87,13 @@ def gateway(folder: Path, config: str, **env: str) -> Iterator[Gateway]:
 def mock_fleet(*options: str) -> Iterator[list[str]]:
     """The URLs of mock TP groups, two and without any waiting unless told otherwise."""
     command = [sys.executable, "-m", "mockgpu", "--port", "0", "--groups", "2", "--speed", "inf", "--json", *options]
-    with _running(command, stdout=subprocess.PIPE, env=ENV) as process:
+    with running(command, stdout=subprocess.PIPE, env=ENV) as process:
         assert process.stdout
         yield [json.loads(process.stdout.readline())["ready"] for _ in range(2)]
 
 
 @contextmanager
-def _running(command: list[str], **options: object) -> Iterator[subprocess.Popen[str]]:
+def running(command: list[str], **options: object) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command, text=True, **options) as process:  # type: ignore[call-overload]
         watchdog = threading.Timer(WITHIN_S * 4, process.kill)
         watchdog.daemon = True

@@ -83,7 +83,7 @@ def house(admission: str, policy: str, longest_s: float) -> Iterator[House]:
         file.write_text(_configuration(admission, policy, engines, log))
         serve = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
         running = stack.enter_context(
-            processes._running(serve, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV)
+            processes.running(serve, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV)
         )
         gateway = Gateway(running)
         assert running.stderr is not None
@@ -132,7 +132,7 @@ def _configuration(admission: str, policy: str, engines: list[str], log: Path) -
 
 @contextmanager
 def _piped(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    with processes._running([sys.executable, *arguments], stdout=subprocess.PIPE, env=ENV) as process:
+    with processes.running([sys.executable, *arguments], stdout=subprocess.PIPE, env=ENV) as process:
         yield process
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isfinite
 from random import Random
 
@@ -53,14 +54,23 @@ def price(by: Prices, request: Request, one: Candidate, held: int, part: Part) -
     return found
 
 
+def never_cheaper(
+    by: Prices, request: Request, one: Candidate, held: float, part: Part, worsen: Callable[[EndpointLoad], None]
+) -> None:
+    cached = int(held * request.prompt_tokens)
+    before = price(by, request, one, cached, part)
+    worsen(one.load)
+    assert price(by, request, one, cached, part) >= before - 1e-9 * abs(before)
+
+
 @given(prices, requests, candidates(), share, parts, st.floats(0.0, 100.0))
 def test_more_backlog_is_never_cheaper(
     by: Prices, request: Request, one: Candidate, held: float, part: Part, more_s: float
 ) -> None:
-    cached = int(held * request.prompt_tokens)
-    before = price(by, request, one, cached, part)
-    one.load.ready_at += more_s
-    assert price(by, request, one, cached, part) >= before - 1e-9 * abs(before)
+    def worsen(load: EndpointLoad) -> None:
+        load.ready_at += more_s
+
+    never_cheaper(by, request, one, held, part, worsen)
 
 
 @given(prices, requests, candidates(), share, share, parts)
@@ -72,26 +82,35 @@ def test_more_of_the_prompt_cached_is_never_dearer(
     assert price(by, request, one, high, part) <= dear + 1e-9 * abs(dear)
 
 
-@given(prices, requests, candidates(), share, parts, st.integers(0, 10**6), share)
-def test_more_booked_memory_and_more_regret_are_never_cheaper(
-    by: Prices, request: Request, one: Candidate, held: float, part: Part, kv: int, regret: float
+@given(prices, requests, candidates(), share, parts, st.integers(0, 10**6))
+def test_more_booked_memory_is_never_cheaper(
+    by: Prices, request: Request, one: Candidate, held: float, part: Part, kv: int
 ) -> None:
-    cached = int(held * request.prompt_tokens)
-    for field, more in (("kv_booked", kv), ("regret", regret)):
-        before = price(by, request, one, cached, part)
-        setattr(one.load, field, getattr(one.load, field) + more)
-        assert price(by, request, one, cached, part) >= before - 1e-9 * abs(before)
+    def worsen(load: EndpointLoad) -> None:
+        load.kv_booked += kv
+
+    never_cheaper(by, request, one, held, part, worsen)
+
+
+@given(prices, requests, candidates(), share, parts, share)
+def test_more_regret_is_never_cheaper(
+    by: Prices, request: Request, one: Candidate, held: float, part: Part, more: float
+) -> None:
+    def worsen(load: EndpointLoad) -> None:
+        load.regret += more
+
+    never_cheaper(by, request, one, held, part, worsen)
 
 
 @given(prices, requests, candidates(), share, parts, st.integers(1, 200))
 def test_more_answers_under_way_of_the_same_length_are_never_cheaper(
     by: Prices, request: Request, one: Candidate, held: float, part: Part, times: int
 ) -> None:
-    cached = int(held * request.prompt_tokens)
-    before = price(by, request, one, cached, part)
-    one.load.in_flight *= times
-    one.load.expected_tokens *= times
-    assert price(by, request, one, cached, part) >= before - 1e-9 * abs(before)
+    def worsen(load: EndpointLoad) -> None:
+        load.in_flight *= times
+        load.expected_tokens *= times
+
+    never_cheaper(by, request, one, held, part, worsen)
 
 
 @given(prices, requests, candidates(), share, parts)
