@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 import urllib.request
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -69,17 +70,21 @@ async def talk(
                 asked += 1
                 found += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
                 total += usage["prompt_tokens"]
-            agree(agreeing)
+            if agreeing:
+                agree(agreeing)
             asked += 1  # the next turn of each conversation is another gateway's
     return found / total
 
 
 def agree(gateways: tuple[Gateway, ...], within_s: float = 5.0) -> float:
-    """Seconds until all take the engines to hold as much."""
+    """Seconds until all take the engines to hold as much, for ten looks in a row: each may have given every engine as
+    many prompts as the other did before any of them has told."""
+    looks: deque[list[list[int]]] = deque(maxlen=10)
 
     def same() -> bool:
-        held = [[each["held_tokens"] for each in endpoints(gateway)] for gateway in gateways]
-        return all(max(slot) - min(slot) <= 2 for slot in zip(*held, strict=True))
+        looks.append([[each["held_tokens"] for each in endpoints(gateway)] for gateway in gateways])
+        agreed = all(max(slot) - min(slot) <= 2 for slot in zip(*looks[-1], strict=True))
+        return agreed and len(looks) == looks.maxlen and all(look == looks[0] for look in looks)
 
     return until(same, within_s)
 
