@@ -40,7 +40,7 @@ def main(out: Path) -> None:
         shutil.copytree(ROOT / room, out / room, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     os.chdir(out)
     sources = [f"gateway/{name}.py" for name in HOT] + [f"policies/{name}.py" for name in DECISIONS]
-    os.environ.setdefault("CFLAGS", "-g0")
+    os.environ.setdefault("CFLAGS", "-O2 -g0 -DNDEBUG -fwrapv")
     extensions = cythonize(sources, nthreads=os.cpu_count() or 1, compiler_directives=DIRECTIVES, quiet=True)
     build = Distribution({"ext_modules": extensions}).get_command_obj("build_ext")
     build.inplace, build.parallel = True, os.cpu_count()
