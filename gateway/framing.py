@@ -18,6 +18,7 @@ BODILESS = (204, 304)  # whatever their headers say
 
 _FACTS = re.compile(rb"\n(content-type|content-length|transfer-encoding|connection)[ \t]*:[ \t]*([^\r\n]*?)[ \t]*\r")
 _SIZES = {b"%x" % size: size for size in range(1, 4096)}  # as engines write them; whatever else there is: _SIZE
+_LINES = {len(line) + size + 4: line + b"\r\n" for line, size in _SIZES.items()}  # by the length of the whole chunk
 _SIZE = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]{0,8};[^\r\n]{0,256})?\r\n")
 
 
@@ -94,12 +95,13 @@ class Body(Protocol):
 class ChunkedBody:
     """Follows Transfer-Encoding: chunked through any splitting of the bytes."""
 
-    __slots__ = ("_crlf_due", "_need", "ended", "last_chunk", "partial", "surplus")
+    __slots__ = ("_clean", "_crlf_due", "_need", "ended", "last_chunk", "partial", "surplus")
 
     def __init__(self) -> None:
         self.ended = False
         self.surplus = 0
         self.last_chunk = -1
+        self._clean = True  # a size line is next: none of the three below is pending
         self._need = 0  # payload bytes missing from the current chunk
         self._crlf_due = False
         self.partial = b""  # an unfinished size line or CRLF
@@ -109,11 +111,9 @@ class ChunkedBody:
         return not (self._need or self._crlf_due)
 
     def feed(self, data: bytes) -> bytes:
-        if not (self._need or self._crlf_due or self.partial):
-            end = data.find(b"\r\n", 1, 5)
-            size = _SIZES.get(data[:end]) if end > 0 else None
-            if size is not None and len(data) == end + size + 4 and data.endswith(b"\r\n"):
-                return data[end + 2 : -2]  # exactly one whole chunk: what a token looks like
+        line = _LINES.get(len(data))
+        if line is not None and data.startswith(line) and data.endswith(b"\r\n") and self._clean:
+            return data[len(line) : -2]  # exactly one whole chunk: what a token looks like
         return self._feed(data)
 
     def _feed(self, data: bytes) -> bytes:
@@ -135,6 +135,7 @@ class ChunkedBody:
                 if at < end:
                     at = self._size(data, at)
         self.surplus = end - at if self.ended else 0
+        self._clean = not (self._need or self._crlf_due or self.partial)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _crlf(self, data: bytes, at: int) -> int:

@@ -19,7 +19,7 @@ from gateway.errand import Errand, Landing, landing
 from gateway.head import Head, begins_head, read_head
 from gateway.lobby import Lobby
 from gateway.outbox import Outbox
-from gateway.talk import Phase, Serve, Talk
+from gateway.talk import BODY, CLOSING, HEAD, IDLE, SERVING, Serve, Talk
 
 MAX_AHEAD = 64 * 1024  # bytes of further requests that may lie here while one is served; more stays in the socket
 MAX_READS = 16  # reads that a head may take; who drips it is for the lobby
@@ -74,11 +74,11 @@ class Front(Talk, asyncio.Protocol):
         if self._missing:
             hold(self._body_bytes - self._missing)
             self._hold, self._landing = hold, landing(self._outbox.loop)
-            self._enter(Phase.BODY)
+            self._enter(BODY)
             if self._ahead:  # the rest came before anybody asked for it
                 self._gather(self._ahead)
             await self._landing
-            self.phase = Phase.SERVING
+            self.phase = SERVING
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -89,7 +89,7 @@ class Front(Talk, asyncio.Protocol):
         tcp_keepalive(self.transport)
         peer = transport.get_extra_info("peername")
         self.address = peer[0] if isinstance(peer, tuple) else ""
-        self._enter(Phase.IDLE)
+        self._enter(IDLE)
         self._fronts.add(self)
         if len(self._fronts) > self._limits.connections:
             transport.close()
@@ -108,21 +108,21 @@ class Front(Talk, asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._resume_source()
-        if self._errand is None and self.phase is Phase.SERVING:  # the next request waited for its answer to be read
+        if self._errand is None and self.phase is SERVING:  # the next request waited for its answer to be read
             self._rest()
 
     def data_received(self, data: bytes) -> None:
         phase, head = self.phase, self._head
-        if phase is Phase.IDLE and head is not None and (extent := head.extent(data, 0)) is not None:
+        if phase is IDLE and head is not None and (extent := head.extent(data, 0)) is not None:
             start, end = extent
             if end == len(data) and end - start <= self._limits.body:  # what nearly always comes: one request, whole
                 self._begin(head, data[start:], end - start)
                 return
-        if phase is Phase.BODY:
+        if phase is BODY:
             self._gather(data)
-        elif phase is not Phase.CLOSING:
+        elif phase is not CLOSING:
             self._ahead = self._ahead + data if self._ahead else data
-            if phase is not Phase.SERVING:
+            if phase is not SERVING:
                 self._pump()
             elif len(self._ahead) > MAX_AHEAD and self.transport is not None:
                 self._reading_paused = True
@@ -137,7 +137,7 @@ class Front(Talk, asyncio.Protocol):
         """Serve what has come, one request after the other, until one of them has to wait."""
         data, self._ahead, at = self._ahead, b"", 0
         self._pumping = True
-        while at < len(data) and (self.phase is Phase.IDLE or self.phase is Phase.HEAD):
+        while at < len(data) and (self.phase is IDLE or self.phase is HEAD):
             head = self._head
             extent = None if head is None else head.extent(data, at)
             if head is None or extent is None:
@@ -155,14 +155,14 @@ class Front(Talk, asyncio.Protocol):
 
     def _keep(self, data: bytes) -> None:
         """What is no request yet, or not one whose turn it is: it waits here, or goes to the lobby."""
-        if self.phase is Phase.SERVING:
+        if self.phase is SERVING:
             self._ahead = data
-        elif self.phase is not Phase.CLOSING and self.transport is not None:
+        elif self.phase is not CLOSING and self.transport is not None:
             if self._reads < MAX_READS and begins_head(data):
                 self._ahead = data
                 self._reads += 1
-                if self.phase is Phase.IDLE:
-                    self._enter(Phase.HEAD)
+                if self.phase is IDLE:
+                    self._enter(HEAD)
             else:
                 self._move(self.transport, data)
 
@@ -171,7 +171,7 @@ class Front(Talk, asyncio.Protocol):
         self._body_bytes = length
         self._missing = length - len(body)
         self._reads = 0
-        self.phase = Phase.SERVING
+        self.phase = SERVING
         errand = self._errand = Errand(self._serve(self, head.api), self._served)
         errand.step()
 
@@ -186,7 +186,7 @@ class Front(Talk, asyncio.Protocol):
             self._rest()
 
     def _rest(self) -> None:
-        self._enter(Phase.IDLE)
+        self._enter(IDLE)
         if self._reading_paused and self.transport is not None:
             self._reading_paused = False
             self.transport.resume_reading()
@@ -204,7 +204,7 @@ class Front(Talk, asyncio.Protocol):
         if self.paused_at is not None:  # transports tell of a change alone, and this one has told it already
             lobby.pause_writing()
             lobby.paused_at = self.paused_at
-        lobby.take_over(data, self.since if self.phase is Phase.HEAD else None)
+        lobby.take_over(data, self.since if self.phase is HEAD else None)
 
     # Bodies that come in pieces
 
@@ -244,7 +244,7 @@ class Front(Talk, asyncio.Protocol):
     def _end(self) -> None:
         if self.transport is not None:
             self._outbox.flush()
-            self._enter(Phase.CLOSING)
+            self._enter(CLOSING)
             self.transport.close()
 
     def _close_gently(self) -> None:
