@@ -138,7 +138,23 @@ class Connection(asyncio.Protocol):
         relay = self._relay
         if relay is None:  # bytes nobody asked for: the connection is out of step
             self.abort()
+        elif self._pool.outbox.full:
+            self._pool.outbox.put_off(self, relay, data)
+        else:
+            self._pass_on(relay, data)
+
+    def catch_up(self, relay: Relay, data: bytes) -> None:
+        """What came for this relay and was put off."""
+        if self._relay is not relay:  # over since, and these bytes were too many
+            self.abort()
             return
+        try:
+            self._pass_on(relay, data)
+        except BaseException:  # the event loop closes a connection whose data_received() fails; here nobody would
+            self.abort()
+            raise
+
+    def _pass_on(self, relay: Relay, data: bytes) -> None:
         self.heard_at = now = monotonic()
         try:
             out = relay.feed(data, now)
@@ -152,6 +168,7 @@ class Connection(asyncio.Protocol):
             self._finish(None)
 
     def eof_received(self) -> None:
+        self._pool.outbox.hurry(self)
         relay = self._relay
         if relay is None or self._downstream is None or relay.state is DONE:
             return
@@ -164,6 +181,7 @@ class Connection(asyncio.Protocol):
         self._finish(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.outbox.hurry(self)
         self._transport = None
         self._pool.forget(self)
         self._finish(UpstreamBroke("reset", f"the connection to the engine was lost: {exc or 'closed'}"))
