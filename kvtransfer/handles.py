@@ -53,7 +53,7 @@ class Handle:
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
         self.end: End | None = None
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: set[asyncio.Future[None]] = set()
 
     async def ended(self) -> End:
         """Wait for the end. Afterwards the blocks are the engine's again, and nobody else touches them."""
@@ -63,15 +63,19 @@ class Handle:
 
     def wake(self) -> None:
         """Something has changed; on the loop."""
-        waiters, self._waiters = self._waiters, []
+        waiters, self._waiters = self._waiters, set()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
     async def _changed(self) -> None:
+        """An engine may wait a little while, again and again: who has gone is not kept."""
         waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
 
 
 class OfferKeeper(Protocol):

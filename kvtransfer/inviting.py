@@ -5,6 +5,7 @@ Not here: whether a landing is still wanted (sink.py), what registering is (tran
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,8 @@ from kvtransfer.commands import SendInvite
 from kvtransfer.hold import Hold
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Link, TransportError
+
+log = logging.getLogger("penstock")
 
 
 class Inviting:
@@ -52,7 +55,9 @@ class Inviting:
                 command = self._due[link].popleft()
             try:
                 grant = link.grant(command.invite.transfer, self._regions, command.blocks)
-            except TransportError as wrong:
+            except Exception as wrong:  # whatever a card says: the invitations behind it are still to be worked
+                if not isinstance(wrong, TransportError):
+                    log.exception("kv: the link to %s cannot register memory", link.peer)
                 with self._hold:
                     self._failed(command, str(wrong))
             else:

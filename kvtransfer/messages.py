@@ -38,6 +38,12 @@ class ProtocolError(Exception):
     """The peer said what nobody says here. The link it came from cannot be trusted any further."""
 
 
+def _check_blocks(data: bytes) -> None:
+    """Here, as a message is read: an invitation may be looked at much later, and then by the engine's own thread."""
+    if len(data) % 4:
+        raise ValueError(f"{len(data)} bytes are no list of blocks")
+
+
 class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Who an agent is. `epoch` is new with every start; `family`: what else must be equal besides the layout (weights,
     quantisation); `host`: equal exactly on one machine; `addresses`: by transport, where else it can be dialled."""
@@ -91,6 +97,9 @@ class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown
     ticket: TicketText | None = None
     grant: GrantBytes = b""
 
+    def __post_init__(self) -> None:
+        _check_blocks(self.blocks)
+
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
     """Source: here it comes. With both sides' blocks and layouts known, both compute the same plan. `layouts`: the
@@ -101,6 +110,9 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown
     group_layers: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
     window_bytes: Bytes
     layouts: Word = ""
+
+    def __post_init__(self) -> None:
+        _check_blocks(self.blocks)
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
@@ -158,7 +170,5 @@ def pack_blocks(blocks: Any) -> bytes:
 
 
 def unpack_blocks(data: bytes) -> NDArray[np.int64]:
-    """ProtocolError if these are no block numbers."""
-    if len(data) % 4:
-        raise ProtocolError(f"{len(data)} bytes are no list of blocks")
+    """The block numbers of a message."""
     return np.frombuffer(data, dtype="<u4").astype(np.int64)

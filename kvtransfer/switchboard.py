@@ -158,7 +158,7 @@ class Switchboard:
         """The other end is who it says. Is it one that we can work with?"""
         line.up, peer = True, line.session.peer
         assert peer is not None
-        reason = unfit(self.card, peer, line.session.version) or astray(line)
+        reason = unfit(self.card, peer, line.session.version) or astray(line) or self._late(line)
         if reason is not None:
             self._tally.refused[reason[0]] += 1
             self.lose(line.link, *reason)
@@ -173,6 +173,13 @@ class Switchboard:
         else:
             self._seek(self._transports[name], peer.addresses[name], line.address, line)
 
+    def _late(self, line: Line) -> tuple[Reason, str] | None:
+        """A better way that comes up when the line that led to it is gone: nobody waits for it any more, and another
+        may have been dialled meanwhile."""
+        if line.fallback is None or line.fallback.link in self._lines:
+            return None
+        return Reason.LINK_LOST, "the link that led here is gone"
+
     def _use(self, line: Line) -> list[Command]:
         """Sink: this line it is. The one that led to it is not needed any more."""
         peer = line.session.peer
@@ -186,8 +193,10 @@ class Switchboard:
 
     def _settle(self, address: str, fallback: Line | None, reason: Reason, detail: str) -> list[Command]:
         """Sink: a line did not come up. Take the next best, if there is one."""
-        if fallback is None or fallback.link not in self._lines:
+        if fallback is None:
             return self._sink.unlinked(address, reason, detail, self._clock.now())
+        if fallback.link not in self._lines:
+            return []  # who waited for it has been told; whoever waits by now waits for another
         log.warning("kv %s: %s not by the better way: %s", self.card.agent, address, detail)
         self._tally.faults["fallback"] += 1
         return self._use(fallback)

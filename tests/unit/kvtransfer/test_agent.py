@@ -194,6 +194,19 @@ async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
         assert one.cancelled() or one.cancelling()
 
 
+async def test_who_waits_a_little_while_again_and_again_is_not_kept() -> None:
+    async with groups("inproc", SMALL, SMALL) as (source, _):
+        offer = source.agent.offer("r", [0], 16, public=True)
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(offer.ended(), 0)
+            waiting = asyncio.create_task(offer.ended())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        assert not offer._waiters
+
+
 async def test_an_agent_that_closes_waits_for_the_last_copy_into_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, copy, go_on = threading.Event(), shm.copy_runs, threading.Event()
 

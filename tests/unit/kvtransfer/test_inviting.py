@@ -17,13 +17,17 @@ from kvtransfer.transports.base import TransportError
 
 
 class Slow:
-    """A link whose card takes as long as `go` is not set, and knows no transfer 3."""
+    """A link whose card takes as long as `go` is not set, knows no transfer 3, and fails at 2 as no card should."""
+
+    peer = "p"
 
     def __init__(self) -> None:
         self.go = threading.Event()
 
     def grant(self, transfer: int, regions: object, blocks: object) -> bytes:
         assert self.go.wait(20)
+        if transfer == 2:
+            raise OSError("what is this")
         if transfer == 3:
             raise TransportError("no")
         return b"%d" % transfer
@@ -46,14 +50,14 @@ class Host:
             self.inviting.put(SendInvite(self.link, invite, np.zeros(0, np.int64)))  # type: ignore[arg-type]
 
 
-def test_grants_take_their_time_without_the_lock_and_are_said_in_order() -> None:
+def test_grants_take_their_time_without_the_lock_and_are_said_in_order_whatever_the_card_does() -> None:
     clock = ThreadClock()
     host = Host(clock)
     for transfer in (1, 2, 3, 4):
         host.put(transfer)  # would wait for ever if the lock were held
     host.link.go.set()
     assert host.all.wait(20)
-    assert host.said == [(1, b"1"), (2, b"2"), (3, "no"), (4, b"4")]
+    assert host.said == [(1, b"1"), (2, "what is this"), (3, "no"), (4, b"4")]
     clock.close()
 
 

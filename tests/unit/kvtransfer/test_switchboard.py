@@ -17,7 +17,7 @@ from kvtransfer.messages import Card
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.session import Session
-from kvtransfer.transports.base import LinkOwner
+from kvtransfer.transports.base import Link, LinkOwner, TransportError
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
 from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, group, groups
@@ -88,6 +88,42 @@ async def test_a_better_way_that_leads_to_another_agent_is_not_taken() -> None:
     assert (await asyncio.wait_for(offer.ended(), PATIENCE_S)).landed
     assert sink.agent.figures()["faults"] == {"fallback": 1}
     for each in (sink, meant, other):
+        await each.agent.close()
+
+
+class Late(Shm):
+    """Shared memory whose first dial takes until `go` is set, and then perhaps fails."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.dialling, self.go, self._fails = threading.Event(), threading.Event(), fails
+
+    def dial(self, address: str) -> Link:
+        first = not self.dialling.is_set()
+        self.dialling.set()
+        assert self.go.wait(PATIENCE_S)
+        if first and self._fails:
+            raise TransportError("no memory")
+        return super().dial(address)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_better_way_that_comes_of_a_link_that_was_lost_is_nobodys(fails: bool) -> None:
+    """Whoever waited for it has been told, and whoever waits by now waits for another."""
+    late = Late(fails)
+    source, sink = await started("p", Tcp(), Shm()), await started("d", Tcp(), late)
+    source.agent.offer("r", [1], 16, public=True)
+    landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
+    assert await asyncio.to_thread(late.dialling.wait, PATIENCE_S)
+    (lost,) = sink.agent._board._lines
+    sink.agent.lost(lost, "gone")
+    assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).reason is Reason.LINK_LOST
+    again = sink.agent.fetch(source.agent.address, "r", [1], 16)
+    late.go.set()
+    end = await asyncio.wait_for(again.ended(), PATIENCE_S)
+    assert (end.landed, end.transport) == (True, "shm")
+    await until(lambda: sink.agent.figures()["links"] == 1)
+    for each in (sink, source):
         await each.agent.close()
 
 
