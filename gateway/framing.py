@@ -29,6 +29,7 @@ class FramingError(Exception):
 class Head(msgspec.Struct, frozen=True):
     """What the gateway needs of a response head. `length` is None for chunked and close-delimited bodies.
 
+    keep_alive  another answer may follow on its connection: this one has an end of its own
     plain   2xx with a body of a known length that is no event stream
     start   the first lines of our own answer: 200 and the engine's content type
     sized   the last line of our own head where the body keeps its length
@@ -62,12 +63,13 @@ def parse_head(head: bytes) -> Head:
     status, size = int(head[9:12]), None if length is None else int(length)
     content_type = facts.get(b"content-type", b"application/octet-stream")
     is_sse = content_type.startswith(b"text/event-stream")
+    framed = size is not None or coding is not None or status in BODILESS
     return Head(
         status,
         content_type,
         size,
         coding is not None,
-        facts.get(b"connection") != b"close" and head[7] == ord("1"),
+        framed and facts.get(b"connection") != b"close" and head[7] == ord("1"),
         is_sse,
         bool(size) and 200 <= status < 300 and status not in BODILESS and not is_sse,
         b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n" % content_type,
@@ -222,6 +224,7 @@ class RawBody:
 
 
 WHOLE: Body = LengthBody(0)  # a body that came with its head; it is never fed
+UNREAD: Body = RawBody()  # the body of an answer whose head is still to come; it is never fed either
 
 
 def body_for(head: Head) -> ChunkedBody | LengthBody | RawBody:

@@ -17,6 +17,7 @@ from gateway.answer import Failure, event_of
 from gateway.framing import (
     LAST_CHUNK,
     MAX_HEAD,
+    UNREAD,
     WHOLE,
     Body,
     ChunkedBody,
@@ -82,7 +83,7 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
 
 
-class Relay(msgspec.Struct, eq=False):
+class Relay:
     """One answer on its way through: feed() what arrives, write what it returns, until `state` is DONE.
 
     headers    our own response headers, each ending in CRLF, without status line and framing
@@ -97,36 +98,40 @@ class Relay(msgspec.Struct, eq=False):
     Times are those given to feed(); None until they happened.
     """
 
-    headers: bytes
-    on_first: Callable[[], None] | None = None
-    http_1_0: bool = False
-    renamer: Renamer | None = None
-    patient: bool = False
-    gaps: Histogram | None = None
+    __slots__ = (
+        *("_body", "_carry", "_counts", "_failed", "_finish", "_held", "_last", "_pending", "_reason", "_rebuild"),
+        *("_sse", "_usage", "bytes_out", "committed", "events", "first_byte_at", "first_token_at", "gaps", "head"),
+        *("headers", "http_1_0", "last_at", "on_first", "patient", "refusal", "refused", "renamer", "state"),
+    )
 
-    state: State = HEAD
-    head: Head | None = None
-    committed: bool = False
-    refused: bool = False
-    refusal: bytes = b""
-    events: int = 0
-    bytes_out: int = 0
-    first_byte_at: float | None = None
-    first_token_at: float | None = None
-    last_at: float | None = None
-
-    _body: Body = RawBody()  # replaced when the head is read; this one is never fed
-    _sse: bool = False
-    _rebuild: bool = False
-    _failed: bool = False
-    _pending: bytes = b""  # an unfinished head or first event
-    _carry: bytes = b""  # an unfinished event
-    _last: bytes = b""  # the newest payload, with the event it began in
-    _held: bytes = b""  # an unfinished size line, not shown yet
-    _usage: bytes = b""  # the newest payload that tells token counts
-    _reason: bytes = b""  # the newest payload that tells why generation ended, until it is read
-    _counts: Usage | None = None
-    _finish: str | None = None
+    def __init__(
+        self,
+        headers: bytes,
+        on_first: Callable[[], None] | None = None,
+        http_1_0: bool = False,
+        renamer: Renamer | None = None,
+        patient: bool = False,
+        gaps: Histogram | None = None,
+    ) -> None:
+        self.headers, self.on_first, self.http_1_0, self.renamer = headers, on_first, http_1_0, renamer
+        self.patient, self.gaps = patient, gaps
+        self.state = HEAD
+        self.head: Head | None = None
+        self.committed = self.refused = self._sse = self._rebuild = self._failed = False
+        self.events = self.bytes_out = 0
+        self.first_byte_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_at: float | None = None
+        self.refusal = b""
+        self._body: Body = UNREAD
+        self._pending = b""  # an unfinished head or first event
+        self._carry = b""  # an unfinished event
+        self._last = b""  # the newest payload, with the event it began in
+        self._held = b""  # an unfinished size line, not shown yet
+        self._usage = b""  # the newest payload that tells token counts
+        self._reason = b""  # the newest payload that tells why generation ended, until it is read
+        self._counts: Usage | None = None
+        self._finish: str | None = None
 
     @property
     def untouched(self) -> bool:
@@ -136,9 +141,8 @@ class Relay(msgspec.Struct, eq=False):
     @property
     def reusable(self) -> bool:
         """True when the engine's connection may carry another request."""
-        body = self._body
-        framed = body.ended and not body.surplus and not isinstance(body, RawBody)
-        return framed and self.head is not None and self.head.keep_alive
+        body, head = self._body, self.head
+        return head is not None and head.keep_alive and body.ended and not body.surplus
 
     def feed(self, data: bytes, now: float) -> bytes:
         """Bytes from the engine to bytes for the client. Raises UpstreamBroke when they make no sense."""
@@ -336,17 +340,20 @@ class Relay(msgspec.Struct, eq=False):
         self._last = self._usage = self._reason = (self._usage + payload)[-TAIL:] if self._usage else payload
 
     def _watch(self, payload: bytes, now: float) -> None:
-        """Look at a payload in passing. An event cut by the network is seen whole when its rest arrives."""
+        """Look at a payload in passing. An event cut by the network is seen whole when its rest arrives.
+
+        By find(): `in` takes bytes for a number first, which makes and drops an exception each time.
+        """
         window = self._carried(payload) if self._carry else payload
         self.events += window.count(_EVENT) + window.startswith(b"data:")
         if self.first_token_at is None and _CONTENT.search(window):
             self.first_token_at = now
             self._first()
-        if _USAGE in window:
+        if window.find(_USAGE) >= 0:
             self._usage = window
-        if _REASON in window:
+        if window.find(_REASON) >= 0:
             self._reason = window
-        if _ERROR in window and _ERROR_EVENT.search(window):
+        if window.find(_ERROR) >= 0 and _ERROR_EVENT.search(window):
             self._failed = True
         self._last = window
         if not window.endswith(b"\n\n"):

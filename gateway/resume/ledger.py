@@ -251,6 +251,8 @@ class Recorded(Relay):
     Its client is shown whole events alone, so it stands between two at any time.
     """
 
+    __slots__ = ()
+
     @property
     def at_seam(self) -> bool:
         """Whether an event could follow."""
@@ -281,6 +283,8 @@ class Recorded(Relay):
 
 class Continuation(Recorded):
     """What follows: the client has its head already."""
+
+    __slots__ = ()
 
     def _opening(self) -> bytes:
         return b""

@@ -37,7 +37,8 @@ def exchange(number: int = 1, **request: object) -> Exchange:
 
 
 def answered(first_s: float, last_s: float, tokens: int, events: int | None = None) -> Relay:
-    relay = Relay(b"", first_token_at=first_s, last_at=last_s, committed=True)
+    relay = Relay(b"")
+    relay.first_token_at, relay.last_at, relay.committed = first_s, last_s, True
     relay.events = tokens + 2 if events is None else events
     relay._counts = Usage(1000, tokens, 0)
     return relay
