@@ -108,15 +108,14 @@ class Flow:
 
 
 class Outlet:
-    """`claimed`: by transfer; `waiting`: names of invitations that came before their offers, by transfer; `newest`: the
-    last transfer's number, for numbers only grow: what is said of an old one is never taken for a new one's."""
+    """`claimed`: by transfer; `newest`: the last transfer's number, for numbers only grow: what is said of an old one
+    is never taken for a new one's."""
 
     def __init__(
         self, link: Link, card: Card, budget_bytes: int, regions: list[Region], seen: Callable[[int, float], None]
     ) -> None:
         self.card = card
         self.claimed: dict[int, Offer] = {}
-        self.waiting: dict[int, str] = {}
         self.newest = -1
         self.credits = Credits(max(1, budget_bytes))
         self._link, self._regions = link, regions

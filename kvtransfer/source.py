@@ -9,13 +9,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.commands import Admit, Bump, Command, Drop, Resolve, Send, reckoned
 from kvtransfer.credits import Bandwidth, Klass
 from kvtransfer.ends import Reason, end
+from kvtransfer.guests import Guests
 from kvtransfer.layout import fingerprint_of
 from kvtransfer.lease import Lease, LeaseError, LeaseEvent, LeaseState, advance
 from kvtransfer.leave import Leave, by_name
@@ -35,19 +35,10 @@ from kvtransfer.messages import (
 from kvtransfer.options import Options
 from kvtransfer.outlet import Offer, Outlet, Ware
 from kvtransfer.regions import Region
-from kvtransfer.remembered import Remembered
 from kvtransfer.reshard import LayoutMismatch, Plan, plan
 from kvtransfer.tally import Tally
 from kvtransfer.ticket import Ticket, renewed
 from kvtransfer.transports.base import Link
-
-
-class _Guest(msgspec.Struct, frozen=True):
-    """An invitation that came before its offer."""
-
-    link: Link
-    invite: Invite
-    until: float
 
 
 class SourceBook:
@@ -58,13 +49,11 @@ class SourceBook:
         self._offers: dict[int, Offer] = {}
         self._names: dict[str, Offer] = {}
         self._outlets: dict[Link, Outlet] = {}
-        self._guests: dict[str, _Guest] = {}
+        self._guests = Guests(options)
         self._leave = Leave(key, card, regions)
-        self._ended: Remembered[Reason] = Remembered(options.memory_s)
-        self._unwanted: Remembered[str] = Remembered(options.memory_s)
         self.bandwidth = Bandwidth()
         self._holders = np.zeros(min(region.blocks for region in regions), np.int32)
-        self._deadlines: list[tuple[float, int, str]] = []
+        self._deadlines: list[tuple[float, int]] = []
 
     @property
     def held(self) -> dict[str, int]:
@@ -84,7 +73,8 @@ class SourceBook:
 
     def due(self) -> float | None:
         """When `tick` is wanted next, or earlier."""
-        return self._deadlines[0][0] if self._deadlines else None
+        dues = [self._deadlines[0][0] if self._deadlines else None, self._guests.due()]
+        return min((due for due in dues if due is not None), default=None)
 
     def offer(self, number: int, ware: Ware, now: float) -> tuple[str, list[Command]]:
         """Protect blocks until fetched: (the ticket, what is due). Raises ValueError for what cannot be offered.
@@ -98,15 +88,12 @@ class SourceBook:
         self._offers[number] = self._names[ware.name] = offer
         self._holders[ware.distinct] += 1
         self._watch(offer)
-        self._ended.take(ware.name, now)
-        gave_up = self._unwanted.take(ware.name, now)
-        guest = self._guests.pop(ware.name, None)
-        if guest is None and gave_up is not None and by_name(ware, gave_up):
+        guest, gave_up = self._guests.offered(ware.name, now)
+        if guest is not None:
+            return offer.ticket, self._answer(offer, guest.link, guest.invite, None, now)
+        if gave_up is not None and by_name(ware, gave_up):
             return offer.ticket, self._over(offer, Reason.CANCELLED, f"{gave_up} gave up before", now)
-        if guest is None:
-            return offer.ticket, []
-        self._outlets[guest.link].waiting.pop(guest.invite.transfer)
-        return offer.ticket, self._answer(offer, guest.link, guest.invite, None, now)
+        return offer.ticket, []
 
     def ready(self, number: int, layers: int, now: float) -> list[Command]:
         """The first `layers` layers are computed: whatever groups that completes may leave."""
@@ -136,7 +123,7 @@ class SourceBook:
     def decline(self, name: str, detail: str, now: float) -> list[Command]:
         """No such offer will come: who waits for it need not, nor who comes to wait."""
         if name not in self._names:
-            self._ended.put(name, Reason.DECLINED, now)
+            self._guests.ended(name, Reason.DECLINED, now)
         return self._dismiss(name, Reason.DECLINED, detail)
 
     def close(self, now: float) -> list[Command]:
@@ -158,8 +145,7 @@ class SourceBook:
         outlet = self._outlets.pop(link, None)
         if outlet is None:
             return []
-        for name in outlet.waiting.values():
-            del self._guests[name]
+        self._guests.lost(link)
         hit = list(outlet.claimed.values())
         return [command for each in hit for command in self._over(each, reason, detail, now, tell=False)]
 
@@ -167,14 +153,13 @@ class SourceBook:
         """Leases whose time is up end; invitations that have waited too long are refused."""
         commands: list[Command] = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, number, name = heapq.heappop(self._deadlines)
-            offer, guest = self._offers.get(number), self._guests.get(name)
+            offer = self._offers.get(heapq.heappop(self._deadlines)[1])
             if offer is not None and offer.lease.deadline <= now:
                 commands += self._over(offer, Reason.LEASE_EXPIRED, "", now)
             elif offer is not None:
                 self._watch(offer)
-            elif not number and guest is not None and guest.until <= now:
-                commands += self._dismiss(name, Reason.NEVER_OFFERED, "")
+        for name in self._guests.overdue(now):
+            commands += self._dismiss(name, Reason.NEVER_OFFERED, "")
         return commands
 
     def invited(self, link: Link, invite: Invite, now: float) -> list[Command]:
@@ -191,8 +176,8 @@ class SourceBook:
                 return self._refuse(link, invite.transfer, shown)
             ticket = shown
         if offer is None:
-            ended = self._ended.look(invite.name, now)
-            return self._seat(link, invite, now) if ended is None else self._refuse(link, invite.transfer, ended)
+            refused = self._guests.seat(link, invite, now)
+            return [] if refused is None else self._refuse(link, invite.transfer, refused)
         return self._answer(offer, link, invite, ticket, now)
 
     def stopped(self, link: Link, message: Stop, now: float) -> list[Command]:
@@ -200,11 +185,8 @@ class SourceBook:
         if message.reason in (Reason.LANDED, Reason.LEASE_EXPIRED):
             raise ProtocolError(f"{message.reason} is no sink's reason to stop")
         outlet = self._outlets[link]
-        name = outlet.waiting.pop(message.transfer, None)
-        if name is not None:
-            del self._guests[name]
-            if message.reason is Reason.CANCELLED:
-                self._unwanted.put(name, outlet.card.agent, now)
+        unwanted_by = outlet.card.agent if message.reason is Reason.CANCELLED else None
+        if self._guests.give_up(link, message.transfer, unwanted_by, now):
             return []
         offer = outlet.claimed.get(message.transfer)
         return [] if offer is None else self._over(offer, message.reason, message.detail, now, tell=False)
@@ -251,25 +233,9 @@ class SourceBook:
         if ware.blocks.min() < 0 or ware.blocks.max() >= self._holders.size:
             raise ValueError(f"blocks lie between 0 and {self._holders.size}")
 
-    def _seat(self, link: Link, invite: Invite, now: float) -> list[Command]:
-        """Let an invitation wait for its offer, if there is room, one to a name."""
-        if invite.name in self._guests:
-            return self._refuse(link, invite.transfer, Reason.NAME_TAKEN)
-        if len(self._guests) >= self._options.most_waiting:
-            return self._refuse(link, invite.transfer, Reason.TOO_MANY_WAITING)
-        self._unwanted.take(invite.name, now)
-        until = now + min(invite.wait_s, self._options.patience_s)
-        self._guests[invite.name] = _Guest(link, invite, until)
-        self._outlets[link].waiting[invite.transfer] = invite.name
-        heapq.heappush(self._deadlines, (until, 0, invite.name))
-        return []
-
     def _dismiss(self, name: str, reason: Reason, detail: str) -> list[Command]:
-        guest = self._guests.pop(name, None)
-        if guest is None:
-            return []
-        del self._outlets[guest.link].waiting[guest.invite.transfer]
-        return self._refuse(guest.link, guest.invite.transfer, reason, detail)
+        guest = self._guests.leave(name)
+        return [] if guest is None else self._refuse(guest.link, guest.invite.transfer, reason, detail)
 
     def _refuse(self, link: Link, transfer: int, reason: Reason, detail: str = "") -> list[Command]:
         self._tally.refused[reason] += 1
@@ -369,7 +335,7 @@ class SourceBook:
         return True
 
     def _watch(self, offer: Offer) -> None:
-        heapq.heappush(self._deadlines, (offer.lease.deadline, offer.number, ""))
+        heapq.heappush(self._deadlines, (offer.lease.deadline, offer.number))
 
     def _over(self, offer: Offer, reason: Reason, detail: str, now: float, *, tell: bool = True) -> list[Command]:
         """The one way out. The blocks change hands at once: a source never waits, its readers find out."""
@@ -378,7 +344,7 @@ class SourceBook:
             reason = Reason.LEASE_EXPIRED
         del self._offers[offer.number], self._names[offer.ware.name]
         if reason in (Reason.REVOKED, Reason.LEASE_EXPIRED):
-            self._ended.put(offer.ware.name, Reason.GONE, now)
+            self._guests.ended(offer.ware.name, Reason.GONE, now)
         commands: list[Command] = []
         others: list[Command] = []
         transport = ""

@@ -1,0 +1,50 @@
+"""Invitations that wait for their offers: one to a name, for as long as was said and no longer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtransfer.ends import Reason
+from kvtransfer.guests import Guests
+from kvtransfer.messages import Invite
+from kvtransfer.options import Options
+
+LINK: Any = object()
+OTHER: Any = object()
+
+
+def asks(transfer: int, name: str, wait_s: float = 5.0) -> Invite:
+    return Invite(transfer, name, b"", 1, 0, wait_s, wait_s, 0, 1)
+
+
+def test_a_name_that_is_waited_for_anew_is_not_overdue_with_the_old_one() -> None:
+    guests = Guests(Options())
+    assert guests.seat(LINK, asks(1, "r"), 0.0) is None
+    assert guests.give_up(LINK, 1, None, 1.0)
+    assert guests.seat(LINK, asks(2, "r"), 2.0) is None
+    assert (guests.due(), guests.overdue(5.0)) == (5.0, [])
+    assert (guests.due(), guests.overdue(7.0)) == (7.0, ["r"])
+    assert guests.due() is None
+
+
+def test_so_many_may_wait_and_one_for_a_name_and_who_is_gone_leaves_room() -> None:
+    guests = Guests(Options(most_waiting=2))
+    assert guests.seat(LINK, asks(1, "a"), 0.0) is None
+    assert guests.seat(OTHER, asks(1, "a"), 0.0) is Reason.NAME_TAKEN
+    assert guests.seat(OTHER, asks(2, "b"), 0.0) is None
+    assert guests.seat(OTHER, asks(3, "c"), 0.0) is Reason.TOO_MANY_WAITING
+    guests.lost(OTHER)
+    assert list(guests) == ["a"]
+    assert not guests.give_up(OTHER, 2, "d", 0.0)
+    assert guests.seat(OTHER, asks(3, "c"), 0.0) is None
+
+
+def test_who_gave_up_is_told_of_once_and_an_end_for_a_while() -> None:
+    guests = Guests(Options(memory_s=30.0))
+    guests.seat(LINK, asks(1, "r"), 0.0)
+    guests.give_up(LINK, 1, "d", 1.0)
+    guests.ended("r", Reason.DECLINED, 2.0)
+    assert guests.seat(LINK, asks(2, "r"), 31.0) is Reason.DECLINED
+    assert guests.offered("r", 30.0) == (None, "d")
+    assert guests.offered("r", 30.0) == (None, None)
+    assert guests.seat(LINK, asks(3, "r"), 31.0) is None
