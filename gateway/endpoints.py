@@ -247,10 +247,20 @@ class EndpointTable:
             self.news.prompts.append((fingerprint, candidate.endpoint, request.prompt_tokens, None))
 
     def learn(self, fingerprint: Fingerprint, load: EndpointLoad, prompt_tokens: int) -> None:
-        """The endpoint was sent a prompt, by us or by another gateway."""
+        """The endpoint was sent a prompt."""
         index = self.prefixes.index
         index.insert(fingerprint, load.slot, prompt_tokens)
         load.held_tokens, load.regret = index.held_tokens(load.slot), index.regret(load.slot)
+
+    def learn_elsewhere(self, keys: list[int], load: EndpointLoad, tokens_per_block: float, kept: int | None) -> None:
+        """Another gateway sent the endpoint a prompt, told by its keys (policies/rungs.py); of one that was never
+        computed it holds `kept` tokens at most."""
+        index = self.prefixes.index
+        if kept is None:
+            index.insert_rungs(keys, load.slot, tokens_per_block)
+            load.held_tokens, load.regret = index.held_tokens(load.slot), index.regret(load.slot)
+        else:
+            index.trim_rungs(keys, load.slot, kept, tokens_per_block)
 
     def unlearn(self, fingerprint: Fingerprint, live: LiveEndpoint, kept_tokens: int, prompt_tokens: int) -> None:
         """A prompt of ours was never computed there."""

@@ -44,6 +44,10 @@ def ladder() -> list[int]:
     return lengths
 
 
+_Run = tuple[int, int, int, int]
+"""Neighbouring blocks: where they end, their holders, those other than the one who has them now, its stamp before."""
+
+
 class IndexStats(msgspec.Struct, frozen=True):
     """bytes: memory in use; blocks: entries; evictions: entries dropped at the cap; held_tokens: believed, per slot."""
 
@@ -144,7 +148,6 @@ class PrefixIndex:
         self._next_to_trim = 0
         self._lengths = ladder()
         self._places = np.array(self._lengths) - 1
-        self._looked_up: tuple[Fingerprint, int] | None = None  # the newest, and its known rungs while they are true
         self._holders: list[_Holder] = []
         self._oldest_alive: list[int] = []
         self._blocks = 0
@@ -158,8 +161,7 @@ class PrefixIndex:
         Bytes are scaled to tokens by `prompt_tokens / fingerprint.n_bytes`. Slots never seen are beyond the list's end.
         """
         reach = [0] * len(self._holders)
-        rungs = self._known(fingerprint, 0, bisect_right(self._lengths, len(fingerprint.keys)))
-        self._looked_up = fingerprint, rungs
+        rungs = self._known(fingerprint, bisect_right(self._lengths, len(fingerprint.keys)))
         if not rungs:
             return reach
         self._measure(fingerprint, rungs - 1, reach)
@@ -212,10 +214,11 @@ class PrefixIndex:
             return [slot] if holders >= oldest[slot] else []
         return [stamp & _SLOT for stamp in _stamps(holders) if stamp >= oldest[stamp & _SLOT]]
 
-    def _known(self, fingerprint: Fingerprint, low: int, high: int) -> int:
-        """The first rung in [low, high) without an entry, by halving; `high` if all are known, which is asked first."""
+    def _known(self, fingerprint: Fingerprint, high: int) -> int:
+        """The first rung below `high` without an entry, by halving; `high` if all are known, which is asked first."""
         item, lengths, shards, mask = fingerprint.keys.item, self._lengths, self._shards, self._shard_mask
-        if low < high:
+        low = 0
+        if high:
             key = item(lengths[high - 1] - 1)
             if key in shards[key & mask]:
                 return high
@@ -229,81 +232,58 @@ class PrefixIndex:
                 high = middle
         return low
 
-    def _known_still(self, fingerprint: Fingerprint, high: int) -> int:
-        """As `_known`, before entries change: who was looked up last is mostly the one who is given a place now."""
-        looked_up, self._looked_up = self._looked_up, None
-        if looked_up is not None and looked_up[0] is fingerprint:
-            return min(looked_up[1], high)
-        return self._known(fingerprint, 0, high)
-
-    def _fresh(self, fingerprint: Fingerprint, stamp: int, high: int) -> int:
-        """The first rung below `high` that does not bear `stamp`: mostly none, so the last is asked first."""
-        if high and self._bears(fingerprint, high - 1, stamp):
-            return high
-        low = 0
-        while low < high:
-            middle = (low + high) // 2
-            if self._bears(fingerprint, middle, stamp):
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def _bears(self, fingerprint: Fingerprint, rung: int, stamp: int) -> bool:
-        holders = self._at(fingerprint, rung)
-        return holders == stamp or (holders > _LANE and stamp in _stamps(holders))
-
     # -- learning
 
     def insert(self, fingerprint: Fingerprint, slot: int, prompt_tokens: int) -> None:
         """The slot was given this prompt and will hold all of it. Costs only what is new or was not touched lately."""
-        rungs = min(bisect_right(self._lengths, len(fingerprint.keys)), self._most_blocks)
-        if not rungs:
-            return
+        rungs = bisect_right(self._lengths, len(fingerprint.keys))
+        if rungs:
+            keys = fingerprint.keys[self._places[:rungs]].tolist()
+            self.insert_rungs(keys, slot, prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes)
+
+    def insert_rungs(self, keys: list[int], slot: int, tokens_per_block: float) -> None:
+        """As `insert`, by the keys at the ladder's lengths alone, of which there is at least one (rungs.py)."""
         holder = self._holder(slot)
-        tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
-        known = self._known_still(fingerprint, rungs)
-        fresh = self._fresh(fingerprint, holder.stamp, known)
-        if fresh == rungs:
-            return
-        self._make_room(rungs - fresh)  # not only for the unknown: room may be made among the known
-        keys = fingerprint.keys[self._places[fresh:rungs]].tolist()
-        self._enter(keys[known - fresh :], holder.stamp)
-        self._restamp(keys[: known - fresh], fresh, holder, tokens_per_block)
-        holder.gain((self._lengths[rungs - 1] - (self._lengths[fresh - 1] if fresh else 0)) * tokens_per_block)
-        self._oldest_alive[slot] = holder.oldest_alive()
+        keys = keys[: self._most_blocks]
+        self._make_room(len(keys))  # as if all were unknown: some may be room made among the known
+        fresh, runs = self._stamp(keys, holder.stamp)
+        if runs:
+            self._book(fresh, runs, holder, tokens_per_block)
+            self._oldest_alive[slot] = holder.oldest_alive()
 
-    def _enter(self, keys: list[int], stamp: int) -> None:
-        shards, mask, new = self._shards, self._shard_mask, 0
-        for key in reversed(keys):
-            shard = shards[key & mask]
-            if key not in shard:
-                new += 1
-            shard[key] = stamp
-        self._blocks += new
-
-    def _restamp(self, keys: list[int], rung: int, holder: _Holder, tokens_per_block: float) -> None:
-        """Stamps known blocks anew and moves them to the young end of their dict, deepest first, run by run."""
-        shards, mask, lengths = self._shards, self._shard_mask, self._lengths
-        end, run, renewed, previous, missed = rung + len(keys), -1, 0, 0, 0
-        oldest = self._oldest_alive[holder.stamp & _SLOT]
-        for at in range(end - 1, rung - 1, -1):
-            key = keys[at - rung]
+    def _stamp(self, keys: list[int], stamp: int) -> tuple[int, list[_Run]]:
+        """Stamps blocks anew and moves them to the young end of their dict, deepest first, until one bears the stamp
+        already: so do all before it. How many those are, and the runs of blocks whose holders were the same."""
+        shards, mask, runs = self._shards, self._shard_mask, list[_Run]()
+        run = renewed = -1
+        for end, key in zip(range(len(keys), 0, -1), reversed(keys), strict=True):
             shard = shards[key & mask]
             holders = shard.pop(key, 0)
             if holders != run:
-                holder.lose(previous, (lengths[end - 1] - lengths[at]) * tokens_per_block)
-                self._regret(missed, (lengths[end - 1] - lengths[at]) * tokens_per_block)
-                end, run = at + 1, holders
-                renewed, previous = self._without(holders, holder.stamp & _SLOT)
-                missed = 0 if renewed or previous >= oldest else holders
-                renewed = renewed << _LANE_BITS | holder.stamp
-            if not holders:
-                self._blocks += 1
+                if holders == stamp or (holders > _LANE and stamp in _stamps(holders)):
+                    shard[key] = holders
+                    return end, runs
+                run = holders
+                renewed, previous = self._without(holders, stamp & _SLOT)
+                runs.append((end, holders, renewed, previous))
+                renewed = renewed << _LANE_BITS | stamp
             shard[key] = renewed
-        start = lengths[rung - 1] if rung else 0
-        holder.lose(previous, (lengths[end - 1] - start) * tokens_per_block)
-        self._regret(missed, (lengths[end - 1] - start) * tokens_per_block)
+        return 0, runs
+
+    def _book(self, fresh: int, runs: list[_Run], holder: _Holder, tokens_per_block: float) -> None:
+        """All these runs are young in the holder's book and no longer old; who has evicted them regrets it."""
+        lengths, oldest = self._lengths, self._oldest_alive[holder.stamp & _SLOT]
+        low, done = fresh, lengths[fresh - 1] if fresh else 0
+        holder.gain((lengths[runs[0][0] - 1] - done) * tokens_per_block)
+        for end, holders, others, previous in reversed(runs):
+            if holders:
+                tokens = (lengths[end - 1] - done) * tokens_per_block
+                holder.lose(previous, tokens)
+                if not others and previous < oldest:
+                    self._regret(holders, tokens)
+            else:
+                self._blocks += end - low
+            low, done = end, lengths[end - 1]
 
     def _regret(self, holders: int, tokens: float) -> None:
         """Blocks that all these slots have evicted are computed once more: each is missed where it was."""
@@ -314,7 +294,7 @@ class PrefixIndex:
 
     def _without(self, holders: int, slot: int) -> tuple[int, int]:
         """The live holders other than `slot`, and the stamp that slot had (0: none)."""
-        others, previous = 0, 0
+        others = previous = 0
         for stamp in _stamps(holders):
             if stamp & _SLOT == slot:
                 previous = stamp
@@ -327,13 +307,17 @@ class PrefixIndex:
 
     def trim(self, fingerprint: Fingerprint, slot: int, kept_tokens: int, prompt_tokens: int) -> None:
         """The slot holds at most `kept_tokens` of this prompt: for one that died before its first token."""
-        if slot >= len(self._holders) or not len(fingerprint.keys):
-            return
-        self._looked_up = None
-        tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
         rungs = bisect_right(self._lengths, len(fingerprint.keys))
+        if rungs:
+            keys = fingerprint.keys[self._places[:rungs]].tolist()
+            self.trim_rungs(keys, slot, kept_tokens, prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes)
+
+    def trim_rungs(self, keys: list[int], slot: int, kept_tokens: int, tokens_per_block: float) -> None:
+        """As `trim`, by the keys at the ladder's lengths alone."""
+        if slot >= len(self._holders):
+            return
         first = bisect_right(self._lengths, kept_tokens / tokens_per_block if tokens_per_block else 0)
-        for rung, key in enumerate(fingerprint.keys[self._places[first:rungs]].tolist(), first):
+        for rung, key in enumerate(keys[first:], first):
             shard = self._shards[key & self._shard_mask]
             if key in shard:
                 others, previous = self._without(shard[key], slot)

@@ -24,14 +24,13 @@ def packed(fingerprint: Fingerprint) -> bytes:
     return keys
 
 
-def unpacked(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> Fingerprint:
-    """A fingerprint that an index takes for the one packed: keys between the rungs are zero. Raises ValueError when the
-    numbers do not belong together, so that nothing odd gets into an index."""
+def unpacked(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> list[int]:
+    """The keys that were packed, as an index takes them (`insert_rungs`). Raises ValueError when the numbers do not
+    belong together, so that nothing odd gets into an index."""
     if not 0 < blocks <= MAX_BLOCKS or not blocks * block_bytes <= n_bytes < 1 << 40:
         raise ValueError(f"{blocks} blocks of {block_bytes} bytes are no chain of {n_bytes} bytes")
     rungs = bisect_right(_LENGTHS, blocks)
     if len(keys) != 8 * rungs:
-        raise ValueError(f"{len(keys)} bytes are not the {rungs} keys of {blocks} blocks")
-    whole = np.zeros(blocks, np.uint64)
-    whole[_PLACES[:rungs]] = np.frombuffer(keys, "<u8")
-    return Fingerprint(whole, block_bytes, n_bytes)
+        raise ValueError(f"{len(keys)} bytes are no {rungs} keys of {blocks} blocks")
+    found: list[int] = np.frombuffer(keys, "<u8").tolist()
+    return found

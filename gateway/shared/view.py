@@ -270,14 +270,12 @@ class View:
             self.drop("unknown_endpoint")
             return
         try:
-            fingerprint = unpacked(prompt.keys, prompt.blocks, self._block_bytes, prompt.n_bytes)
+            keys = unpacked(prompt.keys, prompt.blocks, self._block_bytes, prompt.n_bytes)
         except ValueError:
             self.drop("malformed")
             return
-        if prompt.kept is None:
-            self._endpoints.learn(fingerprint, live.load, prompt.prompt_tokens)
-        else:
-            self._endpoints.prefixes.index.trim(fingerprint, live.load.slot, prompt.kept, prompt.prompt_tokens)
+        tokens_per_block = prompt.prompt_tokens * self._block_bytes / prompt.n_bytes
+        self._endpoints.learn_elsewhere(keys, live.load, tokens_per_block, prompt.kept)
 
     def _loads(self, sender: bytes, loads: words.Loads, now: float) -> None:
         peer = self.peers.heard(sender, loads.uptime_s, warm=loads.warm, now=now)
