@@ -64,17 +64,27 @@ class Outbox:
         self._late.append((connection, relay, data))
         if len(self._late) > MOST:
             self._catch_up(MOST)
+            self.full = True
 
     def hurry(self, connection: Behind) -> None:
         """What was put off of this connection is relayed now: it has come to its end."""
         mine = [piece for piece in self._late if piece[0] is connection]
         if mine:
             self._late = deque(piece for piece in self._late if piece[0] is not connection)
+            full = self.full
             for _, relay, data in mine:
+                self.full = False  # or it would be put off once more
                 connection.catch_up(relay, data)
+            self.full = full
 
     def _turn(self) -> None:
         self.flush()
+        if self._late:
+            self._late_turn()
+        else:
+            self._due = self.full = False
+
+    def _late_turn(self) -> None:
         try:
             self._catch_up(TURN)
         finally:
@@ -86,4 +96,5 @@ class Outbox:
     def _catch_up(self, pieces: int) -> None:
         for _ in range(min(pieces, len(self._late))):
             connection, relay, data = self._late.popleft()
+            self.full = False  # or it would be put off once more
             connection.catch_up(relay, data)

@@ -49,10 +49,10 @@ class Patience(msgspec.Struct, frozen=True):
 class Connection(asyncio.Protocol):
     """One connection to one engine, carrying one answer at a time from the engine to a client."""
 
-    __slots__ = ("_done", "_downstream", "_paused", "_pool", "_relay", "_transport", "heard_at", "idle_since")
+    __slots__ = ("_done", "_downstream", "_outbox", "_paused", "_pool", "_relay", "_transport", "heard_at", "idle_since")
 
     def __init__(self, pool: Upstream) -> None:
-        self._pool = pool
+        self._pool, self._outbox = pool, pool.outbox
         self._transport: asyncio.Transport | None = None
         self._relay: Relay | None = None
         self._downstream: Downstream | None = None
@@ -67,7 +67,7 @@ class Connection(asyncio.Protocol):
 
     def carry(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> Landing:
         """Send a request; its answer flows until the future is done. The future may raise UpstreamBroke."""
-        done = self._done = landing(self._pool.outbox.loop)
+        done = self._done = landing(self._outbox.loop)
         transport = self._transport
         if transport is None:
             self._finish(UpstreamBroke("reset", "the connection was closed before the request was sent"))
@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
         if len(body) > JOIN_LIMIT:
             transport.writelines((head, body))
         else:
-            self._pool.outbox.post(transport, head + body)
+            self._outbox.post(transport, head + body)
         return done
 
     def abort(self) -> None:
@@ -92,7 +92,7 @@ class Connection(asyncio.Protocol):
 
     def call_off(self) -> None:
         """Half-close: engines take it as the abort too, but an answer that is on its way already can still be read."""
-        self._pool.outbox.flush()
+        self._outbox.flush()
         if self.open and self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
 
@@ -138,23 +138,10 @@ class Connection(asyncio.Protocol):
         relay = self._relay
         if relay is None:  # bytes nobody asked for: the connection is out of step
             self.abort()
-        elif self._pool.outbox.full:
-            self._pool.outbox.put_off(self, relay, data)
-        else:
-            self._pass_on(relay, data)
-
-    def catch_up(self, relay: Relay, data: bytes) -> None:
-        """What came for this relay and was put off."""
-        if self._relay is not relay:  # over since, and these bytes were too many
-            self.abort()
             return
-        try:
-            self._pass_on(relay, data)
-        except BaseException:  # the event loop closes a connection whose data_received() fails; here nobody would
-            self.abort()
-            raise
-
-    def _pass_on(self, relay: Relay, data: bytes) -> None:
+        if self._outbox.full:
+            self._outbox.put_off(self, relay, data)
+            return
         self.heard_at = now = monotonic()
         try:
             out = relay.feed(data, now)
@@ -167,8 +154,19 @@ class Connection(asyncio.Protocol):
         if relay.state is DONE:
             self._finish(None)
 
+    def catch_up(self, relay: Relay, data: bytes) -> None:
+        """What came for this relay and was put off."""
+        if self._relay is not relay:  # over since, and these bytes were too many
+            self.abort()
+            return
+        try:
+            self.data_received(data)
+        except BaseException:  # the event loop closes a connection whose data_received() fails; here nobody would
+            self.abort()
+            raise
+
     def eof_received(self) -> None:
-        self._pool.outbox.hurry(self)
+        self._outbox.hurry(self)
         relay = self._relay
         if relay is None or self._downstream is None or relay.state is DONE:
             return
@@ -181,7 +179,7 @@ class Connection(asyncio.Protocol):
         self._finish(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._pool.outbox.hurry(self)
+        self._outbox.hurry(self)
         self._transport = None
         self._pool.forget(self)
         self._finish(UpstreamBroke("reset", f"the connection to the engine was lost: {exc or 'closed'}"))
@@ -204,7 +202,7 @@ class Connection(asyncio.Protocol):
         else:
             self.abort()
         if later:
-            self._pool.outbox.loop.call_soon(done.land, error)
+            self._outbox.loop.call_soon(done.land, error)
         else:
             done.land(error)
 

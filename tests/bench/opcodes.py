@@ -32,7 +32,7 @@ sys.path.insert(0, os.environ.get("PENSTOCK_HOME", str(ROOT)))
 from gateway.app import App
 from gateway.config import load
 
-CALLBACKS = frozenset(("Front.data_received", "Connection.data_received", "Outbox.flush", "Accounts.settle"))
+CALLBACKS = frozenset(("Front.data_received", "Connection.data_received", "Outbox._turn", "Accounts.settle"))
 WARM_UP, COUNTED = 32, 33
 SHORT, LONG = 4, 24  # chunks of two streams: what one costs more than the other is what chunks cost
 QUESTION = "How does a water wheel work? ################"
