@@ -49,7 +49,10 @@ class Patience(msgspec.Struct, frozen=True):
 class Connection(asyncio.Protocol):
     """One connection to one engine, carrying one answer at a time from the engine to a client."""
 
-    __slots__ = ("_done", "_downstream", "_outbox", "_paused", "_pool", "_relay", "_transport", "heard_at", "idle_since")
+    __slots__ = (
+        *("_done", "_downstream", "_outbox", "_paused", "_pool", "_relay", "_transport"),
+        *("heard_at", "idle_since"),
+    )
 
     def __init__(self, pool: Upstream) -> None:
         self._pool, self._outbox = pool, pool.outbox
