@@ -71,6 +71,8 @@ class Act(_Word):
     CLOSE_DECODE = "close D's connection"
     CALL_OFF_PREFILL = "tell P that nobody asks any more; is its answer on its way already, have D free the KV"
     FREE_BY_DECODE = "close D's connection once its engine has surely seen the handoff: then it tells P to free the KV"
+    FREE_BY_REFUSER = "D is asked for one token alone, with the handoff: then it tells P to free the KV"
+    FREE_ELSEWHERE = "another decoder tells P to free the KV, once D has surely done with it"
     BLAME_PREFILL = "the failure is evidence about P"
     BLAME_DECODE = "the failure is evidence about D"
     BLAME_NOBODY = "nobody knows whose fault it was: the request is computed in one place, P is not asked again"
@@ -153,7 +155,7 @@ TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
         (State.PREFILLING, Event.CLIENT_GONE): Row(State.GONE, (Act.CALL_OFF_PREFILL,)),
         (State.HANDED_OVER, Event.SENT): Row(State.TRANSFERRING),
         (State.HANDED_OVER, Event.UNREACHED): Row(State.HANDED_OVER, (Act.BLAME_DECODE, Act.OTHER_DECODE)),
-        (State.HANDED_OVER, Event.NOBODY): Row(State.FAILED),  # nobody is left to tell P: its lease ends by itself
+        (State.HANDED_OVER, Event.NOBODY): Row(State.FAILED, (Act.FREE_ELSEWHERE,)),
         (State.HANDED_OVER, Event.CLIENT_GONE): Row(State.GONE, (Act.FREE_BY_DECODE,)),
         # Both at once
         (State.PAIRED, Event.SENT): Row(State.PAIRED),
@@ -171,9 +173,9 @@ TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
         (State.TRANSFERRING, Event.SENT): Row(State.TRANSFERRING),
         (State.TRANSFERRING, Event.FIRST_TOKEN): Row(State.DECODING),
         (State.TRANSFERRING, Event.DECODED): Row(State.DONE),
-        (State.TRANSFERRING, Event.DECODE_REFUSED): Row(State.DONE, (Act.PASS_ON,)),
-        (State.TRANSFERRING, Event.DECODE_BROKE): Row(State.FAILED, (Act.BLAME_DECODE,)),
-        (State.TRANSFERRING, Event.UNREACHED): Row(State.FAILED, (Act.BLAME_DECODE,)),
+        (State.TRANSFERRING, Event.DECODE_REFUSED): Row(State.DONE, (Act.PASS_ON, Act.FREE_BY_REFUSER)),
+        (State.TRANSFERRING, Event.DECODE_BROKE): Row(State.FAILED, (Act.BLAME_DECODE, Act.FREE_ELSEWHERE)),
+        (State.TRANSFERRING, Event.UNREACHED): Row(State.FAILED, (Act.BLAME_DECODE, Act.FREE_ELSEWHERE)),
         (State.TRANSFERRING, Event.OVERDUE): Row(State.FAILED, (Act.CLOSE_DECODE, Act.BLAME_NOBODY)),
         (State.TRANSFERRING, Event.CLIENT_GONE): Row(State.GONE, (Act.FREE_BY_DECODE,)),
         (State.RECOMPUTING, Event.SENT): Row(State.RECOMPUTING),

@@ -15,6 +15,8 @@ from policies import run
 from policies.split import Pair
 
 if TYPE_CHECKING:
+    from gateway.endpoints import Booking
+    from gateway.roster import LiveEndpoint
     from gateway.split.pair import PairAttempt
 
 # A decoder answers so when it could not load the KV (kv_load_failure_policy: fail): whose fault that was, nobody knows.
@@ -106,7 +108,7 @@ def _too_late(attempt: PairAttempt, problem: UpstreamBroke | None) -> None:
         return
     meaning = attempt.words.meaning(read_answer(inbox.body), alone=True)
     if isinstance(meaning, Handover):
-        _give_up(attempt, meaning)
+        _give_up(attempt, meaning, attempt.decode_place, "client_gone")
 
 
 def free_by_decode(attempt: PairAttempt) -> None:
@@ -119,7 +121,7 @@ def free_by_decode(attempt: PairAttempt) -> None:
     elif leg.sent_at is None:
         leg.close()
         if attempt.handover is not None:
-            _give_up(attempt, attempt.handover)
+            _give_up(attempt, attempt.handover, attempt.decode_place, "client_gone")
     else:
         since = leg.sent_at if attempt.record.prefilled_at is not None else now
         leg.close_in(since + attempt.figures.seen_s - now)
@@ -132,6 +134,31 @@ def _kv_may_stay(attempt: PairAttempt) -> bool:
     return prefill is not None and prefill.sent_at is not None and not attempt.dialect.abort_frees
 
 
-def _give_up(attempt: PairAttempt, handover: Handover) -> None:
-    place = attempt.decode_place
-    attempt.handoffs.give_up(place.upstream, attempt.words.farewell(place, handover), "client_gone")
+def free_by_refuser(attempt: PairAttempt) -> None:
+    """P had no word against the prompt: what D calls wrong is in what P was not asked (`max_tokens`, `logprobs`)."""
+    if attempt.handover is not None and _kv_may_stay(attempt):
+        _give_up(attempt, attempt.handover, attempt.decode_place, "refused")
+
+
+def free_elsewhere(attempt: PairAttempt) -> None:
+    """A decoder that is gone may have told P, or not. Another one is asked once the first has surely done with the KV,
+    should only its connection have broken. One that says it could not load the KV has found P gone."""
+    handover, problem = attempt.handover, attempt.problem
+    assert problem is not None
+    if handover is not None and attempt.dialect.apart and problem.kind not in KV_FAILURES:
+        attempt.handoffs.outbox.loop.call_later(attempt.figures.seen_s, _give_up_elsewhere, attempt, handover)
+
+
+def _give_up_elsewhere(attempt: PairAttempt, handover: Handover) -> None:
+    """Whether there is room for another request does not matter: it is one token."""
+    work, pair = attempt.work, attempt.pair
+    group = next(each for each in work.split.pools.groups if pair.decode.candidate in each.decodes)
+    asked = (pair.prefill.candidate.load, pair.decode.candidate.load)
+    able = [each.load for each in group.decodes if each.load.available and each.load not in asked]
+    other = next((live for live in work.gateway.endpoints.all() if live.load in able), None)
+    if other is not None:
+        _give_up(attempt, handover, other, "decoder_gone")
+
+
+def _give_up(attempt: PairAttempt, handover: Handover, place: Booking | LiveEndpoint, reason: str) -> None:
+    attempt.handoffs.give_up(place.upstream, attempt.words.farewell(place, handover), reason)

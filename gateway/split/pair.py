@@ -339,6 +339,8 @@ _DO: Mapping[Act, Do] = MappingProxyType(
         Act.CLOSE_DECODE: PairAttempt._close_decode,
         Act.CALL_OFF_PREFILL: mishaps.call_off_prefill,
         Act.FREE_BY_DECODE: mishaps.free_by_decode,
+        Act.FREE_BY_REFUSER: mishaps.free_by_refuser,
+        Act.FREE_ELSEWHERE: mishaps.free_elsewhere,
         Act.BLAME_PREFILL: mishaps.blame_prefill,
         Act.BLAME_DECODE: mishaps.blame_decode,
         Act.BLAME_NOBODY: mishaps.blame_nobody,

@@ -39,11 +39,15 @@ from policies.fingerprint import Fingerprint
 from policies.model import Endpoint, Request
 
 if TYPE_CHECKING:
+    from gateway.roster import LiveEndpoint
     from gateway.serve import Gateway
 
-# One token that nobody reads, in place of all that a client says of how many it wants and how.
+# One token that nobody reads, in place of all that a client says of how many it wants and how. As in a prefill request:
+# what P has found in order D does too.
 _UNREAD = members({"max_tokens": b"1", "stream": b"false"})
-_WANTED = frozenset(("max_tokens", "stream", "stream_options", "max_completion_tokens", "min_tokens"))
+_WANTED = frozenset(
+    ("max_tokens", "stream", "stream_options", "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs")
+)
 
 _SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -118,11 +122,14 @@ class Words:
         kept = known_members(place.endpoint.engine, chat=self.terms.chat)
         return self._request(place, Edits(keep=kept), "whole")
 
-    def farewell(self, place: Booking, handover: Handover) -> tuple[bytes, bytes]:
-        """Head and body of a decode request that only has the KV fetched, for one token nobody reads."""
-        edits = handover.edits
-        last = msgspec.structs.replace(edits, put=edits.put + _UNREAD, drop=edits.drop | _WANTED)
-        return self._request(place, last, "")
+    def farewell(self, place: Booking | LiveEndpoint, handover: Handover) -> tuple[bytes, bytes]:
+        """Head and body of a decode request that only has the KV fetched, for one token nobody reads. The blocks may be
+        another request's by then: where the engine caches what it fetches, nobody finds it."""
+        edits, apart = handover.edits, self._work.split.dialect.apart
+        put, drop = edits.put + _UNREAD, edits.drop | _WANTED
+        if apart is not None:
+            put, drop = put + members({apart: b'"unread %d"' % self.terms.number}), drop | {apart}
+        return self._request(place, msgspec.structs.replace(edits, put=put, drop=drop), "")
 
     def relay(self, endpoint: Endpoint, handover: Handover | None) -> Relay:
         """What brings the decoder's answer to the client, with the prefiller's word on cached tokens if needed."""
@@ -166,7 +173,7 @@ class Words:
         events = as_events(answer.body, usage=shows_usage(self._members))
         return _SSE % len(events) + events
 
-    def _request(self, place: Booking, edits: Edits, role: str) -> tuple[bytes, bytes]:
+    def _request(self, place: Booking | LiveEndpoint, edits: Edits, role: str) -> tuple[bytes, bytes]:
         """`role` as a trace calls it; "" for what no trace tells of."""
         work, endpoint, trace = self._work, place.endpoint, self._work.x.trace
         call, served = work.call, endpoint.served_model or work.route.name

@@ -133,6 +133,8 @@ class Dialect(msgspec.Struct, frozen=True):
     reads_answer  the prefill answer is read; otherwise it is only waited for
     decode_alone  a decode endpoint can serve a whole request by itself
     abort_frees   an engine whose prefill request is closed frees the KV itself; otherwise only its decoder can say so
+    apart         the member by whose value a decode request shares its cached blocks with no other request. So another
+                  decoder may be asked for KV that may be gone by then, if the engine does not mind; None: it may not
     by_itself     members that a half wants of a request for which there is no other half, such as a probe
     prefill       terms -> edits of the prefill request
     decode        terms, prefill answer -> decode request. The answer is None when both legs go out at once
@@ -149,6 +151,7 @@ class Dialect(msgspec.Struct, frozen=True):
     reads_answer: bool = True
     decode_alone: bool = True
     abort_frees: bool = False
+    apart: str | None = None
     by_itself: Mapping[str, str | int] = {}
     identify: Callable[[bytes], tuple[Identity, ...]] = lambda _: ()
     check: Callable[[Answer], Unusable | None] = lambda _: None

@@ -123,4 +123,4 @@ def is_loopback(host: str) -> bool:
     return bare in ("localhost", "::1") or bare.startswith("127.")
 
 
-VLLM_NIXL = Dialect("vllm_nixl", "vllm", Order.SEQUENTIAL, prefill, decode)
+VLLM_NIXL = Dialect("vllm_nixl", "vllm", Order.SEQUENTIAL, prefill, decode, apart="cache_salt")

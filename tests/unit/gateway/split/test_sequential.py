@@ -15,6 +15,7 @@ from tests.unit.gateway.split.halves import (
     OBJECT,
     TEXT,
     Asked,
+    Script,
     after,
     begins,
     breaks_after_a_token,
@@ -182,10 +183,15 @@ async def test_a_request_that_the_prefiller_calls_wrong_is_answered_so() -> None
         await f.at_rest()
 
 
-async def test_a_request_that_the_decoder_calls_wrong_is_answered_so() -> None:
-    async with front(NIXL, [prefills()], [refuses(400)]) as f:
-        reply = await f.ask(stream=True)
+async def test_a_request_that_the_decoder_calls_wrong_is_answered_so_and_its_kv_freed_without_what_was_wrong() -> None:
+    """The prefiller was asked for one token alone, and found nothing wrong with that."""
+    async with front(NIXL, [prefills()], [each(refuses(400), decodes)]) as f:
+        reply = await f.ask(stream=True, logprobs=True, top_logprobs=20)
         assert (reply.status, reply.json["error"]["message"]) == (400, "as asked")
+        freed = await f.decode[0].was_asked(2)
+        assert (freed.json["kv_transfer_params"], freed.json["max_tokens"]) == (OBJECT, 1)
+        assert not freed.json.keys() & {"logprobs", "top_logprobs"}
+        assert f.metric("penstock_split_leases_given_up_total", reason="refused") == 1
         await f.at_rest()
 
 
@@ -290,6 +296,51 @@ async def test_a_decoder_that_dies_with_the_handoff_is_blamed_and_the_prompt_goe
         reply = await f.ask()
         assert reply.text == WHOLE
         assert f.blamed(f.prefill[0]) == f.blamed(f.prefill[1]) == 0
+        await f.at_rest()
+
+
+@pytest.mark.parametrize("first", [resets, refuses(503)])
+async def test_kv_that_a_dead_decoder_was_given_is_freed_by_another_where_no_later_request_finds_it(
+    first: Script,
+) -> None:
+    """It may be gone by then, and its blocks another request's: what is fetched has a salt of its own."""
+    async with front(NIXL, [prefills()], [first, decodes]) as f:
+        f.have_met()
+        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
+        assert (await f.ask(stream=True, cache_salt="mine")).text == WHOLE
+        f.app.gateway.endpoints.all()[2].load.in_flight -= 1
+        (asked,) = f.decode[0].asked
+        freed = await f.decode[1].was_asked(2)
+        assert freed.json["kv_transfer_params"] == asked.json["kv_transfer_params"] == OBJECT
+        assert (freed.json["max_tokens"], freed.json["stream"]) == (1, False)
+        assert freed.json["cache_salt"].startswith("unread ")
+        assert freed.came_at - asked.came_at > 0.15, "had only its connection broken, it would be fetching still"
+        assert f.metric("penstock_split_leases_given_up_total", reason="decoder_gone") == 1
+        await f.at_rest()
+
+
+async def test_kv_for_which_the_budget_allows_no_other_decoder_is_freed_all_the_same() -> None:
+    async with front(NIXL, [prefills()], [decodes, decodes], retries={"budget": 0, "floor": 1}) as f:
+        f.have_met()
+        gate = f.app.gateway.gate
+        assert gate.retry_at_once(), "somebody else's"
+        f.decode[0].stop()
+        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
+        asking = asyncio.ensure_future(f.ask())
+        freed = await f.decode[1].was_asked()
+        f.app.gateway.endpoints.all()[2].load.in_flight -= 1
+        assert (freed.json["kv_transfer_params"], freed.json["max_tokens"]) == (OBJECT, 1)
+        gate.give_back_turn()
+        assert (await asking).text == WHOLE
+        await f.at_rest()
+
+
+async def test_kv_of_a_prefiller_that_has_no_other_decoder_waits_for_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.split.handoffs.MOST_WAIT_S", 0.0)
+    async with front(NIXL, [prefills()], [resets]) as f:
+        assert (await f.ask()).status == 502
+        assert f.metric("penstock_split_leases_given_up_total") == 0
+        assert all(asked.json["max_tokens"] != 1 for asked in f.decode[0].asked)
         await f.at_rest()
 
 

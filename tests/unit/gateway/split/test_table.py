@@ -46,6 +46,12 @@ def test_kv_under_a_lease_is_freed_wherever_it_is_not_read() -> None:
     for state in (State.PAIRED, State.HANDED_OVER, State.TRANSFERRING):
         assert Act.FREE_BY_DECODE in TABLE[state, Event.CLIENT_GONE].acts
     assert TABLE[State.PREFILLING, Event.CLIENT_GONE].acts == (Act.CALL_OFF_PREFILL,)
+    for state, event in [
+        (State.HANDED_OVER, Event.NOBODY),
+        (State.TRANSFERRING, Event.DECODE_BROKE),
+        (State.TRANSFERRING, Event.UNREACHED),
+    ]:
+        assert TABLE[state, event].acts[-1] is Act.FREE_ELSEWHERE
 
 
 def test_the_twin_of_a_leg_that_broke_is_closed_and_only_the_guilty_one_is_blamed() -> None:
