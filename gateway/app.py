@@ -215,6 +215,7 @@ class App:
         """Tell those who are still served; who is in the middle of an event may see its end, which is a token away."""
         ends = monotonic() + LAST_WORDS_S / 2
         self._endpoints.retire()
+        self._gate.end_retries()
         while self._endpoints.give_up() and monotonic() < ends:  # noqa: ASYNC110
             await asyncio.sleep(QUIET_S)
         self._endpoints.give_up(at_once=True)

@@ -30,6 +30,8 @@ async def retry(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> None:
         raise stopped()
     if len(x.retries) < gateway.snapshot.config.retries.attempts:
         x.retrying = x.retrying or await gateway.gate.retry_turn()
+        if gateway.gate.stopping:
+            raise stopped()
         if x.retrying:
             gateway.accounts.retried(broke.kind)
             return

@@ -224,7 +224,8 @@ class Gate:
     def __init__(self, config: Config) -> None:
         self._rooms: dict[str, Room] = {}
         self._retries = RetryBudget(RetryLimits())
-        self._retrying: deque[asyncio.Future[None]] = deque()
+        self._retrying: deque[asyncio.Future[bool]] = deque()
+        self.stopping = False
         self._news: News | None = None
         self.quotas = Quotas()
         self.body_bytes = 0
@@ -294,23 +295,25 @@ class Gate:
     async def retry_turn(self) -> bool:
         """Take one retry out of the fleet's budget. Over budget a request waits for its turn before it gives up:
         a dead group's requests are spread over time rather than refused. Pair True with give_back_turn()."""
+        if self.stopping:
+            return False
         if self.retry_at_once():
             return True
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._retrying.append(turn)
         try:
             async with within(RETRY_PATIENCE_S):
                 await turn
         except TimeoutError:
-            return turn.done() and not turn.cancelled()  # it came in the same moment
+            return turn.done() and not turn.cancelled() and turn.result()  # it came in the same moment
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled() and turn.result():
                 self.give_back_turn()
             raise
         finally:
             if turn in self._retrying:
                 self._retrying.remove(turn)
-        return True
+        return turn.result()
 
     def retry_at_once(self) -> bool:
         """As retry_turn(), without waiting: False when the budget is used up."""
@@ -326,9 +329,16 @@ class Gate:
         while self._retrying:
             turn = self._retrying.popleft()
             if not turn.done():
-                turn.set_result(None)
+                turn.set_result(True)
                 return
         self._retries.give_back()
+
+    def end_retries(self) -> None:
+        """The gateway stops: nobody is asked any more, and whoever waits for a turn hears of it."""
+        self.stopping = True
+        for turn in self._retrying:
+            if not turn.done():
+                turn.set_result(False)
 
     @property
     def retries_running(self) -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gateway.serve import Gateway
     from gateway.snapshot import Route
 
-RESUMED, CLOSED, BROKE = "resumed", "closed", "broke"
+RESUMED, CLOSED, BROKE, STOPPED = "resumed", "closed", "broke", "shutdown"
 
 
 async def single(route: Route, x: Exchange, call: Call, client: Client, booking: Booking) -> None:
@@ -73,7 +73,7 @@ async def go_on(gateway: Gateway, x: Exchange, client: Client, route: Route, cal
     if result in (RESUMED, CLOSED):
         x.status = 200
     else:
-        break_off(x, client, problem)
+        break_off(x, client, UpstreamBroke(STOPPED, "the gateway stops") if result == STOPPED else problem)
 
 
 class _Body:
@@ -99,8 +99,8 @@ class _Rest:
     async def attempt(self, problem: UpstreamBroke) -> tuple[str, UpstreamBroke | None]:
         """What came of it in a word, and what broke if another attempt is due."""
         x, endpoints, obstacle = self._x, self._gateway.endpoints, self._ledger.standing
-        if problem.kind == "shutdown":
-            return problem.kind, None
+        if problem.kind == STOPPED:
+            return STOPPED, None
         assert x.pick is not None
         x.retries.append(x.pick.candidate.endpoint.name)
         if not obstacle and self._ledger.whole:
@@ -120,10 +120,12 @@ class _Rest:
 
     async def _leave(self) -> str:
         """Why there is no leave for another attempt; "" where there is. A turn of the budget is for a prefill."""
-        x, resume = self._x, self._route.resume
+        x, resume, gate = self._x, self._route.resume, self._gateway.gate
         if resume is None or len(x.retries) >= resume.attempts:
             return "attempts"
-        x.retrying = x.retrying or await self._gateway.gate.retry_turn()
+        x.retrying = x.retrying or await gate.retry_turn()
+        if gate.stopping:
+            return STOPPED
         return "" if x.retrying else "budget"
 
     def _pick(self) -> Pick | None:

@@ -271,6 +271,19 @@ async def test_a_smaller_budget_forgets_nobody_who_waits() -> None:
     assert made.retries_running == 0
 
 
+async def test_a_gateway_that_stops_gives_nobody_a_turn_and_lets_nobody_wait_for_one() -> None:
+    made = gate(retries={"floor": 1})
+    assert await made.retry_turn()
+    waiting = asyncio.create_task(made.retry_turn())
+    await turns()
+    made.end_retries()
+    await turns()
+    assert not waiting.result()
+    made.give_back_turn()
+    assert not await made.retry_turn()
+    assert made.retries_running == 0
+
+
 async def test_a_crowd_that_leaves_as_a_place_comes_free_leaves_the_place_free() -> None:
     made, _ = room(1, size=2000)
     await made.enter(ask())

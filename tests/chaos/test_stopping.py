@@ -1,0 +1,49 @@
+"""A gateway that stops while requests wait for leave to be tried again: they hear of it, before and in a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.chaos.house import Answer, House, house
+
+ONE_TURN: dict[str, Any] = {
+    "retries": {"budget": 0, "floor": 1},
+    "health": {"failures": 1000},
+    "timeouts": {"shutdown": "50ms"},
+    "models": [{"name": "demo-8b", "pool": "main", "resume": {}}],
+}
+
+
+async def stopped_while_it_waits(home: House, fault: str) -> Answer:
+    """The only turn is taken by somebody else; one whose engine has failed waits for it, and the gateway stops."""
+    for member in home.groups:
+        member.faults.set(fault)
+    gate = home.app.gateway.gate
+    assert gate.retry_at_once()
+    asking = asyncio.create_task(home.ask(tokens=40))
+    async with asyncio.timeout(10):
+        while not home.metric("penstock_upstream_errors_total"):
+            await asyncio.sleep(0.002)
+        await home.app.stop()
+        answer = await asking
+    gate.give_back_turn()
+    assert not gate.retries_running
+    return answer
+
+
+@pytest.mark.parametrize("fault", ["5xx", "reset-before-headers"])
+async def test_a_request_that_waits_for_a_retry_is_told_to_ask_again_when_the_gateway_stops(fault: str) -> None:
+    async with house(2, **ONE_TURN) as home:
+        answer = await stopped_while_it_waits(home, fault)
+        assert (answer.status, answer.error["code"]) == (503, "shutting_down")
+        assert answer.headers["x-should-retry"] == "true"
+
+
+async def test_a_stream_that_waits_to_go_on_elsewhere_ends_with_that_event_when_the_gateway_stops() -> None:
+    async with house(2, **ONE_TURN) as home:
+        answer = await stopped_while_it_waits(home, "cut:after=7")
+        assert answer.fate == "error_event"
+        assert b'"shutting_down"' in answer.text
