@@ -38,12 +38,6 @@ class ProtocolError(Exception):
     """The peer said what nobody says here. The link it came from cannot be trusted any further."""
 
 
-def _check_blocks(data: bytes) -> None:
-    """Here, as a message is read: an invitation may be looked at much later, and then by the engine's own thread."""
-    if len(data) % 4:
-        raise ValueError(f"{len(data)} bytes are no list of blocks")
-
-
 class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Who an agent is. `epoch` is new with every start; `family`: what else must be equal besides the layout (weights,
     quantisation); `host`: equal exactly on one machine; `addresses`: by transport, where else it can be dialled."""
@@ -97,9 +91,6 @@ class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown
     ticket: TicketText | None = None
     grant: GrantBytes = b""
 
-    def __post_init__(self) -> None:
-        _check_blocks(self.blocks)
-
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
     """Source: here it comes. With both sides' blocks and layouts known, both compute the same plan. `layouts`: the
@@ -110,9 +101,6 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown
     group_layers: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
     window_bytes: Bytes
     layouts: Word = ""
-
-    def __post_init__(self) -> None:
-        _check_blocks(self.blocks)
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
@@ -152,9 +140,13 @@ def decode(data: bytes | memoryview) -> Message:
     if len(data) > MOST_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes is over the limit of {MOST_MESSAGE_BYTES}")
     try:
-        return _DECODER.decode(data)
+        message = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as wrong:
         raise ProtocolError(f"this is no message: {wrong}") from wrong
+    # Now, and not when they are read: that may be much later, and then on the engine's own thread.
+    if isinstance(message, Invite | Accept) and len(message.blocks) % 4:
+        raise ProtocolError(f"{len(message.blocks)} bytes are no list of blocks")
+    return message
 
 
 def check_words(name: str, ticket: str | None = None) -> None:
