@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from kvtransfer.reshard import Plan, Runs
+from kvtransfer.lattice import Runs
+from kvtransfer.reshard import Plan
 
 
 class WindowError(Exception):

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from kvtransfer.commands import Put
 from kvtransfer.credits import Credits, Klass, Turns
+from kvtransfer.lattice import Runs, distinct
 from kvtransfer.lease import Lease
 from kvtransfer.messages import Card
 from kvtransfer.regions import Region
-from kvtransfer.reshard import MOST_RUNS, Plan, Runs, distinct
+from kvtransfer.reshard import MOST_RUNS, Plan
 from kvtransfer.transports.base import Link, Slice, WindowHead
 
 _NONE = np.empty(0, np.int64)

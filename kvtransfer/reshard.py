@@ -10,57 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from math import prod
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from kvtransfer.layout import KvLayout, KvOrder
+from kvtransfer.lattice import Offsets, Pair, Runs, Segments, Share, distinct, most_runs, runs_of, segments_of
+from kvtransfer.layout import KvLayout
 
-Offsets = NDArray[np.int64]
 Blocks = Sequence[int] | Offsets
 
 MOST_RUN_BYTES = 1 << 20
 MOST_RUNS = 1 << 16
 GROUP_BYTES = 6 << 20
 _MOST_BLOCK = 1 << 31
-_FEW_JOINTS = 0.05
 
 
 class LayoutMismatch(Exception):
     """A cache of the one layout can never become one of the other. The message says in which field they differ."""
-
-
-class Runs(msgspec.Struct, frozen=True):
-    """Pieces of memory to copy, in order: int64 arrays of one length. Offsets are into the ranks' regions, in bytes."""
-
-    src: Offsets
-    dst: Offsets
-    length: Offsets
-
-    @property
-    def count(self) -> int:
-        return self.length.size
-
-    @property
-    def n_bytes(self) -> int:
-        return int(self.length.sum())
-
-    def cut(self, first: int, count: int) -> Runs:
-        """Runs [first, first + count), sharing memory. Raises IndexError where there are not so many."""
-        if first < 0 or count < 1 or first + count > self.length.size:
-            raise IndexError(f"runs {first} to {first + count} of {self.length.size}")
-        end = first + count
-        return Runs(self.src[first:end], self.dst[first:end], self.length[first:end])
-
-
-class Pair(NamedTuple):
-    """Two ranks between which bytes of a layer group move."""
-
-    src_rank: int
-    dst_rank: int
 
 
 class Window(NamedTuple):
@@ -70,24 +36,6 @@ class Window(NamedTuple):
     first: int
     n_runs: int
     n_bytes: int
-
-
-class _Share(NamedTuple):
-    """What one pair moves in one group: layers and heads, by their number in the model."""
-
-    pair: Pair
-    layers: range
-    heads: range
-
-
-class _Segments(NamedTuple):
-    """Stretches of tokens that lie in one block on either side: where they begin, and how long each is, in tokens."""
-
-    src_block: Offsets
-    src_token: Offsets
-    dst_block: Offsets
-    dst_token: Offsets
-    tokens: Offsets
 
 
 class _Limits(NamedTuple):
@@ -107,7 +55,7 @@ class Plan:
     """
 
     def __init__(
-        self, src: KvLayout, dst: KvLayout, segments: _Segments, tokens: range, group_layers: int, limits: _Limits
+        self, src: KvLayout, dst: KvLayout, segments: Segments, tokens: range, group_layers: int, limits: _Limits
     ) -> None:
         self.src, self.dst, self.tokens, self.group_layers = src, dst, tokens, group_layers
         bands = [range(first, min(first + group_layers, src.layers)) for first in range(0, src.layers, group_layers)]
@@ -119,7 +67,7 @@ class Plan:
         def make(group: int, pair: int) -> Runs:
             """Closed over values and not over the plan: its arrays go when it goes, without the garbage collector."""
             band, chunk = divmod(group, len(chunks))
-            return _limited(_joined(_runs(src, dst, chunks[chunk], shares[band][pair])), limits.run_bytes)
+            return runs_of(src, dst, chunks[chunk], shares[band][pair], limits.run_bytes)
 
         # Windows come group by group: the runs of two groups are enough to have at hand, all would be too many.
         self._made = lru_cache(2 * max(map(len, shares)))(make)
@@ -226,7 +174,7 @@ def plan(
         group_layers = layers_per_group(src, tokens - skip_tokens)
     if min(group_layers, most_run_bytes, most_runs) < 1:
         raise ValueError(f"{group_layers} layers, {most_run_bytes} bytes and {most_runs} runs: all are at least 1")
-    segments = _segments(src, dst, from_blocks, to_blocks, covered)
+    segments = segments_of(src, dst, from_blocks, to_blocks, covered)
     return Plan(src, dst, segments, covered, group_layers, _Limits(most_run_bytes, most_runs))
 
 
@@ -234,13 +182,6 @@ def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYT
     """The fewest layers whose cache of `tokens` tokens is at least `group_bytes`: enough to keep a link busy."""
     layer_bytes = tokens * layout.bytes_per_token // layout.layers
     return min(layout.layers, max(1, -(-group_bytes // max(1, layer_bytes))))
-
-
-def distinct(numbers: Offsets) -> Offsets:
-    """Each of these numbers once, in order. For 100,000 of them twenty times as fast as np.unique: it is done while
-    others wait."""
-    in_order = np.sort(numbers)
-    return in_order[np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1))]
 
 
 def _checked(blocks: Blocks, layout: KvLayout, tokens: int, side: str) -> Offsets:
@@ -254,41 +195,28 @@ def _checked(blocks: Blocks, layout: KvLayout, tokens: int, side: str) -> Offset
     return numbers.astype(np.int64)
 
 
-def _segments(src: KvLayout, dst: KvLayout, src_blocks: Offsets, dst_blocks: Offsets, covered: range) -> _Segments:
-    """The covered tokens, cut wherever a block ends on either side."""
-    p, d = src.block_tokens, dst.block_tokens
-    cuts = [np.arange(covered.start // size + 1, -(-covered.stop // size)) * size for size in {p, d}]
-    starts = distinct(np.concatenate([np.array([covered.start]), *cuts]))
-    ends = np.append(starts[1:], covered.stop)
-    return _Segments(src_blocks[starts // p], starts % p, dst_blocks[starts // d], starts % d, ends - starts)
-
-
 def _chunks(
-    src: KvLayout, dst: KvLayout, segments: _Segments, shares: tuple[tuple[_Share, ...], ...], limits: _Limits
-) -> list[_Segments]:
+    src: KvLayout, dst: KvLayout, segments: Segments, shares: tuple[tuple[Share, ...], ...], limits: _Limits
+) -> list[Segments]:
     """The segments in stretches, cut as soon as any pair has its fill of runs: neighbours that join count apart."""
     alike = {(len(share.layers), len(share.heads)): share for band in shares for share in band}.values()
     lengths, which = np.unique(segments.tokens, return_inverse=True)
-    most = np.array([max(_count(src, dst, share, int(length), limits) for share in alike) for length in lengths])
+    most = np.array(
+        [max(most_runs(src, dst, share, int(length), limits.run_bytes) for share in alike) for length in lengths]
+    )
     runs = most[which]
     fills = (np.cumsum(runs) - runs) // limits.runs
     cuts = [0, *(np.flatnonzero(np.diff(fills)) + 1).tolist(), fills.size]
-    return [_Segments(*(column[a:b] for column in segments)) for a, b in pairwise(cuts)]
+    return [Segments(*(column[a:b] for column in segments)) for a, b in pairwise(cuts)]
 
 
-def _count(src: KvLayout, dst: KvLayout, share: _Share, tokens: int, limits: _Limits) -> int:
-    """How many runs a segment of so many tokens is at most."""
-    axes, n_bytes = _axes(src, dst, share, tokens)
-    return prod(axis.size for axis in axes) * -(-n_bytes // limits.run_bytes)
-
-
-def _shares(src: KvLayout, dst: KvLayout, band: int, layers: range) -> Iterator[_Share]:
+def _shares(src: KvLayout, dst: KvLayout, band: int, layers: range) -> Iterator[Share]:
     """Which pairs move which heads of these layers, by pair."""
     found = []
     for src_stage, dst_stage, common in _common_layers(src, dst, layers):
         for src_tp, dst_tp, heads in _common_heads(src, dst, band):
             pair = Pair(src_stage * src.tp + src_tp, dst_stage * dst.tp + dst_tp)
-            found.append(_Share(pair, common, heads))
+            found.append(Share(pair, common, heads))
     return iter(sorted(found, key=lambda share: share.pair))
 
 
@@ -315,94 +243,3 @@ def _common_heads(src: KvLayout, dst: KvLayout, band: int) -> Iterator[tuple[int
 
 def _overlap(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
-
-
-def _runs(src: KvLayout, dst: KvLayout, segments: _Segments, share: _Share) -> Runs:
-    """Every segment's pieces. Segments of one length are alike inside, so each length is one lattice of pieces."""
-    made, order = [], []
-    for length in np.unique(segments.tokens):
-        (chosen,) = np.nonzero(segments.tokens == length)
-        pieces, n_bytes = _lattice(src, dst, share, int(length))
-        src_at = _origin(src, share.pair.src_rank, share, segments.src_block[chosen], segments.src_token[chosen])
-        dst_at = _origin(dst, share.pair.dst_rank, share, segments.dst_block[chosen], segments.dst_token[chosen])
-        made.append([(at[:, None] + piece).ravel() for at, piece in zip((src_at, dst_at), pieces, strict=True)])
-        made[-1].append(np.full(made[-1][0].size, n_bytes))
-        order.append(np.repeat(chosen, pieces[0].size))
-    if len(made) == 1:
-        return Runs(*made[0])
-    sorting = np.argsort(np.concatenate(order), kind="stable")
-    return Runs(*(np.concatenate(columns)[sorting] for columns in zip(*made, strict=True)))
-
-
-class _Axis(NamedTuple):
-    """One way to step through a segment: how often, and how far one step goes on either side, in bytes."""
-
-    size: int
-    src_step: int
-    dst_step: int
-
-
-def _axes(src: KvLayout, dst: KvLayout, share: _Share, tokens: int) -> tuple[list[_Axis], int]:
-    """The axes along which a segment is in pieces, and the bytes of one piece.
-
-    A piece starts as one row and takes in every axis along which both sides go on without a gap.
-    """
-    steps = zip(_steps(src), _steps(dst), strict=True)
-    sizes = (len(share.layers), src.parts, len(share.heads), tokens)
-    axes = [_Axis(size, *both) for size, both in zip(sizes, steps, strict=True) if size > 1]
-    n_bytes = src.row_bytes
-    while (joined := next((axis for axis in axes if axis.src_step == axis.dst_step == n_bytes), None)) is not None:
-        n_bytes *= joined.size
-        axes.remove(joined)
-    return axes, n_bytes
-
-
-def _lattice(src: KvLayout, dst: KvLayout, share: _Share, tokens: int) -> tuple[tuple[Offsets, Offsets], int]:
-    """Offsets of a segment's pieces from its origin, on either side, and the bytes of one piece."""
-    axes, n_bytes = _axes(src, dst, share, tokens)
-    src_at = dst_at = np.zeros(1, np.int64)
-    for axis in axes:
-        steps_of_axis = np.arange(axis.size)
-        src_at = (src_at[:, None] + steps_of_axis * axis.src_step).ravel()
-        dst_at = (dst_at[:, None] + steps_of_axis * axis.dst_step).ravel()
-    return (src_at, dst_at), n_bytes
-
-
-def _steps(layout: KvLayout) -> tuple[int, int, int, int]:
-    """Bytes from one layer, part, head and token of a block to the next."""
-    row, heads, tokens = layout.row_bytes, layout.rank_heads, layout.block_tokens
-    part = row * heads * tokens
-    head, token = (row * tokens, row) if layout.order is KvOrder.HND else (row, row * heads)
-    return part * layout.parts, part, head, token
-
-
-def _origin(layout: KvLayout, rank: int, share: _Share, blocks: Offsets, tokens: Offsets) -> Offsets:
-    """Where the share's first layer and head of these tokens lie in the region of `rank`."""
-    stage, tp_rank = divmod(rank, layout.tp)
-    layer, _, head, token = _steps(layout)
-    inside = (share.layers.start - layout.layers_of(stage).start) * layer
-    inside += (share.heads.start - layout.heads_of(tp_rank).start) * head
-    return blocks * layout.rank_block_bytes(rank) + tokens * token + inside
-
-
-def _joined(runs: Runs) -> Runs:
-    """Neighbours that go on without a gap on both sides become one.
-
-    Unless hardly any do: runs of one length are copied faster, so a few joints are not worth losing that.
-    """
-    ends = (runs.src[1:] != runs.src[:-1] + runs.length[:-1]) | (runs.dst[1:] != runs.dst[:-1] + runs.length[:-1])
-    joints = ends.size - int(np.count_nonzero(ends))
-    if joints <= ends.size * _FEW_JOINTS:
-        return runs
-    firsts = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(ends) + 1])
-    return Runs(runs.src[firsts], runs.dst[firsts], np.add.reduceat(runs.length, firsts))
-
-
-def _limited(runs: Runs, most: int) -> Runs:
-    """Runs longer than `most` bytes are cut into pieces of `most` and a rest."""
-    if runs.length.max() <= most:
-        return runs
-    pieces = -(-runs.length // most)
-    of = np.repeat(np.arange(runs.length.size), pieces)
-    at = (np.arange(of.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
-    return Runs(runs.src[of] + at, runs.dst[of] + at, np.minimum(runs.length[of] - at, most))

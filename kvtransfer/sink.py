@@ -20,6 +20,7 @@ from kvtransfer.commands import Command, Dial, Fence, Progress, Resolve, Send, S
 from kvtransfer.credits import Klass
 from kvtransfer.ends import Reason, end
 from kvtransfer.landing import Arrivals, CameBefore, WindowError
+from kvtransfer.lattice import distinct
 from kvtransfer.layout import KvLayout, fingerprint_of
 from kvtransfer.messages import (
     MOST_BLOCKS,
@@ -35,7 +36,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
-from kvtransfer.reshard import LayoutMismatch, Plan, distinct, plan
+from kvtransfer.reshard import LayoutMismatch, Plan, plan
 from kvtransfer.tally import Tally
 from kvtransfer.transports.base import Link, Slice, Verdict, WindowHead
 

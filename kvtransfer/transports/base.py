@@ -12,8 +12,9 @@ from typing import Protocol
 
 import msgspec
 
+from kvtransfer.lattice import Runs
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Blocks, Runs
+from kvtransfer.reshard import Blocks
 
 STRANGER_BYTES = 24 << 10  # the most that is held of what a peer says that has proven nothing
 

@@ -19,8 +19,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtransfer.clock import Call, Clock, Timer
+from kvtransfer.lattice import Runs
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Blocks, Runs
+from kvtransfer.reshard import Blocks
 from kvtransfer.transports.base import Link, LinkOwner, Slice, TransportError, Verdict, WindowHead
 
 _TRICKLE_S = 0.02

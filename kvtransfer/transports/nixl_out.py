@@ -15,7 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtransfer.frame import Kind, frame, pack_head
-from kvtransfer.reshard import Runs
+from kvtransfer.lattice import Runs
 from kvtransfer.transports.base import Slice, TransportError, Verdict, WindowHead
 from kvtransfer.transports.nixl_arena import Writer
 from kvtransfer.transports.outbound import Outbound

@@ -16,8 +16,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvtransfer.lattice import Runs
 from kvtransfer.regions import Blocks, Region
-from kvtransfer.reshard import Runs
 from kvtransfer.transports.base import TransportError
 
 MOST_KEYS = 512

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.lattice import Offsets, Runs
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Offsets, Runs
 
 _LARGE = 16 << 10  # from here on a copy costs more than the step that asks for it
 _SHORT = 256 << 10  # up to here a copy is over before another thread could use the interpreter in the meantime

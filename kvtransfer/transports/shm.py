@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.frame import WINDOW_HEADER_BYTES, FrameError, Kind, frame, pack_head, unpack_head
+from kvtransfer.lattice import Runs
 from kvtransfer.regions import Region, RegionError
-from kvtransfer.reshard import Runs
 from kvtransfer.transports.base import Link, LinkOwner, Slice, TransportError, Verdict, WindowHead
 from kvtransfer.transports.listening import Listening
 from kvtransfer.transports.outbound import Outbound

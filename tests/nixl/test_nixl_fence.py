@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import pytest
 
-from kvtransfer.reshard import Runs
+from kvtransfer.lattice import Runs
 from kvtransfer.transports import nixl
 from kvtransfer.transports.base import TransportError, Verdict
 from kvtransfer.transports.nixl_arena import Arena, Writer

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from kvtransfer.lattice import Runs
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Runs
 from kvtransfer.transports.base import Link, Slice, Verdict, WindowHead
 from kvtransfer.transports.rdma import Rdma
 from kvtransfer.transports.rdma_link import RdmaOptions

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from pool import Bytes, Draw
 
+from kvtransfer.lattice import Runs
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Runs
 from kvtransfer.transports.base import Link, Slice, Transport, Verdict, WindowHead
 from kvtransfer.transports.stream import Manner
 

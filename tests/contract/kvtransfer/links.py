@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.clock import ThreadClock
+from kvtransfer.lattice import Runs
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Runs
 from kvtransfer.transports.base import Link, Slice, Transport, Verdict, WindowHead
 from kvtransfer.transports.inproc import Inproc, Wire
 

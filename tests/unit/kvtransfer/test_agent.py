@@ -16,10 +16,10 @@ from kvtransfer.agent import Agent
 from kvtransfer.clock import VirtualClock
 from kvtransfer.ends import Reason
 from kvtransfer.handles import Handle
+from kvtransfer.lattice import Runs
 from kvtransfer.layout import fingerprint_of
 from kvtransfer.messages import Accept, pack_blocks
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Runs
 from kvtransfer.transports import shm
 from kvtransfer.transports.base import LinkOwner, TransportError, WindowHead
 from kvtransfer.transports.inproc import Inproc, InprocLink, Wire

@@ -12,8 +12,9 @@ import pytest
 from msgspec.structs import replace
 
 from kvtransfer import messages
+from kvtransfer.lattice import Pair
 from kvtransfer.layout import KvDtype, KvLayout, KvOrder
-from kvtransfer.reshard import MOST_RUNS, LayoutMismatch, Pair, Plan, Window, layers_per_group, plan
+from kvtransfer.reshard import MOST_RUNS, LayoutMismatch, Plan, Window, layers_per_group, plan
 
 SMALL = KvLayout(layers=4, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tokens=16)
 BLOCK = SMALL.rank_block_bytes(0)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvtransfer.frame import FrameLimits, Kind
+from kvtransfer.lattice import Runs
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Runs
 from kvtransfer.transports.base import Slice, Verdict, WindowHead
 from kvtransfer.transports.inbound import Inbound
 from kvtransfer.transports.outbound import Outbound

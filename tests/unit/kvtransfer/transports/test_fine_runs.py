@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.frame import Kind, Proof, frame, pack_head, trailer
+from kvtransfer.lattice import Runs
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Runs
 from kvtransfer.transports.base import Slice, Verdict, WindowHead
 from kvtransfer.transports.runs import fine, gather, scatter
 from tests.contract.kvtransfer.links import BLOCK_BYTES, BLOCKS, Owner, expected, linked_pair, window

@@ -20,7 +20,7 @@ from kvtransfer.frame import (
     pack_head,
     trailer,
 )
-from kvtransfer.reshard import Runs
+from kvtransfer.lattice import Runs
 from kvtransfer.transports.base import Slice, TransportError, Verdict, WindowHead
 from kvtransfer.transports.seal import Seal, SealBroken
 from tests.unit.kvtransfer.transports.pipes import BLOCK_BYTES, KEY, SIZE, Pipe, pipe, scattered

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvtransfer.frame import Kind, Proof, frame, pack_head
+from kvtransfer.lattice import Runs
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Runs
 from kvtransfer.transports.base import Link, Slice, TransportError, Verdict, WindowHead
 from kvtransfer.transports.stream import Manner, StreamLink
 from kvtransfer.transports.tcp import Tcp

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.frame import Kind, frame, pack_head
-from kvtransfer.reshard import Runs
+from kvtransfer.lattice import Runs
 from kvtransfer.transports import nixl
 from kvtransfer.transports.base import TransportError, Verdict, WindowHead
 from kvtransfer.transports.nixl import SLOTS

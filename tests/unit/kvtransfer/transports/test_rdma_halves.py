@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtransfer.lattice import Runs
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Runs
 from kvtransfer.transports.base import Slice, TransportError, Verdict, WindowHead
 from kvtransfer.transports.rdma_grants import Grant, Opening, digest_of, stretches
 from kvtransfer.transports.rdma_in import Arrivals

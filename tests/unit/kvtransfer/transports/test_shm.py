@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.frame import Kind, frame, pack_head
+from kvtransfer.lattice import Runs
 from kvtransfer.regions import Region
-from kvtransfer.reshard import Runs
 from kvtransfer.transports.base import Slice, TransportError, Verdict, WindowHead
 from kvtransfer.transports.runs import copy_runs, in_steps, within
 from kvtransfer.transports.shm import Shm, generation_mark
