@@ -46,8 +46,12 @@ class Patience(msgspec.Struct, frozen=True):
     stall_s: float
 
 
-class Connection(asyncio.Protocol):
-    """One connection to one engine, carrying one answer at a time from the engine to a client."""
+class Connection:
+    """One connection to one engine, carrying one answer at a time from the engine to a client.
+
+    An asyncio.Protocol that does not stand on its class: with a base in Python it could not be made a C class
+    (deploy/classes.py).
+    """
 
     __slots__ = (
         *("_done", "_downstream", "_outbox", "_paused", "_pool", "_relay", "_transport"),
@@ -136,6 +140,12 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop sets TCP_NODELAY on every TCP transport
         self._pool.connections.add(self)
+
+    def pause_writing(self) -> None:
+        """The engine reads a request more slowly than it was written; all of that lies in the transport already."""
+
+    def resume_writing(self) -> None:
+        pass
 
     def data_received(self, data: bytes) -> None:
         relay = self._relay
@@ -271,10 +281,11 @@ class Upstream:
     async def connect(self) -> Connection:
         """A new connection. Raises UpstreamBroke."""
         connection = Connection(self)
+        protocol = cast(asyncio.Protocol, connection)
         try:
             async with within(self.patience.connect_s):
                 try:
-                    await self.outbox.loop.create_connection(lambda: connection, self._host, self._port)
+                    await self.outbox.loop.create_connection(lambda: protocol, self._host, self._port)
                 except asyncio.CancelledError:  # it may stand already, and uvloop would tell nobody of its end
                     connection.abort()
                     self.forget(connection)
