@@ -10,7 +10,6 @@ import importlib
 import os
 import platform
 from collections.abc import Mapping
-from importlib.metadata import version as version_of
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -21,6 +20,7 @@ import typer.core
 import typer.main
 from rich.console import Console
 
+from gateway.build import is_compiled, own_version
 from gateway.commands import HERE, Admin, Json, fail, print_json, say
 
 if TYPE_CHECKING:
@@ -215,12 +215,12 @@ def schema() -> None:
 
 @app.command()
 def version(as_json: Json = False) -> None:
-    """Print the version."""
-    ours, python = version_of("penstock"), platform.python_version()
+    """Print the version, and whether its hot path was compiled."""
+    ours, python, compiled = own_version(), platform.python_version(), is_compiled()
     if as_json:
-        print_json({"penstock": ours, "python": python})
+        print_json({"penstock": ours, "python": python, "compiled": compiled})
     else:
-        say(f"penstock {ours} (Python {python})")
+        say(f"penstock {ours} (Python {python}{', compiled' if compiled else ''})")
 
 
 def _serve(loaded: Loaded, file: Path | None, workers: int) -> int:

@@ -17,10 +17,10 @@ from time import monotonic, time
 import aiohttp
 import msgspec
 
+from gateway.build import own_version
 from gateway.config import Traces
 from gateway.exchange import Exchange
 from gateway.metrics import Metrics
-from gateway.observe.inside import own_version
 from gateway.observe.spans import Attribute, Span, tree
 from gateway.trace import Trace, new_id, parent_of
 

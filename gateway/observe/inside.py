@@ -5,10 +5,10 @@ Lives here: these families and where their numbers are found. Not here: what is 
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from gateway.build import is_compiled, own_version
 from gateway.meters import Counter, Family, Gauge, Label, Merge, Meters, Section
 from gateway.observe.labels import ENDPOINT, RESULT, Row
 from policies.health import State
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gateway.roster import LiveEndpoint
 
 STATE = Label("state", len(State) + 1)
-BUILD = Label("version", 2)
+BUILD = (Label("version", 2), Label("compiled", 2))
 
 
 class Inside:
@@ -103,13 +103,6 @@ class Inside:
         self.log_lines_dropped_total: Counter = meters.counter(
             "penstock_log_lines_dropped_total", "Access lines that no sink took: a full disk, a blocked pipe."
         ).labels()
-        build = meters.gauge("penstock_build_info", "1, by the version of the program.", BUILD, merge=Merge.LAST)
-        build.labels(own_version()).set(1)
-
-
-def own_version() -> str:
-    """Of the program that runs."""
-    try:
-        return version("penstock")
-    except PackageNotFoundError:  # a checkout that nobody installed
-        return "unknown"
+        told = "1, by the version of the program and whether its hot path was compiled."
+        build = meters.gauge("penstock_build_info", told, *BUILD, merge=Merge.LAST)
+        build.labels(own_version(), str(is_compiled()).lower()).set(1)

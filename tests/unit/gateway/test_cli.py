@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gateway import cli
+from gateway import cli, relay
 from gateway.config import json_schema
 
 GOOD = "version: 1\npools:\n  chat:\n    endpoints:\n      - url: http://127.0.0.1:9000\n"
@@ -103,6 +103,7 @@ def test_schema_prints_the_schema(runner: CliRunner) -> None:
 def test_version_prints_the_version(runner: CliRunner) -> None:
     told = json.loads(runner.invoke(cli.app, ["version", "--json"]).output)
     assert runner.invoke(cli.app, ["version"]).output.startswith(f"penstock {told['penstock']} ")
+    assert told["compiled"] is not relay.__file__.endswith(".py")
 
 
 @pytest.mark.parametrize(
