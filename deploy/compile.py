@@ -1,9 +1,9 @@
 """Compiles the path of a request and of a chunk with Cython, from the very same sources: compile.py OUT
 
-OUT gets a copy of the rooms with extension modules beside the sources; run it with OUT as the working directory or on
-PYTHONPATH. Optional: the sources run as they are, and tests run on them. It needs a C compiler, Python's headers, some
-minutes and 250 MB of memory. CFLAGS are the compiler's; unless they are set, debugging information, five sixths of a
-module, is left out.
+OUT gets a copy of the project with extension modules beside the sources: pip installs it, or it runs with OUT as the
+working directory or on PYTHONPATH. The image is made so; the sources run as they are. It needs a C compiler, Python's
+headers, some minutes and 250 MB of memory. CFLAGS are the compiler's; unless they are set, debugging information, five
+sixths of a module, is left out.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import shutil
 import sys
 from pathlib import Path
 
+from classes import c_classes, declarations
 from Cython.Build import cythonize
 from setuptools import Distribution
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("gateway", "policies", "kvtransfer", "mockgpu", "planner")
+PROJECT = ("pyproject.toml", "README.md", "LICENSE")
 HOT = (
     *("account", "attempts", "canary", "endpoints", "errand", "exchange", "explain", "framing", "front", "gate"),
     *("head", "kept", "legs", "meters", "openai", "outbox", "overflow", "prefixes", "quotas", "relay", "serve"),
@@ -29,8 +31,10 @@ DECISIONS = (
     *("lessons", "outlook", "pacing", "paper", "pickers", "prefix_index", "price", "quota", "returns", "run"),
     *("scorers", "sessions", "split", "timeline", "usage", "waiting"),
 )
-# Annotations stay annotations: a compiled module must behave as its source does, not faster at the price of meaning.
-DIRECTIVES = {"language_level": 3, "annotation_typing": False, "binding": True}
+MODULES = tuple(f"gateway/{name}.py" for name in HOT) + tuple(f"policies/{name}.py" for name in DECISIONS)
+# Annotations stay annotations, and None has no attributes: a compiled module must behave as its source does, not faster
+# at the price of meaning.
+DIRECTIVES = {"language_level": 3, "annotation_typing": False, "binding": True, "nonecheck": True}
 
 
 def main(out: Path) -> None:
@@ -38,19 +42,32 @@ def main(out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     for room in ROOMS:
         shutil.copytree(ROOT / room, out / room, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in PROJECT:
+        shutil.copy(ROOT / name, out)
     os.chdir(out)
-    sources = [f"gateway/{name}.py" for name in HOT] + [f"policies/{name}.py" for name in DECISIONS]
+    written = _declare()
     os.environ.setdefault("CFLAGS", "-O2 -g0 -DNDEBUG -fwrapv")
-    extensions = cythonize(sources, nthreads=os.cpu_count() or 1, compiler_directives=DIRECTIVES, quiet=True)
+    extensions = cythonize(list(MODULES), nthreads=os.cpu_count() or 1, compiler_directives=DIRECTIVES, quiet=True)
     build = Distribution({"ext_modules": extensions}).get_command_obj("build_ext")
     build.inplace, build.parallel = True, os.cpu_count()
     build.build_temp = build.build_lib = "objects"
     build.ensure_finalized()
     build.run()
     shutil.rmtree("objects")
-    for extension in extensions:
-        Path(extension.sources[0]).unlink()  # the C that it was made of
+    for made in (*written, *(Path(extension.sources[0]) for extension in extensions)):
+        made.unlink()  # what they were made of
     print(f"{len(extensions)} modules compiled into {out}")  # noqa: T201
+
+
+def _declare() -> list[Path]:
+    """Writes what Cython is told of classes, beside the sources; the files written."""
+    sources = {name.removesuffix(".py").replace("/", "."): Path(name) for name in MODULES}
+    classes = c_classes(sources)
+    told = {source.with_suffix(".pxd"): declarations(module, source, classes) for module, source in sources.items()}
+    told = {path: text for path, text in told.items() if text}
+    for path, text in told.items():
+        path.write_text(text)
+    return list(told)
 
 
 if __name__ == "__main__":
