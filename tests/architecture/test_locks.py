@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RUNTIME, DEV = "requirements.lock", "requirements-dev.lock"
+RUNTIME, COMPILE, DEV = "requirements.lock", "requirements-compile.lock", "requirements-dev.lock"
 
 
 def pins(lock: str) -> dict[str, tuple[str, list[str]]]:
@@ -28,7 +28,7 @@ def wanted(extra: str | None = None) -> list[str]:
     return [re.split(r"[<>=\[]", line)[0].replace(".", "-") for line in lines]
 
 
-@pytest.mark.parametrize("lock", [RUNTIME, DEV])
+@pytest.mark.parametrize("lock", [RUNTIME, COMPILE, DEV])
 def test_every_requirement_is_pinned_with_hashes_and_nothing_else_is_said(lock: str) -> None:
     assert all(hashes for _, hashes in pins(lock).values())
     for line in (ROOT / lock).read_text().splitlines():
@@ -39,12 +39,14 @@ def test_every_requirement_is_pinned_with_hashes_and_nothing_else_is_said(lock: 
 def test_what_the_project_asks_for_is_in_the_locks() -> None:
     assert set(wanted()) <= set(pins(RUNTIME))
     assert set(wanted() + wanted("dev")) <= set(pins(DEV))
+    assert set(wanted() + wanted("compile")) <= set(pins(COMPILE))
     assert "setuptools" in pins(RUNTIME), "the project itself is installed without a network"
 
 
-def test_both_locks_agree() -> None:
-    runtime, dev = pins(RUNTIME), pins(DEV)
-    assert {name: dev.get(name) for name in runtime} == runtime
+@pytest.mark.parametrize(("smaller", "larger"), [(RUNTIME, COMPILE), (COMPILE, DEV)])
+def test_the_locks_agree(smaller: str, larger: str) -> None:
+    few, many = pins(smaller), pins(larger)
+    assert {name: many.get(name) for name in few} == few
 
 
 def test_the_runtime_asks_for_at_most_20_packages() -> None:
