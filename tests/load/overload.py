@@ -51,7 +51,7 @@ def one_run(admission: str, policy: str, rate: float, seed: int) -> Figures:
     with house(admission, policy, draft.ends_s + READY_S + 60.0) as running:
         plan = Plan(running.gateway.url, running.still_url, time.monotonic() + READY_S, rate, seed)
         seen, streams, sent, used = load(plan, running)
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in used.items())
+        shares = ", ".join(f"{name} {share.core_s:.0%} (waited {share.waited_s:.0%})" for name, share in used.items())
         print(f"seed {seed}: of a core in the spike: {shares}; load average {os.getloadavg()[0]:.1f}", flush=True)
         time.sleep(0.5)  # the access log's last lines
         return figures(plan, seen, streams, running.refusals(), sent)
@@ -73,9 +73,12 @@ def _go_ahead() -> None:
 
 def _tell(run: Figures) -> None:
     """What is behind the bounds."""
-    for name in ("idle", "busy", "shed", "shed_inside", "waited"):
+    for name in ("idle", "busy", "shed", "shed_inside", "unread", "waited"):
         times = getattr(run, name)
         print(f"  {name:<12} {times.count:>5}  p50 {times.p50_ms:8.2f} ms  p99 {times.p99_ms:8.2f} ms")
+    print(
+        "  idle, busy, shed end when the answer is in the client's socket; unread: until the client's process reads it"
+    )
     print(f"  refused {run.refused}, told a time {run.told:.0%}, {run.tries:.1f} tries a client in the storm")
     print(f"  spike: {run.offered} came, {run.accepted} let in; new ones good at once afterwards {run.fresh_after:.1%}")
 

@@ -1,15 +1,16 @@
-"""A lean HTTP client that notes when its request's last byte left and when the answer's first byte came.
+"""A lean HTTP client that notes when its request left and when the answer's first byte reached its socket.
 
-On asyncio's own loop a write goes out within write(); aiohttp's client would add more than what is measured here. Not
-here: who asks what and when (overload_load.py).
+The second moment is the kernel's: this process has other answers to read, and would tell of its own delays. aiohttp's
+client would add more than what is measured here. Not here: who asks what and when (overload_load.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from time import monotonic
-from typing import cast
+import socket
+import struct
+from time import monotonic, time
 from urllib.parse import urlsplit
 
 import msgspec
@@ -21,20 +22,25 @@ from planner.words import text
 _ID = re.compile(rb"\r\nx-request-id: *([^\r]+)", re.IGNORECASE)
 _RETRY = re.compile(rb"\r\nretry-after-ms: *([0-9]+)", re.IGNORECASE)
 
+SO_TIMESTAMPNS = 35  # Linux, asm-generic/socket.h: with what is read comes when it arrived; Python has no name for it
+STAMP = struct.Struct("@qq")  # a timespec of the wall clock
+
 
 class Asked:
     """One request and its answer. Moments are of time.monotonic; None: it did not come to that.
 
-    sent_s, answered_s  the last byte of the request left, the first byte of the answer came
+    sent_s, answered_s  the request was handed to the kernel, the first bytes of the answer reached the socket
+    unread_s            how long these lay there until this process read them
     retry_after_s       as told by retry-after-ms
     ended               done when the answer was whole, or the connection over
     """
 
-    __slots__ = ("answered_s", "ended", "id", "retry_after_s", "sent_s", "status", "timeline")
+    __slots__ = ("answered_s", "ended", "id", "retry_after_s", "sent_s", "status", "timeline", "unread_s")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.sent_s = 0.0
         self.answered_s: float | None = None
+        self.unread_s = 0.0
         self.status: int | None = None
         self.id = ""
         self.retry_after_s: float | None = None
@@ -49,31 +55,57 @@ class Asked:
         self.retry_after_s = int(told[1]) / 1000 if told else None
 
 
-class Line(asyncio.Protocol):
-    """One connection, one request at a time."""
+class Line:
+    """One connection, one request at a time. Owns its socket, which does not block."""
 
-    def __init__(self, pool: Lines) -> None:
-        self._pool = pool
-        self._transport: asyncio.Transport | None = None
+    def __init__(self, pool: Lines, sock: socket.socket) -> None:
+        self._pool, self._sock = pool, sock
+        self._loop = asyncio.get_running_loop()
         self._asked: Asked | None = None
         self._head = b""
         self._body: Body | None = None
+        self.open = True
+        sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        self._loop.add_reader(sock, self._readable)
 
-    def ask(self, request: bytes, asked: Asked) -> None:
-        assert self._transport is not None
+    async def ask(self, request: bytes, asked: Asked) -> None:
+        """Send it and read its answer to the end."""
         self._asked, self._head, self._body = asked, b"", None
         asked.sent_s = monotonic()
-        self._transport.write(request)
+        try:
+            await self._loop.sock_sendall(self._sock, request)  # at once, or else when there is room again
+        except OSError:
+            self.close()
+        await asked.ended
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+    def close(self) -> None:
+        """Whoever waits for an answer waits no more."""
+        if self.open:
+            self.open = False
+            self._loop.remove_reader(self._sock)
+            self._sock.close()
+            if self._asked is not None and not self._asked.ended.done():
+                self._asked.ended.set_result(None)
 
-    def data_received(self, data: bytes) -> None:
-        now, asked = monotonic(), self._asked
+    def _readable(self) -> None:
+        try:
+            data, about, _, _ = self._sock.recvmsg(256 * 1024, socket.CMSG_SPACE(STAMP.size))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._read(data, age_s(about, time()))
+        else:
+            self.close()
+
+    def _read(self, data: bytes, unread_s: float) -> None:
+        """What came, and how long it lay in the socket."""
+        now, asked = monotonic() - unread_s, self._asked
         if asked is None:
             return
         if asked.answered_s is None:
-            asked.answered_s = now
+            asked.answered_s, asked.unread_s = now, unread_s
         if self._body is None:
             head, found, data = (self._head + data).partition(b"\r\n\r\n")
             self._head = head
@@ -87,24 +119,20 @@ class Line(asyncio.Protocol):
         if self._body.ended:
             self._over(asked)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        if self._asked is not None and not self._asked.ended.done():
-            self._asked.ended.set_result(None)
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-    @property
-    def open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
-
     def _over(self, asked: Asked) -> None:
         self._asked = None
         self._pool.idle.append(self)
         if not asked.ended.done():
             asked.ended.set_result(None)
+
+
+def age_s(about: list[tuple[int, int, bytes]], now_s: float) -> float:
+    """How long before `now_s`, of the wall clock, the kernel took in what it tells about; 0 if it tells nothing, as
+    for the first moments after somebody wants to know."""
+    if not about:
+        return 0.0
+    seconds, nanoseconds = STAMP.unpack(about[0][2])
+    return max(0.0, now_s - seconds - nanoseconds / 1e9)
 
 
 class Lines:
@@ -117,17 +145,24 @@ class Lines:
         self.idle: list[Line] = []
 
     async def ask(self, request: bytes, asked: Asked) -> None:
-        """Send it and read its answer to the end."""
+        """Send it on an idle connection or a new one, and read its answer to the end."""
         line = None
         while self.idle and line is None:
             line = self.idle.pop()
             if not line.open:
                 line = None
         if line is None:
-            _, line = await asyncio.get_running_loop().create_connection(lambda: Line(self), *self._where)
-            self._all.append(line)
-        line.ask(request, asked)
-        await asked.ended
+            line = await self._connect()
+        await line.ask(request, asked)
+
+    async def _connect(self) -> Line:
+        sock = socket.socket()
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.get_running_loop().sock_connect(sock, self._where)
+        line = Line(self, sock)
+        self._all.append(line)
+        return line
 
     def close(self) -> None:
         for line in self._all:

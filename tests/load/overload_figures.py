@@ -43,8 +43,10 @@ class Figures(msgspec.Struct, frozen=True):
     """One run in numbers. Shares are of 1.
 
     idle, busy      round trips to a server that does nothing: on the idle machine, and beside the spike and the storm
-    shed            from a request's last byte to the 429, of those refused at the door in the spike and the storm
+    shed            from a request's sending to the 429 in its client's socket, of those refused at the door in the
+                    spike and the storm
     shed_inside     the gateway's own part of it, by its access line
+    unread          for how long these 429s lay there: the client's process had others to read, or no core
     waited          refusals after waiting in the room, and how long that took
     streams_open    long answers that flowed from the spike to the storm; streams_good: share that kept the budget then
     accepted, accepted_good   requests let in during the spike, and the share of them that kept both budgets
@@ -61,6 +63,7 @@ class Figures(msgspec.Struct, frozen=True):
     busy: Times
     shed: Times
     shed_inside: Times
+    unread: Times
     waited: Times
     refused: Mapping[str, int]
     streams_open: int
@@ -113,6 +116,7 @@ def figures(plan: Plan, seen: Knocks, streams: Sequence[Stream], refusals: Mappi
         busy=times([took for at, took in seen.busy_s if _within(at, spike) or _within(at, storm)]),
         shed=times(map(_took_s, at_door)),
         shed_inside=times(refusals[one.id].inside_s for one in at_door if one.id in refusals),
+        unread=times(one.unread_s for one in at_door),
         waited=times(map(_took_s, waited)),
         refused=_by_reason(in_overload, refusals),
         streams_open=sum(_open(plan, one) for one in streams),

@@ -1,6 +1,7 @@
 """The processes of an overload: mock TP groups, a gateway, a server that does nothing, and the load generator's two.
 
-All on 127.0.0.1, all ended by their pid. Not here: what is asked (overload_plan.py), what it amounts to
+All on 127.0.0.1, all ended by their pid. The gateway has a core of its own where there is a second one for the others:
+on a machine of its own nobody would take it away. Not here: what is asked (overload_plan.py), what it amounts to
 (overload_figures.py).
 """
 
@@ -16,10 +17,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from tests.bench.systems import pinned
 from tests.e2e import processes
 from tests.e2e.processes import ENV, Gateway
 from tests.load.overload_figures import Refusal
@@ -31,23 +33,30 @@ T = TypeVar("T")
 READY_S = 3.0 + 2 * STILL_KNOCKS * STILL_EVERY_S
 """From a plan to its beginning: the load generator starts and looks at the idle machine first."""
 
-TICKS = os.sysconf("SC_CLK_TCK")
+OWN_CORE = 0
 LOAD = "tests.load.overload_load"
 BEHIND = ("nice", "-n", "10")
 """Who reads the streams would have a machine of its own elsewhere: it does not keep a core from the others."""
 
 
+class Spent(NamedTuple):
+    """Seconds in which a process had a core, and in which it could have run and others had it."""
+
+    core_s: float
+    waited_s: float
+
+
 class House:
-    """What runs. `cpu_s()` tells each process's time so far."""
+    """What runs. `pids`: processes by name."""
 
     def __init__(
         self, gateway: Gateway, engines: list[str], still_url: str, log: Path, pids: Mapping[str, int]
     ) -> None:
         self.gateway = gateway
         self.still_url = still_url
+        self.pids = pids
         self._engines = engines
         self._log = log
-        self._pids = pids
 
     def reached(self) -> int:
         """Requests that the engines have been sent so far."""
@@ -64,24 +73,21 @@ class House:
         lines = (json.loads(line) for line in self._log.read_text().splitlines())
         return {one["id"]: Refusal(one["reason"], one["done_us"] / 1e6) for one in lines if one["status"] == 429}
 
-    def cpu_s(self) -> dict[str, float]:
-        """Seconds of a core that each has used."""
-        return {name: _cpu_s(pid) for name, pid in self._pids.items()}
-
 
 @contextmanager
 def house(admission: str, policy: str, longest_s: float) -> Iterator[House]:
     """Everything but the load generator, up and well."""
     processes.WITHIN_S = longest_s / 4  # the processes' watchdog waits for four of these
     with ExitStack() as stack:
+        stack.enter_context(_beside_the_gateway())
         folder = Path(stack.enter_context(TemporaryDirectory()))
         mock = stack.enter_context(_piped("-m", "mockgpu", "--port", "0", "--json", *_groups()))
         engines = [str(json.loads(_line(mock))["ready"]) for _ in range(GROUP.count)]
-        still = stack.enter_context(_piped("-m", "tests.load.overload_still"))
+        still = stack.enter_context(_piped("-m", "tests.load.overload_still", core=OWN_CORE))
         log = folder / "access.jsonl"
         file = folder / processes.FILE
         file.write_text(_configuration(admission, policy, engines, log))
-        serve = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
+        serve = pinned(OWN_CORE, [sys.executable, "-m", "gateway", "serve", "--config", str(file)])
         running = stack.enter_context(
             processes.running(serve, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV)
         )
@@ -92,25 +98,24 @@ def house(admission: str, policy: str, longest_s: float) -> Iterator[House]:
         yield House(gateway, engines, _line(still).strip(), log, pids)
 
 
-def load(plan: Plan, house: House) -> tuple[Knocks, list[Stream], int, dict[str, float]]:
-    """Carry the plan out: what clients saw, requests that reached the engines from the storm on, and shares of a core
-    that gateway and engines took in the spike."""
+def load(plan: Plan, house: House) -> tuple[Knocks, list[Stream], int, dict[str, Spent]]:
+    """Carry the plan out: what clients saw, requests that reached the engines from the storm on, and what of a core
+    each process had in the spike, in shares of it."""
     with ExitStack() as stack:
-        asking = [
-            stack.enter_context(_generator(plan, *BEHIND, sys.executable, "-m", LOAD, "streams")),
-            stack.enter_context(_generator(plan, sys.executable, "-m", LOAD, "knocks")),
-        ]
+        held = stack.enter_context(_generator(plan, *BEHIND, sys.executable, "-m", LOAD, "streams"))
+        seen = stack.enter_context(_generator(plan, sys.executable, "-m", LOAD, "knocks"))
+        pids = {**house.pids, "streams": held.pid, "knocks": seen.pid}
         spike, storm = plan.window("spike"), plan.window("storm")
         _until(plan.begin_s + spike[0])
-        before = house.cpu_s()
+        before = {name: _spent(pid) for name, pid in pids.items()}
         _until(plan.begin_s + spike[1])
-        used = {name: (spent - before[name]) / (spike[1] - spike[0]) for name, spent in house.cpu_s().items()}
+        used = {name: _share(before[name], _spent(pid), spike[1] - spike[0]) for name, pid in pids.items()}
         _until(plan.begin_s + storm[0])
         reached = house.reached()
         ends_s = plan.ends_s + LAST_WORDS_S + 10.0
-        held, seen = (each.communicate(timeout=ends_s - time.monotonic())[0] for each in asking)
+        told = [each.communicate(timeout=ends_s - time.monotonic())[0] for each in (held, seen)]
         sent = house.reached() - reached
-    return msgspec.json.decode(seen, type=Knocks), msgspec.json.decode(held, type=list[Stream]), sent, used
+    return msgspec.json.decode(told[1], type=Knocks), msgspec.json.decode(told[0], type=list[Stream]), sent, used
 
 
 def _groups() -> list[str]:
@@ -131,8 +136,21 @@ def _configuration(admission: str, policy: str, engines: list[str], log: Path) -
 
 
 @contextmanager
-def _piped(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    with processes.running([sys.executable, *arguments], stdout=subprocess.PIPE, env=ENV) as process:
+def _beside_the_gateway() -> Iterator[None]:
+    """What is started from here on leaves the gateway's core alone, unless it is the machine's only one."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, allowed - {OWN_CORE} or allowed)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@contextmanager
+def _piped(*arguments: str, core: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, *arguments]
+    placed = command if core is None else pinned(core, command)
+    with processes.running(placed, stdout=subprocess.PIPE, env=ENV) as process:
         yield process
 
 
@@ -162,6 +180,12 @@ def _until(moment_s: float) -> None:
     time.sleep(max(0.0, moment_s - time.monotonic()))
 
 
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+def _spent(pid: int) -> Spent:
+    """So far, by the scheduler's own account of all its threads."""
+    tasks = [(task / "schedstat").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return Spent(sum(int(task[0]) for task in tasks) / 1e9, sum(int(task[1]) for task in tasks) / 1e9)
+
+
+def _share(before: Spent, after: Spent, seconds: float) -> Spent:
+    """Of so many seconds."""
+    return Spent((after.core_s - before.core_s) / seconds, (after.waited_s - before.waited_s) / seconds)

@@ -39,7 +39,7 @@ LAST_WORDS_S = 10.0
 
 
 class Try(msgspec.Struct):
-    """One sending. Moments count from `Plan.begin_s`."""
+    """One sending. Moments count from `Plan.begin_s`; `unread_s` is how long an answer that had come was not read."""
 
     due_s: float
     sent_s: float
@@ -47,6 +47,7 @@ class Try(msgspec.Struct):
     status: int | None
     id: str
     retry_after_s: float | None
+    unread_s: float = 0.0
 
 
 class Knock(msgspec.Struct):
@@ -180,7 +181,8 @@ class Door:
     def _note(self, knock: Knock, due_s: float, asked: Asked) -> None:
         zero_s, timeline = self._plan.begin_s, asked.timeline
         answered_s = None if asked.answered_s is None else asked.answered_s - zero_s
-        tried = Try(due_s - zero_s, asked.sent_s - zero_s, answered_s, asked.status, asked.id, asked.retry_after_s)
+        due_s, sent_s = due_s - zero_s, asked.sent_s - zero_s
+        tried = Try(due_s, sent_s, answered_s, asked.status, asked.id, asked.retry_after_s, asked.unread_s)
         knock.tries.append(tried)
         if asked.status == 200 and timeline.first_s is not None and timeline.last_s is not None:
             knock.first_s, knock.last_s = timeline.first_s - zero_s, timeline.last_s - zero_s

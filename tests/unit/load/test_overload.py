@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Iterator
 from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
 
 from gateway.framing import parse_head
-from tests.load.overload_client import Asked, Line, Lines, request
+from tests.load.overload_client import SO_TIMESTAMPNS, STAMP, Asked, Line, Lines, age_s, request
 from tests.load.overload_figures import Bound, Refusal, figures, good, times
 from tests.load.overload_load import Knock, Knocks, Stream, Try
 from tests.load.overload_plan import PHASES, Plan, arrivals
@@ -114,29 +116,55 @@ def test_bounds_hold_on_their_own_side() -> None:
 HEAD = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 4\r\nx-request-id: req_1\r\nretry-after-ms: 2500\r\n\r\n"
 
 
+@pytest.fixture
+def wire() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a connection; the first does not block."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        near = socket.create_connection(listening.getsockname())
+        far, _ = listening.accept()
+    near.setblocking(False)
+    with near, far:
+        yield near, far
+
+
 @pytest.mark.parametrize("size", [1, 7, 40, 1000])
-async def test_a_client_reads_an_answer_in_any_pieces_and_uses_its_connection_again(size: int) -> None:
-    pool = Lines("http://127.0.0.1:1")
-    line, asked = Line(pool), Asked(asyncio.get_running_loop())
-    line.connection_made(Mock())
-    line.ask(b"POST", asked)
+async def test_a_client_reads_an_answer_in_any_pieces_and_uses_its_connection_again(
+    size: int, wire: tuple[socket.socket, socket.socket]
+) -> None:
+    pool, asked = Lines("http://127.0.0.1:1"), Asked(asyncio.get_running_loop())
+    line = Line(pool, wire[0])
+    asking = asyncio.create_task(line.ask(b"POST", asked))
+    await asyncio.sleep(0)
+    assert wire[1].recv(100) == b"POST"
     answer = HEAD + b"full"
     for at in range(0, len(answer), size):
-        line.data_received(answer[at : at + size])
-    await asked.ended
+        wire[1].sendall(answer[at : at + size])
+        await asyncio.sleep(0)
+    await asking
     assert (asked.status, asked.id, asked.retry_after_s) == (429, "req_1", 2.5)
     assert asked.answered_s is not None
     assert asked.answered_s >= asked.sent_s
     assert pool.idle == [line]
+    line.close()
 
 
-async def test_a_connection_that_is_lost_ends_its_request_without_an_answer() -> None:
-    line, asked = Line(Lines("http://127.0.0.1:1")), Asked(asyncio.get_running_loop())
-    line.connection_made(Mock())
-    line.ask(b"POST", asked)
-    line.connection_lost(None)
-    await asked.ended
-    assert asked.status is None
+def test_how_long_bytes_lay_in_the_socket_is_known_from_the_kernels_stamp() -> None:
+    stamp = STAMP.pack(1_700_000_000, 250_000_000)
+    assert age_s([(socket.SOL_SOCKET, SO_TIMESTAMPNS, stamp)], 1_700_000_000.3) == pytest.approx(0.05, abs=1e-6)
+    assert age_s([(socket.SOL_SOCKET, SO_TIMESTAMPNS, stamp)], 1_700_000_000.2) == 0.0
+    assert age_s([], 1_700_000_000.3) == 0.0
+
+
+async def test_a_connection_that_is_lost_ends_its_request_without_an_answer(
+    wire: tuple[socket.socket, socket.socket],
+) -> None:
+    asked = Asked(asyncio.get_running_loop())
+    line = Line(Lines("http://127.0.0.1:1"), wire[0])
+    asking = asyncio.create_task(line.ask(b"POST", asked))
+    await asyncio.sleep(0)
+    wire[1].close()
+    await asking
+    assert (asked.status, line.open) == (None, False)
 
 
 def test_the_server_that_does_nothing_answers_once_a_request_is_whole() -> None:
