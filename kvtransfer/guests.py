@@ -46,6 +46,8 @@ class Guests:
 
     def due(self) -> float | None:
         """When somebody may have waited long enough, or earlier."""
+        while self._deadlines and self._deadlines[0][1] not in self._seated:
+            heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def seat(self, link: Link, invite: Invite, now: float) -> Reason | None:

@@ -72,7 +72,9 @@ class SourceBook:
         return sum(outlet.credits.taken_bytes for outlet in self._outlets.values())
 
     def due(self) -> float | None:
-        """When `tick` is wanted next, or earlier."""
+        """When `tick` is wanted next, or earlier. Nobody is woken for what has ended."""
+        while self._deadlines and self._deadlines[0][1] not in self._offers:
+            heapq.heappop(self._deadlines)
         dues = [self._deadlines[0][0] if self._deadlines else None, self._guests.due()]
         return min((due for due in dues if due is not None), default=None)
 

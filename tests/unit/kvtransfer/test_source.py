@@ -195,6 +195,17 @@ def test_names_are_remembered_for_a_while_and_not_too_many() -> None:
     assert (len(names), names.look("n4", 13.9), names.look("n4", 14.0)) == (2, 4, None)
 
 
+def test_nobody_is_woken_for_what_has_ended() -> None:
+    book, link = book_and_link("d1")
+    assert book.invited(link, invite(1), 0.0) == []  # type: ignore[arg-type]
+    book.offer(7, Ware("other", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
+    assert book.due() == 9.0
+    book.stopped(link, Stop(1, Reason.CANCELLED), 1.0)  # type: ignore[arg-type]
+    assert book.due() == 30.0
+    book.revoke(7, Reason.REVOKED, "", 1.0)
+    assert book.due() is None
+
+
 def test_a_ticket_for_blocks_that_have_changed_hands_is_refused_before_a_byte_moves() -> None:
     book, link = book_and_link("d1")
     ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
