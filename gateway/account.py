@@ -33,7 +33,7 @@ log = logging.getLogger("penstock")
 MAX_CHILDREN = 8192
 SPLIT_STAGES = ("queue", "prefill", "transfer", "first_token")
 WAITED_S = 0.001  # below it a request found a place at once
-NO_ANSWER = Relay(b"")  # what a line tells of an answer that there was not; it is never fed
+NO_ANSWER, NO_USAGE = Relay(b""), Usage()  # what a line tells of an answer that there was not; it is never fed
 KEEP_BYTES = 8 * 1024 * 1024  # lines waiting for a blocked sink; beyond it they are dropped and counted
 
 
@@ -203,7 +203,7 @@ class _Children:
         """One answered request."""
         trace_id = "" if x.trace is None else x.trace.trace_id
         first = relay.first_token_at or relay.first_byte_at or now
-        tokens = usage.completion_tokens or max(relay.events - 2, 1)
+        tokens, cached_tokens = usage.completion_tokens or max(relay.events - 2, 1), usage.cached_tokens
         self._requests.value += 1.0
         self._ttft.mark((first - received, now, x.id, trace_id))
         self._e2e.observe(now - received)
@@ -211,7 +211,8 @@ class _Children:
             self._tpot.mark(((relay.last_at - first) / (tokens - 1), now, x.id, trace_id))
         self._prompt.value += usage.prompt_tokens or prompt_tokens
         self._completion.value += tokens
-        self._cached.value += usage.cached_tokens or 0
+        if cached_tokens:
+            self._cached.value += cached_tokens
 
 
 class Accounts:
@@ -266,8 +267,9 @@ class Accounts:
     def _account(self, x: Exchange, now: float, zero: float) -> None:
         """One that was over at `now`. `zero` is when the monotonic clock began, in Unix time."""
         relay = x.relay
+        usage = NO_USAGE if relay is None else usage_of(x, relay)
         if relay is not None and relay.committed:
-            self._answered(x, relay, now)
+            self._answered(x, relay, usage, now)
         else:
             self._unanswered(x, now)
         if x.outcome == "client_gone":
@@ -275,7 +277,7 @@ class Accounts:
         if x.side is not None:
             x.side.count(x)
         if self._log.on:
-            line = _line(x, relay, now, zero)
+            line = _line(x, relay or NO_ANSWER, usage, now, zero)
             if self._log.blocks and x.fingerprint is not None:
                 line.blocks = ids_of(x.fingerprint)
             self._log.write(line)
@@ -304,24 +306,25 @@ class Accounts:
             self._metrics.shed_total.labels(reason, slo).inc()
             self._metrics.shed_seconds.observe(now - (x.received_at or x.accepted_at))
 
-    def _answered(self, x: Exchange, relay: Relay, now: float) -> None:
-        assert x.pick is not None
-        assert x.call is not None
-        key = (x.model, x.pick.candidate.endpoint.name, x.status, x.reason or x.outcome)
+    def _answered(self, x: Exchange, relay: Relay, usage: Usage, now: float) -> None:
+        pick, call, sent_at, admitted_at, parsed_at = x.pick, x.call, x.sent_at, x.admitted_at, x.parsed_at
+        assert pick is not None
+        assert call is not None
+        endpoint = pick.candidate.endpoint
+        key = (x.model, endpoint.name, x.status, x.reason or x.outcome)
         children = self._children.get(key) or self._find(key)
         received = x.received_at or now
-        usage = relay.usage if x.split is None else usage_of(x, relay)
-        children.count(x, received, relay, usage, x.call.request.prompt_tokens, now)
+        children.count(x, received, relay, usage, call.request.prompt_tokens, now)
         self.kept.answered(x, relay, usage, received)
         if x.tier:
-            self._metrics.overflow_total.labels(x.call.asked_model, x.tier).inc()
+            self._metrics.overflow_total.labels(call.asked_model, x.tier).inc()
         if x.split is not None:
             self._split(x.split, relay, x, received)
-        if x.sent_at is not None and x.admitted_at is not None and x.parsed_at is not None:
-            waited_s = x.admitted_at - x.parsed_at
-            self._overhead.observe(x.sent_at - received - waited_s)
+        if sent_at is not None and admitted_at is not None and parsed_at is not None:
+            waited_s = admitted_at - parsed_at
+            self._overhead.observe(sent_at - received - waited_s)
             if waited_s > WAITED_S:
-                self._metrics.queue_seconds.labels(x.pick.candidate.endpoint.pool).observe(waited_s)
+                self._metrics.queue_seconds.labels(endpoint.pool).observe(waited_s)
         self._bytes_out.value += relay.bytes_out
 
     def _split(self, split: SplitRecord, relay: Relay, x: Exchange, received: float) -> None:
@@ -343,11 +346,9 @@ class Accounts:
         return children
 
 
-def _line(x: Exchange, relay: Relay | None, now: float, zero: float) -> AccessLine:
+def _line(x: Exchange, answer: Relay, usage: Usage, now: float, zero: float) -> AccessLine:
     """All fields in their order: by name, or one after the other, they would cost twice as much."""
-    start, call, pick, retries = x.accepted_at, x.call, x.pick, x.retries
-    answer = NO_ANSWER if relay is None else relay
-    usage = answer.usage if x.split is None else usage_of(x, answer)
+    start, call, pick = x.accepted_at, x.call, x.pick
     line = AccessLine(
         zero + start,
         x.id,
@@ -380,7 +381,7 @@ def _line(x: Exchange, relay: Relay | None, now: float, zero: float) -> AccessLi
         None if pick is None else pick.reason,
         None if pick is None else pick.score,
         None if pick is None else pick.considered,
-        retries,
+        x.retries,
         "" if call is None else call.request.slo.name,
         x.kept,
         None if (seconds := x.predicted_ttft_s) is None else int(seconds * 1e6),
@@ -392,16 +393,16 @@ def _line(x: Exchange, relay: Relay | None, now: float, zero: float) -> AccessLi
     if x.ledger is not None:
         line.resumes = x.ledger.resumed
     if x.split is not None:
-        _tell(line, x.split, relay, start)
+        _tell(line, x.split, answer, start)
     return line
 
 
-def _tell(line: AccessLine, split: SplitRecord, relay: Relay | None, start: float) -> None:
+def _tell(line: AccessLine, split: SplitRecord, answer: Relay, start: float) -> None:
     """How the request was split, or why it was not."""
     line.split_reason, line.prefill = split.reason, split.prefill
     line.dialect, line.transport = split.dialect, split.transport
     line.prefilled_us = None if (stamp := split.prefilled_at) is None else int((stamp - start) * 1e6)
     line.handed_over_us = None if (stamp := split.handed_over_at) is None else int((stamp - start) * 1e6)
-    first = relay.first_token_at if relay is not None else None
+    first = answer.first_token_at
     if first is not None and split.prefilled_at is not None:
         line.handoff_us = int(max(0.0, first - split.prefilled_at) * 1e6)

@@ -6,6 +6,7 @@ reasons themselves, which are the policy's (policies.contract.Terms).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
@@ -63,34 +64,29 @@ def runner_up(pick: Pick) -> Candidate | None:
 class Explained:
     """The newest `size` requests that are over, oldest overwritten first. One owner: accounts."""
 
-    __slots__ = ("_at", "_ring", "size")
+    __slots__ = ("_ring", "size")
 
     def __init__(self, size: int = 0) -> None:
-        self.size = 0
-        self._ring: list[Exchange | None] = []
-        self._at = 0
-        self.resize(size)
+        self.size = size
+        self._ring: deque[Exchange] = deque(maxlen=size)
 
     def resize(self, size: int) -> None:
         """From now on so many; those that were kept are forgotten when the number changes."""
         if size != self.size:
-            self.size, self._at, self._ring = size, 0, [None] * size
+            self.size, self._ring = size, deque(maxlen=size)
 
     def keep(self, x: Exchange) -> None:
         """A request is over."""
-        at = self._at
         x.forget()
-        self._ring[at] = x
-        self._at = at + 1 if at + 1 < self.size else 0
+        self._ring.append(x)
 
     def newest(self) -> dict[str, object] | None:
         """The page of the request that was over last."""
-        last = self._ring[self._at - 1] if self.size else None
-        return None if last is None else told(last)
+        return told(self._ring[-1]) if self._ring else None
 
     def find(self, request_id: str) -> dict[str, object] | None:
         """The page of one request; None when it is not, or no longer, known. O(size)."""
-        return next((told(x) for x in self._ring if x is not None and x.id == request_id), None)
+        return next((told(x) for x in self._ring if x.id == request_id), None)
 
 
 def told(x: Exchange) -> dict[str, object]:

@@ -30,13 +30,14 @@ class Front(Talk, asyncio.Protocol):
 
     _ahead   what came and belongs to no request yet
     _head    the newest head: the next one mostly differs in its length alone
+    headers  of the request being served, which the line asks for
     _pieces  the body of the request being served, as it came; `_missing` bytes of it are still to come
     """
 
     __slots__ = (
         *("_ahead", "_body_bytes", "_errand", "_fronts", "_gone", "_head", "_hold", "_landing", "_limits", "_lobby"),
         *("_missing", "_must_close", "_outbox", "_pieces", "_pumping", "_reading_paused", "_reads", "_serve"),
-        *("_source", "address", "paused_at", "phase", "since", "transport"),
+        *("_source", "address", "headers", "paused_at", "phase", "since", "transport"),
     )
 
     def __init__(
@@ -45,6 +46,7 @@ class Front(Talk, asyncio.Protocol):
         self._set_up(serve, fronts, limits, outbox)
         self._lobby = lobby
         self._head: Head | None = None
+        self.headers: Mapping[str, str] = {}
         self._errand: Errand | None = None
         self._landing: Landing | None = None
         self._hold: Callable[[int], None] | None = None
@@ -56,11 +58,6 @@ class Front(Talk, asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
 
     # What the line sees of a client, besides what Talk has
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        assert self._head is not None
-        return self._head.headers
 
     def body_at_hand(self) -> bytes:
         """The body, if it came with its head."""
@@ -77,7 +74,10 @@ class Front(Talk, asyncio.Protocol):
             self._enter(BODY)
             if self._ahead:  # the rest came before anybody asked for it
                 self._gather(self._ahead)
-            await self._landing
+            try:
+                await self._landing
+            finally:
+                self._hold = self._landing = None
             self.phase = SERVING
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -172,12 +172,13 @@ class Front(Talk, asyncio.Protocol):
         self._missing = length - len(body)
         self._reads = 0
         self.phase = SERVING
+        self.headers = head.headers
         errand = self._errand = Errand(self._serve(self, head.api), self._served)
         errand.step()
 
     def _served(self) -> None:
         """The request is over: the connection closes, or waits for the next one, which may be here already."""
-        self._errand = self._hold = self._landing = None
+        self._errand = None
         if self.transport is None:
             return
         if self._must_close or self._missing:

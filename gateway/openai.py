@@ -141,7 +141,7 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
     model = models.get(asked)
     if model is None:
         raise _unknown_model(asked, models)
-    numbers = _numbers(members)
+    served, numbers = model.served_model, _numbers(members)
     names = PROMPT_MEMBERS[api]
     if names[-1] not in members:
         raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{names[-1]}'.", param=names[-1])
@@ -154,10 +154,10 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
     slo = model.slo if wish.usual else wish.of(model.slo)
     request = Request(
         caller.request_id,
-        model.served_model,
+        served,
         caller.tenant,
         ids or sum(map(len, prompt)) // BYTES_PER_TOKEN + 1,
-        min(output_tokens or _usual_tokens(caller, model.served_model, slo), EXPECTED_CEILING) * choices,
+        min(output_tokens or _usual_tokens(caller, served, slo), EXPECTED_CEILING) * choices,
         "stream" in members and bytes(members["stream"]) == b"true",
         slo,
         wish.rank(_priority(members, model.low_first)) if "priority" in members else wish.ranked,
@@ -166,7 +166,7 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
         wish.session or (_session(members, caller.tenant) if "prompt_cache_key" in members else ""),
         choices,
     )
-    body, members = _outbound(body, members, asked, model.served_model)
+    body, members = _outbound(body, members, asked, served)
     return Call(api, request, asked, body, prompt, members)
 
 

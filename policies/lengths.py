@@ -7,6 +7,7 @@ from __future__ import annotations
 
 MEMORY = 100  # answers that a mean looks back on
 SEEN = 5  # answers before one of its own is believed more than its elders'
+NOTHING = (0, 0.0)  # of what was not seen yet: answers, and their mean
 
 
 class OutputLengths:
@@ -31,8 +32,9 @@ class OutputLengths:
         """An answer came to its own end after so many tokens."""
         means = self._means
         for key in ((model,), (model, tenant), (model, tenant, slo)):
-            seen, mean = means.pop(key, (0, 0.0))
-            seen = min(seen + 1, MEMORY)
+            seen, mean = means.pop(key, NOTHING)
+            if seen < MEMORY:
+                seen += 1
             means[key] = seen, mean + (output_tokens - mean) / seen
         while len(means) > self._most:
             del means[next(iter(means))]
@@ -41,7 +43,7 @@ class OutputLengths:
         """Tokens to expect, never more than `bound`; None while nothing was seen of the model."""
         found: float | None = None
         for key in ((model,), (model, tenant), (model, tenant, slo)):
-            seen, mean = self._means.get(key, (0, 0.0))
+            seen, mean = self._means.get(key, NOTHING)
             if seen:
                 own = min(1.0, seen / SEEN)
                 found = mean if found is None else found + own * (mean - found)
