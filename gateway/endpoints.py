@@ -84,7 +84,7 @@ class Booking:
         An answer of several tokens that comes whole tells of the first when that is long over: no news of its speed.
         """
         self._computed = True
-        if _tells(self._request):
+        if self.place.told:
             self.place.first_token(monotonic())
 
     def served(self, usage: Usage) -> None:
@@ -135,7 +135,7 @@ class Reservation(Booking):
 
     def handed_over(self) -> None:
         """The prompt is computed and its KV on the way. An answer that comes whole tells of nothing until its end."""
-        if not _tells(self._request):
+        if not self.place.told:
             self.place.handed_over(monotonic())
 
     def served(self, usage: Usage) -> None:
