@@ -52,7 +52,7 @@ class SplitRecord(msgspec.Struct, eq=False):
     predicted_ttft_s: float | None = None
 
 
-class Exchange(msgspec.Struct, eq=False):
+class Exchange:
     """Stamps are monotonic seconds; None means that the stage was not reached.
 
     accepted_at   the head was parsed          received_at   the body was complete
@@ -79,46 +79,47 @@ class Exchange(msgspec.Struct, eq=False):
     ledger        of what its client was shown, for continuing it elsewhere; None for what could not be
     """
 
-    id: str
-    api: Api
-    client: str
-    accepted_at: float
-    received_at: float | None = None
-    parsed_at: float | None = None
-    admitted_at: float | None = None
-    picked_at: float | None = None
-    sent_at: float | None = None
-    tenant: str = ""
-    model: str = ""
-    call: Call | None = None
-    sent: Sent | None = None
-    pick: Pick | None = None
-    booking: Booking | None = None
-    relay: Relay | None = None
-    retries: list[str] = []
-    retrying: bool = False
-    body_bytes: int = 0
-    holder: Gate | None = None
-    status: int = 0
-    outcome: str = "served"
-    reason: str | None = None
-    room: Room | None = None
-    asked: Ask | None = None
-    tier: str = ""
-    detail: str = ""
-    kept: str = ""
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    predicted_ttft_s: float | None = None
-    predicted_tpot_s: float | None = None
-    before: Before | None = None
-    split: SplitRecord | None = None
-    fingerprint: Fingerprint | None = None
-    trace: Trace | None = None
-    gaps: Histogram | None = None
-    side: Side | None = None
-    quota: Quota | None = None
-    ledger: Ledger | None = None
+    __slots__ = (
+        *("accepted_at", "admitted_at", "api", "asked", "before", "body_bytes", "booking", "call", "client"),
+        *("detail", "fingerprint", "gaps", "holder", "id", "kept", "ledger", "model", "outcome", "parsed_at"),
+        *("pick", "picked_at", "predicted_tpot_s", "predicted_ttft_s", "quota", "reason", "received_at", "relay"),
+        *("retries", "retrying", "room", "sent", "sent_at", "side", "split", "status", "tenant", "tier", "tpot_s"),
+        *("trace", "ttft_s"),
+    )
+
+    def __init__(self, request_id: str, api: Api, client: str, accepted_at: float) -> None:
+        self.id, self.api, self.client, self.accepted_at = request_id, api, client, accepted_at
+        self.received_at: float | None = None
+        self.parsed_at: float | None = None
+        self.admitted_at: float | None = None
+        self.picked_at: float | None = None
+        self.sent_at: float | None = None
+        self.tenant = self.model = self.tier = self.detail = self.kept = ""
+        self.call: Call | None = None
+        self.sent: Sent | None = None
+        self.pick: Pick | None = None
+        self.booking: Booking | None = None
+        self.relay: Relay | None = None
+        self.retries: list[str] = []
+        self.retrying = False
+        self.body_bytes = self.status = 0
+        self.holder: Gate | None = None
+        self.outcome = "served"
+        self.reason: str | None = None
+        self.room: Room | None = None
+        self.asked: Ask | None = None
+        self.ttft_s: float | None = None
+        self.tpot_s: float | None = None
+        self.predicted_ttft_s: float | None = None
+        self.predicted_tpot_s: float | None = None
+        self.before: Before | None = None
+        self.split: SplitRecord | None = None
+        self.fingerprint: Fingerprint | None = None
+        self.trace: Trace | None = None
+        self.gaps: Histogram | None = None
+        self.side: Side | None = None
+        self.quota: Quota | None = None
+        self.ledger: Ledger | None = None
 
     def booked(self, room: Room, ask: Ask, pick: Pick) -> None:
         """A place is taken for it. The room that let it in hears of the first one, if it listens."""

@@ -31,7 +31,8 @@ def candidate(slot: int, prefill_tokens: int = 0) -> Candidate:
 
 
 def exchange(number: int = 1, **request: object) -> Exchange:
-    x = Exchange(f"req_{number}", Api.CHAT, "127.0.0.1", 0.0, received_at=0.0, model="demo")
+    x = Exchange(f"req_{number}", Api.CHAT, "127.0.0.1", 0.0)
+    x.received_at, x.model = 0.0, "demo"
     x.call = Call(Api.CHAT, Request(x.id, "demo", "", 1000, 100, slo=SLO, **request), "demo", b"{}", ())  # type: ignore[arg-type]
     return x
 

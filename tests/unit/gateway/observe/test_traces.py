@@ -54,11 +54,12 @@ def seen(there: Collector, log: str = "off", **more: object) -> dict[str, object
 
 
 def test_what_was_predicted_stands_beside_what_came_and_times_are_unix_time() -> None:
-    stamps = {"received_at": 1.0, "parsed_at": 1.1, "admitted_at": 1.2, "picked_at": 1.3, "sent_at": 1.4}
-    told = {"ttft_s": 1.0, "tpot_s": 0.1, "predicted_ttft_s": 0.8, "predicted_tpot_s": 0.09}
     relay = Relay(b"")
     relay.first_byte_at, relay.first_token_at, relay.last_at, relay.committed = 1.9, 2.0, 3.0, True
-    x = Exchange("req_1", Api.CHAT, "client", 0.5, model="m", status=200, relay=relay, **stamps, **told)  # type: ignore[arg-type]
+    x = Exchange("req_1", Api.CHAT, "client", 0.5)
+    x.model, x.status, x.relay = "m", 200, relay
+    x.received_at, x.parsed_at, x.admitted_at, x.picked_at, x.sent_at = 1.0, 1.1, 1.2, 1.3, 1.4
+    x.ttft_s, x.tpot_s, x.predicted_ttft_s, x.predicted_tpot_s = 1.0, 0.1, 0.8, 0.09
     trace = Trace(ID, SPAN, "", "", [TraceLeg("whole", "a", "e" * 16, 1.4)])
     spans = {each.name.split()[0]: each for each in tree(x, trace, 3.5, zero=1_000_000.0)}
     shown = {each.key: each.value.get("doubleValue") for each in spans["chat"].attributes}

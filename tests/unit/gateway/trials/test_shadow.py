@@ -58,7 +58,8 @@ def asked(number: int = 0, cached: tuple[int, ...] = ()) -> Ask:
 
 
 def exchange(ask: Ask, took_s: float) -> Exchange:
-    x = Exchange(ask.request.id, Api.CHAT, "127.0.0.1", ask.now, picked_at=ask.now + took_s)
+    x = Exchange(ask.request.id, Api.CHAT, "127.0.0.1", ask.now)
+    x.picked_at = ask.now + took_s
     x.call = Call(Api.CHAT, ask.request, "demo", b"{}", (b"[]",))  # type: ignore[arg-type]
     return x
 
