@@ -27,6 +27,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     decode_tokens: Amount = 0
     expected_tokens: Amount = 0
     kv_booked: Amount = 0
+    answers: Amount = 0
 
 
 NOTHING = Share()
@@ -39,7 +40,7 @@ class Others:
     __slots__ = (*FIELDS, "shares")
 
     def __init__(self) -> None:
-        self.in_flight = self.decoding = 0
+        self.in_flight = self.answers = self.decoding = 0
         self.prefill_tokens = self.decode_tokens = self.expected_tokens = self.kv_booked = 0
         self.shares: dict[bytes, Share] = {}
 
@@ -79,4 +80,5 @@ def own(load: EndpointLoad) -> Share:
         load.decode_tokens - others.decode_tokens,
         load.expected_tokens - others.expected_tokens,
         load.kv_booked - others.kv_booked,
+        load.answers - others.answers,
     )

@@ -204,6 +204,12 @@ def backlog_s(load: EndpointLoad, now: float) -> float:
     return max(0.0, load.ready_at - now)
 
 
+def room_s(load: EndpointLoad, prompt_tokens: float) -> float:
+    """Seconds until answers that end have left KV for a prompt of that length; none where it is free."""
+    short = prompt_tokens - load.kv_free
+    return short * load.kv_s if short > 0.0 else 0.0
+
+
 def prefill_s(load: EndpointLoad, uncached: float, cached: float) -> float:
     """Seconds that computing so many tokens behind so many cached ones takes at the present batch, waiting apart."""
     return uncached * load.token_s + uncached * (cached + 0.5 * uncached) * load.pair_s
@@ -212,9 +218,8 @@ def prefill_s(load: EndpointLoad, uncached: float, cached: float) -> float:
 def ttft_s(load: EndpointLoad, uncached: float, cached: float, now: float) -> float:
     """Expected seconds from arrival at the endpoint to the first token: the queue or a wait for KV, then its own."""
     wait_s = backlog_s(load, now)
-    short = uncached + cached - load.kv_free
-    if short > 0.0 and short * load.kv_s > wait_s:
-        wait_s = short * load.kv_s
+    if uncached + cached > load.kv_free:
+        wait_s = max(wait_s, room_s(load, uncached + cached))
     return load.fixed_s + uncached * (load.token_s + (cached + 0.5 * uncached) * load.pair_s) + wait_s
 
 

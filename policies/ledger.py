@@ -46,6 +46,8 @@ class Entry(Prompt):
         self._open, self.decoding = True, False
         self._booked_at: float | None = None
         load.in_flight += 1
+        if output > 1:
+            load.answers += 1
         load.expected_tokens += output
         load.kv_booked += prompt + output
         load.entries[self] = None
@@ -87,7 +89,7 @@ class Entry(Prompt):
         if handed:
             self._first_s: float | None = None
             self._token_s = outlook.tpot_s(timeline, load, prompt, request.output_tokens, 0.0)
-            timeline.expect(self)
+            timeline.expect(load, self)
         else:
             self._place()
             self._first_s = first_s = outlook.ttft_s(timeline, load, self.left, self.at, now)
@@ -155,6 +157,8 @@ class Entry(Prompt):
         request = self._request
         output = request.output_tokens
         load.in_flight -= 1
+        if output > 1:
+            load.answers -= 1
         load.expected_tokens -= output
         load.kv_booked -= request.prompt_tokens + output
         load.decode_tokens -= self._context

@@ -106,12 +106,13 @@ def scraped(paper: Paper, load: EndpointLoad, kv_usage: float) -> None:
     """How much KV the engine holds of what is held on paper, where every sequence has a copy of its prompt.
 
     A scrape some seconds old tells nearly the same: prefixes are shared as much before and after. Where nothing is
-    scraped no engine's size is known either, and no wait for KV is expected.
+    scraped no engine's size is known either, and no wait for KV is expected. KV that another endpoint still computes is
+    not there yet: the engine would seem to hold less than the paper, and to have room that it does not have.
     """
     if load.kv_tokens is None:
         return
-    held = paper.starts + paper.batch * paper.tick + paper.kv_prompts
+    held = paper.starts + paper.batch * paper.tick + sum(prompt.prompt_tokens for prompt in paper.finishing)
     if paper.queue and paper.queue[0].locked:
-        held -= paper.queue[0].left  # blocks are taken chunk by chunk
+        held += paper.queue[0].at  # blocks are taken chunk by chunk
     if held > LEAST_KV * load.kv_tokens:
         paper.kv_ratio += KV_GAIN * (max(LEAST_KV, min(1.0, kv_usage * load.kv_tokens / held)) - paper.kv_ratio)

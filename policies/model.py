@@ -73,6 +73,7 @@ class EndpointLoad:
 
     slot             small stable integer, the endpoint's place in Ask.cached and in the prefix index
     in_flight        requests booked and not yet given back
+    answers          those of them that make more than the one token of who only prefills
     prefill_tokens   uncached prompt tokens booked whose first token has not been seen
     decode_tokens    prompt tokens of booked requests past their first token
     expected_tokens  output tokens expected of the booked requests (an expectation, given back at the end)
@@ -107,8 +108,8 @@ class EndpointLoad:
     """
 
     __slots__ = (
-        *("available", "belief", "believed", "ceiling", "decode_tokens", "decoding", "entries", "expected_tokens"),
-        *("held_tokens", "in_flight"),
+        *("answers", "available", "belief", "believed", "ceiling", "decode_tokens", "decoding", "entries"),
+        *("expected_tokens", "held_tokens", "in_flight"),
         *("kv_booked", "kv_tokens", "kv_usage", "others", "prefill_tokens", "regret", "running", "scraped_at", "slot"),
         *("strangers", "timeline", "waiting"),
         *("context_s", "due_at", "fixed_s", "kv_free", "kv_s", "pair_s", "ready_at", "sequence_s"),
@@ -117,7 +118,7 @@ class EndpointLoad:
 
     def __init__(self, slot: int, belief: Belief | None = None) -> None:
         self.slot = slot
-        self.in_flight = self.decoding = 0
+        self.in_flight = self.answers = self.decoding = 0
         self.prefill_tokens = self.decode_tokens = self.expected_tokens = 0
         self.held_tokens = self.regret = 0.0
         self.kv_booked = 0

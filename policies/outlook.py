@@ -140,4 +140,4 @@ def _room(timeline: Timeline, load: EndpointLoad, kv_tokens: float, context: flo
             waiting += prompt.prompt_tokens
     load.kv_free = kv_tokens / timeline.kv_ratio - context - timeline.kv_prompts - waiting
     # While prompts wait for KV nothing comes between decode steps: these are not stretched.
-    load.kv_s = load.expected_tokens * timeline.decode_s / (load.in_flight * context) if context > 0 else 0.0
+    load.kv_s = load.expected_tokens * timeline.decode_s / ((load.answers or 1) * context) if context > 0 else 0.0

@@ -14,7 +14,7 @@ import msgspec
 
 from policies import pickers
 from policies.contract import WHOLE, Part, Policy, Weighted
-from policies.latency import prefill_s
+from policies.latency import prefill_s, room_s
 from policies.model import Ask, Candidate, EndpointLoad, Request
 from policies.presets import ORDINARY, Preset
 
@@ -22,8 +22,7 @@ LEAST_BUDGET = 0.05
 """Share of the TTFT budget that is reckoned with when more than the rest was spent waiting at the gateway."""
 
 SHORTEST = 32.0
-"""Tokens that answers are taken to have at least where others are slowed down: who only prefills makes one, and has
-nothing to lose after it."""
+"""Tokens that answers are taken to have at least where others are slowed down."""
 
 UNKNOWN_KV_TOKENS = 500_000.0
 """KV tokens that an endpoint is taken to hold until it says so."""
@@ -36,13 +35,15 @@ class Priced(Preset, frozen=True):
     cubed, so small delays are nearly free, up to `late` budgets. From there it grows by `overdue` per budget only: a
     request that is lost anyway should not push others aside. The price of an endpoint is the sum of
 
-        ttft    loss of this request's own first token: queue + prefill, over what is left of its TTFT budget; who only
-                decodes has a queue too, for KV that came over stands in line behind the prompts that are there
+        ttft    loss of this request's own first token: the queue, or the wait for KV where that is longer, + prefill,
+                over what is left of its TTFT budget; who only decodes has a queue too, for KV that came over stands in
+                line behind the prompts that are there
         tpot    tpot_weight x loss of its own decoding: expected step time over its TPOT budget, where the time that
                 others' prefills take of it counts `lumps` times: it comes in lumps, which a short answer cannot spread
         others  others_weight x what its prefill and its sequence add to the loss of each request that has answers to
                 come there, at the slope where those stand: step time, and `stall` x the queue spread over an answer
-                (many answers are shorter than expected, and feel a queue of prompts more)
+                (many answers are shorter than expected, and feel a queue of prompts more); prompts that wait for KV
+                stall nobody, and who only prefills here has one token and nothing to lose after it
         work    work_weight x prefill over the TTFT budget: seconds that nobody else gets; and again regret_weight x
                 the share of this endpoint's evictions that were asked for again: cache that somebody loses, also to
                 KV that was computed elsewhere
@@ -152,11 +153,14 @@ class Prices:
                 wait_s += ahead(load) * work_s
                 if load.kv_usage is not None and load.kv_usage > share:
                     share = load.kv_usage
-            first = (transfer_s + wait_s + load.fixed_s + work_s) * per_ttft
+            begins_s = wait_s
+            if prompt > load.kv_free:
+                begins_s = max(wait_s, room_s(load, prompt))
+            first = (transfer_s + begins_s + load.fixed_s + work_s) * per_ttft
             more = decoded * slow * (load.sequence_s + load.context_s * prompt)
             step = slow * load.step_s * per_tpot + more
             expected = load.expected_tokens
-            answer = expected / (load.in_flight or 1)
+            answer = expected / (load.answers or 1)
             per_answer = per_tpot / (answer if answer > SHORTEST else SHORTEST)
             more += work_s * per_answer
             stand = step + stall * per_answer * wait_s + 0.5 * more
@@ -179,7 +183,7 @@ class Prices:
         """The price of candidates[index] in its parts; the same arithmetic as `prices`, to be read."""
         weights, request, load = self.weights, ask.request, candidates[index].load
         fast, slow = (factors[index] for factors in self.speeds(candidates))
-        slo, answer = request.slo, max(SHORTEST, load.expected_tokens / (load.in_flight or 1))
+        slo, answer = request.slo, max(SHORTEST, load.expected_tokens / (load.answers or 1))
         held = ask.cached[load.slot] if load.slot < len(ask.cached) else 0
         new, room = request.prompt_tokens - held, load.kv_tokens or UNKNOWN_KV_TOKENS
         fill_s = fast * prefill_s(load, new, held)
@@ -188,7 +192,7 @@ class Prices:
         if load.strangers and load.scraped_at is not None and load.scraped_at >= ask.now - weights.fresh_s:
             wait_s += ahead(load) * work_s
             share = max(share, load.kv_usage or 0.0)
-        first_s = part.transfer_s + wait_s + load.fixed_s + work_s
+        first_s = part.transfer_s + max(wait_s, room_s(load, request.prompt_tokens)) + load.fixed_s + work_s
         more_s = part.decodes * slow * (load.sequence_s + load.context_s * request.prompt_tokens)
         step_s = slow * load.step_s + more_s
         added = (work_s / answer + more_s) / slo.tpot_s

@@ -14,6 +14,7 @@ import msgspec
 from policies import pickers, run
 from policies.contract import DECODE, Filter, Part, PartPrices, Policy, Weighted
 from policies.filters import below_cap
+from policies.latency import ttft_s
 from policies.model import Ask, Candidate, Pick
 from policies.presets import DecodeLoad
 
@@ -131,6 +132,14 @@ def compat(engine: str, model: str, labels: Mapping[str, str]) -> str:
     return "/".join((engine, model, labels.get("version", ""), labels.get("kv_dtype", "")))
 
 
+def after_prefill_s(rule: SplitRule, ask: Ask, decode: Pick) -> float:
+    """Expected seconds from the end of the prefill to the first token: the KV's way, and then it stands in line behind
+    the prompts that the decoder computes itself, or until there is room for it."""
+    prompt_tokens = ask.request.prompt_tokens
+    moved_s = rule.handoff_s + (prompt_tokens - decode.cached_tokens) * rule.kv_token_s
+    return moved_s + ttft_s(decode.candidate.load, 0, prompt_tokens, ask.now)
+
+
 def unsplittable(shape: Shape) -> Reason | None:
     """Why a handoff would break this request, or None. Sources: engines.md B.1 (not splittable) and 0.9."""
     if shape.choices > 1:
@@ -236,12 +245,8 @@ class PricedSplitter(Splitter, frozen=True):
         decode = run.pick(self.decode, ask, group.decodes)
         if decode is None or self.prefill.parts is None:
             return None
-        chosen = decode.candidate
-        moved = ask.request.prompt_tokens - decode.cached_tokens
-        # What came over stands in line behind the prompts that the decoder computes itself.
-        queue_s = max(0.0, chosen.load.ready_at - ask.now) + chosen.load.fixed_s
-        part = Part(decodes=0.0, transfer_s=queue_s + self.rule.handoff_s + moved * self.rule.kv_token_s)
-        others = [each for each in group.prefills if each is not chosen]
+        part = Part(decodes=0.0, transfer_s=after_prefill_s(self.rule, ask, decode))
+        others = [each for each in group.prefills if each is not decode.candidate]
         prefill = run.pick(by_price("prefill_price", part, self.prefill.filters, self.prefill.parts), ask, others)
         if prefill is None and not _anybody(pools.alone, ask):
             prefill = run.pick(by_price("prefill_price", part, self.crowded.filters, self.prefill.parts), ask, others)

@@ -42,6 +42,7 @@ class Timeline(Paper):
         self.queue.append(prompt)
         self.queued_tokens += left
         self.queued_pairs += pairs
+        load.kv_free -= prompt.prompt_tokens
         ready_at = load.ready_at
         if ready_at < now:
             ready_at = now + self.idle_s
@@ -49,10 +50,11 @@ class Timeline(Paper):
         if load.due_at == inf:
             load.due_at = load.ready_at + self.over_s
 
-    def expect(self, prompt: Prompt) -> None:
+    def expect(self, load: EndpointLoad, prompt: Prompt) -> None:
         """A prompt is computed elsewhere and handed over: room for its KV is taken, nothing is queued."""
         prompt.left, prompt.planned, prompt.locked = 0, True, True
         self.kv_prompts += prompt.prompt_tokens
+        load.kv_free -= prompt.prompt_tokens
 
     def handed(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
         """One that was expected decodes from now on."""

@@ -18,7 +18,7 @@ from policies import ledger
 from policies.contract import Policy
 from policies.model import Ask, Role
 from policies.split import Group as Fits
-from policies.split import Pools, Shape, SplitRule, compat, splitter
+from policies.split import Pools, Shape, SplitRule, after_prefill_s, compat, splitter
 
 if TYPE_CHECKING:
     from planner.replay.fleet import Fleet
@@ -52,8 +52,10 @@ class Halves:
         self._fleet.booked(ask, prefill)
         short = msgspec.structs.replace(request, output_tokens=1)
         flight.prefill_entry = ledger.book(giver.load, short, prefill.cached_tokens, now)
+        after_s = after_prefill_s(self._splitter.rule, ask, decode)
         flight.entry = ledger.reserve(taker.load, request, decode.cached_tokens, now)
-        record.predicted_ttft_s = flight.prefill_entry.predicted_ttft_s
+        computed_s = flight.prefill_entry.predicted_ttft_s
+        record.predicted_ttft_s = None if computed_s is None else computed_s + after_s
         record.predicted_tpot_s = flight.entry.predicted_tpot_s
         record.group, record.prefilled_by = taker.name, giver.name
         flight.believed, flight.giver, flight.taker = prefill.cached_tokens, giver, taker

@@ -14,7 +14,7 @@ from policies.ledger import Entry
 from policies.model import EndpointLoad, Request
 
 OUTLOOK = ("token_s", "pair_s", "fixed_s", "step_s", "sequence_s", "context_s", "kv_s")
-COUNTS = ("in_flight", "prefill_tokens", "decode_tokens", "expected_tokens", "decoding", "kv_booked")
+COUNTS = ("in_flight", "answers", "prefill_tokens", "decode_tokens", "expected_tokens", "decoding", "kv_booked")
 PASSING = st.sampled_from([0.0, 0.001, 0.02, 0.3, 4.0, 500.0])
 
 
@@ -29,6 +29,7 @@ class Ledger(RuleBasedStateMachine):
         ledger.scraped(self.load, None, None, None, 200_000, 0.5)
         self.now = 1.0
         self.open: set[Entry] = set()
+        self.outputs: dict[Entry, int] = {}
 
     def teardown(self) -> None:
         for entry in list(self.open):
@@ -59,6 +60,7 @@ class Ledger(RuleBasedStateMachine):
         assert (entry.predicted_tpot_s is None) == (not believed)
         assert entry.predicted_tpot_s is None or isfinite(entry.predicted_tpot_s)
         self.open.add(entry)
+        self.outputs[entry] = output
         return entry
 
     @rule(entry=entries, after=PASSING)
@@ -114,6 +116,7 @@ class Ledger(RuleBasedStateMachine):
     def counts_are_never_negative(self) -> None:
         assert min(getattr(self.load, name) for name in COUNTS) >= 0
         assert self.load.in_flight == len(self.open)
+        assert self.load.answers == sum(self.outputs[entry] > 1 for entry in self.open)
         assert self.load.timeline.queued_tokens >= 0
 
     @invariant()

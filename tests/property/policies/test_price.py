@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isfinite
+from math import inf, isfinite
 from random import Random
 
 import pytest
@@ -42,8 +42,9 @@ def candidates(draw: st.DrawFn, slot: int = 0) -> Candidate:
     load.step_s, load.sequence_s = draw(st.floats(0.0, 1.0)), draw(st.floats(0.0, 1e-3))
     load.context_s, load.regret = draw(st.floats(0.0, 1e-6)), draw(share)
     load.kv_tokens, load.kv_booked = draw(st.one_of(st.none(), st.floats(1e3, 1e7))), draw(st.integers(0, 10**6))
-    load.in_flight = draw(st.integers(0, 200))
-    load.expected_tokens = load.in_flight * draw(st.integers(0, 4000))
+    load.answers = draw(st.integers(0, 200))
+    load.expected_tokens = load.answers * draw(st.integers(0, 4000))
+    load.kv_free, load.kv_s = draw(st.one_of(st.just(inf), st.floats(-1e6, 1e6))), draw(st.floats(0.0, 1e-3))
     load.strangers, load.waiting = draw(st.integers(0, 9)), draw(st.one_of(st.none(), st.integers(0, 9)))
     load.scraped_at, load.kv_usage = draw(st.sampled_from((None, 60.0, 99.0))), draw(st.one_of(st.none(), share))
     return Candidate(Endpoint("tp", "http://127.0.0.1:9000", "pool", "m"), load)
@@ -92,6 +93,16 @@ def test_more_booked_memory_is_never_cheaper(
     never_cheaper(by, request, one, held, part, worsen)
 
 
+@given(prices, requests, candidates(), share, parts, st.integers(0, 10**6))
+def test_less_free_memory_is_never_cheaper(
+    by: Prices, request: Request, one: Candidate, held: float, part: Part, kv: int
+) -> None:
+    def worsen(load: EndpointLoad) -> None:
+        load.kv_free -= kv
+
+    never_cheaper(by, request, one, held, part, worsen)
+
+
 @given(prices, requests, candidates(), share, parts, share)
 def test_more_regret_is_never_cheaper(
     by: Prices, request: Request, one: Candidate, held: float, part: Part, more: float
@@ -107,7 +118,7 @@ def test_more_answers_under_way_of_the_same_length_are_never_cheaper(
     by: Prices, request: Request, one: Candidate, held: float, part: Part, times: int
 ) -> None:
     def worsen(load: EndpointLoad) -> None:
-        load.in_flight *= times
+        load.answers *= times
         load.expected_tokens *= times
 
     never_cheaper(by, request, one, held, part, worsen)

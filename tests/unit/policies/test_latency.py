@@ -147,6 +147,19 @@ def test_prefixes_that_sequences_share_are_not_waited_for_once_the_engine_has_to
     assert after < 0.3 * before
 
 
+def test_kv_that_another_endpoint_still_computes_does_not_make_an_engine_look_roomy() -> None:
+    load = load_of()
+    ledger.scraped(load, None, None, None, 50_000, 0.0)
+    ledger.book(load, request(20_000), 0, 0.0).first_token(1.5)
+    for _ in range(3):
+        ledger.reserve(load, request(10_000), 0, 1.5)
+    free = load.kv_free
+    for step in range(40):
+        ledger.scraped(load, 1, 0, 0.4, None, 1.5 + 0.05 * step)
+    assert load.timeline.kv_ratio == pytest.approx(1.0, abs=0.01)
+    assert load.kv_free == pytest.approx(free, abs=500)
+
+
 def test_first_tokens_that_come_together_were_made_by_one_step_and_say_nothing_of_the_next() -> None:
     load = load_of()
     first = [ledger.book(load, request(2000), 0, 0.0) for _ in range(3)]

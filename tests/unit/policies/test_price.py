@@ -50,10 +50,26 @@ def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
 
 
 def test_who_is_slowed_down_is_asked_how_long_its_answer_is_not_who_slows_it_down() -> None:
-    busy = outlook(0, in_flight=10, expected_tokens=10_000)
+    busy = outlook(0, answers=10, expected_tokens=10_000)
     assert term(ask(9000, 50), busy, "others") == pytest.approx(term(ask(9000, 1000), busy, "others"))
-    short = outlook(0, in_flight=10, expected_tokens=1000)
+    short = outlook(0, answers=10, expected_tokens=1000)
     assert term(ask(9000, 50), short, "others") > 5 * term(ask(9000, 50), busy, "others")
+
+
+def test_prompts_computed_for_other_endpoints_have_nothing_to_lose_where_they_are_computed() -> None:
+    alone = outlook(0, in_flight=1, answers=1, expected_tokens=350)
+    beside_ten = outlook(1, in_flight=11, answers=1, expected_tokens=360)
+    harm = [term(ask(9000, 350), one, "others") for one in (alone, beside_ten)]
+    assert 0.0 < harm[1] == pytest.approx(harm[0], rel=0.05)
+
+
+def test_a_wait_for_memory_delays_the_own_first_token_and_nobody_elses_answer() -> None:
+    question = ask(8000, 300)
+    roomy, full = (outlook(0, answers=20, expected_tokens=7000, kv_free=free, kv_s=5e-4) for free in (9000.0, 4000.0))
+    assert term(question, full, "ttft") > 10 * term(question, roomy, "ttft")
+    assert term(question, full, "others") == term(question, roomy, "others")
+    behind = outlook(1, kv_free=4000.0, kv_s=5e-4, ready_at=103.0)
+    assert term(question, behind, "ttft") == term(question, outlook(2, ready_at=103.0), "ttft")
 
 
 def test_a_queue_costs_the_own_first_token_and_those_who_answer_there() -> None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from policies.model import Candidate, Slo
+from policies.model import Candidate, Pick, Slo
 from policies.presets import LeastLoaded, PrefixAware
 from policies.price import Priced
-from policies.split import Group, Pools, Reason, Shape, SplitRule, compat, splitter, unsplittable
+from policies.split import Group, Pools, Reason, Shape, SplitRule, after_prefill_s, compat, splitter, unsplittable
 from tests.unit.policies.builders import ask, candidate
 
 SPLITTER = splitter(SplitRule(2000, 0.25), PrefixAware().build())
@@ -148,7 +148,7 @@ def busy(slot: int, **load: object) -> Candidate:
 
 
 PRICED = splitter(SplitRule(), Priced().build())
-ANSWERING = {"decoding": 40, "in_flight": 40, "expected_tokens": 14_000, "kv_booked": 300_000}
+ANSWERING = {"decoding": 40, "in_flight": 40, "answers": 40, "expected_tokens": 14_000, "kv_booked": 300_000}
 
 
 def test_a_price_splits_a_long_prompt_off_from_many_answers_and_not_from_an_idle_endpoint() -> None:
@@ -168,6 +168,29 @@ def test_a_price_stops_splitting_when_the_prefiller_is_the_one_with_the_queue() 
         for queue_s in (0.0, 8.0)
     ]
     assert [each.reason for each in decides] == [Reason.PAIR_CHEAPER, Reason.WHOLE_CHEAPER]
+
+
+def test_a_price_keeps_whole_what_would_wait_for_memory_at_its_decoder() -> None:
+    decides = [
+        PRICED.decide(
+            pools([busy(1)], [busy(0, kv_free=free, kv_s=1e-4, **ANSWERING)], alone=[busy(2, **ANSWERING)]),
+            *(ask(30_000, 300), Shape(), False),
+        )
+        for free in (50_000.0, -20_000.0)
+    ]
+    assert [each.reason for each in decides] == [Reason.PAIR_CHEAPER, Reason.WHOLE_CHEAPER]
+
+
+def test_after_the_prefill_come_the_way_of_what_is_not_there_and_the_longer_of_queue_and_wait_for_room() -> None:
+    rule, question = SplitRule(handoff_s=0.5, kv_token_s=1e-3), ask(4000, 300)
+
+    def takes_s(cached: int, **load: object) -> float:
+        decode = Pick(busy(0, fixed_s=0.03, **load), cached, 0.0, 1, "")
+        return after_prefill_s(rule, question, decode)
+
+    assert takes_s(1000) == pytest.approx(0.5 + 3.0 + 0.03)
+    assert takes_s(1000, ready_at=102.0) == pytest.approx(5.53)
+    assert takes_s(1000, ready_at=102.0, kv_free=0.0, kv_s=1e-3) == pytest.approx(7.53)
 
 
 def test_a_priced_pair_is_of_two_endpoints_and_inside_one_group() -> None:
