@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,17 @@ Token = tuple[str, float]
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: tokens with their logprobs, which engines served it, and how many prompt tokens were cached."""
+    """What came back: text, tokens with their logprobs if asked for, the engines' counts, and who served it."""
 
     status: int
-    tokens: tuple[Token, ...]
-    finish_reason: str | None
-    prompt_tokens: int
-    cached_tokens: int
     headers: dict[str, str]
     error: str = ""
+    text: str = ""
+    tokens: tuple[Token, ...] = ()
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
 
 
 def prompt(words: int, seed: int) -> str:
@@ -50,8 +52,14 @@ def body(text: str, *, max_tokens: int = 16, stream: bool = False, **members: An
     return asked | ({"stream_options": {"include_usage": True}} if stream else {}) | members
 
 
-async def ask(url: str, asked: dict[str, Any], timeout_s: float = 120.0) -> Answer:
-    """The whole answer of a gateway or an engine. Status 0 when the connection broke or the stream held an error."""
+Heard = Callable[[str], object]
+
+
+async def ask(url: str, asked: dict[str, Any], timeout_s: float = 300.0, heard: Heard | None = None) -> Answer:
+    """The whole answer of a gateway or an engine. Status 0 when the connection broke or the stream held an error.
+
+    `heard`: is told of every event of a stream as it comes, and by whom.
+    """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
@@ -60,10 +68,16 @@ async def ask(url: str, asked: dict[str, Any], timeout_s: float = 120.0) -> Answ
         ):
             headers = {name.lower(): value for name, value in answer.headers.items()}
             if answer.status != 200:
-                return Answer(answer.status, (), None, 0, 0, headers, (await answer.text())[:500])
-            events = [event async for event in _events(answer)] if asked["stream"] else [await answer.json()]
+                return Answer(answer.status, headers, (await answer.text())[:500])
+            if not asked["stream"]:
+                return _read([await answer.json()], headers)
+            events = []
+            async for event in _events(answer):
+                events.append(event)
+                if heard is not None:
+                    heard(headers.get("x-penstock-endpoint", ""))
     except aiohttp.ClientError as error:
-        return Answer(0, (), None, 0, 0, {}, f"{type(error).__name__}: {error}")
+        return Answer(0, {}, f"{type(error).__name__}: {error}")
     return _read(events, headers)
 
 
@@ -74,15 +88,24 @@ async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any
 
 
 def _read(events: list[dict[str, Any]], headers: dict[str, str]) -> Answer:
-    tokens: list[Token] = []
-    finish, usage = None, {}
+    text, tokens = "", list[Token]()
+    finish, usage = None, dict[str, Any]()
     for event in events:
         if "error" in event:
-            return Answer(0, tuple(tokens), None, 0, 0, headers, json.dumps(event["error"]))
+            return Answer(0, headers, json.dumps(event["error"]), text, tuple(tokens))
         usage = event.get("usage") or usage
         for choice in event["choices"]:
             finish = choice["finish_reason"] or finish
+            text += choice.get("delta", choice.get("message")).get("content") or ""
             logprobs = (choice.get("logprobs") or {}).get("content") or []
             tokens += [(each["token"], each["logprob"]) for each in logprobs]
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Answer(200, tuple(tokens), finish, usage.get("prompt_tokens", 0), cached, headers)
+    return Answer(
+        200,
+        headers,
+        text=text,
+        tokens=tuple(tokens),
+        finish_reason=finish,
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        completion_tokens=usage.get("completion_tokens", 0),
+    )

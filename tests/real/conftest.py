@@ -42,3 +42,13 @@ async def taps(engines: tuple[Engine, Engine]) -> AsyncIterator[tuple[Tap, Tap]]
         await engine.idle_within(60.0)
     async with tap(engines[0].port) as before_p, tap(engines[1].port) as before_d:
         yield before_p, before_d
+
+
+@pytest.fixture
+async def again(engines: tuple[Engine, Engine]) -> AsyncIterator[None]:
+    """Whoever was killed comes back, for the tests after this one."""
+    yield
+    for engine in engines:
+        if not engine.running:
+            engine.start()
+            await engine.ready()

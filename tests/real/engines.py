@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 REAL = ROOT / "build" / "real"
 MODEL = "tiny"
 BLOCKS, BLOCK_TOKENS = 256, 128  # a small cache, so that one block held shows in kv_cache_usage_perc
-LEASE_S = 30.0  # vLLM's kv_lease_duration
-READY_WITHIN_S = 300.0
+DTYPE = "float32"  # a prompt that is computed anew must draw the tokens that were drawn one after the other
+READY_WITHIN_S = 600.0
 
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 ENV = {
@@ -34,6 +34,7 @@ ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",  # threads that spin for each other stand still where cores are scarce
+    "TORCHDYNAMO_DISABLE": "1",  # the first logprobs would wait a minute for a compiler, or kill the engine
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "UCX_NET_DEVICES": "lo",
     "UCX_TLS": "tcp,self",
@@ -65,7 +66,7 @@ class Engine:
     def _command(self) -> list[str]:
         return [
             *(str(REAL / "venv" / "bin" / "vllm"), "serve", str(REAL / "model"), "--served-model-name", MODEL),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--seed", "7", "--dtype", "bfloat16"),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--seed", "7", "--dtype", DTYPE),
             *("--max-model-len", "4096", "--num-gpu-blocks-override", str(BLOCKS)),
             *("--enforce-eager", "--enable-prompt-tokens-details"),
             *("--kv-transfer-config", json.dumps(CONNECTOR)),

@@ -12,19 +12,20 @@ from tests.e2e.processes import ENV, Gateway
 from tests.real.engines import BLOCK_TOKENS, MODEL
 
 THRESHOLD_TOKENS = BLOCK_TOKENS  # one block of the engines
-SPLIT = f"{{dialect: vllm_nixl, threshold_tokens: {THRESHOLD_TOKENS}, hysteresis: 0, transfer_timeout: 60s}}"
+SPLIT = f"split: {{dialect: vllm_nixl, threshold_tokens: {THRESHOLD_TOKENS}, hysteresis: 0, transfer_timeout: 60s}}"
 
 
-def config(endpoints: dict[str, tuple[str, str]], *, split: bool = True, more: str = "", most: int = 24) -> str:
-    """Endpoints by name as (url, role). Engines without a GPU are slow and start cold: none is called wedged soon."""
+def config(endpoints: dict[str, tuple[str, str]], *, serving: str = SPLIT, most: int = 24) -> str:
+    """Endpoints by name as (url, role); `serving`: the model's members besides. Engines without a GPU are slow and
+    start cold: none is called wedged soon."""
     lines = [
         f"      - {{name: {name}, url: '{url}', role: {role}, max_concurrency: {most}, kv_tokens: 32768}}"
         for name, (url, role) in endpoints.items()
     ]
-    model = f"  - {{name: {MODEL}, pool: main{f', split: {SPLIT}' if split else ''}}}"
+    model = f"  - {{name: {MODEL}, pool: main, {serving}}}"
     pool = "pools:\n  main:\n    policy: prefix_aware\n    endpoints:\n" + "\n".join(lines)
     health = "health: {timeout: 5s, progress: 60s, interval: 500ms}\nscrape: {timeout: 5s, interval: 500ms}"
-    return f"models:\n{model}\n{pool}\n{health}\n{more}\n"
+    return f"models:\n{model}\n{pool}\n{health}\n"
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""A client that leaves, at every stage of a split request: no engine keeps a block and no lease expires for it."""
+"""A client that leaves, at every stage of a split request, or is refused by the decoder: no engine keeps a block and no
+lease expires for it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tests.real.engines import Engine, troubles
 from tests.real.fronts import config, gateway
 from tests.real.tap import Tap
 
-FREE_WITHIN_S = 5.0  # an engine's step and its page of metrics, on a busy machine; a sixth of a lease
+FREE_WITHIN_S = 10.0  # an engine's step and its page of metrics, on a busy machine; a third of a lease
 WAIT_S = 30.0
 
 
@@ -122,3 +123,9 @@ async def test_a_prefill_whose_answer_nobody_waits_for_any_more(
         await asyncio.wait([client], timeout=0.02 * turn)
         client.cancel()
         await asyncio.wait([client])
+
+
+async def test_a_request_that_the_decoder_refuses_after_its_prefill(front: Gateway) -> None:
+    """It asks for more than vLLM gives, which the prefiller was not told."""
+    answer = await ask(front.url, body(prompt(400, 3200), top_logprobs=21))
+    assert (answer.status, "logprobs" in answer.error) == (400, True), answer.error

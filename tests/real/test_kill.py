@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,6 @@ from tests.real.fronts import config, gateway
 from tests.real.tap import Tap
 
 WAIT_S = 60.0
-
-
-@pytest.fixture
-async def again(engines: tuple[Engine, Engine]) -> AsyncIterator[None]:
-    """Whoever was killed comes back, for the tests after this one."""
-    yield
-    for engine in engines:
-        if not engine.running:
-            engine.start()
-            await engine.ready()
 
 
 async def _killed_between_the_legs(front_url: str, victim: Engine, before_d: Tap, asked: dict[str, object]) -> Answer:

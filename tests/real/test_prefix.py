@@ -17,7 +17,7 @@ async def test_conversations_return_to_the_engine_that_holds_them(
     """Four conversations in turn over two engines that serve whole requests."""
     p, d = engines
     served: dict[int, set[str]] = {}
-    with gateway(tmp_path, config({"P": (p.url, "both"), "D": (d.url, "both")}, split=False)) as front:
+    with gateway(tmp_path, config({"P": (p.url, "both"), "D": (d.url, "both")}, serving="")) as front:
         for turn in range(TURNS):
             for trunk in range(TRUNKS):
                 text = prompt(350, seed=5000 + trunk) + f" turn {turn}"

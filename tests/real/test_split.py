@@ -40,7 +40,7 @@ async def test_a_hundred_split_answers_equal_the_aggregated_ones_and_no_lease_ex
     assert await transfers(engines) - moved == REQUESTS
     assert await troubles(engines) == trouble
     for engine in engines:
-        await engine.idle_within(5.0)
+        await engine.idle_within(10.0)
     lines = [json.loads(line) for line in (tmp_path / "access.jsonl").read_text().splitlines()]
     assert len([line for line in lines if line["status"] == 200]) == REQUESTS
 

@@ -1,0 +1,64 @@
+"""An engine is killed under open streams: what the other one goes on with is what the first would have said."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tests.e2e.processes import Gateway
+from tests.real.asking import Answer, ask, body, prompt
+from tests.real.engines import Engine
+from tests.real.fronts import config, gateway
+from tests.scraped import total
+
+STREAMS, TOKENS = 4, 400
+KILLED_AT = 10 * STREAMS  # events that clients have read by then
+
+
+def _greedy(seed: int) -> dict[str, Any]:
+    """Without log probabilities, which nobody could go on with."""
+    asked = body(prompt(150, seed), max_tokens=TOKENS, stream=True)
+    return {name: value for name, value in asked.items() if "logprobs" not in name}
+
+
+async def _killed_under_them(
+    front: Gateway, engines: tuple[Engine, Engine], asked: list[dict[str, Any]]
+) -> list[Answer]:
+    events = 0
+
+    def heard(endpoint: str) -> None:
+        nonlocal events
+        events += 1
+        if events == KILLED_AT:
+            next(engine for engine in engines if engine.name == endpoint).kill()
+
+    return await asyncio.gather(*(ask(front.url, each, heard=heard) for each in asked))
+
+
+async def test_streams_outlive_the_engine_that_began_them_token_for_token(
+    engines: tuple[Engine, Engine], again: None, tmp_path: Path
+) -> None:
+    """Where several tokens came with the last piece of text nobody can go on exactly: then it ends with an error event,
+    and not one word of what was said until then was another."""
+    asked = [_greedy(6000 + number) for number in range(STREAMS)]
+    undisturbed = [await ask(engines[1].url, each | {"cache_salt": "undisturbed"}) for each in asked]
+    whole = {engine.name: (engine.url, "both") for engine in engines}
+    with gateway(tmp_path, config(whole, serving="resume: {attempts: 2}")) as front:
+        answers = await _killed_under_them(front, engines, asked)
+        async with aiohttp.ClientSession() as http, http.get(f"{front.admin_url}/metrics") as metrics:
+            page = await metrics.text()
+    resumed, seam = (total(page, "penstock_resumes_total", result=result) for result in ("resumed", "seam"))
+    print(f"{resumed:g} of {STREAMS} streams were resumed, {seam:g} broke at a seam")
+    assert resumed >= 1
+    assert total(page, "penstock_resumes_total") == resumed + seam
+    assert sum(bool(answer.error) for answer in answers) == seam
+    for answer, told in zip(answers, undisturbed, strict=True):
+        assert told.completion_tokens == TOKENS
+        if answer.error:
+            assert told.text.startswith(answer.text)
+        else:
+            assert (answer.text, answer.completion_tokens) == (told.text, TOKENS)
+            assert (answer.finish_reason, answer.prompt_tokens) == (told.finish_reason, told.prompt_tokens)
