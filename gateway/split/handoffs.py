@@ -26,8 +26,8 @@ from policies.split import Pair, Reason
 LEAST_NUMBER = 2**40  # with 63 bits in all: a room of SGLang's, and an id that TensorRT-LLM takes for a snowflake
 SEEN_S = 0.2  # how long a decode request stays open, at least, so that its engine has surely asked for the KV
 STEP_S = 0.1  # how long a prefill answer is waited for, at least, that nobody needs any more
-MOST_WAIT_S = 2.0  # either, at most
-TAKEN_S = 5.0  # how long a decoder may take to fetch KV that is only to be freed
+MOST_WAIT_S = 5.0  # either, at most: engines that have no core of their own take seconds for a step
+TAKEN_S = 10.0  # how long a decoder may take to fetch KV that is only to be freed
 WEIGHT = 0.2  # of the newest handoff in a pair's mean
 NEWEST = 64  # handoffs of a pair that its percentile is of
 
