@@ -16,7 +16,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from systems import BIN, GATEWAY_CORE, LOAD_CORE, MODEL, NotMeasurable, Running, core_busy_s, cpu_s, pinned, rss_bytes
+from systems import (
+    BIN,
+    GATEWAY_CORE,
+    LOAD_CORE,
+    MODEL,
+    OURS,
+    SOURCES,
+    NotMeasurable,
+    Running,
+    core_busy_s,
+    cpu_s,
+    pinned,
+    rss_bytes,
+)
 
 BYTES_PER_TOKEN = 4
 
@@ -63,9 +76,10 @@ class Cell:
     fresh: bool = False
 
 
-ROUND_ROBIN = dict.fromkeys(("penstock", "sglang-router", "vllm-router", "nginx"), "round_robin")
+ROUND_ROBIN = dict.fromkeys((OURS, SOURCES, "sglang-router", "vllm-router", "nginx"), "round_robin")
 PREFIX = {
-    "penstock": "prefix_aware",
+    OURS: "prefix_aware",
+    SOURCES: "prefix_aware",
     "sglang-router": "cache_aware",
     "vllm-router": "cache_aware",
     "nginx": "round_robin",

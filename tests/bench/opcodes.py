@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import sys
 import tempfile
@@ -25,9 +24,9 @@ from typing import Any
 
 import uvloop
 from cells import chat_body, paced, prompt_tree
-from systems import ROOT, all_systems, backend, build_tools, free_base
+from systems import ROOT, SOURCES, all_systems, backend, build_tools, free_base
 
-sys.path.insert(0, os.environ.get("PENSTOCK_HOME", str(ROOT)))
+sys.path.insert(0, str(ROOT))
 
 from gateway.app import App
 from gateway.config import load
@@ -118,7 +117,7 @@ class Counting:
 
 async def count(kind: Kind, base: int, work: Path) -> Call:
     """The median request of its kind, by its total."""
-    system = next(each for each in all_systems(base) if each.key == f"penstock/{kind.policy}")
+    system = next(each for each in all_systems(base) if each.key == f"{SOURCES}/{kind.policy}")
     return await median_call(Path(system.command(work, system.port)[-1]), system.port, kind.bodies)
 
 

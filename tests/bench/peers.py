@@ -1,11 +1,11 @@
-"""`make bench`: penstock beside sglang-router, vllm-router and nginx on the same static backend and load generator.
+"""`make bench`: penstock, compiled and not, and sglang-router, vllm-router and nginx on the same backend and load.
 
 Systems are measured in alternation, in a new random order for every round and cell, so that whatever else the machine
 does falls on all of them alike. The gateway has one core to itself, load and backend the other. docs/performance.md
 says what the numbers mean.
 
     python tests/bench/peers.py [--quick] [--rounds N] [--systems a,b] [--cells words] [--rate R] [--seed S]
-                                [--compiled] [--json] [--out FILE] [--write-docs] [--check]
+                                [--sources-only] [--json] [--out FILE] [--write-docs] [--check]
 
 Exit status: 0 measured, 1 with --check and a goal missed, 2 wrong usage.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import tempfile
@@ -23,7 +22,9 @@ from pathlib import Path
 
 from cells import Cell, Pace, all_cells, half_load_rate
 from systems import (
+    OURS,
     ROOT,
+    SOURCES,
     NotMeasurable,
     Running,
     System,
@@ -32,22 +33,21 @@ from systems import (
     build_tools,
     compile_penstock,
     free_base,
+    how_built,
     install_nginx,
     install_peers,
     start,
     start_afresh,
 )
-from table import OURS, Results, as_json, markdown, verdicts, write_docs
+from table import Results, as_json, markdown, verdicts, write_docs
 
 
 def main() -> int:
     """Installs, starts, measures, shows."""
     options = _options()
-    if options.compiled:
-        os.environ["PENSTOCK_HOME"] = str(compile_penstock())
     build_tools()
     install_nginx()
-    missing = install_peers()
+    missing = install_peers() | _compile(options)
     base = free_base()
     wanted = [
         s for s in all_systems(base) if s.name not in missing and (not options.systems or s.name in options.systems)
@@ -58,8 +58,15 @@ def main() -> int:
         results = Results([], problems=dict(missing))
         fleet = _start_all(wanted, work, results, stack)
         results.settings = {"rounds": options.rounds, "quick": options.quick, "seed": options.seed}
+        results.settings["built"] = how_built(compiled=OURS in {system.name for system in wanted})
         _measure_all(fleet, options, work, results)
     return _show(results, options)
+
+
+def _compile(options: argparse.Namespace) -> dict[str, str]:
+    if options.sources_only:
+        return {OURS: "--sources-only"}
+    return compile_penstock() if not options.systems or OURS in options.systems else {}
 
 
 def _start_all(wanted: list[System], work: Path, results: Results, stack: ExitStack) -> dict[str, Running]:
@@ -95,7 +102,7 @@ def _measure_all(fleet: dict[str, Running], options: argparse.Namespace, work: P
 
 def _half_load(fleet: dict[str, Running], work: Path) -> float:
     """From our own gateway, else (where it is not measured) from a peer: the same rate is then put to every system."""
-    for key in (f"{OURS}/round_robin", "sglang-router/round_robin", "nginx/round_robin"):
+    for key in (f"{OURS}/round_robin", f"{SOURCES}/round_robin", "sglang-router/round_robin", "nginx/round_robin"):
         if key in fleet:
             return half_load_rate(fleet[key], work)
     return 1000.0
@@ -125,8 +132,7 @@ def _show(results: Results, options: argparse.Namespace) -> int:
     if options.out:
         Path(options.out).write_text(text + "\n")
     if options.write_docs:
-        part = "bench-compiled" if options.compiled else "bench"
-        write_docs(ROOT / "docs" / "performance.md", results, part)
+        write_docs(ROOT / "docs" / "performance.md", results)
     print(text if options.json else markdown(results))
     judged = verdicts(results)
     return 1 if options.check and (not judged or any(not verdict.met for verdict in judged)) else 0
@@ -138,7 +144,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="three rounds with short windows")
     parser.add_argument("--rounds", type=int, help="rounds of every cell (5; 3 with --quick)")
-    parser.add_argument("--compiled", action="store_true", help="measure the gateway as `make compiled` makes it")
+    parser.add_argument("--sources-only", action="store_true", help="compile nothing: judge the sources as they are")
     parser.add_argument("--seed", type=int, default=1, help="of the order in which systems are measured")
     parser.add_argument("--systems", type=lambda text: text.split(","), help="only these, comma-separated")
     parser.add_argument("--cells", default="", help="only rows whose name holds these words")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version as version_of
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -28,6 +29,8 @@ PEERS = {"sglang-router": "0.3.2", "vllm-router": "0.1.17"}
 
 GATEWAY_CORE, LOAD_CORE = 0, 1
 BACKENDS = 4
+COMPILED = ROOT / "build" / "compiled"
+OURS, SOURCES = "penstock", "penstock sources"
 ADMIN, AFRESH = 100, 50  # offsets of a system's port for its metrics, and for a second process of it
 MODEL = "bench-model"
 
@@ -38,12 +41,13 @@ class NotMeasurable(Exception):
 
 @dataclass(frozen=True)
 class System:
-    """One gateway with one policy: a name for the table, a port, and how to start it in a work directory."""
+    """One gateway with one policy: a name for the table, a port, how to start it in a work directory, its own place."""
 
     name: str
     policy: str
     port: int
     command: Callable[[Path, int], list[str]]
+    home: Path = ROOT
 
     @property
     def key(self) -> str:
@@ -71,14 +75,14 @@ def backend_urls(base: int) -> list[str]:
 
 def _penstock(policy: str, urls: list[str]) -> Callable[[Path, int], list[str]]:
     def command(work: Path, port: int) -> list[str]:
-        config = work / f"penstock-{policy}.yaml"
+        config = work / f"penstock-{port}.yaml"
         endpoints = "".join(f"      - {{url: {url}, max_concurrency: 8192}}\n" for url in urls)
         config.write_text(
             f"version: 1\n"
             f"listeners:\n  api: {{port: {port}}}\n  admin: {{port: {port + ADMIN}}}\n"
             f"models:\n  - {{name: {MODEL}, pool: main}}\n"
             f"pools:\n  main:\n    policy: {policy}\n    endpoints:\n{endpoints}"
-            f"observability:\n  access_log: {work / f'penstock-{policy}.access'}\n"
+            f"observability:\n  access_log: {work / f'penstock-{port}.access'}\n"
         )
         return [sys.executable, "-m", "gateway", "serve", "--config", str(config)]
 
@@ -137,29 +141,40 @@ http {{
 
 
 def all_systems(base: int) -> list[System]:
-    """Every gateway with every policy that some cell asks for; `direct` is the backend itself."""
+    """Every gateway with every policy that some cell asks for; `direct` is the backend itself. Ours is there twice:
+    compiled, as the image has it, and from the sources."""
     sglang, vllm = "sglang_router.launch_router", "vllm_router.launch_router"
     urls = backend_urls(base)
     return [
         System("direct", "none", base, lambda work, port: []),
         System("nginx", "round_robin", base + 100, partial(_nginx, urls)),
-        System("penstock", "round_robin", base + 101, _penstock("round_robin", urls)),
-        System("penstock", "prefix_aware", base + 102, _penstock("prefix_aware", urls)),
+        System(OURS, "round_robin", base + 101, _penstock("round_robin", urls), COMPILED),
+        System(OURS, "prefix_aware", base + 102, _penstock("prefix_aware", urls), COMPILED),
         System("sglang-router", "round_robin", base + 103, _router(sglang, "round_robin", "warn", urls)),
         System("sglang-router", "cache_aware", base + 104, _router(sglang, "cache_aware", "warn", urls)),
         System("vllm-router", "round_robin", base + 105, _router(vllm, "round_robin", "warning", urls)),
         System("vllm-router", "cache_aware", base + 106, _router(vllm, "cache_aware", "warning", urls)),
+        System(SOURCES, "round_robin", base + 107, _penstock("round_robin", urls)),
+        System(SOURCES, "prefix_aware", base + 108, _penstock("prefix_aware", urls)),
     ]
 
 
 # ---- building and installing ----
 
 
-def compile_penstock() -> Path:
-    """The gateway with its hot path compiled, from the sources as they are now; where it lies."""
-    made = ROOT / "build" / "compiled"
-    subprocess.run([sys.executable, str(ROOT / "deploy" / "compile.py"), str(made)], check=True)
-    return made
+def compile_penstock() -> dict[str, str]:
+    """Compiles our hot path as the image does, from the sources as they are now. Name -> reason where that fails."""
+    command = [sys.executable, str(ROOT / "deploy" / "compile.py"), str(COMPILED)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return {OURS: f"not compiled: {done.stderr.strip().splitlines()[-1:]}"} if done.returncode else {}
+
+
+def how_built(*, compiled: bool) -> str:
+    """For whoever reads the table: what our columns are."""
+    if not compiled:
+        return f"{SOURCES} is not compiled"
+    compiler = subprocess.run(["cc", "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    return f"{OURS} is compiled by Cython {version_of('cython')} and {compiler}; {SOURCES} is not"
 
 
 def build_tools() -> None:
@@ -284,8 +299,7 @@ def start(system: System, work: Path, wait_s: float = 40.0) -> Running:
     # The routers would ask a hub for a tokenizer of "bench-model": nothing here leaves the machine.
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9", "NO_COLOR": "1"}
     with log.open("wb") as sink:
-        home = os.environ.get("PENSTOCK_HOME", ROOT)
-        process = subprocess.Popen(pinned(GATEWAY_CORE, command), cwd=home, stdout=sink, stderr=sink, env=env)
+        process = subprocess.Popen(pinned(GATEWAY_CORE, command), cwd=system.home, stdout=sink, stderr=sink, env=env)
     running = Running(system, process)
     try:
         _await_service(running, time.monotonic() + wait_s)

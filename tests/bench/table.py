@@ -9,9 +9,9 @@ from statistics import median
 from typing import Any
 
 from cells import Row
+from systems import OURS, SOURCES
 
-OURS = "penstock"
-COLUMNS = ("penstock", "sglang-router", "vllm-router", "nginx", "direct")
+COLUMNS = (OURS, SOURCES, "sglang-router", "vllm-router", "nginx", "direct")
 QUIET = 0.05  # more of the gateway's core than this to others, and the numbers are about them too
 
 
@@ -27,6 +27,12 @@ class Results:
 
     def add(self, row: Row, system: str, value: float) -> None:
         self.samples.setdefault(row.name, {}).setdefault(system, []).append(value)
+
+    @property
+    def ours(self) -> str:
+        """Which of us is judged: compiled, as the image has it; the sources alone where that was not measured."""
+        measured = {system for systems in self.samples.values() for system in systems}
+        return SOURCES if SOURCES in measured and OURS not in measured else OURS
 
     def median(self, row: Row, system: str) -> float | None:
         """The median of the rounds, None where the system was not measured."""
@@ -46,7 +52,7 @@ class Verdict:
 
 def compare(results: Results, row: Row, other: str) -> float | None:
     """Our number beside another system's: the ratio, or for latencies the difference."""
-    ours, theirs = results.median(row, OURS), results.median(row, other)
+    ours, theirs = results.median(row, results.ours), results.median(row, other)
     if ours is None or theirs is None:
         return None
     return ours - theirs if row.added else ours / theirs
@@ -56,7 +62,7 @@ def verdicts(results: Results) -> list[Verdict]:
     """Every goal that could be judged."""
     found: list[Verdict] = []
     for row in results.rows:
-        ours = results.median(row, OURS)
+        ours = results.median(row, results.ours)
         if row.limit is not None and ours is not None:
             found.append(Verdict(row.name, f"<= {row.limit:g} {row.unit}", ours, ours <= row.limit))
         for other, most in row.goals.items():
@@ -69,7 +75,7 @@ def verdicts(results: Results) -> list[Verdict]:
 
 def markdown(results: Results) -> str:
     """The table as it stands in the docs: medians, then our number beside each peer's, then the goals."""
-    others = [name for name in COLUMNS if name != OURS]
+    others = [name for name in COLUMNS if name != results.ours]
     lines = [
         "| | unit | " + " | ".join(COLUMNS) + " | " + " | ".join(f"vs {name}" for name in others) + " |",
         "|---|---|" + "--:|" * (len(COLUMNS) + len(others)),
@@ -128,13 +134,13 @@ def cpu_name() -> str:
     return platform.machine()
 
 
-def write_docs(page: Path, results: Results, part: str) -> None:
-    """Replaces what stands between the markers of a part of a page."""
-    begin, end = f"<!-- {part}:begin -->", f"<!-- {part}:end -->"
+def write_docs(page: Path, results: Results) -> None:
+    """Replaces what stands between the markers of a page."""
+    begin, end = "<!-- bench:begin -->", "<!-- bench:end -->"
     before, found, rest = page.read_text().partition(begin)
     _, ends, after = rest.partition(end)
     if not found or not ends:
         raise SystemExit(f"{page} has no {begin} ... {end}")
     machine = f"Python {platform.python_version()}, {cpu_name()}, Linux {platform.release()}"
-    taken = f"Medians of {results.settings['rounds']} rounds; {machine}."
+    taken = f"Medians of {results.settings['rounds']} rounds; {machine}. {results.settings['built']}."
     page.write_text(f"{before}{begin}\n{taken}\n\n{markdown(results)}\n{end}{after}")
