@@ -69,8 +69,9 @@ def _log_it(line: str, bad: bool) -> None:
 
 class Local(msgspec.Struct, frozen=True):
     """One of several gateways of this machine, number 0 and up: the socket `hub` at which they meet, the secret that
-    they have in common, the descriptor of a `listener` that exists, where its admin server is found, and the number of
-    the version of the configuration that it begins with. Number 0 alone writes versions to a folder."""
+    they have in common, the descriptor of a `listener` that exists, where its admin server is found, and what it begins
+    with: the number of the version of its configuration, and the names of endpoints that were drained by hand. Number 0
+    alone writes versions to a folder."""
 
     hub: str
     secret: bytes
@@ -78,6 +79,7 @@ class Local(msgspec.Struct, frozen=True):
     listener: int
     admin: str
     version: int
+    drained: tuple[str, ...]
 
     def __repr__(self) -> str:
         return f"Local({self.number})"
@@ -157,6 +159,8 @@ class App:
         """Look at the engines once, then listen. Raises OSError when an address is taken."""
         await self._discovery.start(self.config)
         await self._watcher.start()
+        if self._local is not None:
+            self._endpoints.drain_named(self._local.drained)
         self._sweeping = asyncio.create_task(self._sweep(), name="sweep")
         self._pulse = self._loop.call_later(PULSE_S, self._beat)
         if self._pump is not None:

@@ -6,7 +6,7 @@ Decisions about health are policies.health's; here its events are gathered and i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
 from time import monotonic
 
@@ -359,6 +359,12 @@ class EndpointTable:
         self._judge(live.endpoint.pool)
         self.on_change()
         return live.load.in_flight
+
+    def drain_named(self, names: Collection[str]) -> None:
+        """These are drained already, elsewhere; nobody has been asked yet."""
+        for live in self.all():
+            if live.endpoint.name in names:
+                self.drain(live, wanted=True)
 
     def _warm(self, live: LiveEndpoint, now: float) -> None:
         """It begins to be asked, with an empty cache and nothing warmed up: others go first while they have room."""

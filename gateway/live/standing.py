@@ -142,6 +142,10 @@ def _numbers(live: LiveEndpoint, now: float) -> dict[str, Any]:
     }
 
 
+DRAINED = frozenset({"draining", "drained"})
+"""States of endpoints that an operator drained by hand."""
+
+
 def state_of(live: LiveEndpoint) -> str:
     """leaving, draining, drained, or health's word: up, returning, ejected, dead."""
     if live.leaving:

@@ -18,12 +18,11 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
+from gateway.live.standing import DRAINED
 from gateway.operate import NoAnswerError
 from gateway.tell import NEWEST
 from gateway.tell import lines as explained
 from gateway.top.plain import COLUMNS, cells, flow, heading, reasons
-
-DRAINED = frozenset({"draining", "drained"})
 
 
 class Source(Protocol):

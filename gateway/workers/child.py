@@ -31,7 +31,15 @@ def main() -> int:
         for problem in error.problems:
             log.error("%s", problem)
         return 2
-    local = Local(settings.hub, settings.secret, settings.number, settings.listener, settings.admin, settings.version)
+    local = Local(
+        settings.hub,
+        settings.secret,
+        settings.number,
+        settings.listener,
+        settings.admin,
+        settings.version,
+        settings.drained,
+    )
     return run(
         Origin(loaded, settings.reloads, os.environ, _quiet, local), ready=_follow_the_pipe, hangup_reloads=False
     )

@@ -39,7 +39,7 @@ def application(supervisor: Supervisor) -> web.Application:
     live_pages.add_view(server, Watch(supervisor.ready).look, lambda: supervisor.draining)
 
     async def anything(request: web.Request) -> web.Response:
-        return _passed(await _first(supervisor.ready(), request.path_qs))
+        return _passed(await first(supervisor.ready(), request.path_qs))
 
     server.router.add_get("/{anything:.*}", anything)
     return server
@@ -100,7 +100,8 @@ def _add_changes(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
 
     async def drain(request: web.Request) -> web.Response:
         key = {name: value for name, value in request.headers.items() if name == "Authorization"}
-        told = await _all(supervisor.ready(), request.path, "POST", key)
+        async with configured.one_at_a_time:
+            told = await _all(supervisor.ready(), request.path, "POST", key)
         return _passed(told[0]) if told else web.Response(status=503, text="no worker answers\n")
 
     add_changes(routes, put, again, rollback)
@@ -116,7 +117,7 @@ async def _all(
     return [each for each in told if isinstance(each, Answer)]
 
 
-async def _first(workers: Iterable[Worker], path: str) -> Answer:
+async def first(workers: Iterable[Worker], path: str) -> Answer:
     """The first good answer, the eldest asked first; else the last one."""
     answer = Answer(503, {"Content-Type": "text/plain"}, b"no worker answers\n")
     for worker in workers:

@@ -15,7 +15,7 @@ class Settings(msgspec.Struct, frozen=True):
     """number   its place among the workers            file, text    the configuration and what problems call it
     listener the inherited socket of the API port      hub, admin    sockets in the supervisor's folder
     secret   what workers have in common               reload_file   the file that a reload reads; None: there is none
-    version  the number of the configuration's version
+    version  the number of the configuration's version   drained  names of endpoints that were drained by hand
     """
 
     number: int
@@ -27,6 +27,7 @@ class Settings(msgspec.Struct, frozen=True):
     secret: bytes
     reload_file: str | None
     version: int
+    drained: tuple[str, ...]
 
     def __repr__(self) -> str:
         return f"Settings(worker {self.number})"

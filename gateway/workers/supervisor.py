@@ -22,6 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.config import Loaded
+from gateway.live.standing import DRAINED
 from gateway.meters import Label, Meters
 from gateway.observe.labels import Row
 from gateway.ports import http_url
@@ -170,6 +171,7 @@ class Supervisor:
             self._secret,
             None if file is None else str(file),
             self.configured.version,
+            await self._drained(),
         )
         worker = await Worker.start(settings, place.listener)
         if await worker.becomes_ready():
@@ -178,8 +180,14 @@ class Supervisor:
         await worker.gone(0.0)
         return None
 
+    async def _drained(self) -> tuple[str, ...]:
+        """What was drained by hand, as the eldest who serves knows it."""
+        told = await pages.first(self.ready(), "/endpoints")
+        shown = json.loads(told.body)["endpoints"] if told.status == 200 else ()
+        return tuple(each["name"] for each in shown if each["state"] in DRAINED)
+
     async def _replace(self, place: Place) -> Worker | None:
-        """As _begin. No configuration is changed meanwhile, so that it has what all have."""
+        """As _begin. No configuration is changed and nothing drained meanwhile, so that it has what all have."""
         async with self.configured.one_at_a_time:
             return await self._begin(place)
 

@@ -118,13 +118,20 @@ async def test_an_endpoint_that_is_drained_by_hand_gets_nothing_from_any_worker(
     running, _ = two
     name = endpoints(running)[0]["name"]
     assert told(running, f"/endpoints/{name}/drain", "POST")[1]["drained"] is True
-    for number in range(12):  # whichever worker each comes to
+    assert name not in await served_by(running, 12)
+    assert told(running, f"/endpoints/{name}/undrain", "POST")[1]["drained"] is False
+
+
+async def served_by(running: Gateway, requests: int) -> set[str]:
+    """The endpoints that served so many requests, whichever worker each came to."""
+    found = set()
+    for number in range(requests):
         async with (
             aiohttp.ClientSession() as http,
             http.post(f"{running.url}/v1/completions", json=BODY | {"prompt": f"elsewhere {number}"}) as it,
         ):
-            assert it.headers["x-penstock-endpoint"] != name
-    assert told(running, f"/endpoints/{name}/undrain", "POST")[1]["drained"] is False
+            found.add(it.headers["x-penstock-endpoint"])
+    return found
 
 
 def test_a_change_is_taken_by_all_workers_or_by_none(two: tuple[Gateway, Path]) -> None:
@@ -171,9 +178,13 @@ async def test_a_worker_that_dies_is_replaced_by_one_with_the_configuration_in_f
     assert told(running, "/config", "PUT", text)[1]["result"] == "unchanged"
 
 
-async def test_replacing_all_workers_under_load_fails_no_request(two: tuple[Gateway, Path]) -> None:
+async def test_replacing_all_workers_under_load_fails_no_request_and_forgets_no_drain(
+    two: tuple[Gateway, Path],
+) -> None:
     running, _ = two
     before, done = set(workers(running)), 0
+    name = endpoints(running)[0]["name"]
+    told(running, f"/endpoints/{name}/drain", "POST")
 
     async def user(number: int) -> None:
         nonlocal done
@@ -188,6 +199,8 @@ async def test_replacing_all_workers_under_load_fails_no_request(two: tuple[Gate
     until(lambda: len(workers(running)) == 2, 10.0)
     assert not before & set(workers(running))
     assert told(running, "/config")[1]["version"] == 5
+    assert name not in await served_by(running, 12)
+    assert told(running, f"/endpoints/{name}/undrain", "POST")[1]["drained"] is False
 
 
 def readiness(running: Gateway) -> str:
