@@ -1,14 +1,16 @@
 """Upper bounds that hold however busy the machine is: time as a loop sees it that nobody holds up.
 
-A turn of the loop counts for TURN_S at most, however long others had the processor meanwhile. A wait that is too long
-counts in full, being many turns. Not here: lower bounds, for which the wall clock serves.
+Within one loop a turn counts for TURN_S at most, however long others had the processor meanwhile; a wait that is too
+long counts in full, being many turns. Between processes a moment does not count in which one of them was ready to run
+and others had the processor, which Linux counts. Not here: lower bounds, for which the wall clock serves.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -29,6 +31,32 @@ class FairTime:
             now = monotonic()
             self.spent_s += min(now - before, TURN_S)
             before = now
+
+
+class Stopwatch:
+    """Seconds since it was made, by the wall clock and as these processes and this one could use them."""
+
+    def __init__(self, *pids: int) -> None:
+        self._of: tuple[int | str, ...] = (*pids, "self")
+        self.began = monotonic()
+        self._starved_s = self._starved()
+
+    @property
+    def wall_s(self) -> float:
+        return monotonic() - self.began
+
+    @property
+    def fair_s(self) -> float:
+        return max(0.0, self.wall_s - (self._starved() - self._starved_s))
+
+    def _starved(self) -> float:
+        """How long any of their threads have been ready to run, and did not."""
+        found = 0
+        for pid in self._of:
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                with suppress(OSError):  # it has just ended
+                    found += int((thread / "schedstat").read_text().split()[1])
+        return found / 1e9
 
 
 async def within(seconds: float, what: Coroutine[Any, Any, T]) -> T:

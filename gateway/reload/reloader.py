@@ -138,12 +138,13 @@ class Reloader:
             outcome = await self._attempt(lambda: examine(file, self._env), "file", news_only=True)
             if outcome.result != "unchanged":
                 return outcome
-        running = self.running
-        if running.digest == self._seen:
+        if self.running.digest == self._seen:
             return None  # it is the file's text that is in force, and it was looked at
-        return await self._attempt(
-            lambda: examine_text(running.text, running.file, self._env), "secret", news_only=True
-        )
+        return await self._attempt(self._once_more, "secret", news_only=True)
+
+    def _once_more(self) -> Loaded:
+        """What is in force when its turn has come, with what its references lead to now."""
+        return examine_text(self.running.text, self.running.file, self._env)
 
     async def put(self, text: bytes, trigger: str, *, if_match: str | None = None, dry_run: bool = False) -> Outcome:
         """Take over a text that somebody sent. Its relative paths start from the file's folder."""
