@@ -101,9 +101,10 @@ async def test_over_capacity_requests_wait_in_turn_and_the_rest_is_shed_with_adv
     room = {"waiting_room": {"size": 3, "timeout": "20s"}}
     async with house(1, speed=2.0, concurrency=2, pool=room) as home:
         ended: list[int] = []
+        home.groups[0].group.lose_rank(0, hang=True)  # until all have come
 
         async def one(number: int) -> str:
-            answer = await home.ask(tokens=40, prompt=f"p{number}")
+            answer = await home.ask(tokens=20 * (2 + number), prompt=f"p{number}")  # so that no two end together
             ended.append(number)
             return answer.fate
 
@@ -116,6 +117,7 @@ async def test_over_capacity_requests_wait_in_turn_and_the_rest_is_shed_with_adv
         shed = await home.ask()
         assert (shed.status, shed.error["code"]) == (429, "overloaded")
         assert "2 of 2 places" in shed.error["message"]
+        home.groups[0].group.restore()
         assert await asyncio.gather(*tasks) == ["ok"] * 5
         assert ended == sorted(ended)
         again = await home.ask()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+from gateway.roster import LiveEndpoint
+from mockgpu.group import TpGroup
 from tests.unit.gateway.reload.running import Running, running
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not holds():
             await asyncio.sleep(0.01)
 
@@ -23,17 +26,37 @@ def page(made: Running) -> str:
     return made.app.metrics.render().decode()
 
 
-async def slow_answer(made: Running, tokens: int = 200) -> asyncio.Task[str]:
-    """One under way, at whichever group took it."""
-    task = asyncio.create_task(made.ask(tokens=tokens))
+class Held(NamedTuple):
+    """An answer under way at the endpoint `busy`, whose group goes on with it when it is let go."""
+
+    answer: asyncio.Task[str]
+    busy: LiveEndpoint
+    group: TpGroup
+
+    async def let_go(self) -> str:
+        assert not self.answer.done()
+        self.group.restore()
+        return await self.answer
+
+
+async def held(made: Running) -> Held:
+    """One that begins where nobody answers for now; the other groups do."""
+    for member in made.members:
+        member.group.lose_rank(0, hang=True)
+    task = asyncio.create_task(made.ask())
     await until(lambda: any(live.load.in_flight for live in made.app.gateway.endpoints.all()))
-    return task
+    busy = next(live for live in made.app.gateway.endpoints.all() if live.load.in_flight)
+    at = next(member for member in made.members if member.url == busy.endpoint.url)
+    for member in made.members:
+        if member is not at:
+            member.group.restore()
+    return Held(task, busy, at.group)
 
 
 async def test_an_endpoint_that_leaves_finishes_what_it_has_and_is_asked_for_nothing_new(tmp_path: Path) -> None:
-    async with running(tmp_path, speed=4) as made:
-        task = await slow_answer(made)
-        busy = next(live for live in made.app.gateway.endpoints.all() if live.load.in_flight)
+    async with running(tmp_path) as made:
+        one = await held(made)
+        busy = one.busy
         number = int(busy.endpoint.name[-1])
         status, told = await made.put(made.text(1 - number))
         assert (status, told["affected"]) == (200, 1)
@@ -43,7 +66,7 @@ async def test_an_endpoint_that_leaves_finishes_what_it_has_and_is_asked_for_not
         assert busy.load.in_flight == 1, "the new ones went elsewhere"
         found = {each["name"]: each["state"] for each in (await made.asked("GET", "/endpoints"))[2]["endpoints"]}
         assert found == {f"group-{number}": "leaving", f"group-{1 - number}": "up"}
-        assert await task == "ok"
+        assert await one.let_go() == "ok"
         await until(lambda: len(names(made)) == 1)
         await until(lambda: not busy.upstream.connections)
         assert f'endpoint="group-{number}"' not in page(made)
@@ -68,15 +91,14 @@ async def test_a_slot_that_was_freed_serves_another_that_is_believed_to_hold_not
 
 
 async def test_an_endpoint_that_returns_while_it_still_answers_is_the_same_one(tmp_path: Path) -> None:
-    async with running(tmp_path, speed=4) as made:
-        task = await slow_answer(made)
-        before = made.app.gateway.endpoints.all()
-        busy = next(live for live in before if live.load.in_flight)
+    async with running(tmp_path) as made:
+        one = await held(made)
+        before, busy = made.app.gateway.endpoints.all(), one.busy
         await made.put(made.text(1 - int(busy.endpoint.name[-1])))
         await made.put(made.text())
         assert made.app.gateway.endpoints.all() == before
         assert not busy.leaving
-        assert await task == "ok"
+        assert await one.let_go() == "ok"
         await until(lambda: not made.app.swap.retiring)
         assert made.app.gateway.endpoints.all() == before
         assert f'penstock_endpoint_up{{endpoint="{busy.endpoint.name}"}} 1.0' in page(made)
@@ -132,52 +154,48 @@ async def test_names_that_two_endpoints_exchange_lose_no_series(tmp_path: Path) 
 
 
 async def test_a_pool_that_is_replaced_answers_its_last_requests_and_is_gone(tmp_path: Path) -> None:
-    async with running(tmp_path, speed=4) as made:
-        task = await slow_answer(made)
+    async with running(tmp_path) as made:
+        one = await held(made)
         text = made.text().replace("pool: chat", "pool: talk").replace("  chat:", "  talk:")
         status, told = await made.put(text)
         assert (status, told["affected"]) == (200, 1)
         assert await made.ask() == "ok"
         assert 'penstock_waiting{pool="chat"}' in page(made)
-        assert await task == "ok"
+        assert await one.let_go() == "ok"
         await until(lambda: [room.name for room in made.app.gateway.gate.rooms()] == ["talk"])
         await until(lambda: len(names(made)) == 2)
         assert 'penstock_waiting{pool="chat"}' not in page(made)
 
 
 async def test_requests_that_finish_elsewhere_take_no_place_from_the_new_endpoints(tmp_path: Path) -> None:
-    async with running(tmp_path, speed=4) as made:
+    async with running(tmp_path) as made:
         one_place = made.text(0).replace("{name: group-0,", "{name: group-0, max_concurrency: 1,")
         await made.put(one_place)
-        task = await slow_answer(made)
+        one = await held(made)
         await made.put(made.text(1).replace("{name: group-1,", "{name: group-1, max_concurrency: 1,"))
-        async with asyncio.timeout(2):
-            assert await made.ask(tokens=1) == "ok"
-        assert not task.done(), "the new one did not wait for the old one"
-        assert await task == "ok"
+        assert await made.ask(tokens=1) == "ok", "it does not wait for the old one"
+        assert await one.let_go() == "ok"
 
 
 async def test_whoever_waits_while_endpoints_are_replaced_is_served_by_the_new_ones(tmp_path: Path) -> None:
-    async with running(tmp_path, speed=4) as made:
+    async with running(tmp_path) as made:
         await made.put(made.text(0).replace("{name: group-0,", "{name: group-0, max_concurrency: 1,"))
-        busy = await slow_answer(made)
+        one = await held(made)
         waits = asyncio.create_task(made.ask(tokens=1))
         await until(lambda: any(room.waiting for room in made.app.gateway.gate.rooms()))
         await made.put(made.text(1))
-        async with asyncio.timeout(3):
-            assert await waits == "ok"
-        assert not busy.done()
-        assert await busy == "ok"
+        assert await waits == "ok"
+        assert await one.let_go() == "ok"
 
 
 async def test_keys_change_for_new_requests_at_once_and_for_running_ones_never(tmp_path: Path) -> None:
-    async with running(tmp_path, speed=4) as made:
-        task = await slow_answer(made)
+    async with running(tmp_path) as made:
+        one = await held(made)
         await made.put(made.text() + "tenants: [{name: a, key: sk-a}]\n")
         assert (await made.ask()).startswith("401")
         made.http.headers["Authorization"] = "Bearer sk-a"
         assert await made.ask() == "ok"
-        assert await task == "ok"
+        assert await one.let_go() == "ok"
 
 
 async def test_a_new_endpoint_is_asked_for_nothing_before_a_probe_found_it_well(tmp_path: Path) -> None:
@@ -193,7 +211,7 @@ async def test_a_new_endpoint_is_asked_for_nothing_before_a_probe_found_it_well(
 
 async def test_requests_that_were_refused_broke_or_were_left_keep_no_old_generation(tmp_path: Path) -> None:
     tenants = "tenants: [{name: a, key: sk-a}]\n"
-    async with running(tmp_path, speed=4, more=tenants) as made:
+    async with running(tmp_path, more=tenants) as made:
         assert (await made.ask()).startswith("401")
         made.http.headers["Authorization"] = "Bearer sk-a"
         async with made.http.post(f"{made.app.url}/v1/chat/completions", json={"model": "none"}) as answer:
@@ -205,8 +223,8 @@ async def test_requests_that_were_refused_broke_or_were_left_keep_no_old_generat
         made.members[0].faults.set("5xx")
         for _ in range(3):
             await made.ask()
-        left = await slow_answer(made)
-        left.cancel()
+        left = await held(made)
+        left.answer.cancel()
         await until(lambda: not any(live.load.in_flight for live in made.app.gateway.endpoints.all()))
         assert (await made.put(made.text(1) + tenants))[0] == 200
         await until(lambda: not made.app.swap.retiring)
