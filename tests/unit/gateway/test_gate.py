@@ -13,7 +13,7 @@ import pytest
 from gateway.answer import GatewayError
 from gateway.config import Config, WaitingRoom
 from gateway.exchange import Exchange
-from gateway.gate import Gate, Room
+from gateway.gate import AT_ONCE, Gate, Room
 from gateway.openai import Api
 from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request
 
@@ -84,6 +84,43 @@ async def test_those_who_wait_enter_in_the_order_they_came() -> None:
     await asyncio.gather(*tasks)
     assert entered == list(range(6))
     assert (made.in_flight, made.waiting) == (0, 0)
+
+
+async def test_a_line_that_goes_in_as_one_leaves_turns_of_the_loop_to_others() -> None:
+    made, candidates = room(1, 20, size=20)
+    candidates[1].load.available = False
+    made.refresh()
+    await made.enter(ask())
+    entered: list[int] = []
+
+    async def one(number: int) -> None:
+        await made.enter(ask())
+        entered.append(number)
+
+    tasks = [asyncio.create_task(one(number)) for number in range(3 * AT_ONCE)]
+    await turns()
+    candidates[1].load.available = True
+    made.refresh()
+    await turns(1)
+    assert len(entered) == AT_ONCE
+    await asyncio.gather(*tasks)
+    assert entered == list(range(3 * AT_ONCE))
+    assert (made.in_flight, made.waiting) == (1 + 3 * AT_ONCE, 0)
+
+
+async def test_who_leaves_before_being_told_of_its_place_leaves_it_to_the_next() -> None:
+    made, candidates = room(1, AT_ONCE + 1)
+    candidates[1].load.available = False
+    made.refresh()
+    await made.enter(ask())
+    tasks = [asyncio.create_task(made.enter(ask())) for _ in range(AT_ONCE + 2)]
+    await turns()
+    candidates[1].load.available = True
+    made.refresh()
+    tasks[AT_ONCE].cancel()
+    await asyncio.wait(tasks)
+    assert [task.cancelled() for task in tasks] == [number == AT_ONCE for number in range(AT_ONCE + 2)]
+    assert (made.in_flight, made.waiting) == (AT_ONCE + 2, 0)
 
 
 async def test_a_newcomer_does_not_overtake_those_who_wait() -> None:
