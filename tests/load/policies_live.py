@@ -70,7 +70,7 @@ def _line(report: Report, ideal: float, speed: float) -> str:
 
 
 @contextmanager
-def fleet(policy: str, speed: float) -> Iterator[str]:
+def fleet(policy: str, speed: float, access_log: str = "off") -> Iterator[str]:
     """Four cold groups in one process and a gateway before them; the gateway's URL."""
     first, (port, admin_port) = _free_run(GROUPS), _free_ports(2)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,8 @@ def fleet(policy: str, speed: float) -> Iterator[str]:
         engines = ", ".join(f"{{url: '{url}', max_concurrency: 256}}" for url in urls)
         file.write_text(
             f"version: 1\nlisteners: {{api: {{port: {port}}}, admin: {{port: {admin_port}}}}}\n"
-            f"observability: {{access_log: 'off'}}\npools: {{main: {{policy: {policy}, endpoints: [{engines}]}}}}\n"
+            f"observability: {{access_log: '{access_log}'}}\n"
+            f"pools: {{main: {{policy: {policy}, endpoints: [{engines}]}}}}\n"
         )
         stack.enter_context(_running(["-m", "gateway", "serve", "--config", str(file)], port))
         yield f"http://127.0.0.1:{port}"

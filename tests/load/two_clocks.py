@@ -6,16 +6,20 @@ Live: four mock groups, a gateway and a bench client, all real processes on 127.
 fast as the wall. Virtual: planner.replay with the same groups, blocks and requests. Routing amplifies milliseconds: one
 request that goes elsewhere takes others along. So the virtual side is the mean of some replays whose arrivals differ by
 as much as a live run's do, and their spread is printed. Exit status: 1 when mean TTFT, mean TPOT or hit ratio differ by
-more than `within` of that mean. Takes seconds / speed; not part of `make test`.
+more than `within` of that mean. How well first tokens were foreseen at the pick is told of both, and not judged here.
+Takes seconds / speed; not part of `make test`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
+from pathlib import Path
 from random import Random
-from statistics import fmean
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import msgspec
@@ -41,26 +45,46 @@ class Seen(NamedTuple):
     hit_ratio: float
 
 
-def live(policy: str, requests: int, speed: float) -> Seen:
+class Foreseen(NamedTuple):
+    """How far predictions of the time from pick to first token were off, as a share of what it was."""
+
+    mape: float
+    median: float
+
+
+def live(policy: str, requests: int, speed: float) -> tuple[Seen, Foreseen]:
     """Over HTTP. A failed request is the end of the comparison."""
-    with fleet(policy, speed) as url:
-        plan = Plan(url=url, trace=TRACE, speed=speed, limit=requests, ignore_eos=True)
-        report = asyncio.run(run(plan))
+    with TemporaryDirectory() as folder:
+        log = Path(folder, "access.jsonl")
+        with fleet(policy, speed, str(log)) as url:
+            plan = Plan(url=url, trace=TRACE, speed=speed, limit=requests, ignore_eos=True)
+            report = asyncio.run(run(plan))
+        foreseen = foreseen_by(log.read_text())
     if report.errors:
         raise SystemExit(f"live requests failed: {report.errors}")
     ttft_s = fmean(one.ttft_s for one in report.completed if one.ttft_s is not None)
     tpot_s = fmean(one.tpot_s for one in report.completed if one.tpot_s is not None)
-    return Seen(ttft_s * speed, tpot_s * speed, report.cached_ratio or 0.0)
+    return Seen(ttft_s * speed, tpot_s * speed, report.cached_ratio or 0.0), foreseen
 
 
-def virtual(policy: str, requests: list[TraceRequest], speed: float) -> Seen:
+def foreseen_by(log: str) -> Foreseen:
+    """From the lines of an access log; as the metric counts it, and a replay."""
+    lines = [json.loads(line) for line in log.splitlines()]
+    told = [one for one in lines if {"predicted_ttft_us", "first_token_us", "picked_us"} <= one.keys()]
+    off = [abs(one["predicted_ttft_us"] / (one["first_token_us"] - one["picked_us"]) - 1.0) for one in told]
+    return Foreseen(fmean(off), median(off))
+
+
+def virtual(policy: str, requests: list[TraceRequest], speed: float) -> tuple[Seen, Foreseen]:
     """On the virtual clock, in blocks as small as the live mock's; clients say max_tokens, as the bench client does."""
     spec = FleetSpec("live's twin", (msgspec.structs.replace(GROUP, max_concurrency=256),), block_tokens=16)
     options = Options(expected_output=None, scrape_s=speed)
     seen = figures(replay(spec, traffic(requests), registry.build(policy, {}), options=options))
     assert seen.ttft is not None
     assert seen.tpot is not None
-    return Seen(seen.ttft.mean, seen.tpot.mean, seen.hit_ratio)
+    assert seen.ttft_error is not None
+    assert seen.ttft_error_p50 is not None
+    return Seen(seen.ttft.mean, seen.tpot.mean, seen.hit_ratio), Foreseen(seen.ttft_error, seen.ttft_error_p50)
 
 
 def jittered(requests: list[TraceRequest], seed: int) -> list[TraceRequest]:
@@ -73,15 +97,19 @@ def main() -> int:
     options = _options()
     requests = [one for one in conversation() if one.arrival_s < options.seconds]
     twins = [virtual(options.policy, jittered(requests, seed), options.speed) for seed in range(TWINS)]
-    other = live(options.policy, len(requests), options.speed)
+    other, foreseen = live(options.policy, len(requests), options.speed)
     worst = 0.0
     print(f"{len(requests)} requests of {options.seconds:g} s, {options.policy}, live at speed {options.speed:g}")
-    for name, replays, seen in zip(Seen._fields, zip(*twins, strict=True), other, strict=True):
+    for name, replays, seen in zip(Seen._fields, zip(*(seen for seen, _ in twins), strict=True), other, strict=True):
         expected = fmean(replays)
         off = seen / expected - 1
         worst = max(worst, abs(off))
         spread = f"({min(replays):.4f} to {max(replays):.4f})"
         print(f"{name:<10} virtual {expected:.4f} {spread}  live {seen:.4f}  difference {off:+.1%}")
+    for name, replays, seen in zip(
+        Foreseen._fields, zip(*(told for _, told in twins), strict=True), foreseen, strict=True
+    ):
+        print(f"first tokens foreseen, {name:<6} of the error: virtual {fmean(replays):.1%}  live {seen:.1%}")
     return 0 if worst <= options.within else 1
 
 
