@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from policies import ledger
+from policies.foreign import foreign, own
 from policies.latency import MOST_CORRECTION, Gauge, backlog_s, spread, tpot_s, ttft_s
 from policies.ledger import Entry
 from policies.model import EndpointLoad, Request
@@ -148,7 +149,7 @@ EVENT = st.tuples(st.integers(0, 4), st.integers(0, 30_000), st.integers(0, 500)
 
 
 @given(st.lists(EVENT, max_size=40))
-def test_the_counters_are_the_same_whether_anybody_reads_beliefs_or_not(
+def test_the_counters_are_the_same_whether_anybody_reads_beliefs_or_not_and_at_a_gateway_that_is_told_of_them(
     events: list[tuple[int, int, int, bool]],
 ) -> None:
     loads = EndpointLoad(0), EndpointLoad(0)
@@ -170,6 +171,9 @@ def test_the_counters_are_the_same_whether_anybody_reads_beliefs_or_not(
         assert [[getattr(load, name) for name in COUNTS] for load in loads[:1]] * 2 == [
             [getattr(load, name) for name in COUNTS] for load in loads
         ]
+    elsewhere = EndpointLoad(0)
+    foreign(elsewhere, b"peer", own(loads[0]), 1.0)
+    assert [getattr(elsewhere, name) for name in COUNTS] == [getattr(loads[0], name) for name in COUNTS]
 
 
 @given(st.lists(st.tuples(st.integers(1, 50_000), st.integers(0, 50_000)), min_size=1, max_size=20))
