@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import traceback
 from collections.abc import Awaitable, Callable
 from time import monotonic
 
@@ -185,6 +186,15 @@ class Watcher:
         self, live: LiveEndpoint, path: str, timeout_s: float, limit: int, json_body: object = None
     ) -> tuple[int, bytes]:
         """Status and body of a GET, or of a POST if there is something to send. Raises one of UNREACHABLE."""
+        try:
+            return await self._read(live, path, timeout_s, limit, json_body)
+        except UNREACHABLE as error:
+            _forget_frames(error)
+            raise
+
+    async def _read(
+        self, live: LiveEndpoint, path: str, timeout_s: float, limit: int, json_body: object
+    ) -> tuple[int, bytes]:
         assert self._session is not None
         url, method = live.endpoint.url + path, "GET" if json_body is None else "POST"
         async with (
@@ -197,3 +207,13 @@ class Watcher:
                 if len(body) >= limit:
                     break
             return answer.status, bytes(body[:limit])
+
+
+def _forget_frames(error: BaseException) -> None:
+    """What it came through: frames of libraries that hold the error are held by it, and a dead engine is probed each
+    second; only the collector would end that."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__

@@ -21,8 +21,8 @@ LONG = {"model": "demo-8b", "stream": True, "max_tokens": 400, "messages": [{"ro
 
 
 @contextmanager
-def nothing_left() -> Iterator[None]:
-    """AssertionError when the collector finds what belonged to a request."""
+def nothing_left(*of: str) -> Iterator[None]:
+    """AssertionError when the collector finds what belonged to a request, or something `of` these modules."""
     gc.collect()
     gc.disable()
     try:
@@ -30,7 +30,7 @@ def nothing_left() -> Iterator[None]:
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         kinds = (f"{type(each).__module__}.{type(each).__name__}" for each in gc.garbage)
-        ours = Counter(kind for kind in kinds if kind.startswith(("gateway.", "policies.")))
+        ours = Counter(kind for kind in kinds if kind.startswith(("gateway.", "policies.", *of)))
         assert not ours
     finally:
         gc.set_debug(0)
@@ -142,3 +142,15 @@ async def test_neither_does_one_that_was_split(
         with nothing_left():
             await way(running, body)
             await running.at_rest(within_s=8)
+
+
+@pytest.mark.parametrize("fault", ["refuse", "freeze"])
+async def test_neither_does_a_probe_that_fails(fault: str) -> None:
+    async with house(1, health={"interval": "1h", "timeout": "50ms"}, scrape={"interval": "1h"}) as running:
+        live, watcher = running.app.gateway.endpoints.all()[0], running.app._watcher
+        running.groups[0].faults.set(fault)
+        with nothing_left(
+            "aiohttp.client", "builtins.traceback", "builtins.ConnectionRefused", "builtins.TimeoutError"
+        ):
+            for _ in range(3):
+                await watcher._probe(live)
