@@ -1,9 +1,9 @@
 """When Python's collector looks for reference cycles: by the clock, hardly ever because much was allocated.
 
 Requests leave no cycles behind (tests/unit/gateway/test_cycles.py), so looking while many are under way finds nothing,
-and holds all of them up, tens of milliseconds for a thousand streams. What libraries leave is little: a probe that
-failed, a file that was read. Counting allocations would come to it after hours, and memory grow until then. And bodies
-of all sizes leave holes between what stays, which the allocator keeps unless it is asked.
+and holds all of them up, tens of milliseconds for a thousand streams. What libraries leave is little, since probes let
+go of their errors: a file that was read. Counting allocations would come to it after hours, and memory grow until then.
+And bodies of all sizes leave holes between what stays, which the allocator keeps unless it is asked.
 """
 
 from __future__ import annotations
