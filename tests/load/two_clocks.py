@@ -52,7 +52,7 @@ class Foreseen(NamedTuple):
     median: float
 
 
-def live(policy: str, requests: int, speed: float) -> tuple[Seen, Foreseen]:
+def live(policy: str, requests: int, speed: float) -> tuple[Seen, Foreseen | None]:
     """Over HTTP. A failed request is the end of the comparison."""
     with TemporaryDirectory() as folder:
         log = Path(folder, "access.jsonl")
@@ -67,12 +67,13 @@ def live(policy: str, requests: int, speed: float) -> tuple[Seen, Foreseen]:
     return Seen(ttft_s * speed, tpot_s * speed, report.cached_ratio or 0.0), foreseen
 
 
-def foreseen_by(log: str) -> Foreseen:
-    """From the lines of an access log; as the metric counts it, and a replay."""
+def foreseen_by(log: str) -> Foreseen | None:
+    """From the lines of an access log, as the metric and a replay count it. None where nothing was foreseen: a gateway
+    whose decisions need no beliefs has none."""
     lines = [json.loads(line) for line in log.splitlines()]
     told = [one for one in lines if {"predicted_ttft_us", "first_token_us", "picked_us"} <= one.keys()]
     off = [abs(one["predicted_ttft_us"] / (one["first_token_us"] - one["picked_us"]) - 1.0) for one in told]
-    return Foreseen(fmean(off), median(off))
+    return Foreseen(fmean(off), median(off)) if off else None
 
 
 def virtual(policy: str, requests: list[TraceRequest], speed: float) -> tuple[Seen, Foreseen]:
@@ -106,10 +107,9 @@ def main() -> int:
         worst = max(worst, abs(off))
         spread = f"({min(replays):.4f} to {max(replays):.4f})"
         print(f"{name:<10} virtual {expected:.4f} {spread}  live {seen:.4f}  difference {off:+.1%}")
-    for name, replays, seen in zip(
-        Foreseen._fields, zip(*(told for _, told in twins), strict=True), foreseen, strict=True
-    ):
-        print(f"first tokens foreseen, {name:<6} of the error: virtual {fmean(replays):.1%}  live {seen:.1%}")
+    for name, replays in zip(Foreseen._fields, zip(*(told for _, told in twins), strict=True), strict=True):
+        seen_live = "nothing (--policy priced)" if foreseen is None else f"{getattr(foreseen, name):.1%}"
+        print(f"first tokens foreseen, {name:<6} of the error: virtual {fmean(replays):.1%}  live {seen_live}")
     return 0 if worst <= options.within else 1
 
 
