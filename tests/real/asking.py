@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.real.engines import MODEL, ROOT
+from tests.real.engines import MODEL, ROOT, Engine
 
 Token = tuple[str, float]
 
@@ -109,3 +109,16 @@ def _read(events: list[dict[str, Any]], headers: dict[str, str]) -> Answer:
         cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         completion_tokens=usage.get("completion_tokens", 0),
     )
+
+
+_OFFERS = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+async def introduce(p: Engine, d: Engine) -> None:
+    """One handoff from `p` to `d` without a gateway, whatever comes of it: afterwards they know each other."""
+    asked, handoff = body(prompt(400, seed=1001), max_tokens=1), _OFFERS
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300.0)) as http:
+        for engine in (p, d):
+            request = asked | {"kv_transfer_params": handoff}
+            async with http.post(f"{engine.url}/v1/chat/completions", json=request) as answer:
+                handoff = (await answer.json()).get("kv_transfer_params")

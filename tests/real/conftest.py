@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from tests.real.asking import introduce
 from tests.real.engines import REAL, Engine, free_ports
 from tests.real.tap import Tap, tap
 
@@ -31,8 +32,10 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
 
 
 async def _all_ready(pair: tuple[Engine, Engine]) -> None:
+    """And they have met: the first handoff of two engines takes as long as a lease where cores are scarce."""
     for engine in pair:
         await engine.ready()
+    await introduce(*pair)
 
 
 @pytest.fixture
@@ -51,4 +54,4 @@ async def again(engines: tuple[Engine, Engine]) -> AsyncIterator[None]:
     for engine in engines:
         if not engine.running:
             engine.start()
-            await engine.ready()
+    await _all_ready(engines)
