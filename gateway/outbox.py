@@ -78,20 +78,22 @@ class Outbox:
             self.full = full
 
     def _turn(self) -> None:
-        self.flush()
+        """Whatever a write makes anybody post, or raises, finds another turn due or to be asked for."""
         if self._late:
             self._late_turn()
         else:
             self._due = self.full = False
+            self.flush()
 
     def _late_turn(self) -> None:
         try:
+            self.flush()
             self._catch_up(TURN)
         finally:
-            self.flush()
             self._due = self.full = bool(self._late)
             if self._late:
                 self.loop.call_soon(self._turn)
+            self.flush()
 
     def _catch_up(self, pieces: int) -> None:
         for _ in range(min(pieces, len(self._late))):

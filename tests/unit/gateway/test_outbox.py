@@ -122,6 +122,25 @@ def test_a_piece_that_cannot_be_relayed_holds_nobody_up() -> None:
     assert all(one.sent == b".." for one in streams)
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_a_write_makes_somebody_post_is_written_although_that_write_failed(late: int) -> None:
+    made, loop = outbox()
+    stream, behind = Said(made), Said(made)
+
+    def fail(_: bytes) -> None:
+        stream.say(b".")
+        raise OSError("gone")
+
+    made.post(Mock(is_closing=lambda: False, write=fail), b"x")
+    for _ in range(late):
+        made.put_off(behind, RELAY, b".")
+    with pytest.raises(OSError, match="gone"):
+        loop.turn()
+    while loop.turn():
+        pass
+    assert (stream.sent, behind.sent) == (b".", b"." * late)
+
+
 @given(st.lists(st.sampled_from(["turn", "end 0", "end 1", *["burst"] * 4]), max_size=30), st.integers(1, 90))
 def test_whatever_is_put_off_each_client_gets_all_of_its_bytes_in_their_order(steps: list[str], size: int) -> None:
     made, loop = outbox()
