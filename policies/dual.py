@@ -46,6 +46,8 @@ class Priced(AdmissionPreset, frozen=True):
     overload       is asked for at this share of what the endpoints can do or more
     burst_share    the same up to full load: when work is asked for
     full_load      at this share or less
+    doubt          ... less so many standard deviations of what few requests add up to by chance: some long prompts at
+                   once are no overload yet
     steepness      how fast the price grows with the queue beyond that
     hold_share     requests leave the room while some candidate's queue is below this share of the TTFT budget,
     hold_least_s   or below this; beyond, they wait here, where a better place can still be chosen
@@ -63,6 +65,7 @@ class Priced(AdmissionPreset, frozen=True):
     overload: float = 1.3
     burst_share: float = 0.8
     full_load: float = 1.1
+    doubt: float = 1.5
     steepness: float = 4.0
     hold_share: float = 0.2
     hold_least_s: float = 0.6
@@ -218,7 +221,7 @@ class PricedAdmission:
     def _reprice(self, look: Appraisal, room: RoomView) -> None:
         """The price of this moment: flat at first, so that a burst costs few, then exponential."""
         rule = self._rule
-        asked = self._usage.asked_s(room.waiting_s) / (look.count * self._paced)
+        asked = self._usage.asked_s(room.waiting_s, rule.doubt) / (look.count * self._paced)
         self._overload = min(1.0, max(0.0, (asked - rule.full_load) / (rule.overload - rule.full_load)))
         queued = (look.queue_s + self._room_s(look, room)) / self._threshold_s()
         beyond = rule.steepness * min(4.0, max(0.0, queued - 1.0, self._kv_booked / rule.kv_share - 1.0))

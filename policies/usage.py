@@ -7,7 +7,7 @@ who wait (fairness.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import exp, inf
+from math import exp, inf, sqrt
 
 MOST_TENANTS = 1024
 NEARLY = 0.9
@@ -17,16 +17,18 @@ NEARLY = 0.9
 class Usage:
     """Work offered and admitted, in seconds of a TP group, decaying with `tau_s`. One owner.
 
-    level  decayed work per unit of weight up to which everything offered may be admitted
+    level     decayed work per unit of weight up to which everything offered may be admitted
+    _squares  the squares of the works offered, decayed twice as fast: the variance of their decayed sum, were they
+              independent
     """
 
-    __slots__ = ("_admitted", "_at", "_offered", "_tau_s", "_weights", "level")
+    __slots__ = ("_admitted", "_at", "_offered", "_squares", "_tau_s", "_weights", "level")
 
     def __init__(self, weights: Mapping[str, float], tau_s: float = 15.0) -> None:
         self._weights = weights
         self._tau_s = tau_s
         self._offered: dict[str, float] = {}
-        self._admitted = 0.0
+        self._admitted = self._squares = 0.0
         self._at: float | None = None
         self.level = inf
 
@@ -35,6 +37,7 @@ class Usage:
         if tenant not in self._offered and len(self._offered) >= MOST_TENANTS:
             del self._offered[min(self._offered, key=lambda name: self._offered[name])]
         self._offered[tenant] = self._offered.get(tenant, 0.0) + work_s
+        self._squares += work_s * work_s
         if admitted:
             self._admitted += work_s
 
@@ -43,6 +46,7 @@ class Usage:
         fade = exp(min(0.0, self._at - now) / self._tau_s) if self._at is not None else 1.0
         self._at = now
         self._admitted *= fade
+        self._squares *= fade * fade
         self._offered = {name: work * fade for name, work in self._offered.items() if work * fade > 1e-6}
         left, weight = NEARLY * self._admitted, sum(map(self.weight, self._offered))
         self.level = inf
@@ -59,9 +63,10 @@ class Usage:
         """Whether several tenants have asked lately."""
         return len(self._offered) > 1
 
-    def asked_s(self, waiting_s: float) -> float:
-        """Work asked for lately, in seconds of a TP group per second; `waiting_s` of it is not decided on yet."""
-        return (sum(self._offered.values()) + waiting_s) / self._tau_s
+    def asked_s(self, waiting_s: float, doubt: float) -> float:
+        """Work asked for lately, in seconds of a TP group per second, less `doubt` standard deviations of what so few
+        requests of such sizes add up to by chance; `waiting_s` of it is not decided on yet."""
+        return max(0.0, sum(self._offered.values()) + waiting_s - doubt * sqrt(self._squares)) / self._tau_s
 
     def excess(self, tenant: str) -> float:
         """0 for a tenant that asks for its share or less, 1 for one well beyond, and a slope between: how much of the

@@ -1,8 +1,8 @@
-"""Shares of offered work: a level that exists whatever the weights are, and excess between 0 and 1."""
+"""Shares of offered work: a level whatever the weights are, excess between 0 and 1, and what may be chance."""
 
 from __future__ import annotations
 
-from math import isnan
+from math import isclose, isnan
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -25,3 +25,21 @@ def test_every_tenant_has_an_excess_whatever_the_weights(
     usage.tick(0.5)
     assert not isnan(usage.level)
     assert all(0.0 <= usage.excess(tenant) <= 1.0 for tenant in "abcdefg")
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40), st.floats(0.0, 10.0), st.floats(0.0, 1e3))
+def test_work_asked_for_is_believed_the_less_the_fewer_requests_it_comes_from(
+    works: list[float], doubt: float, waiting_s: float
+) -> None:
+    few, many = Usage({}), Usage({})
+    for work_s in works:
+        few.offered("a", work_s, True)
+        for _ in range(4):
+            many.offered("a", work_s / 4, True)
+    assert isclose(few.asked_s(waiting_s, 0.0), many.asked_s(waiting_s, 0.0))
+    assert 0.0 <= few.asked_s(waiting_s, doubt) <= many.asked_s(waiting_s, doubt) * (1 + 1e-9)
+    assert many.asked_s(waiting_s, doubt) <= many.asked_s(waiting_s, 0.0)
+    seen = few.asked_s(0.0, 1.0) / few.asked_s(0.0, 0.0)
+    few.tick(0.0)
+    few.tick(5.0)
+    assert isclose(few.asked_s(0.0, 1.0), seen * few.asked_s(0.0, 0.0), rel_tol=1e-6, abs_tol=1e-9)  # both fade alike

@@ -44,10 +44,16 @@ def refused(made: PricedAdmission, candidates: list[Candidate], view: View, trie
     return sum(isinstance(verdict, Shed) for verdict in verdicts) / tries
 
 
-def overload(made: PricedAdmission, candidates: list[Candidate], tenant: str = "tenant", requests: int = 400) -> None:
+def overload(
+    made: PricedAdmission,
+    candidates: list[Candidate],
+    tenant: str = "tenant",
+    requests: int = 400,
+    prompt_tokens: int = 20_000,
+) -> None:
     """Let a tenant ask for more than the endpoints can do, all of which is let in."""
     for number in range(requests):
-        question = asking(20_000, tenant=tenant)
+        question = asking(prompt_tokens, tenant=tenant)
         made.booked(question, Pick(candidates[number % len(candidates)], 0, 0.0, 2, "test"))
     made.tick(NOW, candidates)
 
@@ -71,6 +77,15 @@ def test_in_lasting_overload_the_queue_must_be_shorter() -> None:
     assert refused(made, fleet, View()) == 0
     overload(made, fleet)
     assert refused(made, fleet, View()) > 0.5
+
+
+def test_some_long_prompts_at_once_are_no_lasting_overload_where_less_work_in_many_short_ones_is() -> None:
+    fleet = queued(3.0)
+    by_chance, lasting = admission(), admission()
+    overload(by_chance, fleet, requests=8, prompt_tokens=100_000)
+    overload(lasting, fleet, requests=150, prompt_tokens=8_000)
+    assert refused(by_chance, fleet, View()) == 0
+    assert refused(lasting, fleet, View()) > 0.5
 
 
 def test_booked_kv_asks_a_price_only_as_far_as_the_engines_really_hold_it() -> None:
@@ -194,7 +209,7 @@ def test_when_the_load_has_gone_nobody_is_early() -> None:
 def test_one_that_would_not_come_back_is_told_no_time_and_takes_none_from_others() -> None:
     def told(probes: int) -> float | None:
         made, fleet = admission(), queued(12.0)
-        overload(made, fleet, requests=50)
+        overload(made, fleet)
         view = View(drain=measured())
         for seed in range(probes):
             probe = replace(asking(40_000, seed=seed), returns=False)
