@@ -73,7 +73,7 @@ class EndpointLoad:
 
     slot             small stable integer, the endpoint's place in Ask.cached and in the prefix index
     in_flight        requests booked and not yet given back
-    answers          those of them that make more than the one token of who only prefills
+    answers          those of them with more than one output token: who only prefills for another endpoint makes one
     prefill_tokens   uncached prompt tokens booked whose first token has not been seen
     decode_tokens    prompt tokens of booked requests past their first token
     expected_tokens  output tokens expected of the booked requests (an expectation, given back at the end)
