@@ -47,10 +47,13 @@ def c_classes(sources: Mapping[str, Path]) -> Classes:
 
 
 def slots(node: ast.ClassDef) -> list[str] | None:
-    """The names in a class's __slots__; None where it has none."""
+    """The names in a class's __slots__; None where it has none, or some that do not stand there as such."""
     for statement in node.body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__slots__":
-            return [str(each.value) for each in ast.walk(statement.value) if isinstance(each, ast.Constant)]
+            parts = list(ast.walk(statement.value))
+            if any(isinstance(part, ast.Name) for part in parts):
+                return None
+            return [str(part.value) for part in parts if isinstance(part, ast.Constant)]
     return None
 
 

@@ -1,4 +1,4 @@
-"""What deploy/compile.py and deploy/classes.py say of the sources holds: modules, classes, attributes and methods exist."""
+"""What deploy/compile.py and classes.py say of the sources holds: modules, classes, attributes and methods exist."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ def test_what_is_typed_is_there(name: str) -> None:
     assert set(classes.DIRECT.get(name, ())) <= methods
 
 
-def test_a_class_on_a_base_that_is_not_compiled_stays_what_it_is(tmp_path: Path) -> None:
+def test_a_class_on_another_base_or_with_slots_named_elsewhere_stays_what_it_is(tmp_path: Path) -> None:
     source = tmp_path / "module.py"
     source.write_text(
         "class Base:\n    __slots__ = ('a',)\n\nclass On(Base):\n    __slots__ = ('b', '_c')\n\n"
-        "class Plain:\n    pass\n\nclass Other(Protocol):\n    __slots__ = ()\n"
+        "class Plain:\n    pass\n\nclass Other(Protocol):\n    __slots__ = ()\n\n"
+        "class Named:\n    __slots__ = (*FIELDS, 'd')\n"
     )
     found = classes.c_classes({"module": source})
     assert list(found) == ["module.Base", "module.On"]
