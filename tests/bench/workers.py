@@ -53,9 +53,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place, backend(base):
         work = Path(place)
         urls = backend_urls(base)
-        running = [start(System("penstock", f"{n}", base + 100 + n, _command(urls, n)), work) for n in (1, 2)]
-        _on_all_cores(running[1])
+        running: list[Running] = []
         try:
+            for n in (1, 2):
+                running.append(start(System("penstock", f"{n}", base + 100 + n, _command(urls, n)), work))
+            _on_all_cores(running[1])
             for name, bodies in _kinds(work):
                 one, two = running
                 rounds = range(asked.rounds)
