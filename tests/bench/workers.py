@@ -55,8 +55,8 @@ def main() -> None:
         urls = backend_urls(base)
         running: list[Running] = []
         try:
-            for n in (1, 2):
-                running.append(start(System("penstock", f"{n}", base + 100 + n, _command(urls, n)), work))
+            specs = [System("penstock", f"{n}", base + 100 + n, _command(urls, n)) for n in (1, 2)]
+            running.extend(start(spec, work) for spec in specs)  # who has started is ended, even if the next does not
             _on_all_cores(running[1])
             for name, bodies in _kinds(work):
                 one, two = running
