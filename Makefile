@@ -1,6 +1,7 @@
 # Everything a newcomer needs: `make demo` and `make test`. Both do all the set-up, in .venv and nowhere else; the tests
 # need curl and redis-server besides.
-# Runtime dependencies are locked in requirements.lock, those for development in requirements-dev.lock (`make lock`).
+# Runtime dependencies are locked in requirements.lock, with what compiles them in requirements-compile.lock, those for
+# development in requirements-dev.lock (`make lock`).
 
 PYTHON ?= python3
 VENV   := .venv
@@ -16,10 +17,12 @@ comma  := ,
 NIXL_TESTS ?= tests/nixl tests/contract/kvtransfer tests/chaos/test_kv_processes.py
 RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes.py
 
+COMPILED_TESTS ?= tests/unit/gateway tests/unit/policies tests/property/gateway tests/property/policies tests/e2e/test_openai_sdk.py
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma nixl kv-trials bench bench-kv bench-split goodput observe real compiled load policies gateways soak overload clocks web docs lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma nixl kv-trials bench bench-kv bench-split goodput observe real compiled test-compiled load policies gateways soak overload clocks web docs lock deploy-check clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,8 +60,11 @@ kv-trials: $(VENV)/.dev ## 10,000 seeded faults of KV transfer over inproc, shm 
 bench: $(VENV)/.dev ## this gateway and its peers on the same load, in alternation (docs/performance.md)
 	$(PY) tests/bench/peers.py
 
-compiled: $(VENV)/.dev ## optional: the hot path through Cython, into build/compiled (needs cc and Python's headers)
+compiled: $(VENV)/.dev ## the hot path through Cython, as the image has it, into build/compiled (needs cc and Python's headers)
 	$(PY) deploy/compile.py build/compiled
+
+test-compiled: compiled ## unit, component and SDK tests on the compiled modules
+	PENSTOCK_HOME=$(CURDIR)/build/compiled $(PY) -m pytest -o "pythonpath=build/compiled ." $(or $(TESTS),$(COMPILED_TESTS))
 
 bench-kv: $(VENV)/.dev ## KV transfers: ours beside NIXL, Mooncake, raw TCP and memcpy (docs/performance.md)
 	@$(PY) -c "import cryptography" 2>/dev/null || $(PY) -m pip install -q "cryptography>=45"

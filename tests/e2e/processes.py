@@ -19,7 +19,8 @@ from typing import IO
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 30.0
 FILE = "gateway.yaml"
-ENV = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+HOME = os.environ.get("PENSTOCK_HOME", str(ROOT))  # whose gateway: `make test-compiled` has another
+ENV = os.environ | {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 _READY = re.compile(r"API (http://\S+)/v1, admin (http://[^\s;]+)")
 
 
