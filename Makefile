@@ -1,7 +1,7 @@
 # Everything a newcomer needs: `make demo` and `make test`. Both do all the set-up, in .venv and nowhere else; the tests
 # need curl and redis-server besides.
-# Runtime dependencies are locked in requirements.lock, with what compiles them in requirements-compile.lock, those for
-# development in requirements-dev.lock (`make lock`).
+# Runtime dependencies are locked in requirements.lock, what compiles in requirements-compile.lock, everything together with
+# what is for development in requirements-dev.lock (`make lock`).
 
 PYTHON ?= python3
 VENV   := .venv
