@@ -57,7 +57,7 @@ async def talk(
     Every request must be answered. People think between two turns: so long that the `agreeing` know the same.
     """
     rng = Random(seed)
-    prompts = ["".join(rng.choices("abcdefghij klmnop", k=12_000)) for _ in range(talks)]
+    prompts = ["".join(rng.choices("abcdefghij klmnop", k=rng.randint(10_000, 14_000))) for _ in range(talks)]
     found = total = asked = 0
     async with aiohttp.ClientSession() as http:
         model = await named(http, urls)
@@ -77,8 +77,8 @@ async def talk(
 
 
 def agree(gateways: tuple[Gateway, ...], within_s: float = 5.0) -> float:
-    """Seconds until all take the engines to hold as much, for ten looks in a row: each may have given every engine as
-    many prompts as the other did before any of them has told."""
+    """Seconds until all take the engines to hold as much, for ten looks in a row: prompts differ in length, so hardly
+    ever has each given every engine as much as the other did before any of them has told."""
     looks: deque[list[list[int]]] = deque(maxlen=10)
 
     def same() -> bool:
