@@ -20,6 +20,7 @@ from gateway.trace import Trace, TraceLeg
 from gateway.upstream import Connection
 from tests.chaos.house import House, house
 from tests.e2e.split_house import SENTENCE, split_house
+from tests.replaced import replace_method
 from tests.unit.gateway.observe.collector import Collector, collector
 
 ID, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -41,7 +42,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         heads.append(head.decode())
         return carry(self, head, *rest)
 
-    monkeypatch.setattr(Connection, "carry", noted)
+    replace_method(monkeypatch, Connection, "carry", noted)
     return heads
 
 

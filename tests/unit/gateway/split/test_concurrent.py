@@ -11,6 +11,7 @@ import pytest
 
 from gateway.upstream import Connection, Upstream
 from tests.fair_time import within
+from tests.replaced import replace_method
 from tests.unit.gateway.split.halves import (
     OBJECT,
     PUSHED,
@@ -219,7 +220,7 @@ class Connecting:
                 await asyncio.Event().wait()
             return await connect(to)
 
-        monkeypatch.setattr(Upstream, "connect", slowly)
+        replace_method(monkeypatch, Upstream, "connect", slowly)
 
     async def begun(self) -> None:
         await self._all_begun.wait()

@@ -11,6 +11,7 @@ from gateway.account import Accounts
 from gateway.exchange import Exchange
 from gateway.upstream import Connection, Upstream
 from tests.fair_time import within
+from tests.replaced import replace_method
 from tests.unit.gateway.split.halves import (
     OBJECT,
     TEXT,
@@ -197,7 +198,7 @@ async def test_a_request_that_the_decoder_calls_wrong_is_answered_so_and_its_kv_
 
 async def test_a_decoder_that_cannot_be_reached_passes_the_handoff_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Exchange] = []
-    monkeypatch.setattr(Accounts, "close", lambda _, x, *__: ended.append(x))
+    replace_method(monkeypatch, Accounts, "close", lambda _, x, *__: ended.append(x))
     async with front(NIXL, [prefills()], [decodes, decodes]) as f:
         f.decode[0].stop()
         f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
@@ -401,7 +402,7 @@ async def test_a_client_that_leaves_before_the_decode_request_left_has_the_kv_fr
                 await go.wait()
             return await connect(to)
 
-        monkeypatch.setattr(Upstream, "connect", slowly)
+        replace_method(monkeypatch, Upstream, "connect", slowly)
         await f.ask_and_leave(connecting.wait, stream=True, stream_options={"include_usage": True})
         await f.at_rest()
         go.set()
@@ -480,7 +481,7 @@ async def test_a_pair_that_fails_at_its_booking_leaves_nothing_behind(monkeypatc
 
     async with front(NIXL, [prefills()], [decodes]) as f:
         with monkeypatch.context() as broken:
-            broken.setattr(Exchange, "booked", fails)
+            replace_method(broken, Exchange, "booked", fails)
             assert (await f.ask()).status == 500
         await f.at_rest()
         assert f.app.gateway.handoffs.under_way == 0
