@@ -33,7 +33,7 @@ from gateway.split import dispatch as split
 from gateway.split.handoffs import Handoffs
 from policies import run
 from policies.fingerprint import Fingerprint
-from policies.model import Ask, Pick
+from policies.model import Ask, Pick, Request
 
 log = logging.getLogger("penstock")
 
@@ -124,10 +124,8 @@ async def _enter(gateway: Gateway, snapshot: Snapshot, x: Exchange, route: Route
     """Be judged, and wait if need be. The route whose room gave a Permit: its own or, before a refusal, a smaller
     model's. Raises GatewayError when it is refused."""
     fingerprint = x.fingerprint = _fingerprint(gateway.endpoints, route, call)
-
-    def ask(_: float) -> Ask:
-        return gateway.endpoints.ask(call.request, fingerprint, ())
-
+    # No closure: compiled, it and this coroutine's locals would hold each other, and with them an old snapshot.
+    ask = partial(_ask, gateway.endpoints, call.request, fingerprint)
     try:
         x.room = await route.room.enter(ask(0.0), None if fingerprint is None else ask)
     except GatewayError:
@@ -138,6 +136,11 @@ async def _enter(gateway: Gateway, snapshot: Snapshot, x: Exchange, route: Route
         x.fingerprint = None
         return tier
     return _in_force(gateway, snapshot, x, route, call)
+
+
+def _ask(endpoints: EndpointTable, request: Request, fingerprint: Fingerprint | None, _: float) -> Ask:
+    """The question of a request that may wait: it is asked again, and the index may know more by then."""
+    return endpoints.ask(request, fingerprint, ())
 
 
 def _in_force(gateway: Gateway, snapshot: Snapshot, x: Exchange, route: Route, call: Call) -> Route:
