@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from gateway.answer import Failure, GatewayError, stopped
 from gateway.client import Client
 from gateway.exchange import Exchange
-from gateway.relay import UpstreamBroke
+from gateway.relay import STOPPED, UpstreamBroke
 from policies import run
 from policies.contract import Policy
 from policies.filters import below_cap, fits_context
@@ -26,7 +26,7 @@ async def retry(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> None:
 
     Who failed stands in `x.retries` already. A turn of the budget, once taken, is the request's to its end.
     """
-    if broke.kind == "shutdown":
+    if broke.kind == STOPPED:
         raise stopped()
     if len(x.retries) < gateway.snapshot.config.retries.attempts:
         x.retrying = x.retrying or await gateway.gate.retry_turn()
@@ -79,7 +79,7 @@ def nobody(x: Exchange, route: Route) -> GatewayError:
 def break_off(x: Exchange, client: Client, broke: UpstreamBroke) -> None:
     """The answer broke after its first byte: say so in-stream where framing allows it, else hang up."""
     assert x.relay is not None
-    if broke.kind == "shutdown":
+    if broke.kind == STOPPED:
         rest = x.relay.break_off(Failure.SHUTTING_DOWN, "The gateway stopped while answering. Ask again.")
     else:
         rest = x.relay.break_off(Failure.UPSTREAM_FAILED, f"The engine failed while answering ({broke.kind}).")

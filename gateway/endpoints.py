@@ -14,7 +14,7 @@ from gateway.config import Config
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
-from gateway.relay import UpstreamBroke, Usage
+from gateway.relay import STOPPED, UpstreamBroke, Usage
 from gateway.roster import HEALTHY, Adoption, LiveEndpoint, Moves, Roster
 from gateway.shared.news import News
 from gateway.watch.scrape import Reading
@@ -32,7 +32,7 @@ EVIDENCE = {
     "connect_timeout": Event.CONNECT_FAILED,
     "timeout": Event.TIMED_OUT,
     "ejected": Event.IGNORED,
-    "shutdown": Event.IGNORED,
+    STOPPED: Event.IGNORED,
     "status_429": Event.IGNORED,
     "status_503": Event.IGNORED,  # a full queue, says vLLM; a dead engine says it on /health
 }
@@ -395,7 +395,7 @@ class EndpointTable:
     def give_up(self, *, at_once: bool = False) -> int:
         """Whoever is still served by an engine hears that the gateway stops; unless it must be `at_once`, those who are
         in the middle of an event do not yet: how many they are."""
-        kind, message = "shutdown", "the gateway stops"
+        kind, message = STOPPED, "the gateway stops"
         if at_once:
             for live in self.all():
                 live.upstream.fail_all(kind, message)

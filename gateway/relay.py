@@ -67,6 +67,10 @@ class State(Enum):
 HEAD, REFUSED, HELD, FLOWING, DONE = State  # asking an Enum for a member takes ten times as long
 
 
+STOPPED = "shutdown"
+"""The kind of what ends because the gateway does, not its engine."""
+
+
 class UpstreamBroke(Exception):
     """The engine's answer is not whole. `kind` is the label in metrics and the evidence for health."""
 

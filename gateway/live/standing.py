@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 VERSIONS_SHOWN = 6
 HIDDEN_LABELS = frozenset({"chaos"})
+DRAINED = frozenset({"draining", "drained"})
+"""States of endpoints that an operator drained by hand."""
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -140,10 +142,6 @@ def _numbers(live: LiveEndpoint, now: float) -> dict[str, Any]:
         "backlog_tokens": load.prefill_tokens,
         "backlog_s": round(max(0.0, load.ready_at - now), 3),
     }
-
-
-DRAINED = frozenset({"draining", "drained"})
-"""States of endpoints that an operator drained by hand."""
 
 
 def state_of(live: LiveEndpoint) -> str:

@@ -16,7 +16,7 @@ from gateway.endpoints import Booking
 from gateway.exchange import Exchange
 from gateway.framing import LAST_CHUNK, chunk
 from gateway.openai import Api, Call
-from gateway.relay import UpstreamBroke
+from gateway.relay import STOPPED, UpstreamBroke
 from gateway.resume.ledger import Continuation, Ledger, Recorded, Recorder
 from gateway.resume.terms import telling, terms_of
 from policies import run
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gateway.serve import Gateway
     from gateway.snapshot import Route
 
-RESUMED, CLOSED, BROKE, STOPPED = "resumed", "closed", "broke", "shutdown"
+RESUMED, CLOSED, BROKE = "resumed", "closed", "broke"
 
 
 async def single(route: Route, x: Exchange, call: Call, client: Client, booking: Booking) -> None:

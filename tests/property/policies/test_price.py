@@ -34,6 +34,15 @@ prices = st.builds(
 )
 
 
+WORSE: dict[str, st.SearchStrategy[float]] = {
+    "ready_at": st.floats(0.0, 100.0),
+    "kv_booked": st.integers(0, 10**6),
+    "kv_free": st.integers(-(10**6), 0),
+    "regret": share,
+}
+"""What may be added to a number of an endpoint's without making it cheaper."""
+
+
 @st.composite
 def candidates(draw: st.DrawFn, slot: int = 0) -> Candidate:
     load = EndpointLoad(slot)
@@ -64,12 +73,13 @@ def never_cheaper(
     assert price(by, request, one, cached, part) >= before - 1e-9 * abs(before)
 
 
-@given(prices, requests, candidates(), share, parts, st.floats(0.0, 100.0))
-def test_more_backlog_is_never_cheaper(
-    by: Prices, request: Request, one: Candidate, held: float, part: Part, more_s: float
+@pytest.mark.parametrize("number", WORSE)
+@given(prices, requests, candidates(), share, parts, st.data())
+def test_more_backlog_booked_memory_or_regret_or_less_free_memory_is_never_cheaper(
+    number: str, by: Prices, request: Request, one: Candidate, held: float, part: Part, data: st.DataObject
 ) -> None:
     def worsen(load: EndpointLoad) -> None:
-        load.ready_at += more_s
+        setattr(load, number, getattr(load, number) + data.draw(WORSE[number]))
 
     never_cheaper(by, request, one, held, part, worsen)
 
@@ -81,36 +91,6 @@ def test_more_of_the_prompt_cached_is_never_dearer(
     low, high = sorted(int(each * request.prompt_tokens) for each in (some, more))
     dear = price(by, request, one, low, part)
     assert price(by, request, one, high, part) <= dear + 1e-9 * abs(dear)
-
-
-@given(prices, requests, candidates(), share, parts, st.integers(0, 10**6))
-def test_more_booked_memory_is_never_cheaper(
-    by: Prices, request: Request, one: Candidate, held: float, part: Part, kv: int
-) -> None:
-    def worsen(load: EndpointLoad) -> None:
-        load.kv_booked += kv
-
-    never_cheaper(by, request, one, held, part, worsen)
-
-
-@given(prices, requests, candidates(), share, parts, st.integers(0, 10**6))
-def test_less_free_memory_is_never_cheaper(
-    by: Prices, request: Request, one: Candidate, held: float, part: Part, kv: int
-) -> None:
-    def worsen(load: EndpointLoad) -> None:
-        load.kv_free -= kv
-
-    never_cheaper(by, request, one, held, part, worsen)
-
-
-@given(prices, requests, candidates(), share, parts, share)
-def test_more_regret_is_never_cheaper(
-    by: Prices, request: Request, one: Candidate, held: float, part: Part, more: float
-) -> None:
-    def worsen(load: EndpointLoad) -> None:
-        load.regret += more
-
-    never_cheaper(by, request, one, held, part, worsen)
 
 
 @given(prices, requests, candidates(), share, parts, st.integers(1, 200))
