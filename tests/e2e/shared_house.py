@@ -21,17 +21,26 @@ from tests.sim.conversation import TRACE
 
 KEY = "canary-key-of-a-test-fleet"
 TENANT_KEY = "sk-of-a-tenant"
+CACHE_FIRST = "sglang_cache_aware"
+"""A policy that goes where the prefix is cached unless loads are 64 requests apart. A client that asks the next gateway
+within milliseconds is ahead of the news that its last request is over; by load it would be sent elsewhere, rightly."""
 
 
 @contextmanager
 def sharing(
-    folder: Path, name: str, engines: Sequence[str], redis: str | None, key: str = KEY, more: str = ""
+    folder: Path,
+    name: str,
+    engines: Sequence[str],
+    redis: str | None,
+    key: str = KEY,
+    more: str = "",
+    policy: str = "prefix_aware",
 ) -> Iterator[Gateway]:
     """One gateway; with `redis` one of several; with `more` in its configuration."""
     home = folder / name
     home.mkdir(exist_ok=True)
     pools = ", ".join(f"{{url: '{url}', max_concurrency: 256}}" for url in engines)
-    config = f"pools: {{main: {{endpoints: [{pools}]}}}}\n{more}"
+    config = f"pools: {{main: {{policy: {policy}, endpoints: [{pools}]}}}}\n{more}"
     if redis is not None:
         config += f"shared: {{redis: {{url: '{redis}'}}, key: '${{SHARED_KEY}}'}}\n"
     with gateway(home, config, SHARED_KEY=key, TENANT_KEY=TENANT_KEY) as running:

@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.processes import Gateway, mock_fleet
-from tests.e2e.shared_house import KEY, TENANT_KEY, endpoints, heard_out, metric, sharing, until
+from tests.e2e.shared_house import CACHE_FIRST, KEY, TENANT_KEY, endpoints, heard_out, metric, sharing, until
 from tests.redis_server import RedisServer, redis_server
 
 TALKS, TURNS = 12, 4
@@ -42,7 +42,10 @@ def two(
     tmp_path_factory: pytest.TempPathFactory, engines: list[str], redis: RedisServer
 ) -> Iterator[tuple[Gateway, Gateway]]:
     folder = tmp_path_factory.mktemp("two")
-    with sharing(folder, "a", engines, redis.url) as a, sharing(folder, "b", engines, redis.url) as b:
+    with (
+        sharing(folder, "a", engines, redis.url, policy=CACHE_FIRST) as a,
+        sharing(folder, "b", engines, redis.url, policy=CACHE_FIRST) as b,
+    ):
         yield a, b
         for each in (a, b):
             assert "Traceback" not in each.said, each.said
@@ -97,7 +100,7 @@ async def named(http: aiohttp.ClientSession, urls: list[str]) -> str:
 async def test_two_gateways_find_as_much_in_caches_as_one(
     two: tuple[Gateway, Gateway], tmp_path: Path, engines: list[str]
 ) -> None:
-    with sharing(tmp_path, "alone", engines, None) as alone:
+    with sharing(tmp_path, "alone", engines, None, policy=CACHE_FIRST) as alone:
         one = await talk([alone.url], seed=1)
     both = await talk([gateway.url for gateway in two], seed=2, agreeing=two)
     assert one > 0.5
@@ -139,12 +142,12 @@ async def test_one_that_is_killed_troubles_nobody_and_is_warm_when_it_comes_back
     two: tuple[Gateway, Gateway], tmp_path: Path, engines: list[str], redis: RedisServer
 ) -> None:
     survivor = two[0]
-    with sharing(tmp_path, "c", engines, redis.url) as victim:
+    with sharing(tmp_path, "c", engines, redis.url, policy=CACHE_FIRST) as victim:
         before = await talk([survivor.url, victim.url], seed=3, turns=2, agreeing=(survivor, victim))
         load = asyncio.create_task(talk([survivor.url], seed=4))
         os.kill(victim.pid, signal.SIGKILL)
         assert await load > 0.5
-    with sharing(tmp_path, "c", engines, redis.url) as back:
+    with sharing(tmp_path, "c", engines, redis.url, policy=CACHE_FIRST) as back:
         assert "shared view: warm in " in back.said
         assert float(back.said.partition("warm in ")[2].partition(" s")[0]) < 5.0
         again = await talk([back.url], seed=3, turns=2)

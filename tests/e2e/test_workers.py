@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.processes import Gateway, gateway, mock_fleet
-from tests.e2e.shared_house import endpoints, heard_out, metric, page, until
+from tests.e2e.shared_house import CACHE_FIRST, endpoints, heard_out, metric, page, until
 from tests.scraped import series
 
 VERSION = "penstock_config_version_info"
@@ -39,7 +39,7 @@ def config(engines: list[str], workers: int, policy: str = "prefix_aware") -> st
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, engines: list[str]) -> Iterator[tuple[Gateway, Path]]:
     folder = tmp_path_factory.mktemp("workers")
-    with gateway(folder, config(engines, 2)) as running:
+    with gateway(folder, config(engines, 2, CACHE_FIRST)) as running:
         yield running, folder / "gateway.yaml"
         assert "Traceback" not in running.said, running.said
 
@@ -88,7 +88,7 @@ async def test_prompts_are_found_in_caches_whichever_worker_was_asked(
                 until(heard_out([running], "picks"), 10.0)
         return found / total
 
-    with gateway(tmp_path, config(engines, 1)) as alone:
+    with gateway(tmp_path, config(engines, 1, CACHE_FIRST)) as alone:
         one = await share(alone, 1)
     both = await share(two[0], 2)
     assert one > 0.5
@@ -137,24 +137,24 @@ async def served_by(running: Gateway, requests: int) -> set[str]:
 def test_a_change_is_taken_by_all_workers_or_by_none(two: tuple[Gateway, Path]) -> None:
     running, file = two
     text = file.read_bytes()
-    code, answer = told(running, "/config", "PUT", text.replace(b"prefix_aware", b"prefix_awre"))
+    code, answer = told(running, "/config", "PUT", text.replace(b"cache_aware", b"cache_awre"))
     assert (code, answer["result"]) == (400, "rejected")
     assert answer["problems"][0]["line"] == 5
     assert told(running, "/config", "PUT", text, If_Match='"9-abc"')[0] == 412
-    code, answer = told(running, "/config", "PUT", text.replace(b"prefix_aware", b"least_loaded"))
+    code, answer = told(running, "/config", "PUT", text.replace(CACHE_FIRST.encode(), b"least_loaded"))
     assert (code, answer["result"], answer["version"]) == (200, "applied", 2)
     versions = [line for line in series(page(running), VERSION) if line.endswith("1.0")]
     assert versions
     assert all('version="2"' in line for line in versions)
     code, answer = told(running, "/config/rollback", "POST")
     assert (code, answer["result"], answer["version"]) == (200, "applied", 3)
-    assert told(running, "/config")[1]["config"]["pools"]["main"]["policy"]["name"] == "prefix_aware"
+    assert told(running, "/config")[1]["config"]["pools"]["main"]["policy"]["name"] == CACHE_FIRST
 
 
 def test_an_edit_of_the_file_is_taken_by_all_workers_and_told_once(two: tuple[Gateway, Path]) -> None:
     running, file = two
     fresh = file.with_suffix(".new")
-    fresh.write_text(file.read_text().replace("prefix_aware", "round_robin"))
+    fresh.write_text(file.read_text().replace(CACHE_FIRST, "round_robin"))
     fresh.replace(file)
     until(lambda: "reloaded gateway.yaml v4" in running.said, 10.0)
     assert running.said.count("reloaded gateway.yaml v4") == 1
