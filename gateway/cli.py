@@ -65,7 +65,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a traceback with locals would show secrets
 )
 
-_POLICIES = "round_robin, least_loaded or prefix_aware."
+_POLICIES = "prefix_aware, priced, or any other name of docs/policies.md."
 _DIALECTS = "vllm_nixl, vllm_push, mooncake, sglang or trtllm."
 
 PolicyName = Annotated[str | None, typer.Option("--policy", help=_POLICIES)]

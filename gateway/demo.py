@@ -273,7 +273,7 @@ models:
 {split}
 pools:
   chat:
-    policy: {policy}      # round_robin, least_loaded or prefix_aware
+    policy: {policy}      # or priced, least_loaded, ...: docs/policies.md
     endpoints:               # one per TP group: one engine process behind one URL; chaos: where mocks may be broken
 {endpoints}
     waiting_room: {{size: 256, timeout: 30s}}   # while every group has its max_concurrency (24)

@@ -21,6 +21,7 @@ from gateway.metrics import Metrics
 from gateway.observe.files import files
 from gateway.observe.labels import Row
 from gateway.split.life import KEPT, TABLE
+from gateway.workers.figures import Figures
 from policies import admissions, registry
 
 _MADE = "<!-- Written by `make docs` from the code; do not edit. -->\n"
@@ -50,7 +51,7 @@ def config_page() -> str:
 
 def metrics_page() -> str:
     """Every metric with its labels and buckets."""
-    catalogue = Metrics().catalogue()
+    catalogue = (*Metrics().catalogue(), *Figures().catalogue())
     table = "\n".join(_row(row, [spec for spec in catalogue if spec.row == row]) for row in Row)
     caps = {label.name: label.cap for spec in catalogue for label in spec.labels}
     buckets = "\n".join(
@@ -271,7 +272,8 @@ descriptors of the process besides. A scraper that accepts `application/openmetr
 exemplars: every bucket of a family with exemplars names the newest request that fell into it, and its trace.
 
 The tables are the rows of the boards in `deploy/grafana/` (docs/observability.md). "Of workers" says how the same
-series of several processes become one, "owner" which module below `gateway/` changes it.
+series of several processes become one, "owner" which module below `gateway/` changes it. What `workers/supervisor.py`
+owns is there with `workers` alone.
 """
 
 _LABELS_INTRO = """\

@@ -40,7 +40,7 @@ do: that passes by itself."""
 
 
 class Priced(AdmissionPreset, frozen=True):
-    """The parameters of priced admission.
+    """In overload those enter who are worth more than their work costs others; in calm everybody.
 
     queue_share    share of the TTFT budget that the mean queue may take before a price is asked, in overload: when work
     overload       is asked for at this share of what the endpoints can do or more

@@ -19,7 +19,7 @@ from gateway.config.values import Name, Section, setting
 class PolicySpec(Section):
     """Who serves a request: a policy by name, alone or with parameters."""
 
-    name: Name = Field(description="round_robin, least_loaded, prefix_aware, or another of the table below.")
+    name: Name = Field(description="prefix_aware, priced, or another of the table below.")
     params: Mapping[str, Annotated[Any, BeforeValidator(number_if_substituted)]] = Field(
         default={}, alias="parameters", description="The policy's own parameters; unknown ones are refused."
     )

@@ -211,9 +211,11 @@ class Timeouts(Section):
 class Retries(Section):
     """How often a request that failed before its first byte is tried on another endpoint."""
 
-    budget: Annotated[float, Field(ge=0, le=1)] = setting(0.2, "Retries per request over the last seconds, fleet-wide.")
+    budget: Annotated[float, Field(ge=0, le=1)] = setting(
+        0.2, "Retries at the same time, as a share of the requests that are under way in this gateway."
+    )
     floor: Annotated[int, Field(strict=True, ge=0, le=1000), BeforeValidator(number_if_substituted)] = setting(
-        3, "Retries always allowed, so that a quiet fleet can retry at all."
+        3, "Retries allowed on top of that share, so that a quiet gateway can retry at all."
     )
     attempts: Annotated[int, Field(strict=True, ge=1, le=16), BeforeValidator(number_if_substituted)] = setting(
         3, "Most endpoints one request tries."

@@ -63,7 +63,7 @@ def _add_merged(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
     async def metrics(_: web.Request) -> web.Response:
         told = [each.body.decode() for each in await _all(supervisor.ready(), "/metrics") if each.status == 200]
         page = await asyncio.to_thread(merge.metrics, told, rules)
-        own = b"".join(part for part in supervisor.meters.slices() if b"penstock_worker" in part)
+        own = supervisor.figures.render()
         return web.Response(body=page.encode() + own, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     routes.add_get("/healthz", healthz)

@@ -23,14 +23,13 @@ from aiohttp import web
 
 from gateway.config import Loaded
 from gateway.live.standing import DRAINED
-from gateway.meters import Label, Meters
-from gateway.observe.labels import Row
 from gateway.ports import http_url
 from gateway.reload.follow import Follow
 from gateway.reload.reloader import Say
 from gateway.shared.local import Hub
 from gateway.workers import pages
 from gateway.workers.configure import Configured
+from gateway.workers.figures import Figures
 from gateway.workers.process import Worker, listening
 from gateway.workers.settings import Settings
 
@@ -62,17 +61,10 @@ class Supervisor:
         self.draining = False
         self.url = self.admin_url = ""
         self.configured = Configured(loaded, file, env, self.ready, say)
-        self.meters = Meters()
-        section = self.meters.section(Row.PROCESS, "workers/supervisor.py")
-        self._up = section.gauge("penstock_workers", "Workers that serve now.").labels()
-        self._up.follow(lambda: float(len(self.ready())))
-        self._died = section.counter("penstock_worker_deaths_total", "Workers that ended without being asked.").labels()
+        self.figures = Figures()
+        self.figures.workers.follow(lambda: float(len(self.ready())))
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
-        lost = section.counter(
-            "penstock_worker_frames_dropped_total",
-            "Messages between workers that were given up: slow (one did not keep up with hearing), too_long.",
-            Label("reason"),
-        )
+        lost = self.figures.frames_dropped_total
         self._hub = Hub(self._path("hub"), lambda reason: lost.labels(reason).inc())
         self._secret = secrets.token_bytes(32)
         self._places: list[Place] = []
@@ -198,7 +190,7 @@ class Supervisor:
                 code = await worker.process.wait()
                 place.worker = None
                 await worker.close()
-                self._died.inc()
+                self.figures.deaths_total.inc()
                 if worker.ready_at is not None and monotonic() - worker.ready_at > STEADY_S:
                     place.retry_s = FIRST_RETRY_S
                 log.error("worker %d ended (%s); another follows in %.1f s", place.number, code, place.retry_s)

@@ -1,0 +1,37 @@
+"""What the supervisor counts itself. Its `/metrics` shows these beside what its workers tell (merge.py).
+
+They stand on no board: a gateway without workers has none of them.
+"""
+
+from __future__ import annotations
+
+from gateway.meters import Counter, Family, Gauge, Label, Meters, Spec
+from gateway.observe.labels import Row
+
+
+class Figures:
+    """The supervisor's families; one per supervisor."""
+
+    __slots__ = ("_meters", "deaths_total", "frames_dropped_total", "workers")
+
+    def __init__(self) -> None:
+        meters = self._meters = Meters()
+        own = meters.section(Row.PROCESS, "workers/supervisor.py")
+        self.workers: Gauge = own.gauge("penstock_workers", "Workers that serve now.").labels()
+        self.deaths_total: Counter = own.counter(
+            "penstock_worker_deaths_total", "Workers that ended without being asked."
+        ).labels()
+        self.frames_dropped_total: Family[Counter] = own.counter(
+            "penstock_worker_frames_dropped_total",
+            "Messages between workers that were given up: slow (one did not keep up with hearing), too_long.",
+            Label("reason", 64),
+        )
+
+    def catalogue(self) -> tuple[Spec, ...]:
+        """What there is, in order."""
+        return tuple(family.spec for family in self._meters.families)
+
+    def render(self) -> bytes:
+        """Their part of a scrape's text; what the system knows of the supervisor's process is left out, for the page
+        has the workers' there."""
+        return b"".join(part for part in self._meters.slices() if b"penstock_worker" in part)

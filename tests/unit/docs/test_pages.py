@@ -1,0 +1,271 @@
+"""Pages name only what exists: links, files, commands with their options, targets, metrics, keys of the configuration.
+
+README.md and everything in docs/. What a page says in words is not judged here.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+from ruamel.yaml import YAML
+
+from gateway.cli import app
+from gateway.config import examine_text, json_schema
+from gateway.docgen import pages as made
+from gateway.metrics import Metrics
+from gateway.workers.figures import Figures
+from policies import admissions, registry
+
+ROOT = Path(__file__).parents[3]
+PATHS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in PATHS}
+WRITTEN = {name: PAGES[name] for name in PAGES.keys() - made()}
+"""By hand, that is: the others are compared with the code (tests/unit/gateway/test_docgen.py)."""
+ROOMS = ("docs", "gateway", "policies", "kvtransfer", "mockgpu", "planner", "deploy", "tests")
+NOT_COMMANDS = {"--enable-prompt-tokens-details", "--load-format", "--enable-feature", "--ahead", "--functions"}
+"""Options in running text that belong to an engine, to Prometheus, or to a bench."""
+SUFFIXES = ("py", "md", "txt", "yaml", "log")
+
+each_page = pytest.mark.parametrize("name", PAGES)
+each_written_page = pytest.mark.parametrize("name", sorted(WRITTEN))
+
+
+def blocks(text: str, *languages: str) -> list[str]:
+    """The fenced blocks of these languages."""
+    found = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S)
+    return [body for language, body in found if language in languages]
+
+
+def inline(text: str) -> list[str]:
+    """What stands between backticks in running text."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+
+
+def anchors(text: str) -> set[str]:
+    """What a link may name behind its #: headings in lower case, blanks as hyphens, punctuation gone."""
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_every_link_leads_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[name]):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        page = (ROOT / name).parent / path if path else ROOT / name
+        assert page.exists(), target
+        if anchor:
+            assert anchor in anchors(page.read_text()), target
+
+
+@each_page
+def test_every_file_it_names_is_there(name: str) -> None:
+    named = set(re.findall(rf"(?<![\w/.-])(?:{'|'.join(ROOMS)})/[\w./*-]*[\w*/]", PAGES[name]))
+    named -= {"deploy/penstock"}  # kubectl's deploy/NAME
+    assert sorted(path for path in named if not any(ROOT.glob(path.rstrip("/")))) == []
+
+
+@cache
+def file_names() -> frozenset[str]:
+    return frozenset(path.name for room in ROOMS for path in (ROOT / room).rglob("*.*"))
+
+
+@each_written_page
+def test_every_module_it_calls_by_its_name_alone_is_there(name: str) -> None:
+    named = {word for word in inline(PAGES[name]) if re.fullmatch(r"\w+\.(py|sh|md)", word)}
+    assert sorted(named - file_names()) == []
+
+
+# Commands
+
+
+@cache
+def command(name: str) -> Any:
+    group: Any = typer.main.get_command(app)
+    return group.get_command(group.context_class(group), name)
+
+
+def typed(text: str) -> Iterator[str]:
+    """Every `penstock ...` of a page: in running text, and at the beginning of a line in a block of a shell's."""
+    for word in inline(text):
+        if re.match(r"penstock [a-z]+( |$)", word):
+            yield re.sub(r"\[([A-Z]+)\]", r"\1", word)
+    for block in blocks(text, "", "sh", "console"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if found := re.match(r"(?:\$ |    |.* -- )?(?:\.venv/bin/)?(penstock [a-z]+(?: [ -~]*)?)$", line):
+                yield re.split(r"\s\d?[#>|&;]", found[1])[0].strip()
+
+
+COMMANDS = sorted({(name, line) for name, text in WRITTEN.items() for line in typed(text)})
+
+
+@pytest.mark.parametrize(("name", "line"), COMMANDS)
+def test_every_command_it_shows_takes_these_options(name: str, line: str) -> None:
+    called, *arguments = shlex.split(line)[1:]
+    assert command(called) is not None
+    there = str(ROOT / "README.md")
+    given = [there if re.fullmatch(r"FILE|TRACE|[\w./-]+\.(yaml|jsonl|gz)", each) else each for each in arguments]
+    if not given:  # the command is only spoken of
+        return
+    command(called).make_context(called, ["3" if each == "N" else each for each in given]).close()
+
+
+@cache
+def options() -> frozenset[str]:
+    group: Any = typer.main.get_command(app)
+    found = {each for name in group.list_commands(None) for each in command(name).params}
+    return frozenset(option for each in found for option in (*each.opts, *each.secondary_opts))
+
+
+@each_written_page
+def test_every_option_it_names_is_one_of_some_command(name: str) -> None:
+    named = {found[0] for word in inline(PAGES[name]) if (found := re.match(r"--[a-z-]+", word))}
+    assert sorted(named - options() - NOT_COMMANDS) == []
+
+
+@each_written_page
+def test_every_make_target_it_names_is_there(name: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    shown = "\n".join(blocks(PAGES[name], "", "sh"))
+    named = {found[1] for word in inline(PAGES[name]) if (found := re.match(r"make ([a-z-]+)", word))}
+    named |= set(re.findall(r"^(?:    )?make ([a-z-]+)", shown, re.M))
+    assert sorted(named - targets) == []
+
+
+# Metrics and configuration
+
+
+@cache
+def series() -> frozenset[str]:
+    """Names of families and of what a histogram or the process tells, of a gateway and of a supervisor."""
+    return frozenset(re.findall(r"penstock_\w+", (Metrics().render() + Figures().render()).decode()))
+
+
+@each_written_page
+def test_every_metric_it_names_is_told(name: str) -> None:
+    named = set(re.findall(r"`(penstock_[a-z_]+)", PAGES[name]))
+    families = {each for each in named if each.endswith("_")}
+    assert sorted(named - families - series()) == []
+    assert sorted(each for each in families if not any(told.startswith(each) for told in series())) == []
+
+
+@cache
+def key_paths() -> frozenset[tuple[str, ...]]:
+    """Every key of the configuration as the way to it, names that an operator chooses left out."""
+    schema = json_schema()
+
+    def below(node: Mapping[str, Any], way: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        if "$ref" in node:
+            yield from below(schema["$defs"][node["$ref"].rsplit("/", 1)[-1]], way)
+        for inner in (*node.get("anyOf", ()), *filter(None, [node.get("items")]), node.get("additionalProperties")):
+            if isinstance(inner, dict):
+                yield from below(inner, way)
+        for inner in node.get("patternProperties", {}).values():
+            yield from below(inner, way)
+        for key, inner in node.get("properties", {}).items():
+            yield (*way, key)
+            yield from below(inner, (*way, key))
+
+    return frozenset(below(schema, ()))
+
+
+@each_written_page
+def test_every_key_of_the_configuration_it_names_is_there(name: str) -> None:
+    ends = {way[at:] for way in key_paths() for at in range(len(way))}
+    sections = {way[-2] for way in key_paths() if len(way) > 1}
+    dotted = [word for word in inline(PAGES[name]) if re.fullmatch(r"[a-z_]+(\[\])?(\.[a-z_*-]+(\[\])?)+", word)]
+    ways = {word: [each.removesuffix("[]") for each in word.split(".") if "*" not in each] for word in dotted}
+    named = {word: tuple(way) for word, way in ways.items() if way[0] in sections and way[-1] not in SUFFIXES}
+    without_name = {
+        word: way[:1] + way[2:] if len(way) > 2 else way for word, way in named.items()
+    }  # pools.chat.policy
+    assert [word for word, way in named.items() if ends.isdisjoint({way, without_name[word]})] == []
+
+
+def completed(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a configuration, with no more added than a whole one needs."""
+    pools = part.setdefault("pools", {})
+    for model in part.get("models", ()):
+        pools.setdefault(model.setdefault("pool", "main"), {})
+    if not pools:
+        pools["main"] = {}
+    for pool in pools.values():
+        if not pool.get("endpoints") and "discover" not in pool:
+            pool["endpoints"] = [{"url": "http://127.0.0.1:9000"}, {"url": "http://127.0.0.1:9001"}]
+    return {"version": 1, **part}
+
+
+SECRETS = r"\$\{(?:file:[^}]*|[A-Z_]+)\}"
+SNIPPETS = [
+    (name, block)
+    for name, text in sorted(WRITTEN.items())
+    for block in blocks(text, "yaml")
+    if not json_schema()["properties"].keys().isdisjoint(YAML(typ="safe").load(block))
+]
+
+
+@pytest.mark.parametrize(("name", "block"), SNIPPETS)
+def test_every_configuration_it_shows_passes_the_check(name: str, block: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("long-enough-for-everybody")
+    part = YAML(typ="safe").load(re.sub(rf"'?{SECRETS}'?", "'${file:secret}'", block))
+    with (tmp_path / "gateway.yaml").open("w") as file:
+        YAML(typ="safe").dump(completed(part), file)
+    loaded = examine_text((tmp_path / "gateway.yaml").read_bytes(), str(tmp_path / "gateway.yaml"), os.environ)
+    assert loaded.warnings == ()
+
+
+PYTHON = [(name, block) for name, text in sorted(WRITTEN.items()) for block in blocks(text, "python")]
+
+
+@pytest.mark.parametrize(("name", "block"), PYTHON)
+def test_python_it_shows_is_python_and_imports_what_there_is(name: str, block: str) -> None:
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ROOMS:
+            module = importlib.import_module(node.module)
+            assert [each.name for each in node.names if not hasattr(module, each.name)] == []
+
+
+# Parameters
+
+TOLD = {
+    found[1]: found[2]
+    for found in re.finditer(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", PAGES["docs/policies.md"], re.M)
+    if found[1] in {*registry.names(), *admissions.names()} and "`" in found[2]
+}
+"""The last cells of tables of rules: a parameter and its default, and so on."""
+
+
+@pytest.mark.parametrize("rule", sorted(TOLD))
+def test_a_table_tells_the_defaults_of_a_rule(rule: str) -> None:
+    kinds = [each.params_type(rule) for each in (registry, admissions) if rule in each.names()]
+    defaults = {name: value for kind in kinds for name, value in msgspec.structs.asdict(kind()).items()}
+    told = dict(re.findall(r"`(\w+)` ([\d.]+)", TOLD[rule]))
+    assert told.keys() <= defaults.keys()
+    assert {name: float(value) for name, value in told.items()} == {name: defaults[name] for name in told}
+
+
+@pytest.mark.parametrize(
+    ("page", "section", "rule"),
+    [
+        ("docs/policies.md", r"\*\*`least_loaded`\*\*.*?(?=\*\*`)", "least_loaded"),
+        ("docs/policies.md", r"\*\*`prefix_aware`\*\*.*?(?=One set)", "prefix_aware"),
+        ("docs/how-the-price-works.md", r"## The knobs.*", "priced"),
+    ],
+)
+def test_a_table_of_parameters_has_all_of_them_and_their_defaults(page: str, section: str, rule: str) -> None:
+    part = re.search(section, PAGES[page], re.S)
+    assert part
+    told = {name: float(value) for name, value in re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", part[0], re.M)}
+    assert told == msgspec.structs.asdict(registry.params_type(rule)())
