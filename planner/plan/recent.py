@@ -50,12 +50,9 @@ class Recent(msgspec.Struct, frozen=True):
 
 def recent(path: Path, last_s: float) -> Recent:
     """The last `last_s` seconds of a log, and as much before them to begin with. Raises TraceError."""
-    try:
-        with lines_of(path) as lines:
-            source = _tail(path) if path.suffix != ".gz" else lines
-            found = [row for _, row in parsed(Line, source, str(path)) if row.status < 400 or row.status == SHED]
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}") from None
+    with lines_of(path) as lines:
+        source = lines if path.suffix == ".gz" else _tail(path)
+        found = [row for _, row in parsed(Line, source, str(path)) if row.status < 400 or row.status == SHED]
     if not found:
         raise TraceError(f"{path}: no request in it")
     from_s = max(map(arrived_s, found)) - last_s

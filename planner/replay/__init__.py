@@ -7,16 +7,16 @@ from planner.replay.fleet import replay
 from planner.replay.options import Clients, Fault, Options, Trouble, View
 from planner.replay.record import End, Record, Run
 from planner.replay.spec import FleetError, FleetSpec, Kind, preset, read_fleet
-from planner.replay.traffic import Line, Traffic, traffic, users
+from planner.replay.traffic import ClosedLoop, Traffic, traffic, users
 
 __all__ = [
     "Clients",
+    "ClosedLoop",
     "End",
     "Fault",
     "FleetError",
     "FleetSpec",
     "Kind",
-    "Line",
     "Options",
     "Record",
     "Run",

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.traces.shape import TraceRequest
+from planner.traces.shape import TraceRequest, folded
 
 
 def keys_of(one: TraceRequest, block_tokens: int) -> tuple[int, ...]:
-    """The ids of the prompt's whole blocks of that size.
+    """The ids of the prompt's whole blocks of that size, `block_tokens` tokens each.
 
-    Chained ids need no arithmetic: the last small block within a large one names it. Cut smaller, a block becomes
-    several that nobody shares without sharing the block.
+    Ids are chained, so a new block is named by the recorded block in which it ends: whoever shares that one shares all
+    before it. Where several end in one recorded block they are told apart by their place in it.
     """
-    whole = one.input_tokens // block_tokens
-    if one.block_tokens == block_tokens:
+    whole, size = one.input_tokens // block_tokens, one.block_tokens
+    if size == block_tokens:
         return one.blocks[:whole]
-    if block_tokens % one.block_tokens == 0:
-        step = block_tokens // one.block_tokens
+    if block_tokens % size == 0:
+        step = block_tokens // size
         return one.blocks[step - 1 : whole * step : step]
-    pieces = -(-one.block_tokens // block_tokens)
-    return tuple(each * pieces + piece for each in one.blocks for piece in range(pieces))[:whole]
+    pieces, keys = -(-size // block_tokens), []
+    for place in range(whole):
+        recorded = ((place + 1) * block_tokens - 1) // size
+        if recorded >= len(one.blocks):
+            break
+        keys.append(folded(one.blocks[recorded] * pieces + place - recorded * size // block_tokens))
+    return tuple(keys)
 
 
 class Ideal:

@@ -115,8 +115,8 @@ class Fleet:
     def _prepare(self) -> None:
         for one in sorted(self._traffic.arrivals, key=lambda one: one.arrival_s):
             self._due(one.arrival_s, one, None)
-        for line in self._traffic.lines:
-            self._next(line.begins_s, line.requests(), first=True)
+        for loop in self._traffic.loops:
+            self._next(loop.begins_s, loop.requests(), first=True)
         Happenings(self).announce()
         if self._room is not None:
             self.refresh(0.0)

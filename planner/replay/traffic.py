@@ -1,4 +1,4 @@
-"""Traffic as the fleet takes it: requests that come whatever happens, and lines of requests that wait for answers."""
+"""Traffic as the fleet takes it: open arrivals that come whatever happens, and closed loops that wait for answers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from random import Random
 
 import msgspec
 
-from planner.traces.mix import PART_BITS
-from planner.traces.shape import PRIVATE, TraceRequest
+from planner.traces.shape import PART_BITS, PRIVATE, TRACE_BITS, TraceRequest, folded
 
-_PART = 1 << PART_BITS
+_OWN_IDS = 1 << TRACE_BITS
+_COPY_SHIFT = TRACE_BITS + PART_BITS
 
 
-class Line(msgspec.Struct, frozen=True):
+class ClosedLoop(msgspec.Struct, frozen=True):
     """One who asks, waits for the answer, thinks, and asks again: the first at `begins_s`, then each after its think_s.
 
     `requests` begins anew at every call: a traffic is replayed many times.
@@ -28,11 +28,11 @@ class Traffic(msgspec.Struct, frozen=True):
     """Open arrivals in any order, and closed loops."""
 
     arrivals: Sequence[TraceRequest] = ()
-    lines: Sequence[Line] = ()
+    loops: Sequence[ClosedLoop] = ()
 
 
 def traffic(requests: Iterable[TraceRequest]) -> Traffic:
-    """What a trace says: a session with think times is a line that begins when its first request came."""
+    """What a trace says: a session with think times is a closed loop that begins when its first request came."""
     alone: list[TraceRequest] = []
     sessions: dict[str, list[TraceRequest]] = {}
     for request in requests:
@@ -44,13 +44,13 @@ def traffic(requests: Iterable[TraceRequest]) -> Traffic:
             sessions[request.session] = [request]
         else:
             alone.append(request)
-    lines = []
+    loops = []
     for members in sessions.values():
         if len(members) > 1:
-            lines.append(Line(members[0].arrival_s, members.__iter__))
+            loops.append(ClosedLoop(members[0].arrival_s, members.__iter__))
         else:
             alone += members
-    return Traffic(alone, lines)
+    return Traffic(alone, loops)
 
 
 def users(requests: Iterable[TraceRequest], count: int, seed: int = 0, ramp_s: float = 120.0) -> Traffic:
@@ -58,21 +58,29 @@ def users(requests: Iterable[TraceRequest], count: int, seed: int = 0, ramp_s: f
 
     Each begins somewhere within a session, as one finds a fleet that has been busy for long, at a moment of the first
     `ramp_s`. When there are no more sessions they come again as others: all blocks but those shared get new names.
+    A request that belongs to no session is one by itself.
     """
     rng = Random(f"users {seed}")
-    sessions = list(_sessions(requests).values())
+    sessions = _sessions(requests)
     rng.shuffle(sessions)
     if not sessions:
         return Traffic()
     cuts = [rng.randrange(len(sessions[user % len(sessions)])) for user in range(count)]
     begins = [rng.uniform(0.0, ramp_s) for _ in range(count)]
-    return Traffic((), [Line(begins[user], partial(_user, sessions, user, count, cuts[user])) for user in range(count)])
+    loops = [ClosedLoop(begins[user], partial(_user, sessions, user, count, cuts[user])) for user in range(count)]
+    return Traffic((), loops)
 
 
-def _sessions(requests: Iterable[TraceRequest]) -> dict[str, list[TraceRequest]]:
-    found: dict[str, list[TraceRequest]] = {}
+def _sessions(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
+    found: list[list[TraceRequest]] = []
+    known: dict[str, list[TraceRequest]] = {}
     for request in requests:
-        found.setdefault(request.session, []).append(request)
+        if request.session in known:
+            known[request.session].append(request)
+            continue
+        found.append([request])
+        if request.session:
+            known[request.session] = found[-1]
     return found
 
 
@@ -88,6 +96,8 @@ def _user(sessions: Sequence[Sequence[TraceRequest]], user: int, count: int, cut
 def _copied(request: TraceRequest, copy: int, think_s: float) -> TraceRequest:
     if not copy and request.think_s is not None:
         return request
-    blocks = tuple(each if each % _PART < PRIVATE else each + (copy << 56) for each in request.blocks)
+    blocks = tuple(
+        each if each % _OWN_IDS < PRIVATE else folded(each + (copy << _COPY_SHIFT)) for each in request.blocks
+    )
     name = f"{request.session}#{copy}" if copy else request.session
     return msgspec.structs.replace(request, blocks=blocks, session=name, think_s=think_s)

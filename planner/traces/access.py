@@ -7,18 +7,20 @@ log `blocks` (docs/replay.md). Without them nothing is cached in the replay: com
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from planner.traces.shape import TraceRequest, parsed
+from planner.traces.shape import BlockId, Tokens, TraceRequest, parsed
 from planner.words import BYTES_PER_TOKEN
 
-_BESIDES = 2
-"""Events of a stream that bring no token: what it begins or ends with, and [DONE]."""
+_EVENTS_WITHOUT_TOKENS = 2
+"""Events of a stream that bring no token: the role at its beginning or the usage at its end, and [DONE]."""
 
 
 class Line(msgspec.Struct):
-    """What is read of a line."""
+    """What a replay reads of an access line; its other fields are ignored. `time`: Unix time of the request's head."""
 
     time: float
     status: int
@@ -26,15 +28,15 @@ class Line(msgspec.Struct):
     tenant: str = ""
     model: str = ""
     received_us: int | None = None
-    body_bytes: int = 0
+    body_bytes: Annotated[int, Meta(ge=0)] = 0
     events: int = 0
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Tokens | None = None
+    completion_tokens: Tokens | None = None
     slo: str = ""
     session: str = ""
     priority: int = 0
-    blocks: tuple[int, ...] = ()
-    block_tokens: int = 512
+    blocks: tuple[BlockId, ...] = ()
+    block_tokens: Annotated[int, Meta(ge=1)] = 512
 
 
 def access(lines: Iterable[bytes], name: str = "trace", model: str | None = None) -> Iterator[TraceRequest]:
@@ -58,7 +60,7 @@ def access(lines: Iterable[bytes], name: str = "trace", model: str | None = None
 
 def request_of(row: Line, begin_s: float, output_tokens: int | None = None) -> TraceRequest:
     """One line as a request, `begin_s` being Unix time; `output_tokens` where the line cannot tell them."""
-    told = row.events - _BESIDES if row.completion_tokens is None else row.completion_tokens
+    told = row.events - _EVENTS_WITHOUT_TOKENS if row.completion_tokens is None else row.completion_tokens
     return TraceRequest(
         arrived_s(row) - begin_s,
         _prompt_tokens(row),

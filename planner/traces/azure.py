@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from planner.traces.shape import TraceError, TraceRequest
 
 _HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
-_ROW = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?(?:\+00:00)?,(\d+),(\d+)\s*")
+_ROW = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?(?:\+00:00)?,(\d{1,8}),(\d{1,8})\s*")
 
 
 def azure(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:

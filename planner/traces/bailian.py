@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from planner.traces.shape import TraceError, TraceRequest, parsed
+from planner.traces.shape import BlockId, Tokens, TraceError, TraceRequest, parsed
 
 TOKENS = 16
 
@@ -14,9 +14,9 @@ TOKENS = 16
 class _Line(msgspec.Struct):
     chat_id: int
     timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
+    input_length: Tokens
+    output_length: Tokens
+    hash_ids: tuple[BlockId, ...]
     parent_chat_id: int = -1
     turn: int = 1
     type: str = ""

@@ -4,13 +4,13 @@ tenants. Pure: requests in, requests out."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 
 import msgspec
 
-from planner.traces.shape import TraceRequest
+from planner.traces.shape import PART_BITS, TRACE_BITS, TraceRequest
 
-PART_BITS = 48
-"""Block ids of the parts of a mix begin this many bits apart, so that none is taken for another's."""
+MOST_PARTS = 1 << PART_BITS
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -47,14 +47,16 @@ def sliced(requests: Iterable[TraceRequest], from_s: float = 0.0, to_s: float | 
 
 
 def scaled(requests: Iterable[TraceRequest], rate: float) -> list[TraceRequest]:
-    """`rate` times as many a second, in the same order. Lengths, and the pauses within sessions, stay."""
-    if rate <= 0:
-        raise ValueError(f"a rate is above 0, not {rate}")
+    """`rate` times as many a second, in the same order. Lengths, and the pauses within sessions, stay. ValueError."""
+    if not 0 < rate < inf:
+        raise ValueError(f"a rate is a number above 0, not {rate}")
     return [msgspec.structs.replace(one, arrival_s=one.arrival_s / rate) for one in requests]
 
 
 def mixed(parts: Sequence[Part]) -> list[TraceRequest]:
-    """All parts at once, in order of arrival. Nothing is shared between parts, whatever their ids."""
+    """All parts at once, in order of arrival. Nothing is shared between parts, whatever their ids. ValueError."""
+    if len(parts) > MOST_PARTS:
+        raise ValueError(f"a mix has at most {MOST_PARTS} parts, not {len(parts)}")
     together: list[TraceRequest] = []
     for number, part in enumerate(parts):
         members = scaled(sliced(part.requests, part.from_s, part.to_s), part.rate)
@@ -63,7 +65,7 @@ def mixed(parts: Sequence[Part]) -> list[TraceRequest]:
 
 
 def _of_part(one: TraceRequest, number: int, part: Part) -> TraceRequest:
-    offset = number << PART_BITS
+    offset = number << TRACE_BITS
     return msgspec.structs.replace(
         one,
         blocks=tuple(each + offset for each in one.blocks),

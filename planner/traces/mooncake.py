@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from planner.traces.shape import TraceError, TraceRequest, lines_of, parsed
+from planner.traces.shape import BlockId, Tokens, TraceError, TraceRequest, lines_of, parsed
 from planner.words import BLOCK_TOKENS
 
 GRID_S = 3.0
@@ -17,9 +17,9 @@ GRID_S = 3.0
 
 class _Line(msgspec.Struct):
     timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
+    input_length: Tokens
+    output_length: Tokens
+    hash_ids: tuple[BlockId, ...]
 
 
 def read_mooncake(path: Path, limit: int | None = None, speed: float = 1.0) -> Iterator[TraceRequest]:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from planner.words import BLOCK_TOKENS, BYTES_PER_TOKEN, block
 
 Row = TypeVar("Row")
 
+MOST_LINE_BYTES = 64 << 20
+"""A longer line is no recorded request; it is refused before it fills the memory."""
+
+# Block ids have 64 bits: the lower 48 are the trace's own, the next 8 the number of a mix's part (mix.py), the upper 8
+# the copy of a session that users go through once more (planner/replay/traffic.py).
+TRACE_BITS, PART_BITS = 48, 8
+# 2^64 over the golden ratio: its multiples lie far apart modulo 2^64.
+_GOLDEN = 0x9E3779B97F4A7C15
 PRIVATE = 1 << 32
 """Block ids from here on belong to one session; those below may be shared by sessions."""
+
+BlockId = Annotated[int, Meta(ge=0, lt=1 << TRACE_BITS)]
+Tokens = Annotated[int, Meta(ge=0, le=1 << 24)]
+"""A length as files tell it. No model reads 16 million tokens: more is a mistake in the file."""
 
 
 class TraceError(ValueError):
@@ -26,8 +40,9 @@ class TraceRequest(msgspec.Struct, frozen=True):
     """One recorded request.
 
     arrival_s    when it came, seconds from the beginning of its trace
-    blocks       chained: an equal id means an equal prompt up to the end of that block; the ragged last one included.
-                 Empty: nothing is known of the prompt, and none is like another
+    blocks       chained 64-bit ids: an equal id means an equal prompt up to the end of that block, the incomplete last
+                 block included. Empty: nothing is known of the prompt, and it has nothing in common with another
+    block_tokens tokens of one block, at least 1
     think_s      closed loop: it is sent so long after the request before it in its session was answered; None: it is
                  sent at arrival_s, whatever became of others
     slo          name of its service class
@@ -49,15 +64,32 @@ class TraceRequest(msgspec.Struct, frozen=True):
         return "".join(block("mooncake", one) for one in self.blocks)[: self.input_tokens * BYTES_PER_TOKEN]
 
 
+def folded(number: int) -> int:
+    """A block id of any size as one of 64 bits: one that fits stays as it is."""
+    return (number + (number >> 64) * _GOLDEN) % (1 << 64)
+
+
 @contextmanager
 def lines_of(path: Path) -> Iterator[Iterable[bytes]]:
-    """The lines of a file, unpacked if its name ends in .gz."""
-    with path.open("rb") as file:
-        if path.suffix == ".gz":
-            with gzip.open(file) as unpacked:
-                yield unpacked
-        else:
-            yield file
+    """The lines of a file, unpacked if its name ends in .gz.
+
+    Raises TraceError, also while they are read: for a file that is not there, is packed badly or only in part, or has a
+    line of more than MOST_LINE_BYTES.
+    """
+    try:
+        with path.open("rb") as file, gzip.open(file) if path.suffix == ".gz" else nullcontext(file) as unpacked:
+            yield _bounded(unpacked, str(path))
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _bounded(file: IO[bytes] | gzip.GzipFile, name: str) -> Iterator[bytes]:
+    number = 0
+    while line := file.readline(MOST_LINE_BYTES):
+        number += 1
+        if len(line) == MOST_LINE_BYTES:
+            raise TraceError(f"{name}:{number}: a line of {MOST_LINE_BYTES >> 20} MiB or more")
+        yield line
 
 
 def parsed(kind: type[Row], lines: Iterable[bytes], name: str) -> Iterator[tuple[int, Row]]:
@@ -66,6 +98,7 @@ def parsed(kind: type[Row], lines: Iterable[bytes], name: str) -> Iterator[tuple
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield number, decoder.decode(line)
-            except msgspec.DecodeError as error:
+                row = decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise TraceError(f"{name}:{number}: {error}") from None
+            yield number, row

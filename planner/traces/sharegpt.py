@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from planner.traces.shape import TraceError, TraceRequest, parsed
+from planner.traces.shape import Tokens, TraceError, TraceRequest, parsed
 
 TOKENS = 16
 
 
 class _Line(msgspec.Struct):
-    input_toks: int
-    output_toks: int
+    input_toks: Tokens
+    output_toks: Tokens
     arrival_time_ns: float
     input_tok_ids: list[int]
 

@@ -53,15 +53,17 @@ class _Member(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_trace(path: Path, kind: str | None = None) -> list[TraceRequest]:
     """All requests of a file (.gz or not) in the format named, or in the one it looks like. Raises TraceError."""
+    return _read(path, kind, ())
+
+
+def _read(path: Path, kind: str | None, within: tuple[Path, ...]) -> list[TraceRequest]:
+    """`within`: the mixes that this file is a part of, outermost first."""
     if path.suffix in (".yaml", ".yml"):
-        return mixed([_part(member, path) for member in _members(path)])
+        return _mix(path, within)
     if kind is not None and kind not in READERS:
         raise TraceError(f"unknown format {kind!r}: known are {', '.join(READERS)}")
-    try:
-        with lines_of(path) as lines:
-            return list(READERS[kind or _looks_like(path)](lines, str(path)))
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}") from None
+    with lines_of(path) as lines:
+        return list(READERS[kind or _looks_like(path)](lines, str(path)))
 
 
 def _looks_like(path: Path) -> str:
@@ -71,12 +73,23 @@ def _looks_like(path: Path) -> str:
         return "azure"
     try:
         fields = msgspec.json.decode(first, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"{path}:1: neither JSON lines nor Azure's CSV: {error}") from None
     for field, kind in _SIGNS:
         if field in fields:
             return kind
     raise TraceError(f"{path}:1: no known format; known are {', '.join(READERS)}")
+
+
+def _mix(path: Path, within: tuple[Path, ...]) -> list[TraceRequest]:
+    here = path.resolve()
+    if here in within:
+        raise TraceError(f"{path}: a mix cannot be a part of itself")
+    parts = [_part(member, path, (*within, here)) for member in _members(path)]
+    try:
+        return mixed(parts)
+    except ValueError as error:
+        raise TraceError(f"{path}: {error}") from None
 
 
 def _members(path: Path) -> list[_Member]:
@@ -89,7 +102,7 @@ def _members(path: Path) -> list[_Member]:
         raise TraceError(f"{path}: {error}") from None
 
 
-def _part(member: _Member, path: Path) -> Part:
-    requests = read_trace(path.parent / member.trace, member.format)
+def _part(member: _Member, path: Path, within: tuple[Path, ...]) -> Part:
+    requests = _read(path.parent / member.trace, member.format, within)
     rest = (member.rate, member.from_s, member.to_s, member.slo, member.tenant, member.priority)
     return Part(requests, *rest)

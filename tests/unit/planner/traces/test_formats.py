@@ -152,13 +152,24 @@ def test_a_format_is_recognised_packed_or_not(tmp_path: Path, line: bytes, kind:
         ("azure", b"2023-11-16 18:15:46.6,374"),
         ("azure", b"2023-19-16 18:15:46.6,374,4"),
         ("azure", b"2023-11-16 18:15:46.6,0,4"),
+        pytest.param("azure", b"2023-11-16 18:15:46.6," + b"9" * 5000 + b",4", id="azure-digits"),
         ("agents", session(block_size=48)),
         ("agents", session(requests=[{"t": 0.0, "type": "n", "in": 1600, "out": 20, "runs": [[1, 3]]}])),
+        ("agents", session(requests=[{"t": 0.0, "type": "n", "in": 0, "out": 20, "runs": [[1, 3]]}])),
+        ("agents", session(requests=[{"t": 0.0, "type": "n", "in": 640, "out": 20, "runs": [[-9, 20]]}])),
+        ("agents", session(block_size=0)),
+        ("agents", session(tool_tokens=10**12)),
         ("agents", b'{"id": 3}'),
         ("bailian", chat(1, -1, 1)),
         ("bailian", b"[]"),
         ("sharegpt", tokens()),
         ("access", b'{"time": "yesterday"}'),
+        ("access", b'{"time": 1, "status": 200, "tenant": "\xff"}'),
+        pytest.param("access", b'{"time": 1, "status": 200, "x": ' + b"[" * 99_999 + b"]" * 99_999 + b"}", id="nested"),
+        ("access", logged(1.0, -5)),
+        ("access", logged(1.0, 5, blocks=[4], block_tokens=0)),
+        ("access", logged(1.0, 5, blocks=[-4])),
+        ("bailian", chat(1, -1, 1, 1 << 48)),
         ("mooncake", b"{"),
     ],
 )
@@ -169,7 +180,37 @@ def test_a_bad_line_is_named_by_file_and_number(kind: str, bad: bytes) -> None:
         list(READERS[kind](lines, "t.jsonl"))
 
 
-@pytest.mark.parametrize("content", [b"", b"hello\n", b'{"a": 1}\n'])
+def test_a_run_of_blocks_is_read_no_further_than_its_prompt_reaches() -> None:
+    (one,) = agents([session(requests=[{"t": 0.0, "type": "n", "in": 1600, "out": 2, "runs": [[0, (1 << 32) - 1]]}])])
+    assert len(one.blocks) == 3
+
+
+@pytest.mark.parametrize("spoilt", [slice(0, 40), slice(10, None)], ids=["cut", "no-gzip"])
+def test_a_packed_file_that_is_not_whole_is_named(tmp_path: Path, spoilt: slice) -> None:
+    path = tmp_path / "trace.gz"
+    path.write_bytes(gzip.compress(AZURE * 50)[spoilt])
+    with pytest.raises(TraceError, match=r"trace\.gz: "):
+        read_trace(path)
+
+
+def test_a_packed_file_whose_bytes_are_wrong_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.gz"
+    path.write_bytes(gzip.compress(AZURE)[:12] + b"\xff" * 50)
+    with pytest.raises(TraceError, match=r"trace\.gz: "):
+        read_trace(path)
+
+
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("planner.traces.shape.MOST_LINE_BYTES", 1 << 20)
+    path = tmp_path / "trace"
+    path.write_bytes(AZURE + b"9" * (2 << 20))
+    with pytest.raises(TraceError, match="trace:5: a line of 1 MiB or more"):
+        read_trace(path, "azure")
+
+
+@pytest.mark.parametrize("content", [b"", b"hello\n", b'{"a": 1}\n', b'{"hash_ids": "\xff"}\n', b'{"\xff": 1}\n'])
 def test_a_file_in_no_known_format_is_refused_at_its_first_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "trace"
     path.write_bytes(content)
@@ -189,3 +230,26 @@ def test_blocks_of_any_size_share_exactly_the_blocks_below_the_common_prefix(siz
         place < 2048 // size for place in range(4096 // size)
     ]
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(("recorded", "size"), [(100, 512), (24, 16), (16, 24), (512, 100), (640, 512), (7, 5)])
+def test_blocks_of_sizes_that_do_not_divide_each_other_never_claim_more_than_was_shared(
+    recorded: int, size: int
+) -> None:
+    """Two prompts of 4,096 tokens that are equal in their first 20 recorded blocks."""
+    blocks = -(-4096 // recorded)
+    shared = min(20, blocks // 2)
+    one = TraceRequest(0.0, 4096, 1, tuple(range(blocks)), recorded)
+    two = TraceRequest(0.0, 4096, 1, (*range(shared), *range(9000, 9000 + blocks - shared)), recorded)
+    keys, others = keys_of(one, size), keys_of(two, size)
+    assert len(keys) == len(others) == 4096 // size
+    assert len(set(keys)) == len(keys)
+    equal = [a == b for a, b in zip(keys, others, strict=True)]
+    assert equal == [(place + 1) * size <= shared * recorded for place in range(4096 // size)]
+
+
+def test_blocks_cut_smaller_keep_64_bit_ids_apart() -> None:
+    high = [((1 << 56) * copy) + 5 for copy in range(256)]
+    keys = [key for each in high for key in keys_of(TraceRequest(0.0, 512, 1, (each,)), 16)]
+    assert len(set(keys)) == len(keys) == 256 * 32
+    assert max(keys) < 1 << 64

@@ -53,16 +53,37 @@ def test_a_mix_is_a_file_of_traces_beside_it(tmp_path: Path) -> None:
         read_trace(mix)
 
 
-def test_sessions_with_think_times_are_lines_and_all_else_comes_whatever_happens() -> None:
+@pytest.mark.parametrize("rate", ["0", "-1", ".nan", ".inf"])
+def test_a_mix_with_a_rate_that_is_none_is_refused_by_name(tmp_path: Path, rate: str) -> None:
+    (tmp_path / "a.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n")
+    mix = tmp_path / "mix.yaml"
+    mix.write_text(f"- {{trace: a.csv, rate: {rate}}}\n")
+    with pytest.raises(TraceError, match=r"mix\.yaml: .*rate"):
+        read_trace(mix)
+
+
+def test_a_mix_that_is_a_part_of_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "inner.yaml").write_text("- {trace: outer.yaml}\n")
+    (tmp_path / "outer.yaml").write_text("- {trace: inner.yaml}\n")
+    with pytest.raises(TraceError, match=r"outer\.yaml: .*part of itself"):
+        read_trace(tmp_path / "outer.yaml")
+
+
+def test_no_more_parts_are_mixed_than_block_ids_can_tell_apart() -> None:
+    with pytest.raises(ValueError, match="at most 256 parts"):
+        mixed([Part([])] * 257)
+
+
+def test_sessions_with_think_times_are_closed_loops_and_all_else_comes_whatever_happens() -> None:
     load = traffic(every(1.0, 3) + turns("s", 3) + turns("alone", 1))
-    assert (len(load.arrivals), len(load.lines)) == (4, 1)
-    assert [one.blocks[1] - PRIVATE for one in load.lines[0].requests()] == [0, 1, 2]
-    assert len(list(load.lines[0].requests())) == 3  # a traffic is replayed many times
+    assert (len(load.arrivals), len(load.loops)) == (4, 1)
+    assert [one.blocks[1] - PRIVATE for one in load.loops[0].requests()] == [0, 1, 2]
+    assert len(list(load.loops[0].requests())) == 3  # a traffic is replayed many times
 
 
 def test_more_users_than_sessions_are_others_who_share_what_sessions_share() -> None:
     load = users(turns("s", 4), 3, seed=1)
-    first = [[next(requests) for _ in range(9)] for requests in (line.requests() for line in load.lines)]
+    first = [[next(requests) for _ in range(9)] for requests in (loop.requests() for loop in load.loops)]
     names = {one.session for user in first for one in user}
     assert len(names) > 3
     by_session: dict[int, set[str]] = {}
@@ -72,4 +93,18 @@ def test_more_users_than_sessions_are_others_who_share_what_sessions_share() -> 
             assert one.blocks[0] == 3
             by_session.setdefault(one.blocks[1], set()).add(one.session)
     assert all(len(sessions) == 1 for sessions in by_session.values())
-    assert [line.begins_s for line in load.lines] == [line.begins_s for line in users(turns("s", 4), 3, seed=1).lines]
+    again = users(turns("s", 4), 3, seed=1)
+    assert [loop.begins_s for loop in load.loops] == [loop.begins_s for loop in again.loops]
+
+
+def test_requests_without_a_session_are_gone_through_one_by_one_by_all_users_together() -> None:
+    load = users(every(1.0, 6), 3, seed=1)
+    asked = [next(requests).blocks for requests in [loop.requests() for loop in load.loops] for _ in range(2)]
+    assert sorted(asked) == [(number,) for number in range(6)]
+
+
+def test_copies_of_a_session_keep_names_of_their_own_however_often_users_go_through_it() -> None:
+    (loop,) = users([TraceRequest(0.0, 1024, 5, (3, PRIVATE), session="s")], 1).loops
+    names = [one.blocks[1] for one, _ in zip(loop.requests(), range(1000), strict=False)]
+    assert len(set(names)) == len(names)
+    assert all(0 <= name < 1 << 64 for name in names)
