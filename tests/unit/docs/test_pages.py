@@ -88,6 +88,30 @@ def test_every_module_it_calls_by_its_name_alone_is_there(name: str) -> None:
     assert sorted(named - file_names()) == []
 
 
+@cache
+def sources() -> Mapping[str, str]:
+    """Python by what holds it: a module's own name, and the names of its classes."""
+    found: dict[str, str] = {}
+    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        text = path.read_text()
+        for name in (path.stem, *re.findall(r"^class (\w+)", text, re.M)):
+            found[name] = found.get(name, "") + text
+    return found
+
+
+def is_code(word: str) -> bool:
+    """Whether `serve._enter` or `Relay.feed` is something that its module or class has."""
+    holder, _, name = word.partition(".")
+    made = rf"\b(?:def|class) {re.escape(name)}\b|^ +(?:self\.)?{re.escape(name)}\b.*[:=]"
+    return re.search(made, sources().get(holder, ""), re.M) is not None
+
+
+@each_written_page
+def test_everything_it_names_of_a_class_is_there(name: str) -> None:
+    named = {found[0] for word in inline(PAGES[name]) if (found := re.match(r"[A-Z]\w+\.\w+", word))}
+    assert sorted(word for word in named if not is_code(word)) == []
+
+
 # Commands
 
 
@@ -137,10 +161,10 @@ def test_every_option_it_names_is_one_of_some_command(name: str) -> None:
 
 @each_written_page
 def test_every_make_target_it_names_is_there(name: str) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
     shown = "\n".join(blocks(PAGES[name], "", "sh"))
-    named = {found[1] for word in inline(PAGES[name]) if (found := re.match(r"make ([a-z-]+)", word))}
-    named |= set(re.findall(r"^(?:    )?make ([a-z-]+)", shown, re.M))
+    named = {found[1] for word in inline(PAGES[name]) if (found := re.match(r"make ([a-z0-9-]+)", word))}
+    named |= set(re.findall(r"^(?:    )?make ([a-z0-9-]+)", shown, re.M))
     assert sorted(named - targets) == []
 
 
@@ -188,6 +212,7 @@ def test_every_key_of_the_configuration_it_names_is_there(name: str) -> None:
     dotted = [word for word in inline(PAGES[name]) if re.fullmatch(r"[a-z_]+(\[\])?(\.[a-z_*-]+(\[\])?)+", word)]
     ways = {word: [each.removesuffix("[]") for each in word.split(".") if "*" not in each] for word in dotted}
     named = {word: tuple(way) for word, way in ways.items() if way[0] in sections and way[-1] not in SUFFIXES}
+    named = {word: way for word, way in named.items() if not is_code(word)}
     without_name = {
         word: way[:1] + way[2:] if len(way) > 2 else way for word, way in named.items()
     }  # pools.chat.policy
