@@ -1,6 +1,6 @@
 """The API listener's ordinary requests: the model list, and an OpenAI-shaped refusal for everything unknown.
 
-Generation requests never come here: gateway/front.py takes them right after the parser.
+Generation requests never come here: gateway/front.py serves them, or lobby.py right behind aiohttp's parser.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The client's side of a request, as the line sees it. gateway/front.py is the real one; tests have their own."""
+"""The client's side of a request, as the line sees it: gateway/front.py or lobby.py, or a test's own."""
 
 from __future__ import annotations
 

@@ -88,6 +88,14 @@ def test_every_module_it_calls_by_its_name_alone_is_there(name: str) -> None:
     assert sorted(named - file_names()) == []
 
 
+def test_the_architecture_names_every_module_of_the_gateway_or_the_folder_that_it_is_in() -> None:
+    page = PAGES["docs/architecture.md"]
+    below = [path.relative_to(ROOT / "gateway") for path in sorted((ROOT / "gateway").rglob("[!_]*.py"))]
+    told = set(re.findall(r"\b\w+\.py\b", page))
+    folders = set(re.findall(r"`(\w+)/`(?!:)", page))  # with a colon its files follow
+    assert [str(path) for path in below if path.name not in told and path.parts[0] not in folders] == []
+
+
 @cache
 def sources() -> Mapping[str, str]:
     """Python by what holds it: a module's own name, and the names of its classes."""
