@@ -22,6 +22,7 @@ from planner.bench.loops import Watch, run
 from planner.bench.plan import Plan, PlanError, Slo, checked
 from planner.bench.report import Report
 from planner.bench.show import Live, lines, table
+from planner.files import writable
 from planner.traces import TraceError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
@@ -57,7 +58,7 @@ Think = Annotated[float, typer.Option(min=0, help="Scale of the pauses between a
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Have engines generate the full length (vLLM, SGLang).")]
 ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Out = Annotated[Path | None, typer.Option(dir_okay=False, help="Write the JSON here as well.")]
+Out = Annotated[Path | None, typer.Option(dir_okay=False, callback=writable, help="Write the JSON here as well.")]
 For = Annotated[float | None, _time("How long requests are sent (30s).", "--for")]
 SloTtft = Annotated[float | None, _time("A good request's first token, at the latest.", "--slo-ttft")]
 SloTpot = Annotated[float | None, _time("A good request's time per further token.", "--slo-tpot")]

@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from planner.files import writable
 from planner.replay import words
 from planner.replay.options import Clients, Options
+from planner.replay.record import End
 from planner.replay.report import HEADS, cells_of, page
 from planner.replay.spec import FleetError, FleetSpec, preset, read_fleet
 from planner.replay.sweep import Contest, Standing, held
@@ -57,7 +59,9 @@ Patience = Annotated[
 Expected = Annotated[int, typer.Option(min=1, help="Output tokens that the gateway expects of a request.")]
 Seed = Annotated[int, typer.Option(help="Of everything random: the same seed replays the same.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Report = Annotated[Path | None, typer.Option("--report", dir_okay=False, help="Write a page with charts here.")]
+Report = Annotated[
+    Path | None, typer.Option("--report", dir_okay=False, callback=writable, help="Write a page with charts here.")
+]
 
 
 def replay(
@@ -112,7 +116,7 @@ def replay(
     if report is not None:
         report.write_text(page(standing, trace.name))
     _print(standing, as_json)
-    raise typer.Exit(0 if any(point.figures.throughput for point in standing.points) else 1)
+    raise typer.Exit(0 if any(End.SERVED in point.figures.ends for point in standing.points) else 1)
 
 
 def _fleet(text: str) -> FleetSpec:

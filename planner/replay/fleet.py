@@ -2,23 +2,23 @@
 
     run = replay(preset("F1"), traffic(requests), registry.build("prefix_aware", {}))
 
-Events lie on one heap; nothing waits and nothing sleeps, and an equal seed gives an equal run. What the gateway
-believes and decides is front.py's, what a group computes engine.py's, split requests are halves.py's.
+Events lie on one heap; nothing waits and nothing sleeps, and an equal seed gives an equal run. Who is let in and comes
+again is door.py's, what the gateway believes and decides front.py's, what a group computes engine.py's, split requests
+are halves.py's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf
-from random import Random
 from time import perf_counter
 from typing import Any
 
 from mockgpu.handoff.legs import Take
 from mockgpu.job import Job, State
 from planner.replay.chain import Ideal, keys_of
+from planner.replay.door import Door
 from planner.replay.flight import Flight
 from planner.replay.front import Front
 from planner.replay.group import Group
@@ -30,17 +30,14 @@ from planner.replay.spec import FleetSpec
 from planner.replay.traffic import Traffic
 from planner.traces.shape import TraceRequest
 from policies import ledger
-from policies.admission import Admission, Admit, Outcome, Shed, WaitingRoom
+from policies.admission import Admission, WaitingRoom
 from policies.contract import Policy
 from policies.fairness import FairShares
-from policies.model import Ask, Pick, Role
+from policies.model import Ask, Candidate, Pick, Role
 from policies.waiting import Room
 
-TICK_S = 0.1
 MOST_TRIES = 3
 """Groups that one request is given before its first token, as the gateway's retries do."""
-NO_RETRY_AFTER = Shed("no_capacity", 1.0)
-SHORT_BACKOFF_S, LONG_BACKOFF_S = 0.5, 8.0
 
 
 def replay(
@@ -84,11 +81,9 @@ class Fleet:
         self.front = Front(policy, self.groups, options, spec.block_tokens)
         split = spec.pairs or any(kind.role is not Role.BOTH for kind in spec.groups)
         self.halves = Halves(self, spec.split, policy) if split else None
-        self._room = room
-        self._rng = Random(f"clients {options.seed}")
+        self.door = Door(self, room)
         self._ideal = Ideal(spec.block_tokens)
         self.flights: dict[Job, Flight] = {}
-        self._at_door: dict[int, Flight] = {}
         self._records: list[Record] = []
         self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._order = self._over = 0
@@ -118,9 +113,7 @@ class Fleet:
         for loop in self._traffic.loops:
             self._next(loop.begins_s, loop.requests(), first=True)
         Happenings(self).announce()
-        if self._room is not None:
-            self.refresh(0.0)
-            self.at(0.0, self._tick)
+        self.door.open()
 
     def _due(self, when_s: float, one: TraceRequest, rest: Iterator[TraceRequest] | None) -> None:
         self.under_way += 1
@@ -132,8 +125,6 @@ class Fleet:
         if one is not None:
             self._due(now if first else now + (one.think_s or 0.0), one, rest)
 
-    # At the door
-
     def _arrive(self, now: float, what: tuple[TraceRequest, Iterator[TraceRequest] | None]) -> None:
         one, rest = what
         options = self.options
@@ -143,85 +134,17 @@ class Fleet:
         keys = keys_of(one, self._spec.block_tokens)
         request = self.front.request(record, one)
         flight = Flight(record, one, request, keys, self.front.fingerprint(request, keys), rest)
-        if not self.front.fitting(one):
-            self._over_with(now, flight, End.SHED, "too_long")
-            return
-        if options.clients.patience_s is not None:
-            self.at(now + options.clients.patience_s, self._lose_patience, flight)
-        self._knock(now, flight)
-
-    def _knock(self, now: float, flight: Flight) -> None:
-        """One try to be let in: its first, or again after a refusal."""
-        if flight.over:
-            return
-        room = self._room
-        if room is None:
-            self.serve(now, flight, self._ask(now, flight))
-            return
-        if room.take():
-            flight.permit = True
-            self.serve(now, flight, self._ask(now, flight))
-            return
-        ask = self._ask(now, flight)
-        again = partial(self._ask, flight=flight)
-        verdict = room.arrive(ask, self.front.fitting(flight.one), flight.record.number, again)
-        if isinstance(verdict, Admit):
-            flight.permit = True
-            self.serve(now, flight, ask)
-        elif isinstance(verdict, Shed):
-            self._refused(now, flight, verdict)
+        if self._fits(one):
+            self.door.arrive(now, flight)
         else:
-            self._at_door[flight.record.number] = flight
-            self.at(now + verdict.timeout_s, self._settle)
+            self.over_with(now, flight, End.SHED, "too_long")
 
-    def _ask(self, now: float, flight: Flight) -> Ask:
-        return self.front.ask(flight, now)
-
-    def _settle(self, now: float, _: object = None) -> None:
-        """Let in and send away whoever's turn it is."""
-        room = self._room
-        if room is None:
-            return
-        for number, verdict in room.settle(now):
-            flight = self._at_door.pop(number)
-            if isinstance(verdict, Admit):
-                flight.permit = True
-                self.serve(now, flight, self._ask(now, flight))
-            elif isinstance(verdict, Shed):
-                self._refused(now, flight, verdict)
-
-    def refresh(self, now: float) -> None:
-        """Groups came or went: the room counts its places anew."""
-        if self._room is not None:
-            self._room.refresh(self.front.candidates)
-            self._settle(now)
-
-    def _tick(self, now: float, _: object) -> None:
-        assert self._room is not None
-        self._room.tick(now)
-        self._settle(now)
-        if self.under_way:
-            self.at(now + TICK_S, self._tick)
-
-    def _refused(self, now: float, flight: Flight, shed: Shed) -> None:
-        clients, record = self.options.clients, flight.record
-        record.refusals += 1
-        if record.refusals > clients.retries:
-            self._over_with(now, flight, End.SHED, shed.reason)
-            return
-        wait_s = shed.retry_after_s if clients.obey else None
-        if wait_s is None:
-            backoff_s = min(LONG_BACKOFF_S, SHORT_BACKOFF_S * 2 ** (record.refusals - 1))
-            wait_s = backoff_s * (1 - 0.25 * self._rng.random())
-        self.at(now + wait_s, self._knock, flight)
-
-    def _lose_patience(self, now: float, flight: Flight) -> None:
-        """Its client has waited long enough for a first token."""
-        if not flight.over and flight.record.first_s is None:
-            if self._at_door.pop(flight.record.number, None) is not None and self._room is not None:
-                self._room.cancel(flight.record.number)
-            self.withdraw(now, flight)
-            self._over_with(now, flight, End.LEFT, "patience")
+    def _fits(self, one: TraceRequest) -> bool:
+        """Whether there are groups whose KV could hold the request, whole or in halves."""
+        if self.halves is None:
+            return bool(self.front.fitting(one))
+        pools = self.halves.fitting(one)
+        return bool(pools.alone or pools.groups)
 
     # To a group
 
@@ -229,13 +152,12 @@ class Fleet:
         """Pick and book in one go, as the gateway does; then the request is on its way to the engine."""
         if self.halves is not None and self.halves.serve(now, flight, ask):
             return
-        candidates = self.front.fitting(flight.one) if self.halves is None else self.halves.pools.alone
-        chosen = self.front.pick(ask, candidates)
+        chosen = self.front.pick(ask, self._alone(flight.one))
         if chosen is None:
-            self._nobody(now, flight)
+            self.door.nobody(now, flight)
             return
         group = self.groups[chosen.candidate.load.slot]
-        self.booked(ask, chosen)
+        self.door.booked(ask, chosen)
         entry = ledger.book(group.load, flight.request, chosen.cached_tokens, now)
         flight.entry, flight.believed = entry, chosen.cached_tokens
         flight.record.predicted_ttft_s = entry.predicted_ttft_s
@@ -243,10 +165,9 @@ class Fleet:
         flight.record.group = group.name
         self.send(now, flight, group, chosen, Job(flight.one.input_tokens, flight.one.output_tokens, flight.keys))
 
-    def booked(self, ask: Ask, pick: Pick) -> None:
-        """Its tenant pays, if there is a room that counts."""
-        if self._room is not None:
-            self._room.booked(ask, pick)
+    def _alone(self, one: TraceRequest) -> Sequence[Candidate]:
+        """Groups that could serve the whole of it."""
+        return self.front.fitting(one) if self.halves is None else self.halves.fitting(one).alone
 
     def send(self, now: float, flight: Flight, group: Group, pick: Pick, job: Job) -> None:
         """A job to a group: the index learns, and the engine has it after what the API costs."""
@@ -346,9 +267,9 @@ class Fleet:
             self.front.confirm(group.load.slot, flight.believed, job.cached, job.prompt_tokens)
         group.totals.output_tokens += job.output_tokens
         group.totals.requests += 1
-        self._over_with(now, flight, End.SERVED, "")
+        self.over_with(now, flight, End.SERVED, "")
 
-    def _over_with(self, now: float, flight: Flight, end: End, reason: str) -> None:
+    def over_with(self, now: float, flight: Flight, end: End, reason: str) -> None:
         """The one place where a request ends."""
         flight.over = True
         record = flight.record
@@ -358,25 +279,9 @@ class Fleet:
         self._last_s = now
         if self._watch is not None:
             self._watch(now, self._over)
-        if flight.permit:
-            flight.permit = False
-            assert self._room is not None
-            self._room.leave(flight.request, _outcome(now, record))
-            self.at(now, self._settle)
+        self.door.left(now, flight)
         if flight.rest is not None:
             self._next(now, flight.rest)
-
-    def _nobody(self, now: float, flight: Flight) -> None:
-        """Nobody may serve it: refused like any other, but its permit was real."""
-        if flight.permit:
-            flight.permit = False
-            assert self._room is not None
-            self._room.gone(now)
-            self.at(now, self._settle)
-        if flight.tried:
-            self._over_with(now, flight, End.LOST, "no_capacity")
-        else:
-            self._refused(now, flight, NO_RETRY_AFTER)
 
     def withdraw(self, now: float, flight: Flight) -> None:
         """Take a request back from wherever it is; what was computed of it is wasted."""
@@ -403,10 +308,10 @@ class Fleet:
         self.withdraw(now, flight)
         flight.tried |= {group.name}
         if flight.record.first_s is not None or len(flight.tried) >= MOST_TRIES:
-            self._over_with(now, flight, End.LOST, "engine_dead")
+            self.over_with(now, flight, End.LOST, "engine_dead")
             return
         flight.record.moved += 1
-        self.serve(now, flight, self._ask(now, flight))
+        self.serve(now, flight, self.front.ask(flight, now))
 
     def _report(self, wall_s: float) -> Run:
         for group in self.groups:
@@ -423,9 +328,3 @@ class Fleet:
             pick_s=self.front.pick_s,
             wall_s=wall_s,
         )
-
-
-def _outcome(now: float, record: Record) -> Outcome:
-    ended = {End.SERVED: "served", End.LEFT: "ignored"}.get(record.end, "dropped")
-    made = record.output_tokens if record.end is End.SERVED else 0
-    return Outcome(now, record.ttft_s, record.tpot_s, made, record.cached_tokens if made else None, ended)

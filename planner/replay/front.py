@@ -82,11 +82,19 @@ class Front:
         return Ask(request, now, self.rng, cached, flight.tried, fingerprint)
 
     def fitting(self, one: TraceRequest) -> Sequence[Candidate]:
-        """Groups whose KV could hold the whole of it."""
-        needed = blocks_for(one.input_tokens + one.output_tokens, self._block_tokens)
-        if needed <= self._least_room:
+        """Groups whose KV could hold prompt and answer."""
+        if self.fits_everywhere(one):
             return self.candidates
-        return [each for each, room in zip(self.candidates, self._rooms, strict=True) if needed <= room]
+        return self.holding(one.input_tokens + one.output_tokens, self.candidates)
+
+    def fits_everywhere(self, one: TraceRequest) -> bool:
+        """Whether every group's KV could hold prompt and answer."""
+        return blocks_for(one.input_tokens + one.output_tokens, self._block_tokens) <= self._least_room
+
+    def holding(self, tokens: int, among: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Those of them whose KV could hold so many tokens."""
+        needed = blocks_for(tokens, self._block_tokens)
+        return [each for each in among if needed <= self._rooms[each.load.slot]]
 
     def pick(self, ask: Ask, candidates: Sequence[Candidate]) -> Pick | None:
         """The policy's choice, timed."""

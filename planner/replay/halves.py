@@ -14,6 +14,7 @@ from mockgpu.handoff.legs import At, Take
 from mockgpu.job import Job, State
 from planner.replay.flight import Flight
 from planner.replay.group import Group
+from planner.traces.shape import TraceRequest
 from policies import ledger
 from policies.contract import Policy
 from policies.model import Ask, Role
@@ -34,13 +35,30 @@ class Halves:
         self._fleet = fleet
         self._splitter = splitter(rule, policy)
         self._splitting = False
-        self.pools = _pools(fleet.groups)
+        self._pools = _pools(fleet.groups)
+
+    def fitting(self, one: TraceRequest) -> Pools:
+        """The pools without groups whose KV could not hold their part: prompt and first token, or prompt and answer."""
+        front = self._fleet.front
+        if front.fits_everywhere(one):
+            return self._pools
+        together = [
+            Fits(
+                group.compat,
+                tuple(front.holding(one.input_tokens + 1, group.prefills)),
+                tuple(front.holding(one.input_tokens + one.output_tokens, group.decodes)),
+            )
+            for group in self._pools.groups
+        ]
+        alone = front.holding(one.input_tokens + one.output_tokens, self._pools.alone)
+        return Pools(tuple(each for each in together if each.prefills and each.decodes), tuple(alone))
 
     def serve(self, now: float, flight: Flight, ask: Ask) -> bool:
         """Send it to a pair, if the gateway would; False: it is for one group."""
         front, groups = self._fleet.front, self._fleet.groups
+        pools = self.fitting(flight.one)
         began = perf_counter()
-        decision = self._splitter.decide(self.pools, ask, _WHOLE, self._splitting)
+        decision = self._splitter.decide(pools, ask, _WHOLE, self._splitting)
         front.pick_s += perf_counter() - began
         front.picks += 1
         self._splitting = decision.splitting
@@ -49,7 +67,7 @@ class Halves:
         prefill, decode = decision.pair.prefill, decision.pair.decode
         giver, taker = groups[prefill.candidate.load.slot], groups[decode.candidate.load.slot]
         request, record = flight.request, flight.record
-        self._fleet.booked(ask, prefill)
+        self._fleet.door.booked(ask, prefill)
         short = msgspec.structs.replace(request, output_tokens=1)
         flight.prefill_entry = ledger.book(giver.load, short, prefill.cached_tokens, now)
         after_s = after_prefill_s(self._splitter.rule, ask, decode)

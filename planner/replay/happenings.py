@@ -36,12 +36,12 @@ class Happenings:
     def _befall(self, now: float, fault: Fault) -> None:
         group = self._fleet.groups[fault.group]
         if fault.trouble is Trouble.SLOW:
-            group.engine.slowness = group.kind.slowness * fault.factor
+            self._set_pace(now, group)
             if fault.for_s is not None:
-                self._fleet.at(now + fault.for_s, self._heal, group)
+                self._fleet.at(now + fault.for_s, self._set_pace, group)
         elif fault.trouble is Trouble.DRAIN:
             group.load.available = False
-            self._fleet.refresh(now)
+            self._fleet.door.refresh(now)
             if fault.for_s is not None:
                 self._fleet.at(now + fault.for_s, self._bring_back, group)
         elif group.alive:
@@ -56,14 +56,20 @@ class Happenings:
         group.engine.stop()
         group.count()
         fleet.front.forget(group)
-        fleet.refresh(now)
+        fleet.door.refresh(now)
         for flight in [flight for flight in fleet.flights.values() if flight.group is group]:
             fleet.failed(now, flight, group)
         if fleet.halves is not None:
             fleet.halves.died(now, group)
 
-    def _heal(self, now: float, group: Group) -> None:
-        group.engine.slowness = group.kind.slowness
+    def _set_pace(self, now: float, group: Group) -> None:
+        """An engine is as slow as the fault says that came last of those still in force; without one, as its kind."""
+        factor = 1.0
+        for fault in sorted(self._fleet.options.faults, key=lambda fault: fault.at_s):
+            in_force = fault.at_s <= now and (fault.for_s is None or now < fault.at_s + fault.for_s)
+            if in_force and fault.trouble is Trouble.SLOW and fault.group == group.load.slot:
+                factor = fault.factor
+        group.engine.slowness = group.kind.slowness * factor
 
     def _up(self, now: float, group: Group) -> None:
         """A group joins, with nothing in its cache."""
@@ -75,7 +81,7 @@ class Happenings:
         """A group is asked (again), if it lives."""
         group.load.available = group.alive
         self._warm(now, (group, now))
-        self._fleet.refresh(now)
+        self._fleet.door.refresh(now)
 
     def _warm(self, now: float, what: tuple[Group, float]) -> None:
         """As the gateway's sweep does."""

@@ -125,10 +125,10 @@ def _telling(standing: Standing) -> float:
 
 
 def _shares(ordered: Sequence[float], factor: float) -> list[tuple[float, float]]:
-    """At most 200 points of the distribution: (value, share of samples up to it)."""
+    """At most 200 points of the distribution, the largest sample among them: (value, share of samples up to it)."""
     count = len(ordered)
     steps = min(200, count)
-    places = [min(count - 1, step * count // steps) for step in range(steps)]
+    places = [(step + 1) * count // steps - 1 for step in range(steps)]
     return [(ordered[place] * factor, (place + 1) / count) for place in places]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,8 @@ from mockgpu.roofline import Profile, Roofline, profile_named
 from planner.words import BLOCK_TOKENS
 from policies.model import Role
 from policies.split import SplitRule
+
+MOST_GROUPS = 4096
 
 
 class FleetError(ValueError):
@@ -96,21 +99,34 @@ def checked(spec: FleetSpec) -> FleetSpec:
     """The spec, if such a fleet can be. Raises FleetError."""
     if not spec.kinds:
         raise FleetError(f"{spec.name}: a fleet has at least one group")
+    if spec.block_tokens < 1:
+        raise FleetError(f"{spec.name}: block_tokens is a positive number, not {spec.block_tokens}")
     for place, kind in enumerate(spec.kinds):
-        where = f"{spec.name}: kinds[{place}]"
         try:
-            room = kind.capacity_tokens
-            kind.software  # noqa: B018  # looked up for its error
+            _check(kind, spec.block_tokens)
         except ValueError as error:
-            raise FleetError(f"{where}: {error}") from None
-        if room < spec.block_tokens:
-            raise FleetError(f"{where}: {kind.model} on {kind.tp} x {kind.gpu} leaves no memory for KV")
-        if kind.count < 1 or kind.slowness <= 0 or kind.link_gb_s <= 0:
-            raise FleetError(f"{where}: count, slowness and link_gb_s are positive")
+            raise FleetError(f"{spec.name}: kinds[{place}]: {error}") from None
+    if sum(kind.count for kind in spec.kinds) > MOST_GROUPS:
+        raise FleetError(f"{spec.name}: more than {MOST_GROUPS} groups")
     roles = {kind.role for kind in spec.kinds}
     if Role.BOTH not in roles and len(roles) < 2:
         raise FleetError(f"{spec.name}: groups that only {roles.pop()} have nobody for the other half")
     return spec
+
+
+def _check(kind: Kind, block_tokens: int) -> None:
+    """ValueError for a kind of which there can be no group."""
+    positive = ("tp", "count", "kv_scalar_bytes", "max_num_seqs", "max_concurrency", "slowness", "link_gb_s")
+    for name in positive:
+        if not 0 < getattr(kind, name) < inf:
+            raise ValueError(f"{name} is a positive number, not {getattr(kind, name)}")
+    if not 0 <= kind.up_at_s < inf:
+        raise ValueError(f"up_at_s is a moment of the replay, not {kind.up_at_s}")
+    if kind.max_num_batched_tokens < kind.max_num_seqs:
+        raise ValueError("max_num_batched_tokens leaves no token for each of max_num_seqs")
+    kind.software  # noqa: B018  # looked up for its error
+    if kind.capacity_tokens < block_tokens:
+        raise ValueError(f"{kind.model} on {kind.tp} x {kind.gpu} leaves no memory for KV")
 
 
 def _f5(prefills: int, decodes: int, link_gb_s: float) -> FleetSpec:

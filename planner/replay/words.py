@@ -14,7 +14,8 @@ from policies.model import STANDARD, Slo
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
-_FAULT = re.compile(r"(lose|slow|drain|cold)=(\d+)@([\d.]+(?:ms|s|m|h)?)(?:\+([\d.]+(?:ms|s|m|h)?))?(?:x([\d.]+))?")
+_SPAN = r"\d+(?:\.\d+)?(?:ms|s|m|h)?"
+_FAULT = re.compile(rf"(lose|slow|drain|cold)=(\d+)@({_SPAN})(?:\+({_SPAN}))?(?:x(\d+(?:\.\d+)?))?")
 _VIEW = re.compile(r"(stale|events|view)=(\S+)")
 
 FAULTS = (
@@ -93,11 +94,14 @@ def troubled(text: str, spec: FleetSpec, options: Options) -> tuple[FleetSpec, O
         group, at_s = int(found[2]), seconds(found[3])
         if group >= len(groups):
             raise WordError(f"{part!r}: the fleet's groups are 0 to {len(groups) - 1}")
-        for_s = seconds(found[4]) if found[4] else None
+        if (found[5] and found[1] != "slow") or (found[4] and found[1] == "cold"):
+            raise WordError(f"{part!r}: only slow has a factor, and cold has no end")
+        for_s, factor = seconds(found[4]) if found[4] else None, float(found[5] or 2.0)
+        if not factor:
+            raise WordError(f"{part!r}: a factor is above 0")
         if found[1] == "cold":
             groups[group] = msgspec.structs.replace(groups[group], up_at_s=at_s)
         else:
-            factor = float(found[5]) if found[5] else 2.0
             faults.append(Fault(at_s, group, Trouble(found[1]), for_s, factor))
     return msgspec.structs.replace(spec, kinds=tuple(groups)), msgspec.structs.replace(options, faults=tuple(faults))
 

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gateway import cli
+from planner.replay.report import _shares
 
 
 @pytest.fixture
@@ -109,12 +110,28 @@ def test_faults_classes_admission_and_retries_go_together(trace: Path, tmp_path:
         (("--slo", "ttft=soon"), "not a time"),
         (("--faults", "flood"), "no fault"),
         (("--capacity", "100"), "below 100"),
+        (("--report", "no/such/directory/page.html"), "cannot be written"),
     ],
 )
 def test_wrong_usage_exits_2_and_says_what_is_wrong(trace: Path, arguments: tuple[str, ...], said: str) -> None:
     result = call(trace, *arguments)
     assert result.exit_code == 2
     assert said in " ".join(result.output.replace("│", " ").split())
+
+
+def test_one_request_that_was_served_is_a_replay_that_went_well(trace: Path) -> None:
+    trace.write_text(trace.read_text().splitlines()[0])
+    assert call(trace, "--policy", "least_loaded").exit_code == 0
+    nobody = ",".join(f"lose={group}@0" for group in range(8))
+    assert call(trace, "--policy", "least_loaded", "--faults", nobody).exit_code == 1
+
+
+def test_the_curve_of_a_distribution_ends_at_its_largest_sample() -> None:
+    for count in (1, 7, 200, 1001):
+        points = _shares([float(each) for each in range(count)], 1.0)
+        assert len(points) == min(200, count)
+        assert points[-1] == (count - 1.0, 1.0)
+        assert points == sorted(set(points))
 
 
 def test_a_trace_that_cannot_be_read_exits_1_with_file_and_line(trace: Path) -> None:

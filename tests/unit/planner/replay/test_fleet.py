@@ -155,6 +155,14 @@ def test_a_slow_group_is_slow_for_as_long_as_it_was_said() -> None:
     assert stretch == pytest.approx([3, 1, 3, 1, 3, 1, 1, 1, 1, 1], rel=1e-6)
 
 
+def test_a_slowness_ends_without_ending_another_that_began_meanwhile() -> None:
+    spec = FleetSpec("one", (H100,))
+    slow = Fault(0.0, 0, Trouble.SLOW, 25.0, 3.0), Fault(15.0, 0, Trouble.SLOW, 34.0, 5.0)
+    quick, slowed = ran(some(6, 10.0), spec), ran(some(6, 10.0), spec, faults=slow)
+    stretch = [b.tpot_s / a.tpot_s for a, b in zip(quick.records, slowed.records, strict=True)]  # type: ignore[operator]
+    assert stretch == pytest.approx([3, 3, 5, 5, 5, 1], rel=1e-6)
+
+
 def test_the_exact_view_believes_what_the_engine_finds() -> None:
     run = ran(some(40, 1.0), view=View.EXACT)
     assert [one.believed_tokens for one in run.records] == [one.cached_tokens for one in run.records]
@@ -195,6 +203,23 @@ def test_a_split_request_waits_for_its_kv_to_cross_the_link() -> None:
     assert (fast.prefilled_by, fast.group) == ("tp0", "tp1")
     kv_bytes = H100.shape.kv_token_bytes * 8000
     assert slow.first_s - fast.first_s == pytest.approx(kv_bytes / 1e9 - kv_bytes / 1e11, rel=1e-3)  # type: ignore[operator]
+
+
+def test_halves_go_to_groups_whose_kv_can_hold_them_and_what_no_pair_can_hold_is_refused() -> None:
+    large, small = msgspec.structs.replace(H100, role=Role.PREFILL), msgspec.structs.replace(H100, kv_tokens=8192)
+    decodes = [msgspec.structs.replace(kind, role=Role.DECODE) for kind in (small, H100)]
+    long = [TraceRequest(number * 0.1, 50_000, 10) for number in range(4)]
+    run = ran(long, FleetSpec("unequal", (large, *decodes)))
+    assert {(one.end, one.prefilled_by, one.group) for one in run.records} == {(End.SERVED, "tp0", "tp2")}
+    run = ran(long, FleetSpec("small", (large, decodes[0])))
+    assert {(one.end, one.reason) for one in run.records} == {(End.SHED, "too_long")}
+
+
+def test_groups_that_do_halves_for_each_other_prefill_no_more_than_they_can_hold() -> None:
+    small = msgspec.structs.replace(H100, kv_tokens=8192)
+    long = [TraceRequest(number * 0.1, 50_000, 10) for number in range(4)]
+    run = ran(long, FleetSpec("both", (small, H100), pairs=True))
+    assert {(one.end, one.prefilled_by, one.group) for one in run.records} == {(End.SERVED, "", "tp1")}
 
 
 def test_a_link_carries_one_prompt_after_another() -> None:

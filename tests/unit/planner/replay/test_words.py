@@ -39,7 +39,13 @@ def test_faults_change_the_fleet_and_the_view_of_it() -> None:
     assert troubled("", preset("F1"), Options())[0].groups == preset("F1").groups
 
 
-@pytest.mark.parametrize("text", ["lose=8@5", "burn=0@5", "lose=0", "events=2", "view=none", "stale=soon"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("lose=8@5", "burn=0@5", "lose=0", "events=2", "view=none", "stale=soon"),
+        *("slow=0@5x1.2.3", "slow=0@.x2", "slow=0@5x0", "lose=0@5x3", "cold=0@5+3"),
+    ],
+)
 def test_a_fault_that_cannot_be_is_named(text: str) -> None:
     with pytest.raises(WordError):
         troubled(text, preset("F1"), Options())
@@ -81,7 +87,17 @@ def test_a_fleet_is_a_file(tmp_path: Path) -> None:
         ("kinds: [{gpu: l40s, tp: 1}]", "no memory"),
         ("kinds: [{gpus: h100}]", "gpus"),
         ("kinds: [{role: decode}]", "other half"),
-        ("kinds: [{count: 0}]", "positive"),
+        ("kinds: [{count: 0}]", "count is a positive"),
+        ("kinds: [{tp: 0}]", "tp is a positive"),
+        ("kinds: [{kv_scalar_bytes: 0}]", "kv_scalar_bytes"),
+        ("kinds: [{slowness: .nan}]", "slowness"),
+        ("kinds: [{link_gb_s: .inf}]", "link_gb_s"),
+        ("kinds: [{max_num_seqs: 0}]", "max_num_seqs"),
+        ("kinds: [{max_num_seqs: 9000}]", "max_num_batched_tokens"),
+        ("kinds: [{up_at_s: .nan}]", "up_at_s"),
+        ("kinds: [{profile: '1999'}]", "1999"),
+        ("kinds: [{count: 100000000}]", "more than 4096 groups"),
+        ("{block_tokens: 0, kinds: [{}]}", "block_tokens"),
         ("kinds: {", "mine.yaml"),
     ],
 )
