@@ -26,6 +26,8 @@ from gateway.docgen import pages as made
 from gateway.metrics import Metrics
 from gateway.workers.figures import Figures
 from policies import admissions, registry
+from policies.run import pick
+from tests.unit.policies.builders import ask, candidate
 
 ROOT = Path(__file__).parents[3]
 PATHS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -268,6 +270,21 @@ def test_python_it_shows_is_python_and_imports_what_there_is(name: str, block: s
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ROOMS:
             module = importlib.import_module(node.module)
             assert [each.name for each in node.names if not hasattr(module, each.name)] == []
+
+
+def test_the_example_of_a_policy_fills_one_endpoint_up_to_its_share_and_then_the_next() -> None:
+    (example,) = blocks(PAGES["docs/policies.md"], "python")
+    names: dict[str, Any] = {}
+    exec(example, names)
+    policy = names["Fullest"]().build()
+    fuller, emptier = candidate(0, cap=10, in_flight=7), candidate(1, cap=10, in_flight=1)
+    picked = pick(policy, ask(), [fuller, emptier])
+    assert picked is not None
+    assert picked.candidate is fuller
+    fuller.load.in_flight = 8
+    picked = pick(policy, ask(), [fuller, emptier])
+    assert picked is not None
+    assert picked.candidate is emptier
 
 
 # Parameters
