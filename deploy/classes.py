@@ -2,7 +2,7 @@
 
 Every class with __slots__ does that stands on its own or on another such. What Cython is told of them (a module's .pxd)
 is written from the sources as they are. Named here are only the few attributes and methods on the path of a chunk whose
-types pay besides.
+types pay besides, and the one function that computes with machine words.
 """
 
 from __future__ import annotations
@@ -24,6 +24,22 @@ DIRECT = {
     "gateway.framing.ChunkedBody": ("feed",),
     "gateway.outbox.Outbox": ("post",),
     "gateway.relay.Relay": ("feed", "_watch"),
+    "policies.prefix_index.PrefixIndex": (
+        *("_alive", "_at", "_book", "_holder", "_known", "_make_room", "_measure", "_stamp", "_without"),
+        *("insert", "insert_rungs", "match"),
+    ),
+}
+
+WORDS = {
+    "policies.fold": """
+cimport cython
+cdef unsigned long long MASK
+@cython.locals(at=Py_ssize_t, block=Py_ssize_t, number=Py_ssize_t, total=cython.ulonglong, word=cython.ulonglong)
+cpdef chain(
+    const unsigned long long[::1] words, const unsigned long long[::1] word_keys, const unsigned long long[::1] places,
+    unsigned long long fold, unsigned long long mix, unsigned long long key, unsigned long long[::1] keys,
+)
+"""
 }
 
 Classes = dict[str, ast.ClassDef]
@@ -58,7 +74,7 @@ def slots(node: ast.ClassDef) -> list[str] | None:
 
 
 def declarations(module: str, source: Path, classes: Classes) -> str:
-    """The .pxd of a module; empty when it has no C class."""
+    """The .pxd of a module; empty when there is nothing to tell."""
     names = _names(module, ast.parse(source.read_text()))
     mine = {name: node for name, node in classes.items() if name.rpartition(".")[0] == module}
     needed = {names[ast.unparse(base)] for node in mine.values() for base in node.bases}
@@ -69,7 +85,7 @@ def declarations(module: str, source: Path, classes: Classes) -> str:
     for name, node in mine.items():
         lines.append(f"cdef class {node.name}({', '.join(map(ast.unparse, node.bases))}):")
         lines += [f"    {member}" for member in _members(name, node, typed)]
-    return "\n".join([*lines, ""]) if mine else ""
+    return "\n".join([*lines, WORDS.get(module, "")]) if lines or module in WORDS else ""
 
 
 def _members(name: str, node: ast.ClassDef, typed: set[str]) -> Iterator[str]:

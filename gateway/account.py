@@ -96,6 +96,11 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
 class AccessLog:
     """A buffered sink of lines. Writing happens in a thread, so a slow disk or a full pipe never holds a request up."""
 
+    __slots__ = (
+        *("_dropped", "_encode", "_fd", "_flush_s", "_lines", "_loop", "_size", "_timer"),
+        *("_writing", "blocks", "on"),
+    )
+
     def __init__(
         self, where: str, flush_s: float, loop: asyncio.AbstractEventLoop, blocks: bool, dropped: Counter
     ) -> None:
@@ -217,6 +222,11 @@ class _Children:
 
 class Accounts:
     """Closes exchanges: observes their metrics, writes their line. Label children are looked up once and kept."""
+
+    __slots__ = (
+        *("_bytes_out", "_children", "_log", "_loop", "_metrics", "_over", "_overhead", "_picks"),
+        *("_stages", "_traces", "explained", "kept", "tracer"),
+    )
 
     def __init__(self, metrics: Metrics, log: AccessLog, traces: Tracer, loop: asyncio.AbstractEventLoop) -> None:
         """`tracer` is None while nobody is traced."""

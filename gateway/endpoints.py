@@ -146,6 +146,11 @@ class Reservation(Booking):
 class EndpointTable:
     """Live endpoints by slot. `on_change` is called when somebody's availability has changed."""
 
+    __slots__ = (
+        *("_by_slot", "_hits", "_limits", "_looked_up", "_metrics", "_pools", "_progress_s"),
+        *("_ramp_s", "_roster", "found", "news", "on_change", "prefixes", "rng"),
+    )
+
     def __init__(self, config: Config, prefixes: Prefixes, metrics: Metrics, rng: Random, outbox: Outbox) -> None:
         self.prefixes = prefixes
         self.rng = rng

@@ -233,6 +233,8 @@ def refusal(shed: Shed) -> GatewayError:
 class Gate:
     """All rooms, tenants' quotas, the memory for bodies, and the fleet's retry turns. Live: it outlives snapshots."""
 
+    __slots__ = ("_budget_bytes", "_news", "_retries", "_retrying", "_rooms", "body_bytes", "quotas", "stopping")
+
     def __init__(self, config: Config) -> None:
         self._rooms: dict[str, Room] = {}
         self._retries = RetryBudget(RetryLimits())

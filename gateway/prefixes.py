@@ -12,6 +12,8 @@ from policies.prefix_index import PrefixIndex
 class Prefixes:
     """The process's fingerprinter and index. Live: a reload forgets nothing."""
 
+    __slots__ = ("_fingerprinter", "index")
+
     def __init__(self, secret: bytes, index_bytes: int, block_bytes: int) -> None:
         """`secret`: gateways that share it have the same keys for the same prompts."""
         self._fingerprinter = Fingerprinter(secret, block_bytes)

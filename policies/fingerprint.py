@@ -12,33 +12,27 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-Keys = npt.NDArray[np.uint64]
+from policies import fold
+from policies.rungs import MAX_BLOCKS, rungs
 
-MAX_BLOCKS = 16_384
-"""Blocks fingerprinted at most: 8 MiB of prompt at the default block size. Work per request is bounded by it."""
-
-_SLAB_BLOCKS = 256
 _SEEDS_KEPT = 1024
-_FEW_BLOCKS = 64  # up to here a plain product costs less than einsum's preparations
-_HALF = np.array(32, np.uint64)  # no dimensions: numpy takes such an array in half the time of a scalar
-_NO_KEYS: Keys = np.empty(0, np.uint64)
-_NO_KEYS.flags.writeable = False
 
 
 class Fingerprint:
     """The block keys of one prompt.
 
     keys         uint64, one per whole block; keys[i] stands for everything from the first byte to the end of block i
+    rungs        those of them that an index has entries for (rungs.py)
     block_bytes  bytes per block
     n_bytes      bytes of the prompt, the ragged end included (it has no key)
     """
 
-    __slots__ = ("block_bytes", "keys", "n_bytes")
+    __slots__ = ("block_bytes", "keys", "n_bytes", "rungs")
 
-    def __init__(self, keys: Keys, block_bytes: int, n_bytes: int) -> None:
+    def __init__(self, keys: array[int], block_bytes: int, n_bytes: int) -> None:
         self.keys = keys
+        self.rungs = rungs(keys)
         self.block_bytes = block_bytes
         self.n_bytes = n_bytes
 
@@ -71,6 +65,8 @@ class Fingerprinter:
     `secret` is at least 16 random bytes, drawn anew by every process that does not share its index.
     """
 
+    __slots__ = ("_arithmetic", "_salt_key", "_seeds", "block_bytes")
+
     def __init__(self, secret: bytes, block_bytes: int = 512) -> None:
         if len(secret) < 16:
             raise ValueError(f"a fingerprint secret has at least 16 bytes, not {len(secret)}")
@@ -80,11 +76,9 @@ class Fingerprinter:
         self._salt_key = hashlib.blake2b(secret, person=b"penstock-salt").digest()
         words = block_bytes // 8
         numbers = _secret_numbers(secret, words + MAX_BLOCKS + 2)
-        self._word_keys = numbers[:words] | np.uint64(1)
-        self._places = numbers[words : words + MAX_BLOCKS]
-        self._fold, self._mix = np.array(numbers[-2] | np.uint64(1)), np.array(numbers[-1] | np.uint64(1))
-        self._folded, self._upper = np.empty((2, _SLAB_BLOCKS, words), np.uint64)
-        self._seeds: dict[tuple[bytes, bytes], Keys] = {}
+        word_keys, places = numbers[:words] | np.uint64(1), numbers[words : words + MAX_BLOCKS]
+        self._arithmetic = fold.BEST(word_keys, places, int(numbers[-2]) | 1, int(numbers[-1]) | 1)
+        self._seeds: dict[tuple[bytes, bytes], int] = {}
 
     def of(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:
         """The fingerprint of the parts laid end to end; where one part ends and the next begins does not matter.
@@ -97,46 +91,23 @@ class Fingerprinter:
         """The fingerprint of token ids, four bytes each. Raises OverflowError or TypeError for what is no token id."""
         return self._chain(self._seed(b"ids", salt), memoryview(array("I", ids)).cast("B"))
 
-    def _seed(self, kind: bytes, salt: bytes) -> Keys:
+    def _seed(self, kind: bytes, salt: bytes) -> int:
         """The number a chain begins with; remembered, for tenants and models are few and come again."""
         seed = self._seeds.get((kind, salt))
         if seed is None:
             digest = hashlib.blake2b(salt, digest_size=8, key=self._salt_key, person=kind).digest()
             if len(self._seeds) >= _SEEDS_KEPT:
                 self._seeds.clear()
-            seed = self._seeds[kind, salt] = np.array(int.from_bytes(digest, "little"), np.uint64)
+            seed = self._seeds[kind, salt] = int.from_bytes(digest, "little")
         return seed
 
-    def _chain(self, seed: Keys, data: bytes | memoryview) -> Fingerprint:
+    def _chain(self, seed: int, data: bytes | memoryview) -> Fingerprint:
         blocks = min(len(data) // self.block_bytes, MAX_BLOCKS)
-        if not blocks:
-            return Fingerprint(_NO_KEYS, self.block_bytes, len(data))
-        words = len(self._word_keys)
-        keys = self._block_hashes(np.frombuffer(data, np.uint64, blocks * words).reshape(blocks, words))
-        np.add(keys, self._places[:blocks], keys)
-        np.bitwise_xor(keys, np.right_shift(keys, _HALF), keys)
-        np.multiply(keys, self._mix, keys)
-        np.add.accumulate(keys, 0, None, keys)
-        np.add(keys, seed, keys)
+        keys = self._arithmetic.chained(seed, data, blocks) if blocks else array("Q")
         return Fingerprint(keys, self.block_bytes, len(data))
 
-    def _block_hashes(self, words: Keys) -> Keys:
-        """Fold and sum, a slab at a time so that intermediate arrays stay in the processor's cache."""
-        if len(words) <= _SLAB_BLOCKS:
-            return self._slab(words)
-        return np.concatenate([self._slab(words[at : at + _SLAB_BLOCKS]) for at in range(0, len(words), _SLAB_BLOCKS)])
 
-    def _slab(self, words: Keys) -> Keys:
-        folded, upper = self._folded[: len(words)], self._upper[: len(words)]
-        np.multiply(words, self._fold, folded)
-        np.right_shift(folded, _HALF, upper)
-        np.bitwise_xor(folded, upper, folded)
-        few = len(words) <= _FEW_BLOCKS
-        sums: Keys = folded.dot(self._word_keys) if few else np.einsum("ij,j->i", folded, self._word_keys)
-        return sums
-
-
-def _secret_numbers(secret: bytes, count: int) -> Keys:
+def _secret_numbers(secret: bytes, count: int) -> fold.Numbers:
     """`count` independent 64-bit numbers stretched from the secret."""
     stretched = hashlib.shake_256(b"penstock-fingerprint" + secret).digest(8 * count)
     return np.frombuffer(stretched, np.dtype("<u8")).astype(np.uint64)
@@ -154,7 +125,7 @@ def of_chain(ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0) 
         keys ^= keys >> np.uint64(shift)
         keys *= np.uint64(odd)
     keys ^= keys >> np.uint64(31)
-    return Fingerprint(keys, block_bytes, n_bytes)
+    return Fingerprint(array("Q", keys.tobytes()), block_bytes, n_bytes)
 
 
 def ids_of(fingerprint: Fingerprint, bytes_each: int = 2048) -> list[int]:
@@ -163,5 +134,4 @@ def ids_of(fingerprint: Fingerprint, bytes_each: int = 2048) -> list[int]:
     They say which prompts of one process begin alike and how far, and nothing else: keys are made under its secret.
     """
     step = max(1, bytes_each // fingerprint.block_bytes)
-    ids: list[int] = (fingerprint.keys[step - 1 :: step] >> np.uint64(16)).tolist()
-    return ids
+    return [key >> 16 for key in fingerprint.keys[step - 1 :: step]]

@@ -11,9 +11,9 @@ from bisect import bisect_right
 from itertools import islice
 
 import msgspec
-import numpy as np
 
-from policies.fingerprint import MAX_BLOCKS, Fingerprint
+from policies.fingerprint import Fingerprint
+from policies.rungs import LENGTHS
 
 BLOCK_COST_BYTES = 192
 """What one remembered block may cost: its dict entry just after growth (55), the key (48), and a holders number of its
@@ -26,22 +26,8 @@ _LANE_BITS = 64
 _LANE = (1 << _LANE_BITS) - 1
 _MOST_SHARDS = 256
 _GENERATIONS = 32
-_FINE_BLOCKS = 64
 _LEAST_TRUST, _DISTRUST, _TRUST = 1 / 8, 0.95, 1.02
 _TOLERANCE = 0.1
-
-
-def ladder() -> list[int]:
-    """The chain lengths worth an entry: every one up to 64 blocks, every second up to 128, every fourth up to 256, ...
-
-    Keys are cumulative, so any subset of a chain is a chain. A believed length falls short by less than 1/32, and a
-    prompt of 100,000 tokens takes some 180 entries in place of 800.
-    """
-    lengths, stride = list(range(1, _FINE_BLOCKS + 1)), 2
-    while lengths[-1] < MAX_BLOCKS:
-        lengths += range(lengths[-1] + stride, _FINE_BLOCKS * stride + 1, stride)
-        stride *= 2
-    return lengths
 
 
 _Run = tuple[int, int, int, int]
@@ -136,6 +122,11 @@ class PrefixIndex:
     need. What that loses is belief, never correctness.
     """
 
+    __slots__ = (
+        *("_blocks", "_evictions", "_holders", "_lengths", "_most_blocks", "_next_to_trim", "_oldest_alive"),
+        *("_shard_mask", "_shards"),
+    )
+
     def __init__(self, cap_bytes: int) -> None:
         if cap_bytes < 64 * BLOCK_COST_BYTES:
             raise ValueError(f"a prefix index needs at least {64 * BLOCK_COST_BYTES} bytes, not {cap_bytes}")
@@ -146,8 +137,7 @@ class PrefixIndex:
         self._shards: list[dict[int, int]] = [{} for _ in range(shards)]
         self._shard_mask = shards - 1
         self._next_to_trim = 0
-        self._lengths = ladder()
-        self._places = np.array(self._lengths) - 1
+        self._lengths = LENGTHS
         self._holders: list[_Holder] = []
         self._oldest_alive: list[int] = []
         self._blocks = 0
@@ -161,10 +151,10 @@ class PrefixIndex:
         Bytes are scaled to tokens by `prompt_tokens / fingerprint.n_bytes`. Slots never seen are beyond the list's end.
         """
         reach = [0] * len(self._holders)
-        rungs = self._known(fingerprint, bisect_right(self._lengths, len(fingerprint.keys)))
-        if not rungs:
+        known = self._known(fingerprint.rungs)
+        if not known:
             return reach
-        self._measure(fingerprint, rungs - 1, reach)
+        self._measure(fingerprint.rungs, known - 1, reach)
         scale = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
         return [int(blocks * scale) for blocks in reach]
 
@@ -180,9 +170,9 @@ class PrefixIndex:
         """
         return self._holders[slot].regret() if slot < len(self._holders) else 0.0
 
-    def _measure(self, fingerprint: Fingerprint, last: int, reach: list[int]) -> None:
+    def _measure(self, keys: list[int], last: int, reach: list[int]) -> None:
         """Writes into `reach` how many blocks each slot holds: halves only where holders change between two rungs."""
-        first_holders, last_holders = self._at(fingerprint, 0), self._at(fingerprint, last)
+        first_holders, last_holders = self._at(keys[0]), self._at(keys[last])
         alive = {first_holders: self._alive(first_holders), last_holders: self._alive(last_holders)}
         for slot in alive[last_holders]:
             reach[slot] = self._lengths[last]
@@ -193,7 +183,7 @@ class PrefixIndex:
                 continue
             if high - low > 1:
                 middle = (low + high) // 2
-                at_middle = self._at(fingerprint, middle)
+                at_middle = self._at(keys[middle])
                 if at_middle not in alive:
                     alive[at_middle] = self._alive(at_middle)
                 pending += ((low, at_low, middle, at_middle), (middle, at_middle, high, at_high))
@@ -203,8 +193,7 @@ class PrefixIndex:
                 if reach[slot] < length:
                     reach[slot] = length
 
-    def _at(self, fingerprint: Fingerprint, rung: int) -> int:
-        key = fingerprint.keys.item(self._lengths[rung] - 1)
+    def _at(self, key: int) -> int:
         return self._shards[key & self._shard_mask].get(key, 0)
 
     def _alive(self, holders: int) -> list[int]:
@@ -214,18 +203,18 @@ class PrefixIndex:
             return [slot] if holders >= oldest[slot] else []
         return [stamp & _SLOT for stamp in _stamps(holders) if stamp >= oldest[stamp & _SLOT]]
 
-    def _known(self, fingerprint: Fingerprint, high: int) -> int:
-        """The first rung below `high` without an entry, by halving; `high` if all are known, which is asked first."""
-        item, lengths, shards, mask = fingerprint.keys.item, self._lengths, self._shards, self._shard_mask
-        low = 0
+    def _known(self, keys: list[int]) -> int:
+        """The first rung without an entry, by halving; all if all are known, which is asked first."""
+        shards, mask = self._shards, self._shard_mask
+        low, high = 0, len(keys)
         if high:
-            key = item(lengths[high - 1] - 1)
+            key = keys[high - 1]
             if key in shards[key & mask]:
                 return high
             high -= 1
         while low < high:
             middle = (low + high) // 2
-            key = item(lengths[middle] - 1)
+            key = keys[middle]
             if key in shards[key & mask]:
                 low = middle + 1
             else:
@@ -236,13 +225,12 @@ class PrefixIndex:
 
     def insert(self, fingerprint: Fingerprint, slot: int, prompt_tokens: int) -> None:
         """The slot was given this prompt and will hold all of it. Costs only what is new or was not touched lately."""
-        rungs = bisect_right(self._lengths, len(fingerprint.keys))
-        if rungs:
-            keys = fingerprint.keys[self._places[:rungs]].tolist()
-            self.insert_rungs(keys, slot, prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes)
+        if fingerprint.rungs:
+            tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
+            self.insert_rungs(fingerprint.rungs, slot, tokens_per_block)
 
     def insert_rungs(self, keys: list[int], slot: int, tokens_per_block: float) -> None:
-        """As `insert`, by the keys at the ladder's lengths alone, of which there is at least one (rungs.py)."""
+        """As `insert`, by the keys that have entries alone (rungs.py), of which there is at least one."""
         holder = self._holder(slot)
         keys = keys[: self._most_blocks]
         self._make_room(len(keys))  # as if all were unknown: some may be room made among the known
@@ -307,13 +295,12 @@ class PrefixIndex:
 
     def trim(self, fingerprint: Fingerprint, slot: int, kept_tokens: int, prompt_tokens: int) -> None:
         """The slot holds at most `kept_tokens` of this prompt: for one that died before its first token."""
-        rungs = bisect_right(self._lengths, len(fingerprint.keys))
-        if rungs:
-            keys = fingerprint.keys[self._places[:rungs]].tolist()
-            self.trim_rungs(keys, slot, kept_tokens, prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes)
+        if fingerprint.rungs:
+            tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
+            self.trim_rungs(fingerprint.rungs, slot, kept_tokens, tokens_per_block)
 
     def trim_rungs(self, keys: list[int], slot: int, kept_tokens: int, tokens_per_block: float) -> None:
-        """As `trim`, by the keys at the ladder's lengths alone."""
+        """As `trim`, by the keys that have entries alone."""
         if slot >= len(self._holders):
             return
         first = bisect_right(self._lengths, kept_tokens / tokens_per_block if tokens_per_block else 0)

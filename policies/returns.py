@@ -111,4 +111,4 @@ def identity(ask: Ask) -> Key | None:
     """What tells a request that comes again: its prompt, salted by tenant and model. None when nobody has looked at it,
     or when it is too short for one whole block."""
     print_ = ask.fingerprint
-    return None if print_ is None or not len(print_.keys) else (int(print_.keys[-1]), print_.n_bytes)
+    return None if print_ is None or not print_.keys else (print_.keys[-1], print_.n_bytes)

@@ -111,9 +111,9 @@ class View:
         rows: list[words.Prompt] = []
         size = 0
         for fingerprint, endpoint, prompt_tokens, kept in prompts:
-            if not len(fingerprint.keys):
+            if not fingerprint.keys:
                 continue
-            keys = packed(fingerprint)
+            keys = packed(fingerprint.rungs)
             blocks, n_bytes = len(fingerprint.keys), fingerprint.n_bytes
             rows.append(words.Prompt(self._digest(endpoint), blocks, n_bytes, prompt_tokens, keys, kept))
             size += len(keys) + 32

@@ -111,15 +111,15 @@ class HotPrefixes:
     def key(self, fingerprint: Fingerprint) -> int:
         """The key of the prefix to hash, which is counted as seen."""
         keys, expanded, place = fingerprint.keys, self._expanded, 0
-        last, key = len(keys) - 1, fingerprint.keys.item(0)
+        last, key = len(keys) - 1, keys[0]
         while place < last and key in expanded:
             place += 1
-            key = keys.item(place)
+            key = keys[place]
         if self._seen(key) and place < last:
             expanded[key] = None
             if len(expanded) > _MOST_EXPANDED:
                 del expanded[next(iter(expanded))]
-        return int(key)
+        return key
 
     def _seen(self, key: int) -> bool:
         """Counts it; whether it is hot."""

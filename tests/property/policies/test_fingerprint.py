@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.fingerprint import Fingerprinter
+from policies.fold import Arithmetic, Numbers, WholeArrays, WordByWord
+from policies.rungs import LENGTHS, rungs
 
 BLOCK = 16
 PRINTS = Fingerprinter(b"0123456789abcdef", block_bytes=BLOCK)
 
 prompts = st.binary(max_size=40 * BLOCK)
+words = st.integers(0, 2**64 - 1)
+
+
+def numbers(count: int) -> st.SearchStrategy[Numbers]:
+    """So many secret ones."""
+    return st.lists(words, min_size=count, max_size=count).map(lambda found: np.array(found, np.uint64))
 
 
 @given(st.binary(max_size=20 * BLOCK), prompts, prompts)
@@ -57,3 +66,20 @@ def test_token_ids_obey_the_prefix_law_and_never_meet_text(ids: list[int], more:
     assert PRINTS.of_tokens(b"s", ids + more).keys.tolist()[: len(keys)] == keys
     as_text = b"".join(number.to_bytes(4, "little") for number in ids)
     assert not set(keys) & set(PRINTS.of(b"s", as_text).keys.tolist())
+
+
+@given(numbers(2), numbers(300), words, words, words, st.binary(min_size=BLOCK, max_size=300 * BLOCK))
+def test_word_by_word_gives_the_keys_that_whole_arrays_give(
+    word_keys: Numbers, places: Numbers, fold: int, mix: int, seed: int, data: bytes
+) -> None:
+    def keys(arithmetic: type[Arithmetic]) -> list[int]:
+        return arithmetic(word_keys, places, fold, mix).chained(seed, memoryview(data), len(data) // BLOCK).tolist()
+
+    assert keys(WordByWord) == keys(WholeArrays)
+
+
+@given(st.integers(0, 1000))
+def test_an_index_has_entries_for_less_and_less_of_a_longer_chain(blocks: int) -> None:
+    chain = list(range(1, blocks + 1))
+    assert rungs(chain) == [length for length in LENGTHS if length <= blocks]
+    assert all(longer - length <= 1 + length // 32 for length, longer in pairwise(rungs(chain)))

@@ -6,7 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from policies.fingerprint import MAX_BLOCKS, Fingerprinter
+from policies.fingerprint import Fingerprinter
+from policies.rungs import MAX_BLOCKS
 
 SECRET = b"sixteen bytes at least"
 
@@ -55,13 +56,13 @@ def test_the_same_bit_turned_in_the_top_byte_of_two_words_always_shows(bit: int)
         turned[other] ^= bit
         seen.add(bytes(turned))
     prints = Fingerprinter(SECRET, 256)
-    assert len({prints.of(b"", text).keys.item(0) for text in seen}) == len(seen)
+    assert len({prints.of(b"", text).keys[0] for text in seen}) == len(seen)
 
 
 def test_blocks_in_another_order_are_another_prompt() -> None:
     prints = Fingerprinter(SECRET, 256)
     a, b = b"a" * 256, b"b" * 256
-    assert prints.of(b"", a + b).keys.item(1) != prints.of(b"", b + a).keys.item(1)
+    assert prints.of(b"", a + b).keys[1] != prints.of(b"", b + a).keys[1]
 
 
 def test_token_ids_that_are_none_are_refused() -> None:

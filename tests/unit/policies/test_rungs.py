@@ -30,7 +30,7 @@ def test_an_index_that_was_told_keys_believes_what_one_believes_that_saw_the_pro
         if not len(prompt.keys):
             continue
         tokens = prompt.n_bytes // 4
-        keys = unpacked(packed(prompt), len(prompt.keys), 64, prompt.n_bytes)
+        keys = unpacked(packed(prompt.rungs), len(prompt.keys), 64, prompt.n_bytes)
         per_block = tokens * 64 / prompt.n_bytes
         if rng.random() < 0.1:
             seen.trim(prompt, slot, tokens // 2, tokens)
@@ -48,6 +48,6 @@ def test_an_index_that_was_told_keys_believes_what_one_believes_that_saw_the_pro
     ("blocks", "n_bytes", "cut"), [(0, 640, 0), (10, 639, 0), (10, 1 << 40, 0), (10, 640, 8), (11, 704, 0)]
 )
 def test_keys_that_are_no_chain_are_refused(blocks: int, n_bytes: int, cut: int) -> None:
-    keys = packed(PRINTS.of(b"salt", bytes(640)))
+    keys = packed(PRINTS.of(b"salt", bytes(640)).rungs)
     with pytest.raises(ValueError, match="are no"):
         unpacked(keys[cut:], blocks, 64, n_bytes)
