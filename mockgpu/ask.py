@@ -5,8 +5,9 @@ What is answered is dialect.py's, what the words are is text.py's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +17,9 @@ from mockgpu.text import render_chat, token_bytes, token_count
 
 MAX_PROMPTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
+# Answers are made up whole before the first token is sent, about 1 us a token on the event loop: more than some seconds
+# of that would stop every group of the process.
+MOST_TOKENS_MADE_UP = 1 << 22
 
 # Fields and headers by which one leg of a split request is told of the other. A gateway must not let a client's
 # through; to a group that is no half of a pair, any of them means that somebody upstream is at fault.
@@ -73,8 +77,11 @@ class MalformedHandoffError(ApiError):
         self.fatal = fatal
 
 
+Kind = TypeVar("Kind")
+
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
@@ -124,7 +131,7 @@ class Body(msgspec.Struct, frozen=True):
     routed_dp_rank: Any = None
     disagg_prefill_dp_rank: Any = None
     return_token_ids: bool | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[TokenId] | None = None
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -175,10 +182,10 @@ class Ask(msgspec.Struct, frozen=True):
         return sum(token_count(prompt) for prompt in self.prompts)
 
 
-def decode_body(raw: bytes) -> Body:
-    """The JSON of a request. ApiError 400 when it is no object of the right types."""
+def decoded(raw: bytes, kind: type[Kind]) -> Kind:
+    """A body's JSON as that kind of object. ApiError 400 when it is none."""
     try:
-        return msgspec.json.decode(raw, type=Body)
+        return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
         raise ApiError(400, f"1 validation error: {error}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -188,8 +195,13 @@ def decode_body(raw: bytes) -> Body:
 def check_rank(headers: Mapping[str, str]) -> None:
     """The data-parallel rank a caller pins: there is rank 0 only. ApiError 400 for another; no integer is ignored."""
     rank = headers.get("X-data-parallel-rank", "0")
-    if rank.lstrip("-").isdecimal() and int(rank) != 0:
+    if re.fullmatch("-?[0-9]*[1-9][0-9]*", rank):
         raise ApiError(400, f"data_parallel_rank {rank} is out of range [0, 1).", "data_parallel_rank")
+
+
+def request_name(headers: Mapping[str, str]) -> str:
+    """The caller's X-Request-Id, "" without one; bytes beyond ASCII are read as Latin-1, as engines' servers do."""
+    return headers.get("X-Request-Id", "").encode("utf-8", "surrogateescape").decode("latin-1")
 
 
 def check_handoff(body: Body, headers: Mapping[str, str]) -> None:
@@ -207,7 +219,7 @@ def read_ask(raw: bytes, headers: Mapping[str, str], chat: bool, served: str, co
 
     `served` is the model's served name, `context` the most tokens of prompt and answer together.
     """
-    body = decode_body(raw)
+    body = decoded(raw, Body)
     check_handoff(body, headers)
     return ask_of(body, headers, chat, served, context, request_id)
 
@@ -231,6 +243,8 @@ def ask_of(
     limit = _limit(prompts, asked, context)
     if body.min_tokens > limit:
         raise ApiError(400, f"min_tokens must be less than or equal to max_tokens={limit}, got {body.min_tokens}.")
+    if isinstance(reading.leg, Take) and token_count(reading.leg.first) > limit:
+        raise ApiError(400, f"{token_count(reading.leg.first)} tokens were made already, but at most {limit} asked for")
     may_end = asked is None and not body.ignore_eos
     if isinstance(reading.leg, Give) and not reading.one_token:
         # The one token that it was asked for may be the end, unless it was told to make one at least.
@@ -238,6 +252,8 @@ def ask_of(
     n, stops, tool = body.n or 1, _stops(body), _forced_tool(body) if chat else None
     if reading.one_token:
         limit = 1
+    if not may_end and len(prompts) * n * limit > MOST_TOKENS_MADE_UP:
+        raise ApiError(400, f"this mock makes up at most {MOST_TOKENS_MADE_UP} tokens for one request", "max_tokens")
     return Ask(request_id, chat, served, prompts, n, limit, may_end, body, stops, tool, reading.leg, reading.one_token)
 
 
@@ -247,7 +263,7 @@ def _all_prompts(body: Body, chat: bool) -> list[bytes]:
 
 def prompt_of(raw: bytes) -> bytes:
     """The prompt of a /tokenize body, chat or prompt form, as tokens. Raises ApiError."""
-    body = decode_body(raw)
+    body = decoded(raw, Body)
     return render_chat(_chat_parts(body)) if body.messages is not None else _prompts(body.prompt)[0]
 
 

@@ -33,6 +33,7 @@ from mockgpu.options import (
     KvTokens,
     KvTransport,
     LoadFailurePolicy,
+    Port,
     Tp,
     WireFaults,
 )
@@ -40,7 +41,7 @@ from mockgpu.roofline import profile_named
 
 
 def mock(
-    port: Annotated[int, typer.Option(help="Port of the first group; the others follow. 0: any free ports.")],
+    port: Port,
     groups: Annotated[int, typer.Option(min=1, max=256, help="TP groups to serve, one port each.")] = 1,
     model: Annotated[str, typer.Option(help="Served name; a known short or full model name.")] = "demo-8b",
     gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")] = "h100",
@@ -74,6 +75,7 @@ def mock(
 ) -> None:
     """Serve believable TP groups without a GPU, in vLLM's dialect."""
     try:
+        _check_ports(groups, {"--port": port, "--kv-port": kv_port, "--bootstrap-port": bootstrap_port})
         spec = _spec(model, gpu, tp, role, profile, speed)
         spec = msgspec.structs.replace(
             spec,
@@ -95,8 +97,15 @@ def mock(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     except OSError as error:
-        typer.echo(f"error: cannot listen on {host}:{port}: {error.strerror or error}", err=True)
+        typer.echo(f"error: cannot listen: {error.strerror or error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _check_ports(groups: int, firsts: dict[str, int]) -> None:
+    """ValueError when the groups' consecutive ports would run over the last one there is."""
+    for option, first in firsts.items():
+        if first and first + groups - 1 > 65535:
+            raise ValueError(f"{option} {first}: {groups} groups need the ports up to {first + groups - 1}")
 
 
 def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: str) -> GroupSpec:
@@ -106,7 +115,10 @@ def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: 
         raise ValueError(f"unknown role {role!r}: known are both, prefill, decode")
     if tp is None:
         tp = next((ranks for ranks in (1, 4) if kv_capacity_tokens(shape, card, ranks)), 8)
-    factor = float(speed) or inf
+    try:
+        factor = float(speed) or inf
+    except ValueError:
+        factor = -1.0
     if not factor > 0:
         raise ValueError(f"speed {speed!r} is not a positive number")
     return GroupSpec(model, shape, card, tp, role, profile_named(profile), factor)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from mockgpu.faults import FaultError, parse_faults
+from mockgpu.ask import ApiError, decoded
+from mockgpu.faults import FaultError
 from mockgpu.server import FaultOrder
 
 if TYPE_CHECKING:
@@ -54,10 +55,9 @@ def application(members: Sequence[Member]) -> web.Application:
             return _json({"error": f"no group of this fleet has the port {port[:8]}"}, 404)
         jobs, before = member.group.in_flight, member.faults.spec
         try:
-            spec = msgspec.json.decode(await request.read(), type=FaultOrder).spec
-            member.faults.check(parse_faults(spec))
+            spec = decoded(await request.read(), FaultOrder).spec
             member.faults.set(spec)
-        except (FaultError, msgspec.DecodeError) as error:
+        except (FaultError, ApiError) as error:
             return _json({"error": str(error)}, 400)
         return _json({"spec": spec, "before": before, "jobs": jobs})
 

@@ -10,8 +10,12 @@ from math import inf
 from random import Random
 from typing import Protocol
 
-from mockgpu.faults import GROUP_FAULTS, WIRE_FAULTS, Fault, FaultError, FaultKind, parse_faults
+from mockgpu.faults import GROUP_FAULTS, RANK_FAULTS, WIRE_FAULTS, Fault, FaultError, FaultKind, parse_faults
 from mockgpu.group import TpGroup
+
+# An engine that stands still moves no KV either.
+_STALLING = frozenset((FaultKind.FREEZE, FaultKind.PARTITION))
+_ON_THE_WIRE = _STALLING | WIRE_FAULTS
 
 
 class Door(Protocol):
@@ -116,28 +120,35 @@ class FaultBox:
             case FaultKind.FREEZE | FaultKind.PARTITION:
                 self._group.lose_rank(0, hang=True)
                 self._harm(Fault(FaultKind.WIRE_STALL))
-                if fault.kind is FaultKind.PARTITION:
+                if fault.kind is FaultKind.PARTITION and self._cut_off is None:
                     self._cut_off = asyncio.Event()
             case kind if kind in WIRE_FAULTS:
                 self._harm(fault)
 
     def _end(self, fault: Fault) -> None:
+        """What this fault did is undone, except where another one in force does the same."""
         self._in_force.remove(fault)
+        kinds = {other.kind for other in self._in_force}
         match fault.kind:
             case FaultKind.SLOW:
-                self._group.slowness = 1.0
-            case FaultKind.LOST_RANK:
-                self._group.restore()
-            case FaultKind.REFUSE:
+                slow = [other.factor for other in self._in_force if other.kind is FaultKind.SLOW]
+                self._group.slowness = slow[-1] if slow else 1.0
+            case FaultKind.REFUSE if FaultKind.REFUSE not in kinds:
                 self._door.open()
-            case FaultKind.FREEZE | FaultKind.PARTITION:
+            case kind if kind in RANK_FAULTS and not kinds & RANK_FAULTS:
                 self._group.restore()
-                self._harm(None)
-                if self._cut_off is not None:
-                    self._cut_off.set()
-                    self._cut_off = None
-            case kind if kind in WIRE_FAULTS:
-                self._harm(None)
+        if fault.kind in _ON_THE_WIRE:
+            self._harm(self._harm_left())
+        if FaultKind.PARTITION not in kinds and self._cut_off is not None:
+            self._cut_off.set()
+            self._cut_off = None
+
+    def _harm_left(self) -> Fault | None:
+        """What is still wrong with the wire: by the fault that began last."""
+        wrong = [other for other in self._in_force if other.kind in _ON_THE_WIRE]
+        if not wrong:
+            return None
+        return Fault(FaultKind.WIRE_STALL) if wrong[-1].kind in _STALLING else wrong[-1]
 
     def _harm(self, fault: Fault | None) -> None:
         if self._wires is not None:

@@ -81,10 +81,9 @@ KV_FAULTS = frozenset(
 )
 # What happens to the bytes between this group's agent and those that dial it (handoff/wire.py).
 WIRE_FAULTS = frozenset((FaultKind.WIRE_CORRUPT, FaultKind.WIRE_CUT, FaultKind.WIRE_REPLAY, FaultKind.WIRE_STALL))
-GROUP_FAULTS = (
-    frozenset((FaultKind.REFUSE, FaultKind.SLOW, FaultKind.LOST_RANK, FaultKind.FREEZE, FaultKind.PARTITION))
-    | WIRE_FAULTS
-)
+# What takes a rank, and with it the group.
+RANK_FAULTS = frozenset((FaultKind.LOST_RANK, FaultKind.FREEZE, FaultKind.PARTITION))
+GROUP_FAULTS = RANK_FAULTS | WIRE_FAULTS | {FaultKind.REFUSE, FaultKind.SLOW}
 
 # Which options each fault takes, and the type of each option's value.
 _OPTIONS: dict[FaultKind, tuple[str, ...]] = {

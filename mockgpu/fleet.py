@@ -30,16 +30,25 @@ class Listener:
         self._server: web.Server | None = None
         self._listening: asyncio.Server | None = None
         self._opening: asyncio.Task[None] | None = None
+        self._is_open = False
 
     async def start(self, server: web.Server) -> None:
         """Listen. Port 0 takes a free one and keeps it. OSError when the port is taken."""
-        self._server = server
+        self._server, self._is_open = server, True
+        await self._listen(server)
+
+    async def _listen(self, server: web.Server) -> None:
         loop = asyncio.get_running_loop()
-        self._listening = await loop.create_server(server, self._host, self.port, backlog=1024)
-        self.port = self._listening.sockets[0].getsockname()[1]
+        listening = await loop.create_server(server, self._host, self.port, backlog=1024)
+        self.port = listening.sockets[0].getsockname()[1]
+        if self._is_open:
+            self._listening = listening
+        else:  # it was shut again before it had opened
+            listening.close()
 
     def shut(self) -> None:
         """Refuse connections, and cut the open ones."""
+        self._is_open = False
         if self._listening is not None:
             self._listening.close()
             self._listening = None
@@ -48,9 +57,16 @@ class Listener:
                 connection.force_close()
 
     def open(self) -> None:
-        """Listen again on the same port."""
-        if self._listening is None and self._server is not None:
-            self._opening = asyncio.ensure_future(self.start(self._server))
+        """Listen again on the same port, as soon as the event loop has bound it."""
+        self._is_open = True
+        opening = self._opening is not None and not self._opening.done()
+        if self._listening is None and self._server is not None and not opening:
+            self._opening = asyncio.ensure_future(self._listen(self._server))
+
+    async def settled(self) -> None:
+        """Return when it listens again, if it was to, or does not if it was shut meanwhile."""
+        if self._opening is not None:
+            await asyncio.wait((self._opening,))
 
 
 class Member:
@@ -87,10 +103,6 @@ def _half(group: TpGroup, transfer: Transfer, host: str, wire: ProcessWire | Non
     return Half(group, transfer, host, wire)
 
 
-def _rng(seed: int) -> Random:
-    return Random(seed)
-
-
 @asynccontextmanager
 async def running_fleet(
     specs: Sequence[GroupSpec],
@@ -106,9 +118,11 @@ async def running_fleet(
     """
     # Agents that move bytes within this process need something to move them on.
     wire = _wire() if any(_inproc(spec) for spec in specs) else None
-    members = [Member(spec, host, port + i if port else 0, _rng(seed + i), wire) for i, spec in enumerate(specs)]
+    members: list[Member] = []
     runners: list[web.AppRunner] = []
     try:
+        for i, spec in enumerate(specs):
+            members.append(Member(spec, host, port + i if port else 0, Random(seed + i), wire))
         for member in members:
             if member.half is not None:
                 await member.half.start()
@@ -128,6 +142,7 @@ async def running_fleet(
         for member in members:
             member.faults.clear()
             member.listener.shut()
+            await member.listener.settled()
             member.group.close()
         for runner in runners:
             await runner.cleanup()

@@ -190,6 +190,8 @@ class TpGroup:
 
     def lose_rank(self, rank: int, hang: bool = False) -> None:
         """A GPU falls out: the whole group fails at once, or (`hang`) waits for it for ever and tells nobody."""
+        if hang and self.dead and not self.hanging:  # who is dead already waits for nothing
+            return
         self._ranks_up[rank % self.spec.tp] = False
         self.hanging = hang
         self._stop()

@@ -9,13 +9,18 @@ from typing import Annotated
 
 import typer
 
+Port = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port of the first group; the others follow. 0: any free ports.")
+]
 Tp = Annotated[int | None, typer.Option(min=1, help="GPUs per group. Default: the first of 1, 4, 8 that fits.")]
 KvTokens = Annotated[int | None, typer.Option(min=16, help="Tokens of KV cache, instead of what memory leaves.")]
 DialectName = Annotated[
     str | None, typer.Option(help="Be half of split requests, as vllm_nixl, vllm_push, mooncake, sglang or trtllm.")
 ]
 KvTransport = Annotated[str, typer.Option(help="auto, tcp, shm or inproc (groups of this process only).")]
-KvPort = Annotated[int, typer.Option(help="Port of the first group's agent; the others follow. 0: any free ports.")]
+KvPort = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port of the first group's agent; the others follow. 0: any free ports.")
+]
 KvKey = Annotated[str, typer.Option(help="What all groups of a fleet share and nobody else knows.")]
 KvScale = Annotated[float, typer.Option(help="Bytes held per byte of the model's KV, up to 1.")]
 KvGbps = Annotated[float, typer.Option(help="Link speed for the unscaled KV, gigabits per second. 0: no pacing.")]
@@ -31,5 +36,8 @@ ChaosPort = Annotated[
     typer.Option(min=0, max=65535, help="Let `penstock chaos` set faults, at this port of 127.0.0.1. 0: a free one."),
 ]
 BootstrapPort = Annotated[
-    int, typer.Option(help="Mooncake's and SGLang's bootstrap server of the first group. 0: any free ports.")
+    int,
+    typer.Option(
+        min=0, max=65535, help="Mooncake's and SGLang's bootstrap server of the first group. 0: any free ports."
+    ),
 ]

@@ -27,8 +27,9 @@ from mockgpu.ask import (
     Reading,
     ask_of,
     check_handoff,
-    decode_body,
+    decoded,
     prompt_of,
+    request_name,
 )
 from mockgpu.choice import Choice, choices_of
 from mockgpu.faultbox import FaultBox
@@ -132,8 +133,6 @@ class MockServer:
         if ask.leg is not None and len(choices) > 1:
             self.group.metrics.malformed_handoffs += 1
             raise MalformedHandoffError(f"of {len(choices)} sequences at once")
-        if fault is not None and fault.kind in KV_FAULTS:
-            self.group.mark(choices[0].job, fault)
         answer = Answer(len(choices), asyncio.get_running_loop())
         if ask.stream:
             return await self._stream(request, ask, choices, answer, fault)
@@ -143,7 +142,7 @@ class MockServer:
         self, request: web.Request, ask: Ask, choices: list[Choice], answer: Answer, fault: Fault | None
     ) -> web.Response:
         stalled = fault is not None and fault.kind is FaultKind.STALL
-        with self._submitted(choices, [WholeSink(answer, stalled) for _ in choices]):
+        with self._submitted(choices, [WholeSink(answer, stalled) for _ in choices], fault):
             error = await answer.done
         if error is not None:
             raise error
@@ -153,9 +152,11 @@ class MockServer:
         return web.Response(body=body, content_type=JSON)
 
     @contextmanager
-    def _submitted(self, choices: Sequence[Choice], sinks: Sequence[Sink]) -> Iterator[None]:
-        """The choices' jobs, in the group for as long as somebody waits for them."""
+    def _submitted(self, choices: Sequence[Choice], sinks: Sequence[Sink], fault: Fault | None) -> Iterator[None]:
+        """The choices' jobs, in the group for as long as somebody waits for them. A fault of KV befalls the first."""
         try:
+            if fault is not None and fault.kind in KV_FAULTS:
+                self.group.mark(choices[0].job, fault)
             for choice, sink in zip(choices, sinks, strict=True):
                 if self.half is not None:
                     choice.job.content = choice
@@ -170,9 +171,9 @@ class MockServer:
         if request.content_type != JSON:
             raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
         raw = await request.read()
-        name = request.headers.get("X-Request-Id") or uuid.uuid4().hex
+        name = request_name(request.headers) or uuid.uuid4().hex
         request_id = f"chatcmpl-{name}" if chat else f"cmpl-{name}"
-        body = decode_body(raw)
+        body = decoded(raw, Body)
         reading = self._reading(raw, body, request, request_id)
         spec = self.group.spec
         try:
@@ -210,7 +211,7 @@ class MockServer:
         sinks = [self._sink(ask, choice, created, answer, transport, fault) for choice in choices]
         response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM})
         response.enable_chunked_encoding()
-        with self._submitted(choices, sinks):
+        with self._submitted(choices, sinks, fault):
             await response.prepare(request)
             if fault is not None and fault.kind is FaultKind.RESET_AFTER_HEADERS:
                 _reset_now(request)
@@ -296,7 +297,7 @@ class MockServer:
 
     async def renew(self, request: web.Request) -> web.Response:
         """POST /mock/renew `{"name", "ticket"}`, from a decode group that has no room yet; 404 when it is too late."""
-        asked = msgspec.json.decode(await request.read(), type=RenewOrder)
+        asked = decoded(await request.read(), RenewOrder)
         ticket = None if self.group.desk is None else self.group.desk.renew(asked.name, asked.ticket)
         if ticket is None:
             raise ApiError(404, "no such lease")
@@ -313,10 +314,10 @@ class MockServer:
         """
         if "Origin" in request.headers:
             raise ApiError(403, "pages may not break anything here")
+        spec = decoded(await request.read(), FaultOrder).spec
         try:
-            spec = msgspec.json.decode(await request.read(), type=FaultOrder).spec
             self.faults.check(parse_faults(spec))
-        except (FaultError, msgspec.DecodeError) as error:
+        except FaultError as error:
             raise ApiError(400, str(error), "spec") from None
         response = _json({"spec": spec})
         await response.prepare(request)

@@ -33,6 +33,8 @@ WORDS = tuple(
     ).split()
 )
 
+_SAID = frozenset(WORDS)
+
 # A chat answer may end where a block of its context ends, with this chance: 128 tokens on average.
 END_EVERY = 8
 
@@ -107,6 +109,11 @@ def salted(keys: list[int], salt: str) -> list[int]:
     """The keys under a cache salt: they meet only keys of the same salt. No salt leaves them as they are."""
     mask = xxh3_64_intdigest(salt.encode()) if salt else 0
     return [key ^ mask for key in keys] if mask else keys
+
+
+def is_speech(tokens: bytes) -> bool:
+    """Whether a mock can have said these tokens."""
+    return all(tokens[at : at + TOKEN_BYTES] in _SAID for at in range(0, len(tokens), TOKEN_BYTES))
 
 
 def variation(seed: int | None, choice: int) -> int:

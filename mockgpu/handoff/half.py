@@ -17,7 +17,7 @@ import msgspec
 from kvtransfer.agent import Agent
 from kvtransfer.clock import ThreadClock
 from kvtransfer.options import Options
-from kvtransfer.transports.base import Transport
+from kvtransfer.transports.base import Transport, TransportError
 from kvtransfer.transports.inproc import Inproc, Wire
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
@@ -87,11 +87,18 @@ class Half:
         return self._bootstrap.url
 
     async def start(self) -> None:
-        """Become an engine that can be reached. Raises OSError or TransportError when a port is taken."""
+        """Become an engine that can be reached. Raises OSError when a port is taken; then it is none."""
+        try:
+            await self._start()
+        except OSError:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
         spec, transfer = self.group.spec, self.transfer
         self._starts += 1
         name, transports = f"{spec.role}-{secrets.token_hex(4)}", self._transports()
-        self.agent = Agent(
+        agent = Agent(
             name,
             self.memory.layout,
             self.memory.regions,
@@ -101,8 +108,13 @@ class Half:
             clock=next((each.agent_clock for each in transports if isinstance(each, Inproc)), None),
             options=Options(patience_s=self._wait_s, family=_family(spec.model.name, transfer)),
         )
-        await self.agent.start()
-        host, port = _host_and_port(self.agent.address)
+        try:
+            await agent.start()
+        except TransportError as error:
+            await agent.close()
+            raise OSError(str(error)) from error
+        self.agent = agent
+        host, port = _host_and_port(agent.address)
         if self.harmable:
             await self._bad_wire.start(host, port)
             port = self._bad_wire.port
@@ -121,9 +133,7 @@ class Half:
         )
         link = Link(spec.model.kv_token_bytes, transfer.gbps * 1e9 / 8, spec.speed)
         connector = "mooncake" if transfer.dialect == "mooncake" else "nixl"
-        self.group.desk = Desk(
-            self.group, self.agent, self._resolver, link, transfer.recompute, transfer.lease_s, connector
-        )
+        self.group.desk = Desk(self.group, agent, self._resolver, link, transfer.recompute, transfer.lease_s, connector)
         if spec.role != "decode" and self._bootstrap.wanted:
             await self._bootstrap.start(self.here)
 
@@ -134,12 +144,14 @@ class Half:
         self._bad_wire.stop()
         if desk is not None:
             await desk.close()
+        elif self.agent is not None:  # it got no further than that when it started
+            await self.agent.close()
         self.agent = None
 
     async def settled(self) -> None:
-        """Return when what the group's ranks last did has been followed."""
+        """Return when what the group's ranks last did has been followed, whether that went well or not."""
         while self._changing is not None and not self._changing.done():
-            await self._changing
+            await asyncio.wait((self._changing,))
 
     async def close(self) -> None:
         """The end: give the memory back as well."""
@@ -203,8 +215,9 @@ class Half:
         self._changing = asyncio.ensure_future(self._follow(before, alive))
 
     async def _follow(self, before: asyncio.Task[None] | None, alive: bool) -> None:
+        """One change after another. An engine that finds its port taken stays away until its ranks come back again."""
         if before is not None:
-            await before
+            await asyncio.wait((before,))
         if not alive:
             await self.stop()
         elif self.agent is None:

@@ -47,10 +47,9 @@ class Asked(msgspec.Struct, frozen=True):
 class Take(msgspec.Struct, frozen=True):
     """A decode leg: KV of this `name` is fetched from `peer`, and waited for `wait_s` seconds if it is not there yet.
 
-    `tokens`: as many as the giver says it has, None where the dialect does not say. `first`: tokens that the giver made
-    already (TRT-LLM). `renew`: where the lease is renewed while there is no room here. `cached`: what to report as
-    cached tokens in place of what came over the wire. `parked`: the object was not whole, and the engine waits for ever
-    for KV that nobody will send.
+    `first`: tokens that the giver made already (TRT-LLM). `renew`: where the lease is renewed while there is no room
+    here. `cached`: what to report as cached tokens in place of what came over the wire. `parked`: the object was not
+    whole, and the engine waits for ever for KV that nobody will send.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Take(msgspec.Struct, frozen=True):
     wait_s: float
     ticket: str | None = None
     renew: str = ""
-    tokens: int | None = None
     first: bytes = b""
     cached: int | None = None
     parked: bool = False

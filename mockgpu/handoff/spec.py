@@ -48,4 +48,6 @@ class Transfer(msgspec.Struct, frozen=True):
             raise ValueError(f"unknown transport {self.transport!r}: known are {', '.join(TRANSPORTS)}")
         if not 0 < self.scale <= 1 or not self.gbps > 0 or not self.lease_s > 0:
             raise ValueError("kv scale lies in (0, 1]; link speed and lease are positive")
+        if self.wait_s is not None and not self.wait_s > 0:
+            raise ValueError(f"legs wait for each other for a time above 0, not {self.wait_s}")
         return self

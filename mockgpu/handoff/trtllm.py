@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from mockgpu.ask import NO_LEG, ApiError, Ask, Body, MalformedHandoffError, Reading
+from mockgpu.ask import NO_LEG, ApiError, Ask, Body, MalformedHandoffError, Reading, TokenId
 from mockgpu.handoff.contract import Here
 from mockgpu.handoff.legs import At, Give, Offered, Take
-from mockgpu.text import token_bytes, token_ids
+from mockgpu.text import is_speech, token_bytes, token_ids
 
 FIELD = "disaggregated_params"
 HOLD_S = 180.0
@@ -67,7 +67,7 @@ class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_type: str
     disagg_request_id: int | None = None
     ctx_request_id: int | None = None
-    first_gen_tokens: list[int] | None = None
+    first_gen_tokens: list[TokenId] | None = None
     first_gen_log_probs: list[Any] | None = None
     first_gen_logits: list[Any] | None = None
     encoded_opaque_state: str | None = None
@@ -86,7 +86,6 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     address: str
     name: str
     ticket: str
-    tokens: int
 
 
 class Trtllm:
@@ -135,7 +134,8 @@ class Trtllm:
 
     def _take(self, params: Params, here: Here) -> Take:
         self._new_id(params)
-        if params.ctx_request_id is None or not params.first_gen_tokens:
+        first = token_bytes(params.first_gen_tokens or ())
+        if params.ctx_request_id is None or not first or not is_speech(first):
             raise MalformedHandoffError(f"{FIELD}.ctx_request_id or first_gen_tokens", status=400)
         try:
             state = msgspec.json.decode(base64.b64decode(params.encoded_opaque_state or "", validate=True), type=State)
@@ -149,8 +149,7 @@ class Trtllm:
             peer=At(state.address),
             wait_s=here.wait_s,
             ticket=state.ticket,
-            tokens=state.tokens,
-            first=token_bytes(params.first_gen_tokens),
+            first=first,
             cached=details.cached_tokens if details is not None else None,
         )
 
@@ -162,7 +161,7 @@ class Trtllm:
         """The params for the generation server; none where the answer ended with its first token."""
         if offered is None:
             return {FIELD: None}
-        state = State(here.address, offered.name, offered.ticket, offered.tokens)
+        state = State(here.address, offered.name, offered.ticket)
         cut = ask.body.max_tokens == 1 or ask.body.max_completion_tokens == 1
         return {
             "finish_reason": "length" if cut else "not_finished",

@@ -71,7 +71,7 @@ def give(request_id: str, here: Here) -> Give:
 
 def _take(params: dict[str, Any], here: Here) -> Take:
     blocks = params.get("remote_block_ids")
-    if not blocks or (isinstance(blocks[0], list) and not blocks[0]):
+    if not isinstance(blocks, list) or not blocks or blocks[0] == []:
         raise MalformedHandoffError(f"{FIELD}.remote_block_ids", fatal=True)
     parked = any(params.get(field) is None for field in NEEDED)
     ours = params.get(TICKET)
@@ -82,10 +82,16 @@ def _take(params: dict[str, Any], here: Here) -> Take:
         wait_s=here.wait_s,
         ticket=str(right.get("ticket", "")),
         renew=str(right.get("renew", "")),
-        tokens=params.get("remote_num_tokens"),
-        cached=params.get("remote_prefill_cached_tokens") if here.version >= (0, 33) else None,
+        cached=_cached_tokens(params) if here.version >= (0, 33) else None,
         parked=parked,
     )
+
+
+def _cached_tokens(params: dict[str, Any]) -> int | None:
+    told = params.get("remote_prefill_cached_tokens")
+    if told is not None and (type(told) is not int or told < 0):
+        raise MalformedHandoffError(f"{FIELD}.remote_prefill_cached_tokens")
+    return told
 
 
 def given_prompt(params: dict[str, Any], body: Body) -> bytes | None:
@@ -93,7 +99,7 @@ def given_prompt(params: dict[str, Any], body: Body) -> bytes | None:
     ids = params.get("prompt_token_ids")
     if ids is None or body.messages is None or body.echo:
         return None
-    if not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
         raise ApiError(400, "kv_transfer_params.prompt_token_ids must be non-negative integers", FIELD)
     return token_bytes(ids)
 

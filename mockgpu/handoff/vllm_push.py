@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mockgpu.ask import NO_LEG, Ask, Body, MalformedHandoffError, Reading
+from mockgpu.ask import NO_LEG, Ask, Body, MalformedHandoffError, Reading, request_name
 from mockgpu.handoff.contract import Here, joined
 from mockgpu.handoff.legs import At, Give, Offered, Take
 from mockgpu.handoff.vllm_nixl import FIELD, checked_object, given_prompt, told_object
@@ -29,7 +29,7 @@ class VllmPush:
         params = checked_object(body)
         if params is None:
             return NO_LEG
-        name = headers.get("X-Request-Id", "")
+        name = request_name(headers)
         if params.get("do_remote_decode"):
             return Reading(Give(name or request_id, here.lease_s, public=True))
         if not params.get("do_remote_prefill"):

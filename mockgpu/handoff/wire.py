@@ -67,12 +67,15 @@ class End(asyncio.Protocol):
         self._waiting: list[bytes] = []
         self._carried = 0
         self._last = b""
+        self._lost = False
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._wire.joined(self)
         if self._dial is not None:
             self._dial(self)
+        elif self._other is not None and self._other._lost:  # it left while this side was being dialled
+            self.abort()
         elif self._other is not None:
             self._other._other = self
             self._other.resume()
@@ -90,6 +93,7 @@ class End(asyncio.Protocol):
             self.data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
         self._wire.left(self)
         if self._other is not None:
             self._other.abort()

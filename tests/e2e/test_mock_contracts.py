@@ -172,7 +172,29 @@ async def test_a_pull_without_all_of_its_source_is_parked_until_aborted(field: s
                 await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("blocks", [None, [], [[]]])
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"prompt_token_ids": 5}, 400),
+        ({"prompt_token_ids": {"a": 1}}, 400),
+        ({"remote_prefill_cached_tokens": "many"}, 500),
+        ({"remote_prefill_cached_tokens": -1}, 500),
+    ],
+)
+async def test_a_pull_whose_object_has_values_of_the_wrong_kind_is_refused_and_the_engine_lives(
+    wrong: dict[str, Any], expected: int
+) -> None:
+    async with pair() as groups:
+        chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4}
+        one = chat | ONE | {"kv_transfer_params": GIVE}
+        _, first = await groups.post(groups.prefill, one, path="/v1/chat/completions")
+        take = chat | {"kv_transfer_params": first["kv_transfer_params"] | wrong}
+        status, answer = await groups.post(groups.decode, take, path="/v1/chat/completions")
+        assert (status, answer["error"]["code"]) == (expected, expected)
+        assert not groups.decode.group.dead
+
+
+@pytest.mark.parametrize("blocks", [None, [], [[]], 5, {"a": 1}])
 async def test_a_pull_without_blocks_takes_the_engine_down(blocks: Any) -> None:
     async with pair() as groups:
         params = await prefilled(groups) | {"remote_block_ids": blocks}
@@ -418,6 +440,24 @@ async def test_trtllm_s_first_token_is_the_context_server_s() -> None:
         assert answer["choices"][0]["text"].startswith(" zoo")
         assert answer["usage"]["completion_tokens"] == 24
         await groups.at_rest()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"first_gen_tokens": [-1]},
+        {"first_gen_tokens": [(1 << 32) - 1]},
+        {"first_gen_tokens": token_ids(b" zoo" * 25)},
+        {"first_gen_tokens": [1 << 40]},
+    ],
+)
+async def test_trtllm_refuses_first_tokens_that_no_context_server_made(wrong: dict[str, Any]) -> None:
+    async with pair("trtllm") as groups:
+        asked = {"request_type": "context_only", "disagg_request_id": next(rooms)}
+        _, first = await groups.post(groups.prefill, BODY | {"disaggregated_params": asked})
+        params = first["choices"][0]["disaggregated_params"] | {"request_type": "generation_only"}
+        status, _ = await groups.post(groups.decode, BODY | {"disaggregated_params": params | wrong})
+        assert status == 400
 
 
 async def test_trtllm_wants_new_ids_and_another_server() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -71,6 +72,29 @@ async def test_wrong_kv_stays_wrong_for_all_who_share_it() -> None:
         assert await attempt(groups) != WORDS
         _, answer = await groups.post(groups.decode, LONG)
         assert answer["choices"][0]["text"] != WORDS
+
+
+# --- the engine's port
+
+
+async def test_an_engine_that_finds_its_port_taken_is_none_until_it_comes_back_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with pair(kv={"transport": "tcp"}, prefill={"port": port}) as groups:
+        assert await attempt(groups) == WORDS
+        half = groups.prefill.half
+        assert half is not None
+        groups.prefill.faults.set("lost-rank")
+        await half.settled()
+        with socket.create_server(("127.0.0.1", port)):
+            groups.prefill.faults.set("")
+            await half.settled()
+            assert (half.agent, groups.prefill.group.desk) == (None, None)
+            assert await attempt(groups) is None
+        for spec in ("lost-rank", ""):
+            groups.prefill.faults.set(spec)
+            await half.settled()
+        assert await attempt(groups) == WORDS
 
 
 # --- the wire
@@ -208,7 +232,7 @@ async def test_a_decode_leg_left_while_it_waits_frees_its_room_within_a_quarter_
 
 
 async def test_a_storm_of_leaving_clients_leaves_the_rest_unharmed() -> None:
-    async with pair("vllm_nixl", kv={"transport": "tcp", "lease_s": 1.0}, speed=20.0) as groups:
+    async with pair("vllm_nixl", kv={"transport": "tcp", "lease_s": 3.0}, speed=20.0) as groups:
         bodies = [{"prompt": f"{n} " + PROMPT * (n % 9 + 1), "max_tokens": 30} for n in range(60)]
         tasks = [asyncio.create_task(attempt(groups, body)) for body in bodies]
         for n, task in enumerate(tasks):
@@ -217,7 +241,7 @@ async def test_a_storm_of_leaving_clients_leaves_the_rest_unharmed() -> None:
                 task.cancel()
         for n in range(0, 60, 10):
             assert await tasks[n] == expected_text(bodies[n], 30)
-        await groups.at_rest()
+        await groups.at_rest(10.0)
 
 
 # --- real processes

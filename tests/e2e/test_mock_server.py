@@ -242,6 +242,20 @@ async def test_the_request_id_is_made_from_the_header(group: Mock) -> None:
     assert (chat["id"], plain["id"]) == ("chatcmpl-abc", "cmpl-abc")
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_id_beyond_ascii_is_read_as_latin_1(group: Mock, stream: bool) -> None:
+    body = json.dumps(CHAT | {"max_tokens": 2, "stream": stream}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", group.member.listener.port)
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-Request-Id: \xff\r\n"
+        b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert '"id":"chatcmpl-ÿ"'.encode() in answer
+
+
 # --- errors
 
 
@@ -281,6 +295,24 @@ async def test_bad_json_a_wrong_type_and_unknown_routes_are_refused(group: Mock)
             assert (await response.json())["error"]["code"] == status
     assert await group.status("/v1/nothing") == 404
     assert await group.status("/v1/chat/completions") == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/mock/renew", b"{"),
+        ("/mock/renew", b'{"name": 5, "ticket": "t"}'),
+        ("/mock/fault", b'{"spec": "\xff"}'),
+        ("/tokenize", b'{"prompt": "\xff"}'),
+        ("/v1/completions", b'{"prompt": "x", "n": 128, "max_tokens": 100000}'),
+        ("/v1/completions", b'{"prompt": [-1]}'),
+    ],
+)
+async def test_a_body_that_makes_no_sense_is_the_client_s_fault(group: Mock, path: str, body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    async with group.http.post(group.member.url + path, data=body, headers=headers) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["code"] == 400
 
 
 async def test_a_body_over_32_mib_is_refused(group: Mock) -> None:
@@ -517,7 +549,8 @@ async def test_comments_come_between_events_and_the_sdk_reads_past_them(group: M
 
 
 async def test_a_pinned_rank_other_than_the_only_one_is_refused(group: Mock) -> None:
-    for rank, status in (("0", 200), ("1", 400), ("none", 200)):
+    served, refused = ("0", "-0", "--5", "none"), ("1", "-1", "1" * 5000)
+    for rank, status in [*((rank, 200) for rank in served), *((rank, 400) for rank in refused)]:
         headers = {"X-data-parallel-rank": rank}
         assert (await group.answer("/v1/completions", {"prompt": "x"}, headers=headers))[0] == status
 
@@ -562,6 +595,18 @@ async def test_a_refusing_group_is_gone_until_its_window_ends() -> None:
                         return
                 except aiohttp.ClientConnectionError:
                     await asyncio.sleep(0.02)
+
+
+async def test_a_group_told_twice_to_refuse_refuses_until_it_is_healed() -> None:
+    async with mock() as group:
+        for spec, answered in (("refuse", False), ("refuse", False), ("", True)):
+            group.member.faults.set(spec)
+            await group.member.listener.settled()
+            try:
+                async with aiohttp.ClientSession() as fresh, fresh.get(group.member.url + "/health") as response:
+                    assert (response.status, answered) == (200, True)
+            except aiohttp.ClientConnectionError:
+                assert not answered
 
 
 async def test_a_bad_spec_is_refused_and_changes_nothing(group: Mock) -> None:

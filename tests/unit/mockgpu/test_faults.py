@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from math import inf
 from random import Random
+from typing import cast
 
 import pytest
 
@@ -73,6 +75,89 @@ class Door:
 
     def open(self) -> None:
         self.is_open = True
+
+
+class Wires:
+    """A wire that only remembers what is wrong with it."""
+
+    harmable = True
+
+    def __init__(self) -> None:
+        self.wrong: Fault | None = None
+
+    def harm(self, fault: Fault | None) -> None:
+        self.wrong = fault
+
+
+class Clock:
+    """Calls what is due when the time is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, Callable[..., None], tuple[object, ...]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_soon(self, act: Callable[..., None], *what: object) -> None:
+        """Nothing is computed here."""
+
+    def call_later(self, delay_s: float, act: Callable[..., None], *what: object) -> asyncio.TimerHandle:
+        self._due.append((self.now + delay_s, act, what))
+        return asyncio.TimerHandle(0.0, act, what, asyncio.get_event_loop())
+
+    def to(self, now: float) -> None:
+        for due in sorted([each for each in self._due if each[0] <= now], key=lambda each: each[0]):
+            self._due.remove(due)
+            self.now = due[0]
+            due[1](*due[2])
+        self.now = now
+
+
+def boxed(clock: Clock) -> tuple[FaultBox, TpGroup, Door, Wires]:
+    loop, door, wires = cast(asyncio.AbstractEventLoop, clock), Door(), Wires()
+    group = TpGroup(GroupSpec("m", model_named("demo-8b"), gpu_named("h100"), tp=2, speed=inf), loop)
+    return FaultBox(group, door, loop, Random(0), wires), group, door, wires
+
+
+async def test_a_fault_that_ends_leaves_another_of_its_kind_in_force() -> None:
+    clock = Clock()
+    box, group, door, wires = boxed(clock)
+    box.set("slow:x=2@0-5,slow:x=3@2-9,refuse@0-5,refuse@2-9,lost-rank@0-5,lost-rank:rank=1@2-9")
+    clock.to(6)
+    assert (group.slowness, door.is_open, group.dead) == (3, False, True)
+    clock.to(9)
+    assert (group.slowness, door.is_open, group.dead) == (1, True, False)
+    box.set("wire-corrupt:after=7@0-9,freeze@2-5")
+    clock.to(12)
+    assert wires.wrong == Fault(FaultKind.WIRE_STALL)
+    clock.to(15)
+    assert wires.wrong is not None
+    assert wires.wrong.kind is FaultKind.WIRE_CORRUPT
+    clock.to(18)
+    assert wires.wrong is None
+
+
+async def test_requests_cut_off_by_one_partition_arrive_when_the_last_one_ends() -> None:
+    clock = Clock()
+    box, *_ = boxed(clock)
+    box.set("partition@0-5,partition@2-9")
+    waiting = asyncio.ensure_future(box.reachable())
+    clock.to(6)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    clock.to(9)
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_a_dead_group_does_not_begin_to_hang() -> None:
+    box, group, *_ = boxed(Clock())
+    changes: list[bool] = []
+    group.on_change = changes.append
+    box.set("lost-rank,freeze")
+    assert (group.dead, group.hanging) == (True, False)
+    box.clear()
+    assert (group.dead, changes) == (False, [False, True])
 
 
 async def test_a_box_begins_and_ends_the_faults_of_a_group() -> None:

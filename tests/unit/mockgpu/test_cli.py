@@ -1,0 +1,44 @@
+"""What `penstock mock` refuses before it serves anything, and that it says so in one line."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from gateway.cli import app
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--port", "65535", "--groups", "2"), "--port 65535: 2 groups need the ports up to 65536"),
+        (("--port", "70000"), "65535"),
+        (("--port", "0", "--kv-port", "80000"), "65535"),
+        (("--port", "0", "--kv-port", "65530", "--groups", "9"), "--kv-port 65530"),
+        (("--port", "0", "--bootstrap-port", "65535", "--groups", "2"), "--bootstrap-port 65535"),
+        (("--port", "0", "--speed", "fast"), "speed 'fast'"),
+        (("--port", "0", "--speed", "-1"), "speed '-1'"),
+        (("--port", "0", "--speed", "nan"), "speed 'nan'"),
+        (("--port", "0", "--dialect", "vllm_nixl", "--handoff-timeout", "-1"), "-1"),
+        (("--port", "0", "--dialect", "vllm_nixl", "--kv-lease", "nan"), "lease"),
+        (("--port", "0", "--dialect", "vllm_nixl", "--engine-version", "newest"), "newest"),
+        (("--port", "0", "--dialect", "vllm_nixl", "--kv-load-failure-policy", "hope"), "hope"),
+        (("--port", "0", "--dialect", "vllm_nixl", "--tp", "3"), "3 ranks"),
+    ],
+)
+def test_wrong_usage_exits_2_and_says_what_is_wrong(options: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(app, ["mock", *options])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    "options", [("--dialect", "vllm_nixl", "--kv-port"), ("--dialect", "mooncake", "--bootstrap-port")]
+)
+def test_a_port_of_a_half_that_is_taken_exits_1(options: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = CliRunner().invoke(app, ["mock", "--port", "0", *options, str(taken.getsockname()[1])])
+    assert result.exit_code == 1
+    assert "error: cannot listen: " in result.output

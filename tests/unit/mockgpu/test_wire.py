@@ -1,0 +1,43 @@
+"""The relay before an agent: what it does with connections that end while their other side is being dialled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mockgpu.handoff.wire import BadWire, End
+
+
+class Transport:
+    """Remembers what was done to it."""
+
+    def __init__(self) -> None:
+        self.written, self.aborted = b"", False
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def connected(end: End) -> Any:
+    transport = Transport()
+    end.connection_made(transport)
+    return transport
+
+
+def test_a_peer_that_leaves_while_the_agent_is_dialled_leaves_no_connection_behind() -> None:
+    wire = BadWire("127.0.0.1")
+    near = End(wire, lambda end: None)
+    connected(near)
+    near.connection_lost(None)
+    assert connected(End(wire, None, near)).aborted
+
+
+def test_what_came_before_the_agent_was_reached_is_carried_then() -> None:
+    wire = BadWire("127.0.0.1")
+    near = End(wire, lambda end: None)
+    connected(near)
+    near.data_received(b"early")
+    far = connected(End(wire, None, near))
+    assert (far.written, far.aborted) == (b"early", False)
