@@ -1,7 +1,7 @@
 """Load on an OpenAI server, and what came back: `await run(plan)` gives a Report.
 
 Lives here: workloads, the open and the closed loop, timing of streamed answers, the JSON that other tools can read.
-Not here: reading traces (planner/traces.py) and the peer comparison (tests/bench).
+Not here: reading traces (planner/traces) and the peer comparison (tests/bench).
 """
 
 from planner.bench.client import BenchError, Client, Record

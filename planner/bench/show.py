@@ -16,7 +16,10 @@ _RECENT = 200
 
 
 class Live:
-    """A progress bar on a console; a context manager whose `watch` is given to run()."""
+    """A progress bar on a console; a context manager whose `watch` is given to run().
+
+    It counts requests where the plan bounds them, else seconds.
+    """
 
     def __init__(self, plan: Plan, console: Console) -> None:
         columns = (
@@ -26,8 +29,9 @@ class Live:
             TextColumn("{task.fields[line]}"),
         )
         self._bar = Bar(*columns, console=console, transient=True)
-        self._by_time = plan.requests is None and plan.limit is None
-        self._task = self._bar.add_task("bench", total=plan.duration_s or plan.requests or plan.limit, line="")
+        most_requests = plan.requests or plan.limit
+        self._by_time = most_requests is None
+        self._task = self._bar.add_task("bench", total=most_requests or plan.duration_s, line="")
 
     def __enter__(self) -> Live:
         self._bar.start()

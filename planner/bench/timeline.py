@@ -38,10 +38,12 @@ class _Choice(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: Usage | None = None
-    error: dict[str, Any] | None = None
+    error: dict[str, Any] | str | None = None
 
 
 _DECODER = msgspec.json.Decoder(_Event)
+_MOST_LINE_BYTES = 16 << 20
+"""A longer line is no event of an answer; it is dropped before it fills the memory."""
 
 
 class Timeline:
@@ -49,7 +51,10 @@ class Timeline:
 
     first_s, last_s   the first and the latest event with generated content, by the caller's clock; None before it
     gaps_s            times between such events
-    usage, done, error, broken   last usage seen; [DONE] seen; what an error event said; an event that was no JSON
+    usage    the latest one seen
+    done     whether [DONE] was seen
+    error    what an error event said: its code, else its type
+    broken   whether something came that is no event: no JSON, or a line without end
     """
 
     __slots__ = (
@@ -93,6 +98,8 @@ class Timeline:
         """Bytes in any chunking. Lines end with \\n or \\r\\n (a lone \\r, which no engine sends, does not end one)."""
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
+        if len(self._rest) > _MOST_LINE_BYTES:
+            self._rest, self.broken = b"", True
         for line in lines:
             if line.endswith(b"\r"):
                 line = line[:-1]
@@ -108,13 +115,15 @@ class Timeline:
             return
         try:
             event = _DECODER.decode(data)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self.broken = True
             return
         if event.usage is not None:
             self.usage = event.usage
-        if event.error is not None:
+        if isinstance(event.error, dict):
             self.error = str(event.error.get("code") or event.error.get("type") or "error")
+        elif event.error is not None:
+            self.error = event.error or "error"
         generated = [choice for choice in event.choices if self._generated(choice)]
         if generated:
             self._token(now_s)

@@ -12,6 +12,7 @@ from planner.replay.figures import Figures, figures
 from planner.replay.fleet import replay
 from planner.replay.options import Options
 from planner.replay.traffic import Traffic
+from planner.traces.access import arrived_s
 from planner.traces.shape import TraceRequest
 
 
@@ -56,9 +57,8 @@ def plan(before: Mapping[str, Case], after: Mapping[str, Case], lately: Recent, 
         was = None if one is None else _run(one, one, traffic, lately, seed)
         would = None if other is None else _run(other, one or other, traffic, lately, seed)
         pools.append(PoolPlan(name, was, would, _notes(one, other)))
-    counted = [line for line in lately.lines if line.time >= lately.from_s]
-    span_s = max((line.time for line in counted), default=lately.from_s) - lately.from_s
-    return Plan(tuple(pools), len(counted), span_s, lately.blocks)
+    counted = [each for each in map(arrived_s, lately.lines) if each >= lately.from_s]
+    return Plan(tuple(pools), len(counted), max(counted, default=lately.from_s) - lately.from_s, lately.blocks)
 
 
 def _run(case: Case, promises: Case, requests: Sequence[TraceRequest], lately: Recent, seed: int) -> Figures:

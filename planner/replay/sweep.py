@@ -64,8 +64,12 @@ class Standing(msgspec.Struct, frozen=True):
 def load_of(contest: Contest, load: float) -> Traffic:
     """The traffic at a load."""
     if contest.by_users:
-        return users(contest.requests, max(1, round(load)), contest.options.seed)
+        return users(contest.requests, _users_at(load), contest.options.seed)
     return traffic(scaled(contest.requests, load))
+
+
+def _users_at(load: float) -> int:
+    return max(1, round(load))
 
 
 def one_run(contest: Contest, policy: str, load: float, watch: Callable[[float, int], None] | None = None) -> Run:
@@ -97,9 +101,15 @@ def _point(contest: Contest, policy: str, load: float, tell: Progress | None) ->
 
 
 def _capacity(contest: Contest, policy: str, target: float, tell: Progress | None) -> Capacity:
+    known: dict[float, float] = {}
+
     def attainment(load: float) -> float:
-        name = f"{policy}, capacity at {target:.0%}: {load:.3g}"
-        return figures(one_run(contest, policy, load, _watch(contest, name, tell)), contest.warmup_s).attainment
+        # Between two loads there may be no whole number of users more to try.
+        offered = _users_at(load) if contest.by_users else load
+        if offered not in known:
+            watch = _watch(contest, f"{policy}, capacity at {target:.0%}: {offered:.3g}", tell)
+            known[offered] = figures(one_run(contest, policy, offered, watch), contest.warmup_s).attainment
+        return known[offered]
 
     return capacity(attainment, target, contest.loads[0])
 

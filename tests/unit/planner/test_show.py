@@ -38,6 +38,19 @@ def test_the_live_line_appears_on_a_terminal_and_is_gone_after_it() -> None:
     assert "1 done" in screen.getvalue()
 
 
+def test_the_bar_is_full_when_all_requests_are_done_however_long_they_may_take() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    for plan, total in (
+        (Plan(url="http://x", requests=4, duration_s=60.0), 4),
+        (Plan(url="http://x", limit=7, duration_s=60.0), 7),
+        (Plan(url="http://x", duration_s=60.0), 60.0),
+    ):
+        with Live(plan, console) as live:
+            live.watch(Progress(plan, elapsed_s=30.0, sent=2))
+            task = live._bar.tasks[0]
+            assert (task.total, task.completed) == (total, 30.0 if total == 60.0 else 2)
+
+
 def test_a_client_that_sends_late_says_so_itself() -> None:
     late = Record(0, 0, 0.0, 0.5, 1.0, 0.6, 1.0, [0.4], 10, 2, 0, 200)
     said = lines(Report(progress().plan, [late]))

@@ -61,3 +61,26 @@ def test_an_error_event_is_kept_by_its_code() -> None:
 
 def test_an_event_that_is_no_json_marks_the_stream_as_broken() -> None:
     assert fed("{oops").broken
+
+
+@pytest.mark.parametrize(
+    "data", [b'{"choices":[{"delta":{"content":"\xff"}}]}', b'{"x":' + b"[" * 99_999 + b"]" * 99_999 + b"}", b"}"]
+)
+def test_an_event_that_cannot_be_read_breaks_the_stream_and_nothing_else(data: bytes) -> None:
+    timeline = Timeline()
+    timeline.feed(b"data: " + data + b"\n\ndata: [DONE]\n\n", 1.0)
+    assert (timeline.broken, timeline.done, timeline.error) == (True, True, None)
+
+
+def test_an_error_may_be_a_word() -> None:
+    timeline = Timeline()
+    timeline.feed(b'data: {"error":"overloaded"}\n\n', 1.0)
+    assert (timeline.error, timeline.broken) == ("overloaded", False)
+
+
+def test_a_line_without_end_is_dropped_and_breaks_the_stream() -> None:
+    timeline = Timeline()
+    for _ in range(17):
+        timeline.feed(b"x" * (1 << 20), 1.0)
+    timeline.feed(b"\n\ndata: [DONE]\n\n", 2.0)
+    assert (timeline.broken, timeline.done) == (True, True)

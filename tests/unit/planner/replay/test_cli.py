@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from gateway import cli
+from planner.replay import preset
 from planner.replay.report import _shares
+from planner.replay.sweep import Contest, _capacity
 
 
 @pytest.fixture
@@ -124,6 +127,25 @@ def test_one_request_that_was_served_is_a_replay_that_went_well(trace: Path) -> 
     assert call(trace, "--policy", "least_loaded").exit_code == 0
     nobody = ",".join(f"lose={group}@0" for group in range(8))
     assert call(trace, "--policy", "least_loaded", "--faults", nobody).exit_code == 1
+
+
+def test_a_number_of_users_is_replayed_once_however_closely_capacity_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replayed: list[float] = []
+
+    def replay(contest: Contest, policy: str, load: float, watch: object) -> float:
+        replayed.append(load)
+        return load
+
+    monkeypatch.setattr("planner.replay.sweep.one_run", replay)
+    attained = {1: 1.0, 2: 0.95, 3: 0.85}
+    monkeypatch.setattr(
+        "planner.replay.sweep.figures", lambda run, from_s: SimpleNamespace(attainment=attained.get(run, 0.0))
+    )
+    found = _capacity(Contest(preset("F1"), (), ("any",), loads=(1.0,), by_users=True), "any", 0.9, None)
+    assert 2 <= found.load < 3
+    assert len(found.tried) > len(replayed) == len(set(replayed))
 
 
 def test_the_curve_of_a_distribution_ends_at_its_largest_sample() -> None:
