@@ -101,13 +101,14 @@ class _Config(msgspec.Struct):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One pool of one configuration. `models` are the names it serves; empty: all.
+    """One pool of one configuration.
 
+    models   the names it serves; None: all, for the configuration names none
     assumed  what its groups were taken to be, in words, where the configuration does not say it
     """
 
     pool: str
-    models: tuple[str, ...]
+    models: tuple[str, ...] | None
     fleet: FleetSpec
     policy_name: str
     policy_params: Mapping[str, Any]
@@ -154,7 +155,7 @@ def _case(name: str, config: _Config, taken: Taken) -> Case:
     classes = {each: Slo(each, one.ttft, one.tpot, one.weight) for each, one in config.slo.classes.items()}
     return Case(
         pool=name,
-        models=tuple(model.name for model in models),
+        models=tuple(model.name for model in models) if config.models else None,
         fleet=fleet,
         policy_name=pool.policy.name,
         policy_params=pool.policy.parameters,

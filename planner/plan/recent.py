@@ -22,8 +22,10 @@ SHED, USUAL_TOKENS = 429, 256
 
 
 class Recent(msgspec.Struct, frozen=True):
-    """The lines of a log that matter, in order of arrival. `begins_s`, `from_s`: Unix time; what came between them
-    warms caches and does not count."""
+    """The lines of a log that matter, in order of arrival.
+
+    begins_s, from_s  Unix time; requests that came between them warm caches and do not count
+    """
 
     lines: Sequence[Line]
     begins_s: float
@@ -31,17 +33,18 @@ class Recent(msgspec.Struct, frozen=True):
 
     @property
     def blocks(self) -> bool:
-        """Whether it is known what prompts had in common."""
+        """Whether the log tells which blocks prompts had in common."""
         return any(line.blocks for line in self.lines)
 
     @property
     def warmup_s(self) -> float:
+        """How long requests come before those that count, seconds."""
         return self.from_s - self.begins_s
 
-    def requests(self, models: Collection[str]) -> list[TraceRequest]:
-        """Those for these models, all if there are none. One that was refused is taken to have wanted an answer of
-        the usual length; one that failed for another reason is passed over."""
-        wanted = [line for line in self.lines if not models or line.model in models]
+    def requests(self, models: Collection[str] | None) -> list[TraceRequest]:
+        """Those for these models; None: for any. One that was refused is taken to have wanted an answer of the usual
+        length; one that failed for another reason is passed over."""
+        wanted = [line for line in self.lines if models is None or line.model in models]
         lengths = [line.completion_tokens for line in wanted if line.completion_tokens]
         usual = round(median(lengths)) if lengths else USUAL_TOKENS
         found = [request_of(line, self.begins_s, usual if line.status == SHED else None) for line in wanted]

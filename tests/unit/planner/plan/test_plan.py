@@ -129,7 +129,8 @@ def test_a_refused_request_is_demand_of_the_usual_length_and_a_broken_one_is_not
     assert [each.output_tokens for each in found] == [40, 41, 42, 41]
     assert found[-1].input_tokens == 1000
     assert lately.requests(["other"]) == []
-    assert len(lately.requests([])) == 4
+    assert lately.requests([]) == []
+    assert len(lately.requests(None)) == 4
 
 
 def test_a_line_that_is_half_written_is_left_for_later(tmp_path: Path) -> None:
@@ -161,6 +162,9 @@ def test_a_value_by_reference_that_a_gateway_does_not_tell_is_asked_for() -> Non
         cases(told)
     pool["endpoints"] = [{}]  # type: ignore[dict-item]
     assert len(cases(told)["chat"].assumed) == 2
+    assert cases(told)["chat"].models is None
+    other = told | {"pools": {"chat": pool, "idle": pool}, "models": [{"name": "a", "pool": "chat"}]}
+    assert {name: case.models for name, case in cases(other).items()} == {"chat": ("a",), "idle": ()}
     assert cases(told, Taken("qwen3-32b", "h200"))["chat"].assumed == ()
     for wrong in (Taken(model="gpt-9"), Taken(gpu="abacus")):
         with pytest.raises(CaseError, match="unknown"):
