@@ -1,7 +1,7 @@
 """Faults of one request's KV, and deaths of the whole group at a chosen moment of one request's life.
 
-Grammar and chances are faults.py's; here is when each comes to pass. A group makes one when the first such fault
-strikes, so that healthy groups pay nothing.
+What can be asked for, and with what chance, is faults.py's; here is carried out what was asked, at its moment. A group
+makes a Doom when the first such fault strikes, so that healthy groups pay nothing.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def roofline_for(
 ) -> Roofline:
     """The step-time model of a TP group: exact where a grid was measured and the profile allows, else the equation."""
     grid = grid_for(model, gpu, tp, load_grids() if grids is None else grids) if profile.exact else None
+    equation = Roofline(model, gpu, tp, profile)
     if grid is None:
-        return Roofline(model, gpu, tp, profile)
-    bare = Roofline(model, gpu, tp, profile)
-    return Roofline(model, gpu, tp, profile, GridCorrection(bare, grid.prefill_points(), grid.decode_points()))
+        return equation
+    return Roofline(model, gpu, tp, profile, GridCorrection(equation, grid.prefill_points(), grid.decode_points()))

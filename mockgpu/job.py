@@ -1,4 +1,4 @@
-"""What the scheduler deals in: jobs, their states, a step's plan and its outcome. Values and counters, no decisions."""
+"""What the scheduler works on: jobs, their states, a step's plan and its outcome. Values and counters, no decisions."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ class Job:
 
     keys      chained keys of the full blocks of prompt and output, in order; short or empty = not cacheable
     computed  prompt (after preemption: prompt and output) tokens whose KV is there or planned
-    cached    prompt tokens found in the prefix cache at first admission
+    cached    prompt tokens found in the prefix cache at first admission; -1 before it
     made      output tokens made, up to date while not decoding; ask `Scheduler.made()`
+    origin    while decoding: the scheduler's tick less the tokens made, so that the tick alone tells how many they are
     leg       Give: its KV is for another group when it ends; Take: its KV comes from another; None: all is done here
     content   None in a group that holds no real KV
     keep      its blocks stay its own when it ends, until `Scheduler.let_go()`: another group will read them

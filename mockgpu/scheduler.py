@@ -42,13 +42,14 @@ class Scheduler:
         self.totals = Totals()
         self.tick = 0
         self._context = 0
+        # Decoding jobs by the tick at which each makes its last token; ticks at which none does are not in it.
         self._ends: defaultdict[int, dict[Job, None]] = defaultdict(dict)
         # Decoding jobs by the tick, modulo a block's tokens, at which each needs its next block.
         self._grows: list[dict[Job, None]] = [{} for _ in range(pool.block_tokens)]
 
     @property
     def running(self) -> int:
-        """Jobs admitted and not done."""
+        """Jobs in the batch: prefilling or decoding."""
         return len(self.prefilling) + len(self.decoding)
 
     @property
@@ -58,7 +59,7 @@ class Scheduler:
 
     @property
     def kept_blocks(self) -> int:
-        """Blocks held for nobody who runs here."""
+        """Blocks that no job here uses any more: other groups read them, or a transfer still writes them."""
         return sum(map(len, self.kept.values()))
 
     def fits(self, job: Job) -> bool:
@@ -262,12 +263,12 @@ class Scheduler:
         return (1 - job.prompt_tokens + job.origin) % self.pool.block_tokens
 
     def _forget_end(self, job: Job) -> None:
-        """Out of the calendar of ends; a day without ends leaves it too."""
-        day = job.origin + job.output_tokens
-        if day in self._ends:
-            self._ends[day].pop(job, None)
-            if not self._ends[day]:
-                del self._ends[day]
+        """Take a job out of `_ends`, and its tick too if no other job ends then."""
+        last_tick = job.origin + job.output_tokens
+        if last_tick in self._ends:
+            self._ends[last_tick].pop(job, None)
+            if not self._ends[last_tick]:
+                del self._ends[last_tick]
 
     def _grow(self, job: Job) -> None:
         """Seal the block just filled and take the next one, preempting the newest jobs while none is free."""

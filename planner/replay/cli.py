@@ -17,12 +17,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from planner.files import writable
-from planner.replay import words
+from planner.replay import arguments
 from planner.replay.options import Clients, Options
 from planner.replay.record import End
 from planner.replay.report import HEADS, cells_of, page
 from planner.replay.spec import FleetError, FleetSpec, preset, read_fleet
-from planner.replay.sweep import Contest, Standing, held
+from planner.replay.sweep import Contest, Standing, compare
 from planner.traces import READERS, TraceError, TraceRequest, read_trace, sliced
 from policies import registry
 from policies.admissions import build_admission
@@ -45,7 +45,7 @@ Targets = Annotated[
     str | None, typer.Option("--capacity", metavar="90,99", help="Find the load of these attainments, %.")
 ]
 Slos = Annotated[str, typer.Option("--slo", help="ttft=2s,tpot=50ms, or a YAML file of classes.")]
-Faults = Annotated[str, typer.Option("--faults", help=words.FAULTS)]
+Faults = Annotated[str, typer.Option("--faults", help=arguments.FAULTS)]
 Format = Annotated[str | None, typer.Option("--format", help=f"{', '.join(READERS)}; seen from the file unless given.")]
 From = Annotated[str, typer.Option("--from", metavar="TIME", help="Only requests recorded from here on.")]
 To = Annotated[str | None, typer.Option("--to", metavar="TIME", help="... and before this.")]
@@ -89,25 +89,25 @@ def replay(
 ) -> None:
     """Try policies on recorded traffic: mock TP groups on a virtual clock, behind the gateway's own decisions."""
     try:
-        clients = Clients(retries, not ignore_retry_after, None if patience is None else words.seconds(patience))
-        standard, classes = words.classes(slo)
+        clients = Clients(retries, not ignore_retry_after, None if patience is None else arguments.seconds(patience))
+        standard, classes = arguments.classes(slo)
         options = Options(seed, expected_output=expected_output, standard=standard, classes=classes, clients=clients)
-        until = words.seconds(for_) if for_ is not None else 1200.0 if users is not None else None
+        until = arguments.seconds(for_) if for_ is not None else 1200.0 if users is not None else None
         options = msgspec.structs.replace(options, horizon_s=until)
-        spec, options = words.troubled(faults, _fleet(fleet), options)
+        spec, options = arguments.troubled(faults, _fleet(fleet), options)
         contest = Contest(
             fleet=spec,
             requests=_requests(trace, format_, from_, to),
             policies=_known(policy),
             admission=None if admission == "none" else admission,
-            loads=tuple(words.loads(users or rate or "1")),
+            loads=tuple(arguments.loads(users or rate or "1")),
             by_users=users is not None,
-            targets=tuple(target / 100 for target in words.loads(capacity)) if capacity else (),
-            warmup_s=words.seconds(warmup),
+            targets=tuple(target / 100 for target in arguments.loads(capacity)) if capacity else (),
+            warmup_s=arguments.seconds(warmup),
             options=options,
         )
         _checked(contest, both=users is not None and rate is not None)
-    except (words.WordError, FleetError, PolicyConfigError) as error:
+    except (arguments.ArgumentError, FleetError, PolicyConfigError) as error:
         raise typer.BadParameter(str(error)) from None
     except TraceError as error:
         typer.echo(f"penstock replay: {error}", err=True)
@@ -126,7 +126,7 @@ def _fleet(text: str) -> FleetSpec:
 
 
 def _requests(trace: Path, kind: str | None, from_: str, to: str | None) -> list[TraceRequest]:
-    span = words.seconds(from_), None if to is None else words.seconds(to)
+    span = arguments.seconds(from_), None if to is None else arguments.seconds(to)
     requests = sliced(read_trace(trace, kind), *span)
     if not requests:
         raise TraceError(f"{trace}: no request from {from_} to {to or 'its end'}")
@@ -138,15 +138,15 @@ def _known(text: str) -> tuple[str, ...]:
     for name in names:
         registry.build(name, {})
     if not names:
-        raise words.WordError("--policy names at least one policy")
+        raise arguments.ArgumentError("--policy names at least one policy")
     return names
 
 
 def _checked(contest: Contest, both: bool) -> None:
     if both:
-        raise words.WordError("--rate is for open arrivals, --users for closed loops: give one of them")
+        raise arguments.ArgumentError("--rate is for open arrivals, --users for closed loops: give one of them")
     if any(target >= 1 for target in contest.targets):
-        raise words.WordError("--capacity takes attainments in percent, below 100")
+        raise arguments.ArgumentError("--capacity takes attainments in percent, below 100")
     if contest.admission is not None:
         build_admission(contest.admission, {})
 
@@ -154,11 +154,11 @@ def _checked(contest: Contest, both: bool) -> None:
 def _carried_out(contest: Contest, quiet: bool) -> Standing:
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
-        return held(contest)
+        return compare(contest)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("replay", total=1.0)
-        return held(contest, lambda name, share: bar.update(task, description=name, completed=share))
+        return compare(contest, lambda name, share: bar.update(task, description=name, completed=share))
 
 
 def _print(standing: Standing, as_json: bool) -> None:

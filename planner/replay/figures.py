@@ -81,7 +81,8 @@ class Figures(msgspec.Struct, frozen=True):
 def figures(run: Run, from_s: float = 0.0, to_s: float | None = None) -> Figures:
     """Of the requests that arrived from `from_s` on (a cold fleet's first minutes aside) and before `to_s`.
 
-    Requests that a horizon cut short count as good while they still could be, that is: not at all.
+    A request that the horizon cut short is left out, for it might have been good; unless its first token was overdue
+    already: then it is a miss.
     """
     inside = [one for one in run.records if one.arrived_s >= from_s and (to_s is None or one.arrived_s < to_s)]
     counted = [one for one in inside if one.end is not End.CUT or _is_late(one, run.ended_s)]
@@ -177,7 +178,7 @@ def _kept(records: Sequence[Record]) -> float | None:
 
 
 def _errors(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
-    """Relative ones, of what was said against what it really was."""
+    """Relative errors of predictions: pairs of what was predicted and what came; those without either are left out."""
     return [abs(said - real) / real for said, real in pairs if said is not None and real]
 
 

@@ -16,14 +16,18 @@ from policies.model import Request
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request between its arrival and its end. Changed by fleet.py and halves.py alone.
+    """A request between its arrival and its end. Changed by fleet.py, door.py and halves.py alone.
 
     rest      what its client will ask after it, in a closed loop
     permit    it holds a place that its pool's room gave it
     believed  prompt tokens that its group was believed to hold when it was picked
     expected  its keys are counted among those that its group will compute
-    giver, given, prefill_entry  the other half, of a split request: who computes its prompt, the job there (its blocks
-              are kept until they have been fetched), what is booked there
+
+    Of a split request:
+    taker     the group that decodes it
+    giver     the group that computes its prompt; None once its KV has been fetched, or is lost
+    given     the job there, whose blocks are kept until they have been fetched
+    prefill_entry  what is booked there
     """
 
     record: Record

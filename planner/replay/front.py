@@ -40,8 +40,8 @@ class Front:
         for group in groups:
             self.index.set_capacity(group.load.slot, group.kind.capacity_tokens)
         self.candidates = tuple(group.candidate for group in groups)
-        self._rooms = [group.engine.scheduler.pool.total for group in groups]
-        self._least_room = min(self._rooms)
+        self._kv_blocks = [group.engine.scheduler.pool.total for group in groups]
+        self._least_kv_blocks = min(self._kv_blocks)
         self.picks, self.pick_s = 0, 0.0
 
     def request(self, record: Record, one: TraceRequest) -> Request:
@@ -89,12 +89,12 @@ class Front:
 
     def fits_everywhere(self, one: TraceRequest) -> bool:
         """Whether every group's KV could hold prompt and answer."""
-        return blocks_for(one.input_tokens + one.output_tokens, self._block_tokens) <= self._least_room
+        return blocks_for(one.input_tokens + one.output_tokens, self._block_tokens) <= self._least_kv_blocks
 
     def holding(self, tokens: int, among: Sequence[Candidate]) -> Sequence[Candidate]:
         """Those of them whose KV could hold so many tokens."""
         needed = blocks_for(tokens, self._block_tokens)
-        return [each for each in among if needed <= self._rooms[each.load.slot]]
+        return [each for each in among if needed <= self._kv_blocks[each.load.slot]]
 
     def pick(self, ask: Ask, candidates: Sequence[Candidate]) -> Pick | None:
         """The policy's choice, timed."""

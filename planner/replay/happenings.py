@@ -1,4 +1,4 @@
-"""What happens to a replayed fleet besides requests: groups that fail, slow down, drain or join; scrapes of metrics."""
+"""What happens to a replayed fleet besides requests: groups fail, slow down, drain or join, and metrics are scraped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from planner.replay.fleet import Fleet
 
 Reading = tuple[Group, int, int, float]
+"""What a group's metrics said: jobs running, jobs waiting, share of its KV blocks in use."""
 SWEEP_S = 0.25
+"""How often the gateway looks again how many requests a group that warms up may have at once."""
 
 
 class Happenings:
@@ -84,7 +86,7 @@ class Happenings:
         self._fleet.door.refresh(now)
 
     def _warm(self, now: float, what: tuple[Group, float]) -> None:
-        """As the gateway's sweep does."""
+        """Raise a group's ceiling by how long it has been up, as the gateway's sweep does."""
         group, since = what
         ramp_s, cap = self._fleet.options.slow_start_s, group.kind.max_concurrency
         group.load.ceiling = ceiling(cap, now - since, ramp_s)

@@ -93,7 +93,7 @@ def _curves(standing: Standing, names: Sequence[str]) -> str:
 
 
 def _spreads(standing: Standing, names: Sequence[str]) -> str:
-    """How latencies are distributed, at the highest load at which somebody still keeps most promises."""
+    """How latencies are distributed, at the one load that tells policies apart best."""
     load = _telling(standing)
     slo = standing.contest.options.standard
     shown = [point for point in standing.points if point.load == load]
@@ -120,6 +120,7 @@ def _imbalances(points: Sequence[Point], names: Sequence[str]) -> list[tuple[str
 
 
 def _telling(standing: Standing) -> float:
+    """The highest load at which some policy still attains 80 %; the lowest load where none does."""
     kept = [point.load for point in standing.points if point.figures.attainment >= 0.8]
     return max(kept, default=min(point.load for point in standing.points))
 

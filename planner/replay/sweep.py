@@ -78,7 +78,7 @@ def one_run(contest: Contest, policy: str, load: float, watch: Callable[[float, 
     return replay(contest.fleet, load_of(contest, load), registry.build(policy, {}), gate, contest.options, watch=watch)
 
 
-def held(contest: Contest, tell: Progress | None = None) -> Standing:
+def compare(contest: Contest, tell: Progress | None = None) -> Standing:
     """Everything the contest asks for, one replay after another."""
     points = []
     capacities: dict[str, tuple[Capacity, ...]] = {}

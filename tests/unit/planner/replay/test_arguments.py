@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.replay import Fault, FleetError, Options, Trouble, View, preset, read_fleet
-from planner.replay.words import WordError, classes, loads, seconds, troubled
+from planner.replay.arguments import ArgumentError, classes, loads, seconds, troubled
 from policies.model import STANDARD, Role, Slo
 
 
@@ -47,13 +47,13 @@ def test_faults_change_the_fleet_and_the_view_of_it() -> None:
     ],
 )
 def test_a_fault_that_cannot_be_is_named(text: str) -> None:
-    with pytest.raises(WordError):
+    with pytest.raises(ArgumentError):
         troubled(text, preset("F1"), Options())
 
 
 @pytest.mark.parametrize("text", ["tpt=3s", "ttft=soon", "nowhere.yaml"])
 def test_a_budget_that_cannot_be_is_named(text: str) -> None:
-    with pytest.raises(WordError):
+    with pytest.raises(ArgumentError):
         classes(text)
 
 
