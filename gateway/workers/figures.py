@@ -24,7 +24,7 @@ class Figures:
         self.frames_dropped_total: Family[Counter] = own.counter(
             "penstock_worker_frames_dropped_total",
             "Messages between workers that were given up: slow (one did not keep up with hearing), too_long.",
-            Label("reason", 64),
+            Label("reason"),
         )
 
     def catalogue(self) -> tuple[Spec, ...]:
