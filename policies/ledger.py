@@ -7,7 +7,7 @@ only counters move. Not here: health, the prefix index, sockets (gateway/).
 
 from __future__ import annotations
 
-from policies import outlook
+from policies import foresight, outlook
 from policies.model import EndpointLoad, Request
 from policies.paper import Prompt
 from policies.timeline import STALE_S, Timeline
@@ -28,7 +28,7 @@ class Entry(Prompt):
     """
 
     __slots__ = (
-        *("_booked_at", "_context", "_first_s", "_load", "_open", "_request", "_token_s", "_uncached"),
+        *("_booked_at", "_context", "_first_s", "_load", "_open", "_request", "_token_s", "_uncached", "_waits_s"),
         "cached_tokens",
     )
 
@@ -80,6 +80,9 @@ class Entry(Prompt):
             timeline.refresh(load, now)
         self.prompt_tokens = prompt = request.prompt_tokens
         self.sequences = request.choices
+        self.output_tokens = request.output_tokens / request.choices
+        # What is handed over is nobody's prefix here before it has come.
+        self.had = 0 if handed else min(self.cached_tokens, prompt)
         self.planned = self.locked = False
         if self.decoding:
             self.left, self.planned = 0, True
@@ -92,7 +95,8 @@ class Entry(Prompt):
             timeline.expect(load, self)
         else:
             self._place()
-            self._first_s = first_s = outlook.ttft_s(timeline, load, self.left, self.at, now)
+            first_s, self._waits_s = foresight.ttft_s(timeline, load, self, now)
+            self._first_s = first_s
             self._token_s = outlook.tpot_s(timeline, load, prompt, request.output_tokens, first_s)
             self._compute(now)
 
@@ -135,7 +139,7 @@ class Entry(Prompt):
         if load.believed:
             self.told = True
             if self._booked_at is not None and self._first_s is not None:
-                load.belief.missed(self._first_s, now - self._booked_at)
+                load.belief.missed(self._first_s, now - self._booked_at, self._waits_s)
             load.timeline.answered(load, self, now)
 
     def computed(self) -> None:
@@ -195,7 +199,8 @@ def believe(load: EndpointLoad, believed: bool, now: float) -> None:
     load.timeline = Timeline(now)
     load.timeline.refresh(load, now)
     if believed:
-        for entry in load.entries:
+        # Answers under way first: what is said of the others reckons with their ends.
+        for entry in sorted(load.entries, key=lambda entry: not entry.decoding):
             entry.join(now)
         load.timeline.refresh(load, now)
 
@@ -208,8 +213,13 @@ def scraped(
     kv_tokens: int | None,
     now: float,
 ) -> None:
-    """The engine's own view of itself, None where it did not tell: it knows of requests that others sent."""
-    load.strangers = max(0, (running or 0) + (waiting or 0) - load.in_flight)
+    """The engine's own view of itself, None where it did not tell: it knows of requests that others sent.
+
+    A request that another gateway has not told us of yet, or that ended while this view was on its way, is no stranger's
+    and would weigh on the endpoint until the next view: whoever is there twice in a row counts.
+    """
+    beyond = max(0, (running or 0) + (waiting or 0) - load.in_flight)
+    load.strangers, load.beyond = min(beyond, load.beyond), beyond
     load.running, load.waiting, load.kv_usage = running, waiting, kv_usage
     load.scraped_at = now
     if kv_tokens is not None:

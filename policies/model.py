@@ -85,7 +85,8 @@ class EndpointLoad:
     available        False while ejected by health or draining: never a candidate
     ceiling          requests at once while others have room: fewer than its cap as long as it warms up (warmup.py)
     running, waiting, kv_usage, scraped_at   the engine's own view at its last scrape; None before the first
-    strangers        requests in that view beyond in_flight at that moment: what strangers to the fleet's gateways sent
+    beyond           requests in that view beyond in_flight at that moment
+    strangers        as many as were beyond at each of the last two scrapes: what strangers to the fleet's gateways sent
     others           what other gateways booked here, contained in the booked numbers above (foreign.py)
     belief           how fast the endpoint is, learnt (latency.py)
     timeline         what its engine is believed to be doing, step by step (timeline.py, paper.py)
@@ -108,7 +109,7 @@ class EndpointLoad:
     """
 
     __slots__ = (
-        *("answers", "available", "belief", "believed", "ceiling", "decode_tokens", "decoding", "entries"),
+        *("answers", "available", "belief", "believed", "beyond", "ceiling", "decode_tokens", "decoding", "entries"),
         *("expected_tokens", "held_tokens", "in_flight"),
         *("kv_booked", "kv_tokens", "kv_usage", "others", "prefill_tokens", "regret", "running", "scraped_at", "slot"),
         *("strangers", "timeline", "waiting"),
@@ -129,7 +130,7 @@ class EndpointLoad:
         self.waiting: int | None = None
         self.kv_usage: float | None = None
         self.scraped_at: float | None = None
-        self.strangers = 0
+        self.beyond = self.strangers = 0
         self.others = Others()
         self.belief = Belief() if belief is None else belief
         self.timeline = Timeline()

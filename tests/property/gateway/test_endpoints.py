@@ -94,8 +94,10 @@ class Bookings(RuleBasedStateMachine):
     @rule(slot=st.integers(0, 2), running=st.none() | st.integers(0, 50), waiting=st.none() | st.integers(0, 50))
     def scrape(self, slot: int, running: int | None, waiting: int | None) -> None:
         load = self.candidates[slot].load
+        before = load.beyond
         self.table.scraped(self.lives[slot], Reading(running, waiting, 0.5, None))
-        assert load.strangers == max(0, (running or 0) + (waiting or 0) - load.in_flight)
+        assert load.beyond == max(0, (running or 0) + (waiting or 0) - load.in_flight)
+        assert load.strangers == min(before, load.beyond)
 
     @invariant()
     def loads_are_the_sum_of_open_bookings(self) -> None:

@@ -55,7 +55,7 @@ def test_an_endpoint_unlike_its_prior_is_known_within_twenty_requests(slowness: 
     load, now = load_of(), 0.0
     for _ in range(20):
         now = serve(load, now + 1.0, slowness)
-    assert load.belief.prefill.factor == pytest.approx(slowness, rel=0.05)
+    assert load.belief.filled(SHAPE.full(6000)) == pytest.approx(slowness, rel=0.05)
     assert load.belief.step.factor == pytest.approx(slowness, rel=0.05)
 
 
@@ -64,7 +64,7 @@ def test_one_that_is_throttled_and_recovers_is_followed_both_ways() -> None:
     for slowness in (1.0, 3.0, 1.0):
         for _ in range(60 if now == 0.0 else 20):
             now = serve(load, now + 1.0, slowness)
-        assert load.belief.prefill.factor == pytest.approx(slowness, rel=0.1)
+        assert load.belief.filled(SHAPE.full(6000)) == pytest.approx(slowness, rel=0.1)
         assert load.belief.step.factor == pytest.approx(slowness, rel=0.1)
 
 
@@ -191,8 +191,19 @@ def test_strangers_slow_every_step() -> None:
     load = load_of()
     before = load.step_s
     ledger.scraped(load, 40, 0, None, None, 1.0)
+    ledger.scraped(load, 40, 0, None, None, 2.0)
     assert load.strangers == 40
     assert load.step_s > before
+
+
+def test_a_request_that_an_engine_tells_of_before_the_gateway_that_sent_it_is_no_strangers() -> None:
+    load = load_of()
+    ledger.scraped(load, 3, 0, None, None, 1.0)
+    assert load.strangers == 0
+    ledger.scraped(load, 1, 1, None, None, 2.0)
+    assert load.strangers == 2
+    ledger.scraped(load, 0, 0, None, None, 3.0)
+    assert load.strangers == 0
 
 
 def test_an_answer_nobody_tells_of_does_not_hold_up_the_others() -> None:
