@@ -37,6 +37,11 @@ class Shape(msgspec.Struct, frozen=True):
     request_s: float = 0.005
     budget_tokens: int = 8192
 
+    def full(self, tokens: float) -> float:
+        """How much of a full step's pace one with so many prompt tokens has, 0 to 1: it is lost to the smallest."""
+        fill = tokens / self.budget_tokens
+        return fill * fill
+
 
 class _Gpu(msgspec.Struct, frozen=True):
     """Public peaks of one GPU kind, and what engines reach of them (perfmodel 3.3, 3.4).
@@ -113,6 +118,9 @@ def shape_for(
 NEUTRAL = shape_for(tp=4)
 MOST_CORRECTION = 4.0  # |ln| of a correction: from 1/55 to 55 times the prior
 PRIOR_VAR = 0.25  # a prior is believed within a factor of e^0.5 or so
+PART_VAR = 0.02  # steps that are not full are believed to be as fast per token as full ones within 15 % or so
+LEAST_WAIT = 0.05  # of a wait for KV that was expected, what is taken for none
+WAIT_VAR = 1.0  # of one wait for KV: which answer ends next is not known
 NOISE_VAR = 0.02**2  # of one observation beyond what is known of it
 REACH_GAIN, MOST_REACH_S = 0.05, 1.0  # least weight of one observation of the API's cost, and the most it may be
 DRIFT_VAR = 0.003**2  # by which a truth may move between two observations
@@ -125,10 +133,11 @@ class Gauge:
     that was throttled, or set free, and the filter opens up to follow.
     """
 
-    __slots__ = ("factor", "last", "log", "var")
+    __slots__ = ("factor", "last", "log", "most_var", "var")
 
-    def __init__(self) -> None:
-        self.factor, self.log, self.var, self.last = 1.0, 0.0, PRIOR_VAR, 0.0
+    def __init__(self, prior_var: float = PRIOR_VAR) -> None:
+        self.factor, self.log, self.last = 1.0, 0.0, 0.0
+        self.var = self.most_var = prior_var
 
     def observe(self, seen: float, noise_var: float) -> None:
         """`seen` is the factor that would have explained an observation whose logarithm has that variance."""
@@ -145,7 +154,7 @@ class Gauge:
             surprise = sqrt(most) if surprise > 0 else -sqrt(most)
         gain = var / (var + noise)
         var *= 1.0 - gain
-        self.var = var if var < PRIOR_VAR else PRIOR_VAR
+        self.var = var if var < self.most_var else self.most_var
         learnt = self.log + gain * surprise
         if not -MOST_CORRECTION < learnt < MOST_CORRECTION:
             learnt = MOST_CORRECTION if learnt > 0 else -MOST_CORRECTION
@@ -153,9 +162,11 @@ class Gauge:
 
 
 class Belief:
-    """What is believed of one endpoint's speed: a prior, and two factors learnt. Written by its timeline and ledger.
+    """What is believed of one endpoint's speed: a prior, and factors learnt. Written by its timeline and ledger.
 
-    prefill  factor on what prompts add to a step; step  factor on what decoding takes
+    prefill  factor on what prompts add to a step that is full; part  times this in the smallest steps, whose matrices
+             do not fill the GPU
+    step  factor on what decoding takes; wait  on waits for KV, as they are on paper
     request_s  what the API costs a request before the engine sees it
     error    running mean square of ln(actual TTFT / predicted)
     The rest is the shape with its factors, multiplied once: `flop_s` is what a decoding sequence computes, `layers_s`
@@ -163,13 +174,14 @@ class Belief:
     """
 
     __slots__ = (
-        *("base_s", "context_s", "error", "floor_s", "flop_s", "layers", "layers_s", "pair_s", "prefill"),
-        *("_reached", "request_s", "room", "sequence_s", "shape", "step", "token_s"),
+        *("base_s", "context_s", "error", "floor_s", "flop_s", "layers", "layers_s", "pair_s", "part"),
+        *("_reached", "prefill", "request_s", "room", "sequence_s", "shape", "step", "token_s", "wait"),
     )
 
     def __init__(self, shape: Shape = NEUTRAL) -> None:
         self.shape = shape
         self.prefill, self.layers, self.step = Gauge(), Gauge(), Gauge()
+        self.part, self.wait = Gauge(PART_VAR), Gauge()
         self.error = PRIOR_VAR
         self.request_s, self.room = shape.request_s, shape.budget_tokens
         self._reached = 1  # a prior counts as one observation
@@ -184,14 +196,23 @@ class Belief:
         self.flop_s, self.floor_s = slower * shape.token_s, slower * shape.weights_s
         self.base_s = slower * shape.step_s
 
+    def filled(self, full: float) -> float:
+        """The factor on what the prompts of one step add to it; `full` is the shape's."""
+        part = self.part.factor
+        return self.prefill.factor * (part + full * (1.0 - part))
+
     def reached(self, seen_s: float) -> None:
         """How long a request was on its way to the engine's scheduler, as far as one first token tells."""
         self._reached += 1
         gain = max(REACH_GAIN, 1.0 / self._reached)
         self.request_s += gain * (min(MOST_REACH_S, max(0.0, seen_s)) - self.request_s)
 
-    def missed(self, predicted_s: float, actual_s: float) -> None:
-        """How far a prediction of a time to first token was off: the error bars."""
+    def missed(self, predicted_s: float, actual_s: float, waits_s: float = 0.0) -> None:
+        """How far a prediction of a time to first token was off: the error bars, and if it was to wait for KV so long
+        by the paper, what such waits are to be multiplied with."""
+        if waits_s > 0.0:
+            rest_s = predicted_s - self.wait.factor * waits_s
+            self.wait.observe(max(LEAST_WAIT, (actual_s - rest_s) / waits_s), WAIT_VAR)
         if predicted_s > 0 and actual_s > 0:
             off = 2.0 * (actual_s - predicted_s) / (actual_s + predicted_s)  # nearly the logarithm, and bounded
             self.error += 0.05 * (off * off - self.error)

@@ -10,12 +10,14 @@ from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from policies.latency import Belief
     from policies.model import EndpointLoad
     from policies.paper import Paper, Prompt
 
 SHORT_S = 0.1  # first tokens within so much of an idle queue tell of what every step, or the API, costs
 LEARN_S = 1.0  # first tokens in a row are judged together until they span so much
 LESSON_S = 0.1  # between two lessons of a kind: where requests come by the hundred, each tells next to nothing
+LEAST_PART = 0.1  # share of the prompts' time in steps that were not full, for these to learn anything
 KV_GAIN, LEAST_KV = 0.1, 0.05  # weight of one scrape, and the share of KV that must be held for it to tell anything
 
 
@@ -24,14 +26,15 @@ class Span:
 
     anchor        when they began: at a first token; or, where `entered` is set, at the end of the decode step that a
                   prompt met when it entered then, `wait_s` later in the mean
-    raw_*, steps  seconds by the prior of prompts and of decoding within those steps, and how many they were
+    raw_*, steps  seconds by the prior of prompts, of these as far as steps were full (Shape.full), and of decoding
+                  within those steps, and how many they were
     tight         a prompt had to wait for KV; foreign  the most prompt tokens that other gateways had waiting
     taught_at, decoded_at  when first tokens, and whole answers, last taught something
     """
 
     __slots__ = (
-        *("anchor", "decoded_at", "entered", "foreign", "raw_decode", "raw_prefill", "steps", "taught_at", "tight"),
-        "wait_s",
+        *("anchor", "decoded_at", "entered", "foreign", "raw_decode", "raw_full", "raw_prefill", "steps", "taught_at"),
+        *("tight", "wait_s"),
     )
 
     def __init__(self) -> None:
@@ -41,12 +44,13 @@ class Span:
     def begin(self, at: float, wait_s: float = 0.0, entered: float | None = None) -> None:
         """From here on it is measured."""
         self.anchor, self.wait_s, self.entered, self.tight = at, wait_s, entered, False
-        self.raw_prefill = self.raw_decode = 0.0
+        self.raw_prefill = self.raw_full = self.raw_decode = 0.0
         self.steps = self.foreign = 0
 
-    def add(self, prefill_s: float, decode_s: float, foreign_tokens: int) -> None:
+    def add(self, prefill_s: float, full_s: float, decode_s: float, foreign_tokens: int) -> None:
         """One more step."""
         self.raw_prefill += prefill_s
+        self.raw_full += full_s
         self.raw_decode += decode_s
         self.steps += 1
         if foreign_tokens > self.foreign:
@@ -76,14 +80,25 @@ def _steps(span: Span, load: EndpointLoad, spent: float) -> None:
     foreign_s = span.foreign * belief.token_s
     rest = max(0.01 * spent, spent - belief.step.factor * span.raw_decode - foreign_s)
     off = 0.6 * span.wait_s + 0.1 * spent / span.steps + foreign_s
-    layers_s, prompts_s = span.steps * belief.layers_s, belief.prefill.factor * span.raw_prefill
+    part_s = belief.part.factor * (span.raw_prefill - span.raw_full)
+    layers_s, prompts_s = span.steps * belief.layers_s, belief.prefill.factor * (part_s + span.raw_full)
     if spent < SHORT_S:
         seen = max(0.1 * layers_s, rest - prompts_s) / (span.steps * belief.shape.step_s)
         belief.layers.observe(seen, (off / layers_s) ** 2)
     else:
-        seen = max(0.1 * prompts_s, rest - layers_s) / span.raw_prefill
-        belief.prefill.observe(seen, (off / prompts_s) ** 2)
+        ratio = max(0.1 * prompts_s, rest - layers_s) / prompts_s
+        _prompts(belief, ratio, belief.prefill.factor * part_s / prompts_s, (off / prompts_s) ** 2)
     belief.settle()
+
+
+def _prompts(belief: Belief, ratio: float, part: float, noise_var: float) -> None:
+    """Prompts took `ratio` times as long as believed, `part` of it in steps that were not full: both factors learn,
+    each as far as the other is known."""
+    prefill, partly = belief.prefill, belief.part
+    prefill_var = prefill.var
+    prefill.observe(ratio * prefill.factor, noise_var + part * part * partly.var)
+    if part > LEAST_PART:
+        partly.observe(ratio ** (1.0 / part) * partly.factor, (noise_var + prefill_var) / (part * part))
 
 
 def decoded(paper: Paper, load: EndpointLoad, prompt: Prompt, output_tokens: int, now: float) -> None:
@@ -114,5 +129,7 @@ def scraped(paper: Paper, load: EndpointLoad, kv_usage: float) -> None:
     held = paper.starts + paper.batch * paper.tick + sum(prompt.prompt_tokens for prompt in paper.finishing)
     if paper.queue and paper.queue[0].locked:
         held += paper.queue[0].at  # blocks are taken chunk by chunk
+    prefixes = paper.prefixes
+    prefixes.distinct = max(0.0, kv_usage * load.kv_tokens - (held - prefixes.tokens))
     if held > LEAST_KV * load.kv_tokens:
         paper.kv_ratio += KV_GAIN * (max(LEAST_KV, min(1.0, kv_usage * load.kv_tokens / held)) - paper.kv_ratio)

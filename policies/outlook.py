@@ -1,11 +1,12 @@
-"""What a newcomer would meet at an endpoint: the outlook of EndpointLoad in plain floats, and one request foreseen.
+"""What a newcomer would meet at an endpoint: the outlook of EndpointLoad in plain floats, and an answer's pace.
 
-Read from the engine on paper (paper.py) and the belief of its speed (latency.py). Not here: who reads it.
+Read from the engine on paper (paper.py) and the belief of its speed (latency.py). Not here: who reads it, and when one
+prompt's first token will come (foresight.py).
 """
 
 from __future__ import annotations
 
-from math import ceil, exp, inf
+from math import exp, inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,30 +47,6 @@ class Averages:
         else:
             self.born = now
         self.seen_s, self.seen_steps = timeline.prefill_s, timeline.prefill_steps
-
-
-def ttft_s(timeline: Timeline, load: EndpointLoad, left: int, at: int, now: float) -> float:
-    """Expected seconds until the first token of a prompt that is sent now, with `left` tokens to compute behind `at`.
-
-    From the end of the step under way, or of the decode step that it meets, in whole steps. What arrives later and is
-    put into its last step is not foreseen.
-    """
-    timeline.advance(load, now)
-    belief, batch = load.belief, timeline.batch
-    enters = timeline.queue[0].enters if timeline.queue else now + belief.request_s
-    start = timeline.ends if timeline.busy else timeline.began
-    if timeline.busy and start < now:
-        start = now + now - start  # what is late already was misjudged: expect it to take as long again
-    if start < enters:
-        start = start + ceil((enters - start) / timeline.decode_s - 1e-9) * timeline.decode_s if batch else enters
-    tokens, pairs = timeline.queued_tokens + left, timeline.queued_pairs + left * (at + 0.5 * left)
-    steps = 1.0 + tokens / max(1, belief.room - batch)  # the last is not full, but will be fuller than is known now
-    prompts_s = max(tokens * belief.token_s, belief.prefill.factor * belief.shape.weights_s)
-    spent_s = prompts_s + pairs * belief.pair_s + steps * timeline.over_s
-    short = left + at - load.kv_free
-    if short > 0.0:
-        start = max(start, now + short * load.kv_s)
-    return max(now, start) + spent_s - now
 
 
 def tpot_s(timeline: Timeline, load: EndpointLoad, prompt_tokens: int, output_tokens: int, first_s: float) -> float:

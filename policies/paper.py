@@ -12,12 +12,19 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from policies import lessons
+from policies.held import Prefixes
 
 if TYPE_CHECKING:
     from policies.model import EndpointLoad
 
 TOGETHER = 0.25
 """First tokens within so much of a decode step were made by one step."""
+
+OVERDUE = 0.5
+"""By how much of its length a step is late that has not begun, where KV is as good as full."""
+
+NEARLY_FULL = 0.03
+"""Share of an engine's KV: with less of it free, a prompt that was believed to have room may be waiting for it."""
 
 
 class Prompt:
@@ -26,13 +33,14 @@ class Prompt:
     enters    policy clock when the engine's scheduler sees it
     left, at  tokens in no step yet, and tokens of the prompt before those
     planned   its last chunk is in a step; decoding  it is past its first token; locked  it has its KV
-    sequences answers that grow from it
+    had       tokens of it that were believed to be cached, and so may be somebody else's as well
+    sequences answers that grow from it; output_tokens  expected of each of them
     told      somebody will tell of its first token; else it is believed to come when the step ends
     """
 
     __slots__ = (
-        *("at", "began", "decode_raw_s", "decoding", "enters", "left", "locked", "planned", "prefill_s"),
-        *("prefill_steps", "prompt_tokens", "sequences", "tick", "told"),
+        *("at", "began", "decode_raw_s", "decoding", "enters", "had", "left", "locked", "output_tokens", "planned"),
+        *("prefill_s", "prefill_steps", "prompt_tokens", "sequences", "tick", "told"),
     )
 
     at: int
@@ -40,8 +48,10 @@ class Prompt:
     decode_raw_s: float
     decoding: bool
     enters: float
+    had: int
     left: int
     locked: bool
+    output_tokens: float
     planned: bool
     prefill_s: float
     prefill_steps: int
@@ -49,6 +59,11 @@ class Prompt:
     sequences: int
     tick: float
     told: bool
+
+    @property
+    def fresh(self) -> int:
+        """Tokens that were to be computed when it came: the last one always is."""
+        return max(1, self.prompt_tokens - self.had)
 
     def computed(self) -> None:
         """Its first token is made, or believed to be where nobody will tell: it decodes."""
@@ -64,10 +79,12 @@ class Paper:
     queued_tokens, queued_pairs   those tokens, and their query-key pairs
     busy, began, ends, finishing  whether a step with prompt chunks is under way, when it began and should end, and the
                                   prompts that it completes; when not busy, `began` is a boundary of decode steps
+    step_tokens                   prompt tokens of that step
     told_at                       when first tokens ended a step after which none is planned yet; -inf: no such step
     batch, starts, tick           sequences that decode; `starts + batch * tick` is their context; steps so far
-    kv_prompts, kv_ratio          prompt tokens that have KV and do not decode; of all KV that is held on paper, what is
-                                  really held: prefixes that sequences have in common count once there (lessons.py)
+    kv_prompts, prefixes          prompt tokens that have KV and do not decode; what of all who have KV was cached, and
+                                  how much of that the engine really holds
+    kv_ratio                      the same for all KV that is held on paper, as a mean of some seconds, for the outlook
     decode_s, raw_step_s          a decode step as things stand, and by the prior (outlook.py)
     planned, prefill_*, decode_*  prompt tokens put in steps since anybody asked; steps with prompts and their time, and
                                   the time of steps without by the prior, ever
@@ -76,8 +93,8 @@ class Paper:
 
     __slots__ = (
         *("batch", "began", "busy", "decode_raw_s", "decode_s", "ends", "finishing", "kv_prompts", "kv_ratio"),
-        *("planned", "prefill_s", "prefill_steps", "queue", "queued_pairs", "queued_tokens", "raw_step_s", "span"),
-        *("starts", "tick", "told_at"),
+        *("planned", "prefill_s", "prefill_steps", "prefixes", "queue", "queued_pairs", "queued_tokens", "raw_step_s"),
+        *("span", "starts", "step_tokens", "tick", "told_at"),
     )
 
     def __init__(self, now: float = 0.0) -> None:
@@ -87,9 +104,10 @@ class Paper:
         self.told_at = -inf
         self.began = self.ends = now
         self.finishing: list[Prompt] = []
-        self.batch = self.kv_prompts = self.planned = self.prefill_steps = 0
+        self.batch = self.kv_prompts = self.planned = self.prefill_steps = self.step_tokens = 0
         self.starts = self.tick = 0.0
         self.kv_ratio = 1.0
+        self.prefixes = Prefixes()
         self.prefill_s = self.decode_raw_s = self.decode_s = self.raw_step_s = 0.0
         self.span = lessons.Span()
 
@@ -100,8 +118,13 @@ class Paper:
         while True:
             if self.busy:
                 ends = self.ends
-                if ends > now or (self.finishing and self._awaited()):
+                if ends > now:
                     return
+                if self.finishing and self._awaited():
+                    if not self._starved(load, now):
+                        return
+                    self._retract(load)
+                    continue
                 self.close(ends)
                 if self.queue:
                     self._plan(load, ends)
@@ -170,7 +193,7 @@ class Paper:
         tokens, pairs = 0, 0.0
         while queue and room > tokens:
             head = queue[0]
-            if head.enters > at or not (head.locked or self._fits(load, head, context)):
+            if head.enters > at or not (head.locked or self._fits(load, head)):
                 break
             take, left = head.left, room - tokens
             if take > left:
@@ -190,22 +213,56 @@ class Paper:
         prefill = (prefill if prefill > weights_s else weights_s) + shape.wire_s * tokens + shape.pair_s * pairs
         decode = shape.context_s * context + (shape.sequence_s + shape.token_s + shape.wire_s) * self.batch
         self.planned += tokens
+        self.step_tokens = tokens
         self.busy, self.began = True, at
-        self.ends = at + belief.prefill.factor * prefill + belief.step.factor * decode + belief.layers_s
-        self.span.add(prefill, decode, load.others.prefill_tokens)
+        full = shape.full(tokens)
+        self.ends = at + belief.filled(full) * prefill + belief.step.factor * decode + belief.layers_s
+        self.span.add(prefill, full * prefill, decode, load.others.prefill_tokens)
         return True
 
-    def _fits(self, load: EndpointLoad, prompt: Prompt, context: float) -> bool:
+    def _fits(self, load: EndpointLoad, prompt: Prompt) -> bool:
         """Whether there is KV for all of the prompt, as engines ask before they begin one; then it is locked."""
-        if load.kv_tokens is not None:
-            held = context + self.kv_prompts
-            if self.kv_ratio * (held + prompt.prompt_tokens) > load.kv_tokens:
-                self.span.tight = True
-                if held > 0:
-                    return False
+        if self.needs(prompt) > self.kv_free(load):
+            self.span.tight = True
+            if self.batch or self.kv_prompts:
+                return False
         prompt.locked = True
         self.kv_prompts += prompt.prompt_tokens
+        self.prefixes.hold(prompt.had)
         return True
+
+    def needs(self, prompt: Prompt) -> float:
+        """KV tokens that the engine must have free to begin it."""
+        return prompt.fresh + self.prefixes.alone() * prompt.had
+
+    def kv_free(self, load: EndpointLoad) -> float:
+        """KV tokens that nobody holds now; infinite while it is unknown how many there are."""
+        if load.kv_tokens is None:
+            return inf
+        held = self.starts + self.batch * self.tick + self.kv_prompts
+        return load.kv_tokens - (held - self.prefixes.tokens + self.prefixes.distinct)
+
+    def _starved(self, load: EndpointLoad, now: float) -> bool:
+        """Whether the step that is overdue has not begun, for KV is full: all its prompts began with it, on paper."""
+        if now - self.ends < OVERDUE * (self.ends - self.began) or load.kv_tokens is None:
+            return False
+        if self.kv_free(load) > NEARLY_FULL * load.kv_tokens:
+            return False
+        return sum(prompt.fresh for prompt in self.finishing) <= self.step_tokens
+
+    def _retract(self, load: EndpointLoad) -> None:
+        """The step was none: its prompts wait for KV, and there is less of it than was believed. Others decoded on."""
+        finishing, self.finishing = self.finishing, []
+        for prompt in reversed(finishing):
+            prompt.left, prompt.at = prompt.fresh, prompt.prompt_tokens - prompt.fresh
+            prompt.planned = prompt.locked = False
+            self.queue.appendleft(prompt)
+            self.queued_tokens += prompt.left
+            self.queued_pairs += prompt.left * (prompt.at + 0.5 * prompt.left)
+            self.kv_prompts -= prompt.prompt_tokens
+            self.prefixes.release(prompt.had)
+        self.prefixes.distinct += max(0.0, self.kv_free(load) - self.needs(finishing[0]) + 1.0)
+        self.busy, self.began, self.span.tight = False, self.ends, True
 
     def close(self, at: float) -> None:
         """The step under way is over."""
@@ -234,6 +291,8 @@ class Paper:
         if prompt.locked:
             prompt.locked = False
             self.kv_prompts -= prompt.prompt_tokens
+        else:
+            self.prefixes.hold(prompt.had)
         self.batch += prompt.sequences
         self.starts += prompt.sequences * (prompt.prompt_tokens - self.tick)
 

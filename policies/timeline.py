@@ -10,6 +10,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from policies import lessons, outlook
+from policies.foresight import Arrivals
+from policies.lengths import Lately
 from policies.paper import Paper, Prompt
 
 if TYPE_CHECKING:
@@ -23,15 +25,17 @@ class Timeline(Paper):
     """One engine on paper, kept up to date. One writer: the ledger, through the methods here.
 
     lately           what it has been doing lately, in averages
+    arrivals, lengths  what prompts have been sent there lately, and how long answers turned out to be
     idle_s, over_s   seconds from a pick to the first step of an idle engine; what a step with prompts pays besides them
     fresh_at, stale  when the outlook was refreshed, and whether something was left out of it since
     """
 
-    __slots__ = ("fresh_at", "idle_s", "lately", "over_s", "stale")
+    __slots__ = ("arrivals", "fresh_at", "idle_s", "lately", "lengths", "over_s", "stale")
 
     def __init__(self, now: float = 0.0) -> None:
         super().__init__(now)
         self.lately = outlook.Averages(now)
+        self.arrivals, self.lengths = Arrivals(now), Lately()
         self.fresh_at, self.stale = -inf, False
         self.idle_s = self.over_s = 0.0
 
@@ -39,6 +43,7 @@ class Timeline(Paper):
         """A prompt is on its way to the engine. What is ahead of the next one grows by its work."""
         left, at = prompt.left, prompt.at
         pairs = left * (at + 0.5 * left)
+        self.arrivals.came(left, now)
         self.queue.append(prompt)
         self.queued_tokens += left
         self.queued_pairs += pairs
@@ -54,6 +59,7 @@ class Timeline(Paper):
         """A prompt is computed elsewhere and handed over: room for its KV is taken, nothing is queued."""
         prompt.left, prompt.planned, prompt.locked = 0, True, True
         self.kv_prompts += prompt.prompt_tokens
+        self.prefixes.hold(prompt.had)
         load.kv_free -= prompt.prompt_tokens
 
     def handed(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
@@ -87,6 +93,10 @@ class Timeline(Paper):
 
         The timeline was advanced to this moment before.
         """
+        if output_tokens is not None:
+            self.lengths.ended(output_tokens / prompt.sequences, prompt.output_tokens)
+        if prompt.decoding or prompt.locked:
+            self.prefixes.release(prompt.had)
         if prompt.decoding:
             if output_tokens is not None and prompt.told:
                 lessons.decoded(self, load, prompt, output_tokens, now)
