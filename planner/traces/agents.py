@@ -22,7 +22,8 @@ MOST_CONTEXT = 128 * 1024
 MOST_SESSIONS = (1 << TRACE_BITS) // PRIVATE
 """Each has a range of block ids of its own."""
 
-Natural = Annotated[int, Meta(ge=0, lt=PRIVATE)]
+# First id and length of a run of blocks: their sum stays within the session's range of ids.
+_InRange = Annotated[int, Meta(ge=0, lt=PRIVATE // 2)]
 
 
 class _Agent(msgspec.Struct):
@@ -41,7 +42,7 @@ class _Request(msgspec.Struct, rename={"input": "in"}):
     input: Annotated[int, Meta(ge=1)] | None = None
     out: Tokens | None = None
     think: float | None = None
-    runs: list[tuple[Natural, Natural]] = []
+    runs: list[tuple[_InRange, _InRange]] = []
     agent: _Agent | None = None
 
 

@@ -181,7 +181,7 @@ def test_a_bad_line_is_named_by_file_and_number(kind: str, bad: bytes) -> None:
 
 
 def test_a_run_of_blocks_is_read_no_further_than_its_prompt_reaches() -> None:
-    (one,) = agents([session(requests=[{"t": 0.0, "type": "n", "in": 1600, "out": 2, "runs": [[0, (1 << 32) - 1]]}])])
+    (one,) = agents([session(requests=[{"t": 0.0, "type": "n", "in": 1600, "out": 2, "runs": [[0, (1 << 31) - 1]]}])])
     assert len(one.blocks) == 3
 
 
