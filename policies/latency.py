@@ -164,8 +164,8 @@ class Gauge:
 class Belief:
     """What is believed of one endpoint's speed: a prior, and factors learnt. Written by its timeline and ledger.
 
-    prefill  factor on what prompts add to a step that is full; part  times this in the smallest steps, whose matrices
-             do not fill the GPU
+    prefill  factor on what prompts add to steps, as these come
+    whole    the same for full steps alone; part  times this in the smallest, whose matrices do not fill the GPU
     step  factor on what decoding takes; wait  on waits for KV, as they are on paper
     request_s  what the API costs a request before the engine sees it
     error    running mean square of ln(actual TTFT / predicted)
@@ -175,13 +175,13 @@ class Belief:
 
     __slots__ = (
         *("base_s", "context_s", "error", "floor_s", "flop_s", "layers", "layers_s", "pair_s", "part"),
-        *("_reached", "prefill", "request_s", "room", "sequence_s", "shape", "step", "token_s", "wait"),
+        *("_reached", "prefill", "request_s", "room", "sequence_s", "shape", "step", "token_s", "wait", "whole"),
     )
 
     def __init__(self, shape: Shape = NEUTRAL) -> None:
         self.shape = shape
         self.prefill, self.layers, self.step = Gauge(), Gauge(), Gauge()
-        self.part, self.wait = Gauge(PART_VAR), Gauge()
+        self.whole, self.part, self.wait = Gauge(), Gauge(PART_VAR), Gauge()
         self.error = PRIOR_VAR
         self.request_s, self.room = shape.request_s, shape.budget_tokens
         self._reached = 1  # a prior counts as one observation
@@ -199,7 +199,7 @@ class Belief:
     def filled(self, full: float) -> float:
         """The factor on what the prompts of one step add to it; `full` is the shape's."""
         part = self.part.factor
-        return self.prefill.factor * (part + full * (1.0 - part))
+        return self.whole.factor * (part + full * (1.0 - part))
 
     def reached(self, seen_s: float) -> None:
         """How long a request was on its way to the engine's scheduler, as far as one first token tells."""

@@ -80,25 +80,26 @@ def _steps(span: Span, load: EndpointLoad, spent: float) -> None:
     foreign_s = span.foreign * belief.token_s
     rest = max(0.01 * spent, spent - belief.step.factor * span.raw_decode - foreign_s)
     off = 0.6 * span.wait_s + 0.1 * spent / span.steps + foreign_s
-    part_s = belief.part.factor * (span.raw_prefill - span.raw_full)
-    layers_s, prompts_s = span.steps * belief.layers_s, belief.prefill.factor * (part_s + span.raw_full)
+    layers_s, prompts_s = span.steps * belief.layers_s, belief.prefill.factor * span.raw_prefill
     if spent < SHORT_S:
         seen = max(0.1 * layers_s, rest - prompts_s) / (span.steps * belief.shape.step_s)
         belief.layers.observe(seen, (off / layers_s) ** 2)
     else:
-        ratio = max(0.1 * prompts_s, rest - layers_s) / prompts_s
-        _prompts(belief, ratio, belief.prefill.factor * part_s / prompts_s, (off / prompts_s) ** 2)
+        seen, noise_var = max(0.1 * prompts_s, rest - layers_s) / span.raw_prefill, (off / prompts_s) ** 2
+        belief.prefill.observe(seen, noise_var)
+        _fullness(belief, seen, span.raw_full / span.raw_prefill, noise_var)
     belief.settle()
 
 
-def _prompts(belief: Belief, ratio: float, part: float, noise_var: float) -> None:
-    """Prompts took `ratio` times as long as believed, `part` of it in steps that were not full: both factors learn,
-    each as far as the other is known."""
-    prefill, partly = belief.prefill, belief.part
-    prefill_var = prefill.var
-    prefill.observe(ratio * prefill.factor, noise_var + part * part * partly.var)
+def _fullness(belief: Belief, seen: float, full: float, noise_var: float) -> None:
+    """Prompts took `seen` times as long as by the prior, where `full` of them was in full steps: the factors of full
+    steps and of others learn, each as far as the other is known."""
+    whole, partly = belief.whole, belief.part
+    ratio, whole_var = seen / belief.filled(full), whole.var
+    part = partly.factor * (1.0 - full) / (full + partly.factor * (1.0 - full))
+    whole.observe(ratio * whole.factor, noise_var + part * part * partly.var)
     if part > LEAST_PART:
-        partly.observe(ratio ** (1.0 / part) * partly.factor, (noise_var + prefill_var) / (part * part))
+        partly.observe(ratio ** (1.0 / part) * partly.factor, (noise_var + whole_var) / (part * part))
 
 
 def decoded(paper: Paper, load: EndpointLoad, prompt: Prompt, output_tokens: int, now: float) -> None:

@@ -215,9 +215,8 @@ class Paper:
         self.planned += tokens
         self.step_tokens = tokens
         self.busy, self.began = True, at
-        full = shape.full(tokens)
-        self.ends = at + belief.filled(full) * prefill + belief.step.factor * decode + belief.layers_s
-        self.span.add(prefill, full * prefill, decode, load.others.prefill_tokens)
+        self.ends = at + belief.filled(shape.full(tokens)) * prefill + belief.step.factor * decode + belief.layers_s
+        self.span.add(prefill, shape.full(tokens) * prefill, decode, load.others.prefill_tokens)
         return True
 
     def _fits(self, load: EndpointLoad, prompt: Prompt) -> bool:
