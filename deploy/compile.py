@@ -27,10 +27,10 @@ HOT = (
     *(f"split/{name}" for name in ("dispatch", "edit", "handoffs", "leg", "life", "pair", "words")),
 )
 DECISIONS = (
-    *("admission", "appraisal", "dual", "fairness", "filters", "fingerprint", "fold", "foreign", "health"),
-    *("latency", "ledger", "lengths", "lessons", "outlook", "pacing", "paper", "pickers", "prefix_index"),
-    *("price", "quota", "returns", "run", "rungs", "scorers", "sessions", "split", "timeline", "usage"),
-    "waiting",
+    *("admission", "appraisal", "dual", "fairness", "filters", "fingerprint", "fold", "foreign", "foresight"),
+    *("health", "held", "latency", "ledger", "lengths", "lessons", "outlook", "pacing", "paper", "pickers"),
+    *("prefix_index", "price", "quota", "returns", "run", "rungs", "scorers", "sessions", "split", "timeline"),
+    *("usage", "waiting"),
 )
 MODULES = tuple(f"gateway/{name}.py" for name in HOT) + tuple(f"policies/{name}.py" for name in DECISIONS)
 # Annotations stay annotations, and None has no attributes: a compiled module must behave as its source does, not faster

@@ -215,8 +215,8 @@ def scraped(
 ) -> None:
     """The engine's own view of itself, None where it did not tell: it knows of requests that others sent.
 
-    A request that another gateway has not told us of yet, or that ended while this view was on its way, is no stranger's
-    and would weigh on the endpoint until the next view: whoever is there twice in a row counts.
+    A request that another gateway has not told us of yet, or that ended while this view was on its way, is no
+    stranger's and would weigh on the endpoint until the next view: whoever is there twice in a row counts.
     """
     beyond = max(0, (running or 0) + (waiting or 0) - load.in_flight)
     load.strangers, load.beyond = min(beyond, load.beyond), beyond
