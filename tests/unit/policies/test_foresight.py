@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policies import ledger
-from policies.foresight import Arrivals
+from policies.foresight import MOST_STEPS, Arrivals
 from policies.held import Prefixes
 from policies.latency import Belief, shape_for
 from policies.lengths import Lately
@@ -156,3 +156,12 @@ def test_steps_that_are_not_full_have_a_pace_of_their_own() -> None:
     belief = load.belief
     assert belief.filled(1.0) == pytest.approx(1.0, abs=0.03)
     assert belief.filled(SHAPE.full(2048)) == pytest.approx(1.15, abs=0.03)
+
+
+def test_behind_a_queue_too_long_to_be_played_a_prompt_is_told_nearly_what_playing_would_tell() -> None:
+    played, reckoned = load_of(), load_of()
+    for load, prompts in ((played, MOST_STEPS), (reckoned, MOST_STEPS + 1)):
+        for _ in range(prompts):
+            ledger.book(load, request(3000), 0, 0.0)
+    longer_s = foreseen(reckoned, 3000, 0.0) - foreseen(played, 3000, 0.0)
+    assert abs(longer_s) < 0.1 * foreseen(played, 3000, 0.0)
