@@ -23,6 +23,7 @@ from policies.fingerprint import Fingerprint
 from policies.health import Event, Health, HealthLimits
 from policies.ledger import Entry
 from policies.model import NO_CEILING, Ask, Candidate, EndpointLoad, Pick, Request
+from policies.rungs import Keys
 
 log = logging.getLogger("penstock")
 
@@ -257,7 +258,7 @@ class EndpointTable:
         index.insert(fingerprint, load.slot, prompt_tokens)
         load.held_tokens, load.regret = index.held_tokens(load.slot), index.regret(load.slot)
 
-    def learn_elsewhere(self, keys: list[int], load: EndpointLoad, tokens_per_block: float, kept: int | None) -> None:
+    def learn_elsewhere(self, keys: Keys, load: EndpointLoad, tokens_per_block: float, kept: int | None) -> None:
         """Another gateway sent the endpoint a prompt, told by its keys (policies/rungs.py); of one that was never
         computed it holds `kept` tokens at most."""
         index = self.prefixes.index

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from policies import fold
-from policies.rungs import MAX_BLOCKS, rungs
+from policies.rungs import MAX_BLOCKS, Keys, rungs
 
 _SEEDS_KEPT = 1024
 
@@ -30,7 +30,7 @@ class Fingerprint:
 
     __slots__ = ("block_bytes", "keys", "n_bytes", "rungs")
 
-    def __init__(self, keys: array[int], block_bytes: int, n_bytes: int) -> None:
+    def __init__(self, keys: Keys, block_bytes: int, n_bytes: int) -> None:
         self.keys = keys
         self.rungs = rungs(keys)
         self.block_bytes = block_bytes

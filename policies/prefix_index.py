@@ -13,7 +13,7 @@ from itertools import islice
 import msgspec
 
 from policies.fingerprint import Fingerprint
-from policies.rungs import LENGTHS
+from policies.rungs import LENGTHS, Keys
 
 BLOCK_COST_BYTES = 192
 """What one remembered block may cost: its dict entry just after growth (55), the key (48), and a holders number of its
@@ -170,7 +170,7 @@ class PrefixIndex:
         """
         return self._holders[slot].regret() if slot < len(self._holders) else 0.0
 
-    def _measure(self, keys: list[int], last: int, reach: list[int]) -> None:
+    def _measure(self, keys: Keys, last: int, reach: list[int]) -> None:
         """Writes into `reach` how many blocks each slot holds: halves only where holders change between two rungs."""
         first_holders, last_holders = self._at(keys[0]), self._at(keys[last])
         alive = {first_holders: self._alive(first_holders), last_holders: self._alive(last_holders)}
@@ -203,7 +203,7 @@ class PrefixIndex:
             return [slot] if holders >= oldest[slot] else []
         return [stamp & _SLOT for stamp in _stamps(holders) if stamp >= oldest[stamp & _SLOT]]
 
-    def _known(self, keys: list[int]) -> int:
+    def _known(self, keys: Keys) -> int:
         """The first rung without an entry, by halving; all if all are known, which is asked first."""
         shards, mask = self._shards, self._shard_mask
         low, high = 0, len(keys)
@@ -229,7 +229,7 @@ class PrefixIndex:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
             self.insert_rungs(fingerprint.rungs, slot, tokens_per_block)
 
-    def insert_rungs(self, keys: list[int], slot: int, tokens_per_block: float) -> None:
+    def insert_rungs(self, keys: Keys, slot: int, tokens_per_block: float) -> None:
         """As `insert`, by the keys that have entries alone (rungs.py), of which there is at least one."""
         holder = self._holder(slot)
         keys = keys[: self._most_blocks]
@@ -239,7 +239,7 @@ class PrefixIndex:
             self._book(fresh, runs, holder, tokens_per_block)
             self._oldest_alive[slot] = holder.oldest_alive()
 
-    def _stamp(self, keys: list[int], stamp: int) -> tuple[int, list[_Run]]:
+    def _stamp(self, keys: Keys, stamp: int) -> tuple[int, list[_Run]]:
         """Stamps blocks anew and moves them to the young end of their dict, deepest first, until one bears the stamp
         already: so do all before it. How many those are, and the runs of blocks whose holders were the same."""
         shards, mask, runs = self._shards, self._shard_mask, list[_Run]()
@@ -299,7 +299,7 @@ class PrefixIndex:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
             self.trim_rungs(fingerprint.rungs, slot, kept_tokens, tokens_per_block)
 
-    def trim_rungs(self, keys: list[int], slot: int, kept_tokens: int, tokens_per_block: float) -> None:
+    def trim_rungs(self, keys: Keys, slot: int, kept_tokens: int, tokens_per_block: float) -> None:
         """As `trim`, by the keys that have entries alone."""
         if slot >= len(self._holders):
             return

@@ -7,9 +7,13 @@ takes some 180 entries in place of 800. Not here: how keys are made (fingerprint
 
 from __future__ import annotations
 
-import struct
+import sys
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from typing import TypeAlias
+
+Keys: TypeAlias = "array[int]"
+"""uint64 each ("Q"): they become Python's ints one by one, where they are looked at."""
 
 MAX_BLOCKS = 16_384
 """Blocks fingerprinted at most: 8 MiB of prompt at the default block size. Work per request is bounded by it."""
@@ -17,25 +21,27 @@ MAX_BLOCKS = 16_384
 _FINE_BLOCKS = 64
 
 
-def rungs(chain: Sequence[int]) -> list[int]:
+def rungs(chain: Keys) -> Keys:
     """Those of the chain that have an entry, the shortest first."""
-    found, done, stride = list(chain[:_FINE_BLOCKS]), _FINE_BLOCKS, 2
+    if len(chain) <= _FINE_BLOCKS:
+        return chain
+    found, done, stride = chain[:_FINE_BLOCKS], _FINE_BLOCKS, 2
     while done < len(chain):
         found += chain[done + stride - 1 : 2 * done : stride]
         done, stride = 2 * done, 2 * stride
     return found
 
 
-LENGTHS = rungs(range(1, MAX_BLOCKS + 1))
+LENGTHS = rungs(array("Q", range(1, MAX_BLOCKS + 1))).tolist()
 """How many blocks each rung stands for."""
 
 
-def packed(keys: list[int]) -> bytes:
+def packed(keys: Keys) -> bytes:
     """A fingerprint's rungs, 8 bytes each, little-endian."""
-    return struct.pack(f"<{len(keys)}Q", *keys)
+    return _little(keys).tobytes()
 
 
-def unpacked(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> list[int]:
+def unpacked(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> Keys:
     """The rungs that were packed, as an index takes them (`insert_rungs`). Raises ValueError when the numbers do not
     belong together, so that nothing odd gets into an index."""
     if not 0 < blocks <= MAX_BLOCKS or not blocks * block_bytes <= n_bytes < 1 << 40:
@@ -43,4 +49,12 @@ def unpacked(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> list[i
     count = bisect_right(LENGTHS, blocks)
     if len(keys) != 8 * count:
         raise ValueError(f"{len(keys)} bytes are no {count} keys of {blocks} blocks")
-    return list(struct.unpack(f"<{count}Q", keys))
+    return _little(array("Q", keys))
+
+
+def _little(keys: Keys) -> Keys:
+    """From this machine's byte order to little-endian, or back."""
+    if sys.byteorder == "big":
+        keys = keys[:]
+        keys.byteswap()
+    return keys
