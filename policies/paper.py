@@ -242,10 +242,13 @@ class Paper:
         return load.kv_tokens - (held - self.prefixes.tokens + self.prefixes.distinct)
 
     def _starved(self, load: EndpointLoad, now: float) -> bool:
-        """Whether the step that is overdue has not begun, for KV is full: all its prompts began with it, on paper."""
+        """Whether the step that is overdue has not begun, for others hold KV until it is full: all its prompts began
+        with it, on paper."""
         if now - self.ends < OVERDUE * (self.ends - self.began) or load.kv_tokens is None:
             return False
         if self.kv_free(load) > NEARLY_FULL * load.kv_tokens:
+            return False
+        if not self.batch and self.kv_prompts <= sum(prompt.prompt_tokens for prompt in self.finishing):
             return False
         return sum(prompt.fresh for prompt in self.finishing) <= self.step_tokens
 

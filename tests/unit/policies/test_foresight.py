@@ -165,3 +165,12 @@ def test_behind_a_queue_too_long_to_be_played_a_prompt_is_told_nearly_what_playi
             ledger.book(load, request(3000), 0, 0.0)
     longer_s = foreseen(reckoned, 3000, 0.0) - foreseen(played, 3000, 0.0)
     assert abs(longer_s) < 0.1 * foreseen(played, 3000, 0.0)
+
+
+def test_a_prompt_that_alone_fills_the_kv_waits_for_nobody_however_long_it_takes() -> None:
+    load = load_of(kv_tokens=5000)
+    entry = ledger.book(load, request(5000), 0, 0.0)
+    ledger.scraped(load, None, None, None, None, 0.001)
+    entry.dropped(500.0)
+    assert load.timeline.kv_prompts == 0
+    assert foreseen(load, 5000, 501.0) == pytest.approx(step_s(5000), rel=0.01)
