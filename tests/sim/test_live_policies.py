@@ -38,8 +38,8 @@ async def test_round_robin_is_exact_over_a_thousand_requests() -> None:
 
 async def test_least_loaded_keeps_groups_even_with_sizes_that_vary_hundredfold() -> None:
     rng = Random(3)
-    sizes = [(int(10 ** rng.uniform(1, 3)), int(10 ** rng.uniform(0, 2))) for _ in range(600)]
-    async with house(4, speed=5.0, pool={"policy": "least_loaded"}) as home:
+    sizes = [(int(10 ** rng.uniform(1, 3)), int(10 ** rng.uniform(0, 2))) for _ in range(1800)]
+    async with house(4, speed=15.0, pool={"policy": "least_loaded"}) as home:
         await ask_all(home, sizes, users=32)
         totals = [member.group.scheduler.totals for member in home.groups]
         work = [total.prompt_tokens + total.output_tokens for total in totals]
