@@ -1,0 +1,74 @@
+"""One mock TP group over real sockets, and a client that speaks to it by hand or as the SDK does.
+
+Lives here: asking, looking at metrics, setting faults. Not here: what must come of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from math import inf
+from typing import Any
+
+import aiohttp
+import openai
+
+from mockgpu.fleet import Member, running_fleet
+from mockgpu.group import GroupSpec
+from mockgpu.hardware import gpu_named
+from mockgpu.llm import model_named
+
+SPEC = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=inf)
+CHAT = {"model": "demo-8b", "messages": [{"role": "user", "content": "How deep is the reservoir behind the dam?"}]}
+
+
+class Mock:
+    """One running group and a client to it."""
+
+    def __init__(self, member: Member, http: aiohttp.ClientSession) -> None:
+        self.member = member
+        self.http = http
+        self.sdk = openai.AsyncOpenAI(base_url=f"{member.url}/v1", api_key="none", max_retries=0)
+
+    def post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
+        return self.http.post(self.member.url + path, json=body, **options)
+
+    async def answer(self, path: str, body: dict[str, Any], **options: Any) -> tuple[int, Any]:
+        async with self.post(path, body, **options) as response:
+            return response.status, await response.json()
+
+    async def stream(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> list[str]:
+        async with self.post(path, body | {"stream": True}) as response:
+            assert response.status == 200
+            return [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
+
+    async def status(self, path: str) -> int:
+        async with self.http.get(self.member.url + path) as response:
+            return response.status
+
+    async def metric(self, series: str) -> float:
+        async with self.http.get(self.member.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
+
+    async def until(self, series: str, value: float) -> None:
+        """Ask until the metric has that value."""
+        async with asyncio.timeout(5):
+            while await self.metric(series) != value:
+                await asyncio.sleep(0)
+
+    async def fault(self, spec: str) -> None:
+        status, _ = await self.answer("/mock/fault", {"spec": spec})
+        assert status == 200
+
+
+@asynccontextmanager
+async def mock(spec: GroupSpec = SPEC, **options: Any) -> AsyncIterator[Mock]:
+    async with running_fleet([spec], **options) as (member,), aiohttp.ClientSession() as http:
+        yield Mock(member, http)
+
+
+def slow_group() -> GroupSpec:
+    """A group whose answers take long enough to be interrupted."""
+    return GroupSpec("demo-8b", SPEC.model, SPEC.gpu, speed=5, max_num_seqs=4)
