@@ -10,6 +10,8 @@ from collections import deque
 from math import ceil, exp
 from typing import TYPE_CHECKING
 
+from policies import latency
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -21,7 +23,7 @@ ARRIVALS_S = 20.0  # over how long arrivals are averaged
 BEHIND = 0.7  # of what usually arrives, what is sent behind a prompt that waits: routing sends some elsewhere
 UNLIKELY = 0.5  # of the prompts expected in the mean, what is left out: most prompts meet fewer than the mean
 LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts in that average, and seconds, for it to tell anything
-MOST_STEPS = 64  # of an engine that are played; a longer queue is taken to be computed in full steps
+MOST_STEPS = 64  # of an engine that are played: behind a longer queue the outlook tells enough, at no cost
 GOLDEN = 0.618034  # its multiples, less whole ones, are spread evenly between 0 and 1
 
 
@@ -206,7 +208,7 @@ def ttft_s(timeline: Timeline, load: EndpointLoad, prompt: Prompt, now: float) -
     is waiting for KV, by the paper alone (Belief.wait is what such waits are multiplied with)."""
     timeline.advance(load, now)
     if max(len(timeline.queue), timeline.queued_tokens / max(1, load.belief.room - timeline.batch)) > MOST_STEPS:
-        return _in_the_mean(timeline, load, prompt, now), 0.0
+        return latency.ttft_s(load, prompt.left, prompt.at, now), 0.0
     play = Play(timeline, load, now)
     for each in timeline.queue:
         play.queue.append(Piece(each, each.enters, 0.0 if each.locked else timeline.needs(each)))
@@ -214,15 +216,3 @@ def ttft_s(timeline: Timeline, load: EndpointLoad, prompt: Prompt, now: float) -
     begins, spent_s = play.first_token()
     waits_s = play.waits_s
     return begins + spent_s - now + (load.belief.wait.factor - 1.0) * waits_s, waits_s
-
-
-def _in_the_mean(timeline: Timeline, load: EndpointLoad, prompt: Prompt, now: float) -> float:
-    """Of a long queue, whose length a booking must not cost: all of it in full steps, and KV as the outlook has it."""
-    belief, left = load.belief, prompt.left
-    tokens = timeline.queued_tokens + left
-    pairs = timeline.queued_pairs + left * (prompt.at + 0.5 * left)
-    steps = tokens / max(1, belief.room - timeline.batch)
-    spent_s = tokens * belief.token_s + pairs * belief.pair_s + steps * timeline.over_s
-    short = left + prompt.at - load.kv_free
-    waits_s = short * load.kv_s if short > 0.0 else 0.0
-    return max(waits_s, (timeline.ends if timeline.busy else timeline.began) - now, 0.0) + spent_s

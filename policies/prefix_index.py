@@ -123,7 +123,7 @@ class PrefixIndex:
     """
 
     __slots__ = (
-        *("_blocks", "_evictions", "_holders", "_lengths", "_most_blocks", "_next_to_trim", "_oldest_alive"),
+        *("_blocks", "_evictions", "_holders", "_most_blocks", "_next_to_trim", "_oldest_alive"),
         *("_shard_mask", "_shards"),
     )
 
@@ -137,7 +137,6 @@ class PrefixIndex:
         self._shards: list[dict[int, int]] = [{} for _ in range(shards)]
         self._shard_mask = shards - 1
         self._next_to_trim = 0
-        self._lengths = LENGTHS
         self._holders: list[_Holder] = []
         self._oldest_alive: list[int] = []
         self._blocks = 0
@@ -175,7 +174,7 @@ class PrefixIndex:
         first_holders, last_holders = self._at(keys[0]), self._at(keys[last])
         alive = {first_holders: self._alive(first_holders), last_holders: self._alive(last_holders)}
         for slot in alive[last_holders]:
-            reach[slot] = self._lengths[last]
+            reach[slot] = LENGTHS[last]
         pending = [(0, first_holders, last, last_holders)]
         while pending:
             low, at_low, high, at_high = pending.pop()
@@ -188,7 +187,7 @@ class PrefixIndex:
                     alive[at_middle] = self._alive(at_middle)
                 pending += ((low, at_low, middle, at_middle), (middle, at_middle, high, at_high))
                 continue
-            length = self._lengths[low]
+            length = LENGTHS[low]
             for slot in alive[at_low]:
                 if reach[slot] < length:
                     reach[slot] = length
@@ -260,7 +259,7 @@ class PrefixIndex:
 
     def _book(self, fresh: int, runs: list[_Run], holder: _Holder, tokens_per_block: float) -> None:
         """All these runs are young in the holder's book and no longer old; who has evicted them regrets it."""
-        lengths, oldest = self._lengths, self._oldest_alive[holder.stamp & _SLOT]
+        lengths, oldest = LENGTHS, self._oldest_alive[holder.stamp & _SLOT]
         low, done = fresh, lengths[fresh - 1] if fresh else 0
         holder.gain((lengths[runs[0][0] - 1] - done) * tokens_per_block)
         for end, holders, others, previous in reversed(runs):
@@ -291,7 +290,7 @@ class PrefixIndex:
         return others, previous
 
     def _stride(self, rung: int) -> int:
-        return self._lengths[rung] - (self._lengths[rung - 1] if rung else 0)
+        return LENGTHS[rung] - (LENGTHS[rung - 1] if rung else 0)
 
     def trim(self, fingerprint: Fingerprint, slot: int, kept_tokens: int, prompt_tokens: int) -> None:
         """The slot holds at most `kept_tokens` of this prompt: for one that died before its first token."""
@@ -303,7 +302,7 @@ class PrefixIndex:
         """As `trim`, by the keys that have entries alone."""
         if slot >= len(self._holders):
             return
-        first = bisect_right(self._lengths, kept_tokens / tokens_per_block if tokens_per_block else 0)
+        first = bisect_right(LENGTHS, kept_tokens / tokens_per_block if tokens_per_block else 0)
         for rung, key in enumerate(keys[first:], first):
             shard = self._shards[key & self._shard_mask]
             if key in shard:

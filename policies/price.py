@@ -8,7 +8,6 @@ docs/how-the-price-works.md explains it without code.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf
 
 import msgspec
 
@@ -117,10 +116,6 @@ class Prices:
     def scores(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
         """Negative prices of serving the whole request, aligned with the candidates."""
         return [-price for price in self.prices(ask, candidates)]
-
-    def cheapest(self, ask: Ask, candidates: Sequence[Candidate]) -> float:
-        """The price of the best that can be done now: what holding or refusing is weighed against; inf with nobody."""
-        return min(self.prices(ask, candidates), default=inf)
 
     def terms(self, ask: Ask, candidates: Sequence[Candidate]) -> list[Mapping[str, float]]:
         """What the price of serving all of it is made of, by name, aligned: for explaining a pick and its runner-up."""

@@ -97,23 +97,8 @@ class Half:
     async def _start(self) -> None:
         spec, transfer = self.group.spec, self.transfer
         self._starts += 1
-        name, transports = f"{spec.role}-{secrets.token_hex(4)}", self._transports()
-        agent = Agent(
-            name,
-            self.memory.layout,
-            self.memory.regions,
-            key=hashlib.sha256(transfer.key.encode()).digest(),
-            transports=transports,
-            # On a wire of this process the agent's time stops with it.
-            clock=next((each.agent_clock for each in transports if isinstance(each, Inproc)), None),
-            options=Options(patience_s=self._wait_s, family=_family(spec.model.name, transfer)),
-        )
-        try:
-            await agent.start()
-        except TransportError as error:
-            await agent.close()
-            raise OSError(str(error)) from error
-        self.agent = agent
+        name = f"{spec.role}-{secrets.token_hex(4)}"
+        agent = self.agent = await self._started(name)
         host, port = _host_and_port(agent.address)
         if self.harmable:
             await self._bad_wire.start(host, port)
@@ -136,6 +121,26 @@ class Half:
         self.group.desk = Desk(self.group, agent, self._resolver, link, transfer.recompute, transfer.lease_s, connector)
         if spec.role != "decode" and self._bootstrap.wanted:
             await self._bootstrap.start(self.here)
+
+    async def _started(self, name: str) -> Agent:
+        """An agent of that name that listens. Raises OSError when its port is taken; then nothing of it is left."""
+        transports = self._transports()
+        agent = Agent(
+            name,
+            self.memory.layout,
+            self.memory.regions,
+            key=hashlib.sha256(self.transfer.key.encode()).digest(),
+            transports=transports,
+            # On a wire of this process the agent's time stops with it.
+            clock=next((each.agent_clock for each in transports if isinstance(each, Inproc)), None),
+            options=Options(patience_s=self._wait_s, family=_family(self.group.spec.model.name, self.transfer)),
+        )
+        try:
+            await agent.start()
+        except TransportError as error:
+            await agent.close()
+            raise OSError(str(error)) from error
+        return agent
 
     async def stop(self) -> None:
         """Cease to be reachable; every block is the group's own again."""

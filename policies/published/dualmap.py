@@ -72,7 +72,7 @@ class TwoHashes:
 
     def _key(self, ask: Ask) -> int:
         """The hashed prefix; any two endpoints for a prompt too short to have one."""
-        if ask.fingerprint is not None and len(ask.fingerprint.keys):
+        if ask.fingerprint is not None and ask.fingerprint.keys:
             return self._hot.key(ask.fingerprint)
         return int(ask.rng.random() * (_WORD + 1))
 
