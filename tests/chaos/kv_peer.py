@@ -1,7 +1,9 @@
 """A process with one agent, to be stopped and killed. Commands come by stdin, what happens goes out by stdout, as JSON.
 
-python -m tests.chaos.kv_peer TRANSPORT source          offers "r", of which `ready` says how much is computed
-python -m tests.chaos.kv_peer TRANSPORT sink ADDRESS    fetches "r"
+python -m tests.chaos.kv_peer TRANSPORT MISSES source          offers "r", of which `ready` says how much is computed
+python -m tests.chaos.kv_peer TRANSPORT MISSES sink ADDRESS    fetches "r"
+
+MISSES: a link is lost after so many beats of silence (`options`).
 """
 
 from __future__ import annotations
@@ -12,19 +14,28 @@ import sys
 
 from kvtransfer.clock import ThreadClock
 from kvtransfer.handles import Handle
+from kvtransfer.options import Options
 from kvtransfer.transports.inproc import Wire
 from tests.contract.kvtransfer.groups import SMALL, group
-from tests.contract.kvtransfer.links import make
+from tests.contract.kvtransfer.links import PATIENCE_S, make
 
 BLOCKS, TOKENS = [1, 2, 3], 48
+# So much slower than real is an emulated processor, where a process that nobody froze may not run for a second.
+SLOW = PATIENCE_S / 20
+
+
+def options(misses: int) -> Options:
+    """As shipped, but for the silence that is allowed: beats as far apart as this machine is slow."""
+    shipped = Options()
+    return Options(beat_s=shipped.beat_s * SLOW, misses=misses, handshake_s=shipped.handshake_s * SLOW)
 
 
 def tell(**what: object) -> None:
     print(json.dumps(what), flush=True)
 
 
-async def main(transport: str, role: str, *rest: str) -> None:
-    here = group(role, SMALL, [make(transport, Wire(ThreadClock()))])
+async def main(transport: str, misses: str, role: str, *rest: str) -> None:
+    here = group(role, SMALL, [make(transport, Wire(ThreadClock()))], options=options(int(misses)))
     await here.agent.start()
     for region in here.regions:
         region.bytes[:] = 0x55

@@ -15,17 +15,18 @@ import pytest
 
 from kvtransfer.ends import How, Reason
 from kvtransfer.handles import Landing
-from kvtransfer.layout import KvLayout
 from kvtransfer.options import Options
-from tests.chaos.kv_peer import BLOCKS, TOKENS
+from tests.chaos.kv_peer import BLOCKS, SLOW, TOKENS, options
 from tests.contract.kvtransfer.groups import SMALL, Group, groups
 from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS
 
 pytestmark = pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "inproc"])
 
 # What is promised is 1 s; the rest is for a machine that does ten other things.
-NOTICED_S = 1.0 + 0.03 * PATIENCE_S
+NOTICED_S = (1.0 + 0.6) * SLOW
 TRIES = 3
+MISSES = Options().misses
+PATIENT = 20 * MISSES  # where silence is not the question
 
 
 class Peer:
@@ -50,9 +51,9 @@ class Peer:
 
 
 @asynccontextmanager
-async def peer(transport: str, role: str, *rest: str) -> AsyncIterator[Peer]:
+async def peer(transport: str, role: str, *rest: str, misses: int = MISSES) -> AsyncIterator[Peer]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.chaos.kv_peer", transport, role, *rest,
+        sys.executable, "-m", "tests.chaos.kv_peer", transport, str(misses), role, *rest,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -64,8 +65,8 @@ async def peer(transport: str, role: str, *rest: str) -> AsyncIterator[Peer]:
 
 
 @asynccontextmanager
-async def agent(transport: str, layout: KvLayout = SMALL) -> AsyncIterator[Group]:
-    async with groups(transport, layout, options=[Options()]) as (alone,):
+async def agent(transport: str, misses: int = MISSES) -> AsyncIterator[Group]:
+    async with groups(transport, SMALL, options=[options(misses)]) as (alone,):
         yield alone
 
 
@@ -94,7 +95,7 @@ async def until(holds, what: str) -> None:  # type: ignore[no-untyped-def]
 
 
 async def test_the_two_processes_can_do_it_at_all(transport: str) -> None:
-    async with agent(transport) as sink, peer(transport, "source") as source:
+    async with agent(transport, PATIENT) as sink, peer(transport, "source", misses=PATIENT) as source:
         there = await source.heard()
         landing = sink.agent.fetch(there["address"], "r", BLOCKS, TOKENS, ticket=there["ticket"])
         source.say("ready", 4)
