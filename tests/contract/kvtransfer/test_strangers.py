@@ -129,7 +129,7 @@ async def test_noise_in_place_of_a_greeting_ends_the_link(transport: str, noise:
 
 
 async def test_silence_is_not_waited_for(transport: str) -> None:
-    async with town(transport, handshake_s=0.3) as here:
+    async with town(transport, handshake_s=PATIENCE_S / 50) as here:
         stranger = await here.stranger()
         await stranger.gone()
 

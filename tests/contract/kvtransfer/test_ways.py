@@ -80,7 +80,7 @@ async def test_where_the_better_way_is_not_for_both_tcp_it_is(theirs: list[Trans
 
 @pytest.mark.parametrize(("ours", "theirs"), [(Shut, Shm), (Shm, Mute)], ids=["cannot be dialled", "does not answer"])
 async def test_a_better_way_that_does_not_open_is_no_end(ours: type[Shm], theirs: type[Shm]) -> None:
-    async with two([Tcp(), ours()], [Tcp(), theirs()], handshake_s=0.5) as (source, sink):
+    async with two([Tcp(), ours()], [Tcp(), theirs()], handshake_s=PATIENCE_S / 40) as (source, sink):
         assert await way(source, sink) == "tcp"
         assert await way(source, sink, "next") == "tcp"
         assert sink.agent.figures()["faults"] == {"fallback": 1}
@@ -88,8 +88,8 @@ async def test_a_better_way_that_does_not_open_is_no_end(ours: type[Shm], theirs
 
 
 async def test_one_who_gives_up_while_the_way_is_sought_ends_at_once() -> None:
-    async with two([Tcp(), Shm()], [Tcp(), Mute()], handshake_s=2.0) as (source, sink):
+    async with two([Tcp(), Shm()], [Tcp(), Mute()], handshake_s=PATIENCE_S / 4) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
         await asyncio.sleep(0.05)
         landing.cancel()
-        assert (await within(1, landing.ended())).reason is Reason.CANCELLED
+        assert (await within(PATIENCE_S / 8, landing.ended())).reason is Reason.CANCELLED
