@@ -48,7 +48,7 @@ class Line:
         received = self.link.received_bytes
         if self.up and (received != self._received or self.hearing):
             self._received, self._heard_at = received, now
-        self._heard_at += late_s
+        self._heard_at = min(now, self._heard_at + late_s)
         limit_s = options.silence_s if self.up else options.handshake_s
         return now - self._heard_at > limit_s - options.beat_s / 8
 

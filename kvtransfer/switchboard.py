@@ -98,9 +98,11 @@ class Switchboard:
             if reply is not None:
                 link.send(reply)
             with self._lock:
+                if self._lines.get(link) is not line:
+                    return  # lost meanwhile: what comes up now would never be told of it
                 if line.session.peer is not None and not line.up:
                     self._prove(line)
-                if message is not None and self._lines.get(link) is line:
+                if message is not None:
                     self._do(self._hear(line, message, self._clock.now()))
         except (ProtocolError, Unproven) as wrong:
             forged = isinstance(wrong, Unproven)

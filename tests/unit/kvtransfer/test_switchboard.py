@@ -13,7 +13,7 @@ import pytest
 from kvtransfer.clock import ThreadClock
 from kvtransfer.ends import Reason
 from kvtransfer.lines import Line
-from kvtransfer.messages import Card
+from kvtransfer.messages import Card, Message
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.session import Session
@@ -56,6 +56,14 @@ def test_a_peer_whose_message_waits_for_us_is_not_silent() -> None:
     line.hearing = False
     assert not line.silent(100.5, 0.0, Options())
     assert line.silent(101.0, 0.0, Options())
+
+
+def test_a_stall_of_our_own_is_no_credit_for_the_silence_that_follows() -> None:
+    link = FakeLink()
+    line = Line(link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0)  # type: ignore[arg-type]
+    line.up, link.received_bytes = True, 1
+    assert not line.silent(10.0, 9.0, Options())
+    assert line.silent(11.0, 0.0, Options())
 
 
 class Misled(Shm):
@@ -125,6 +133,32 @@ async def test_a_better_way_that_comes_of_a_link_that_was_lost_is_nobodys(fails:
     await until(lambda: sink.agent.figures()["links"] == 1)
     for each in (sink, source):
         await each.agent.close()
+
+
+@pytest.mark.parametrize("sink_loses", [True, False])
+async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up(
+    sink_loses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The beat's thread finds it silent, and the last word of the handshake is in its own thread's hands."""
+    answer, hit = Session.answer, threading.Event()
+    async with groups("inproc", SMALL, SMALL) as (source, sink):
+        here = (sink if sink_loses else source).agent
+
+        def loses(session: Session, data: bytes) -> tuple[Message | None, bytes | None]:
+            answered = answer(session, data)
+            if session.peer is not None and session.dialled is sink_loses and not hit.is_set():
+                hit.set()
+                (link,) = here._board._lines
+                here.lost(link, "silent")
+            return answered
+
+        monkeypatch.setattr(Session, "answer", loses)
+        lost = sink.agent.fetch(source.agent.address, "r", [1], 16)
+        assert (await asyncio.wait_for(lost.ended(), PATIENCE_S)).reason is Reason.LINK_LOST
+        source.agent.offer("s", [1], 16, public=True)
+        landing = sink.agent.fetch(source.agent.address, "s", [1], 16)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        assert list(source.agent._source._outlets) == list(source.agent._board._lines)
 
 
 async def test_those_we_dial_do_not_stand_at_our_door() -> None:
