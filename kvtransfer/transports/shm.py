@@ -201,7 +201,7 @@ class Shm:
         if any(region.fd is None for region in regions) or len(regions) > _MOST_REGIONS:
             raise TransportError("shm needs regions that are memory files, and at most 253")
         self._regions = regions
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = _socket()
         name = f"penstock-kv-{os.getpid()}-{secrets.token_hex(8)}"
         listener.bind(f"\0{name}")
         listener.listen(128)
@@ -209,7 +209,7 @@ class Shm:
         return f"@{name}"
 
     def dial(self, address: str) -> Link:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = _socket()
         sock.settimeout(_DIAL_S)
         try:
             sock.connect("\0" + address.removeprefix("@"))
@@ -257,6 +257,14 @@ def _all_blocks(runs: Runs, size: int) -> NDArray[np.int64]:
     counts = last - first + 1
     begins = np.cumsum(counts) - counts
     return np.repeat(first - begins, counts) + np.arange(int(counts.sum()))
+
+
+def _socket() -> socket.socket:
+    """TransportError where there is none to be had: whoever waits for a link is told, and takes the next best."""
+    try:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as wrong:
+        raise TransportError(f"no socket: {wrong}") from wrong
 
 
 def _close(fds: list[int]) -> None:

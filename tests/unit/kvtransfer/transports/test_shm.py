@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -211,3 +212,16 @@ def test_what_lies_within_a_region() -> None:
     assert not one(0, 0)
     assert not within(region, np.array([], np.int64), np.array([], np.int64))
     region.close()
+
+
+@pytest.mark.parametrize("does", ["dial", "start"])
+def test_where_there_is_no_socket_to_be_had_it_says_so_as_transports_do(
+    does: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    way = Shm()
+    monkeypatch.setattr(socket, "socket", no_more)
+    with pytest.raises(TransportError, match="Too many open files"):
+        way.dial("@x") if does == "dial" else way.start(Owner(), [])
