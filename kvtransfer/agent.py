@@ -110,8 +110,13 @@ class Agent:
 
     async def start(self) -> None:
         """Listen; handles can be awaited on this loop. Raises TransportError."""
-        self._doorbell = Doorbell(asyncio.get_running_loop())
-        self.open(self._doorbell)
+        doorbell = Doorbell(asyncio.get_running_loop())
+        try:
+            self.open(doorbell)
+        except BaseException:
+            doorbell.close()
+            raise
+        self._doorbell = doorbell
 
     def open(self, bell: Bell | None = None) -> None:
         """Listen, without an event loop: handles can be looked at, not awaited, and `bell` hears of every change.

@@ -156,6 +156,11 @@ def check_words(name: str, ticket: str | None = None) -> None:
     (name + (ticket or "")).encode()  # a lone surrogate is no text
 
 
+def stop(transfer: int, reason: Reason, detail: str) -> Stop:
+    """With as much of the detail as a message carries: an engine says what it likes, and is to be heard."""
+    return Stop(transfer, reason, detail[:256].encode(errors="replace").decode())
+
+
 def pack_blocks(blocks: Any) -> bytes:
     """Block numbers (anything numpy takes) as they travel: u32, little-endian."""
     return np.asarray(blocks, dtype="<u4").tobytes()

@@ -32,6 +32,7 @@ from kvtransfer.messages import (
     Stop,
     check_words,
     pack_blocks,
+    stop,
     unpack_blocks,
 )
 from kvtransfer.options import Options
@@ -338,7 +339,7 @@ class SinkBook:
         reservation.state = SinkState.FENCING
         commands: list[Command] = [Fence(reservation.link, reservation.number)]
         if tell:
-            commands.insert(0, Send(reservation.link, Stop(reservation.number, reason, detail[:256])))
+            commands.insert(0, Send(reservation.link, stop(reservation.number, reason, detail)))
         return commands
 
     def _resolve(self, reservation: Reservation, now: float) -> list[Command]:

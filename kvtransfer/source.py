@@ -30,6 +30,7 @@ from kvtransfer.messages import (
     Stop,
     check_words,
     pack_blocks,
+    stop,
     unpack_blocks,
 )
 from kvtransfer.options import Options
@@ -241,7 +242,7 @@ class SourceBook:
 
     def _refuse(self, link: Link, transfer: int, reason: Reason, detail: str = "") -> list[Command]:
         self._tally.refused[reason] += 1
-        return [Send(link, Stop(transfer, reason, detail[:256]))]
+        return [Send(link, stop(transfer, reason, detail))]
 
     def _answer(self, offer: Offer, link: Link, invite: Invite, ticket: Ticket | None, now: float) -> list[Command]:
         """An invitation meets its offer, whichever came first: is it for this sink, free, and so large?"""
@@ -322,7 +323,8 @@ class SourceBook:
         return made
 
     def _pumped(self, outlet: Outlet, now: float) -> list[Command]:
-        """Windows to send. A lease that has run out sends none: nobody may claim later that it was in time."""
+        """Windows to send. A lease that has run out does not begin to move by that: nobody may claim later that it was
+        in time."""
         puts = outlet.pump(now)
         for offer in {put.head.transfer: outlet.claimed[put.head.transfer] for put in puts}.values():
             if offer.lease.state is LeaseState.CLAIMED and now < offer.lease.deadline:
@@ -360,7 +362,7 @@ class SourceBook:
             if reason is not Reason.LANDED:
                 commands.append(Drop(offer.link, offer.transfer))
             if tell:
-                commands.append(Send(offer.link, Stop(offer.transfer, reason, detail[:256])))
+                commands.append(Send(offer.link, stop(offer.transfer, reason, detail)))
         ended = end(reason, n_bytes=offer.put_bytes, seconds=now - offer.began, transport=transport, detail=detail)
         self._tally.offer_ended(ended)
         return [*commands, Bump(self._let_go(offer)), Resolve(offer.number, ended), *others]

@@ -15,7 +15,7 @@ from kvtransfer import agent as agent_module
 from kvtransfer.agent import Agent
 from kvtransfer.clock import VirtualClock
 from kvtransfer.ends import Reason
-from kvtransfer.handles import Handle
+from kvtransfer.handles import Doorbell, Handle
 from kvtransfer.lattice import Runs
 from kvtransfer.layout import fingerprint_of
 from kvtransfer.messages import Accept, pack_blocks
@@ -149,6 +149,34 @@ def test_a_better_way_that_does_not_start_is_left_out_and_the_first_must(caplog:
     alone = Agent("x", SMALL, regions(), key=KEY, transports=[Absent(wire)], clock=end.agent_clock)
     with pytest.raises(TransportError, match="no device"):
         alone.open()
+
+
+async def test_an_agent_that_cannot_start_keeps_no_doorbell(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken_down = []
+
+    class Watched(Doorbell):
+        def close(self) -> None:
+            super().close()
+            taken_down.append(self)
+
+    monkeypatch.setattr(agent_module, "Doorbell", Watched)
+    end = Absent(Wire(VirtualClock()))
+    agent = Agent("p", SMALL, regions(), key=KEY, transports=[end], clock=end.agent_clock)
+    with pytest.raises(TransportError, match="no device"):
+        await agent.start()
+    assert len(taken_down) == 1
+
+
+def test_an_engine_gives_up_with_whatever_words() -> None:
+    """Names of clients and files get into them, and not all of that is text that a message can carry."""
+    clock, source, sink, _ = in_simulation()
+    offer = source.offer("r", [1], 16, ready_layers=0, public=True)
+    landing = sink.fetch(source.address, "r", [2], 16)
+    assert clock.run(1, lambda: bool(sink.figures()["reservations"]["moving"]))
+    landing.cancel("of \ud800 " + 300 * "x")
+    assert clock.run(1, lambda: bool(landing.end and offer.end))
+    assert offer.end is not None
+    assert offer.end.detail == "of ? " + 251 * "x"
 
 
 def test_before_it_is_open_it_offers_nothing() -> None:
