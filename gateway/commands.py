@@ -19,9 +19,14 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(1)
 
 
+def shown(text: str) -> str:
+    """As a terminal may be given it: an engine's words could hold escape sequences."""
+    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
+
+
 def say(text: str, *, style: str | None = None, err: bool = False) -> None:
     """One plain line, coloured on a terminal unless NO_COLOR is set."""
-    Console(stderr=err, highlight=False).print(text, style=style, markup=False, soft_wrap=True)
+    Console(stderr=err, highlight=False).print(shown(text), style=style, markup=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:

@@ -116,9 +116,10 @@ class Server:
     """An admin server, asked one thing at a time: ask() for commands, which end when it fails, try_ask() for others."""
 
     def __init__(self, url: str, key_file: Path | None) -> None:
-        parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
         try:
+            parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
             self._host, self._port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+            self._host.encode("idna")
         except ValueError:
             self._host = ""
         if not self._host or parts.scheme not in ("http", "https"):
@@ -165,13 +166,14 @@ class Server:
         except (OSError, http.client.HTTPException) as error:
             hint = "is it running, and is --admin its admin server?"
             raise NoAnswerError(f"no gateway answers at {self._url}: {error}; {hint}") from error
-        except ValueError as error:
-            what = f"no admin server of a gateway (status {answer.status})"
-            raise NoAnswerError(f"what answers at {self._url} is {what}") from error
+        except ValueError:
+            told = None
         finally:
             connection.close()
-        if not isinstance(told, dict) or told.get("result") == "refused":
-            raise NoAnswerError(str(told.get("message") if isinstance(told, dict) else told))
+        if not isinstance(told, dict) or (answer.status >= 400 and "message" not in told):
+            raise NoAnswerError(f"what answers at {self._url} is no admin server of a gateway (status {answer.status})")
+        if told.get("result") == "refused":
+            raise NoAnswerError(str(told["message"]))
         return told
 
 
@@ -198,13 +200,18 @@ def _tried(shadows: list[dict[str, Any]], canaries: list[dict[str, Any]]) -> Non
 
 
 def _key(file: Path | None) -> str:
+    """The admin key, or nothing. Ends the command when it could not be sent."""
     if file is None:
-        return os.environ.get("PENSTOCK_ADMIN_KEY", "")
-    try:
-        with file.open("rb") as handle:
-            return handle.read(KEY_CAP_BYTES).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        fail(f"{file} cannot be read: {error}")
+        key = os.environ.get("PENSTOCK_ADMIN_KEY", "")
+    else:
+        try:
+            with file.open("rb") as handle:
+                key = handle.read(KEY_CAP_BYTES).decode().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            fail(f"{file} cannot be read: {error}")
+    if key and not (key.isascii() and key.isprintable()):
+        fail(f"the key in {file or 'PENSTOCK_ADMIN_KEY'} cannot be sent in a header: it is not printable ASCII")
+    return key
 
 
 def _text(file: Path) -> bytes:

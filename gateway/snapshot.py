@@ -291,4 +291,4 @@ def _models(config: Config, discovered: Mapping[str, Sequence[str]]) -> list[Mod
     """The configured models; without any, what the engines of each pool say they serve."""
     if config.models:
         return list(config.models)
-    return [Model(name=name, pool=pool) for pool, names in discovered.items() for name in names]
+    return [Model(name=name, pool=pool) for pool in config.pools for name in discovered.get(pool, ())]

@@ -283,10 +283,10 @@ class _Reading:
     def _file(self, name: str, path: Path) -> str:
         place = FilePath(self._source.file).parent / name
         self._source.references[place] = None
-        if place.exists() and not place.is_file():
-            self._source.fail(path, f"{name} is not a regular file")
-            return ""
         try:
+            if place.exists() and not place.is_file():
+                self._source.fail(path, f"{name} is not a regular file")
+                return ""
             with place.open("rb") as file:
                 raw = file.read(SECRET_CAP_BYTES + 1)
             self._source.depends_on(str(place).encode("utf-8", "surrogateescape"), raw)

@@ -64,6 +64,15 @@ def _from_parameters(value: object) -> float:
     return float(found[1]) * {"M": 1e-3, "B": 1.0, "T": 1e3}[found[2]]
 
 
+def _findable(host: str) -> str:
+    """The host, in brackets if it is an IPv6 address. Raises ValueError for one that no resolver would look up."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ValueError("has a host that is no name: a part of it is empty or longer than 63 characters") from None
+    return f"[{host}]" if ":" in host else host
+
+
 def _http_url(url: str) -> str:
     parts = urlsplit(url)
     try:
@@ -74,8 +83,7 @@ def _http_url(url: str) -> str:
         raise ValueError("is not the URL of an engine; write http://host:8000")
     if parts.username is not None or parts.query or parts.fragment or parts.path not in ("", "/"):
         raise ValueError("must be scheme, host and port alone, as in http://host:8000; the paths are the gateway's")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"http://{host}:{port or 80}"
+    return f"http://{_findable(parts.hostname)}:{port or 80}"
 
 
 def _collector_url(url: str) -> str:
@@ -84,6 +92,7 @@ def _collector_url(url: str) -> str:
         raise ValueError("is not the URL of a collector; write http://host:4318/v1/traces")
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise ValueError("must be scheme, host, port and path alone; a key has a key of its own beside it")
+    _findable(parts.hostname)
     return url
 
 
@@ -95,6 +104,7 @@ def _host_and_port(text: str) -> str:
         port = None
     if not parts.hostname or not port or parts.netloc != text or parts.username is not None:
         raise ValueError("is no address; write host:port, as in 10.0.0.7:8998")
+    _findable(parts.hostname)
     return text
 
 
@@ -111,8 +121,7 @@ def _redis_url(url: str) -> str:
         raise ValueError("must not name a user or password; they have keys of their own beside it")
     if parts.query or parts.fragment or (database and not (database.isascii() and database.isdigit())):
         raise ValueError("must be scheme, host, port and database alone, as in redis://host:6379/0")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{parts.scheme}://{host}:{port or 6379}/{database or 0}"
+    return f"{parts.scheme}://{_findable(parts.hostname)}:{port or 6379}/{database or 0}"
 
 
 Duration = Annotated[

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway.commands import Json, print_json, say
+from gateway.commands import Json, print_json, say, shown
 from gateway.config import Config, ConfigError, EndpointSpec, Loaded, examine, from_engines
 from gateway.doctor.checklist import Fleet, Member, points
 from gateway.doctor.engine import judge
@@ -127,7 +127,7 @@ def _show(findings: Sequence[Finding]) -> None:
         table.add_column(name, overflow="fold")
     for each in findings:
         mark, style = MARKS[each.verdict]
-        seen = Text(each.seen)
+        seen = Text(shown(each.seen))
         if each.fix:
             seen.append(f"\n-> {each.fix}", "dim")
         table.add_row(Text(mark, style), Text(each.subject, "bold"), Text(each.check), seen)

@@ -130,8 +130,9 @@ async def _stream(request: web.Request, hub: Hub, draining: Callable[[], bool]) 
 def _drainer(app: App) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def drain(request: web.Request) -> web.Response:
         name, wanted = request.match_info["name"], request.match_info["what"] == "drain"
-        found = next((live for live in app.gateway.endpoints.all() if live.endpoint.name == name), None)
-        if found is None or found.leaving:
+        staying = (live for live in app.gateway.endpoints.all() if not live.leaving)  # one who leaves may share a name
+        found = next((live for live in staying if live.endpoint.name == name), None)
+        if found is None:
             return web.json_response(
                 {"result": "nothing", "message": f"no endpoint is called {name!r:.80}"}, status=404
             )

@@ -11,9 +11,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 
 from gateway.config import Problem
 from gateway.config.compare import Change, shown
+from gateway.config.source import FILE_CAP_BYTES
 from gateway.reload.reloader import Outcome, Rejection, Reloader
 from gateway.reload.versions import Version
 
@@ -70,7 +72,13 @@ def add_changes(
     """
 
     async def on_put(request: web.Request) -> web.Response:
-        return await put(await request.read(), request.headers, _asked(request, "dry_run"))
+        try:
+            text = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            return _malformed(f"the text is larger than {FILE_CAP_BYTES >> 20} MiB", 413)
+        except (RequestPayloadError, ConnectionError):
+            return _malformed("the text did not come whole, or is not encoded as its headers say")
+        return await put(text, request.headers, _asked(request, "dry_run"))
 
     async def on_reload(request: web.Request) -> web.Response:
         return await again(_asked(request, "dry_run"))
@@ -78,12 +86,18 @@ def add_changes(
     async def on_rollback(request: web.Request) -> web.Response:
         to = request.query.get("to")
         if to is not None and not (to.isascii() and to.isdigit() and len(to) < 10):
-            return web.json_response({"result": "rejected", "message": "to= is the number of a version"}, status=400)
+            return _malformed("to= is the number of a version")
         return await rollback(int(to) if to is not None else None)
 
     routes.add_put("/config", on_put)
     routes.add_post("/config/reload", on_reload)
     routes.add_post("/config/rollback", on_rollback)
+
+
+def _malformed(message: str, status: int = 400) -> web.Response:
+    """The refusal of what nobody could try, in the shape of all outcomes."""
+    answer = {"result": "rejected", "message": message, "changes": [], "problems": [], "needs_restart": []}
+    return web.json_response(answer, status=status)
 
 
 def _asked(request: web.Request, flag: str) -> bool:

@@ -48,7 +48,7 @@ class Watcher:
             timeout=aiohttp.ClientTimeout(total=None),
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),  # hung engines must not starve others' probes
         )
-        await asyncio.gather(*(self._look(live) for live in self._endpoints.all()))
+        await asyncio.gather(*(self._tried(self._look, live) for live in self._endpoints.all()))
         for live in self._endpoints.all():
             self._watch(live)
 
@@ -99,10 +99,14 @@ class Watcher:
             if not at_once:
                 await asyncio.sleep(every_s() * self._endpoints.rng.uniform(0.9, 1.1))
             at_once = False
-            try:
-                await what(live)
-            except Exception:
-                log.exception("watching %s failed", live.endpoint.name)
+            await self._tried(what, live)
+
+    async def _tried(self, what: Callable[[LiveEndpoint], Awaitable[None]], live: LiveEndpoint) -> None:
+        """Whatever an engine's words bring about, the others are watched."""
+        try:
+            await what(live)
+        except Exception:
+            log.exception("watching %s failed", live.endpoint.name)
 
     def suspect(self, live: LiveEndpoint) -> None:
         """Somebody else found the endpoint broken: see for ourselves at once, once at a time."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from random import Random
 
 from aiohttp import web
@@ -14,6 +15,7 @@ from gateway.endpoints import EndpointTable
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
+from gateway.roster import Adoption
 from gateway.watch.watcher import Watcher
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -31,10 +33,11 @@ def _in_pieces(*pieces: bytes) -> Handler:
     return handler
 
 
-async def test_long_pages_and_lists_in_pieces_are_read_to_their_end() -> None:
+@asynccontextmanager
+async def _looked_at(*metrics: bytes) -> AsyncIterator[tuple[EndpointTable, Adoption]]:
+    """An engine with these pieces of a metrics page, and the table when it was asked once."""
     engine = web.Application()
-    padding = b"# HELP x y\n" * 20_000
-    engine.router.add_get("/metrics", _in_pieces(padding, padding, b"vllm:num_requests_running 7\n"))
+    engine.router.add_get("/metrics", _in_pieces(*metrics))
     engine.router.add_get("/v1/models", _in_pieces(b'{"data":', b'[{"id":"m"}]}'))
     engine.router.add_get("/health", _in_pieces(b"ok"))
     async with TestServer(engine, host="127.0.0.1") as server:
@@ -51,6 +54,18 @@ async def test_long_pages_and_lists_in_pieces_are_read_to_their_end() -> None:
         watcher = Watcher(config, table, lambda: None)
         await watcher.start()
         await watcher.stop()
+        yield table, adoption
+
+
+async def test_an_engine_whose_numbers_make_no_sense_keeps_no_gateway_from_starting() -> None:
+    async with _looked_at(b"vllm:num_requests_running 1e308\n" * 2) as (table, _):
+        (live,) = table.all()
+        assert (live.load.running, live.load.available) == (None, True)
+
+
+async def test_long_pages_and_lists_in_pieces_are_read_to_their_end() -> None:
+    padding = b"# HELP x y\n" * 20_000
+    async with _looked_at(padding, padding, b"vllm:num_requests_running 7\n") as (table, adoption):
         (live,) = table.all()
         assert (live.load.running, live.models) == (7, ("m",))
         (candidate,) = adoption.pools["engines"]

@@ -72,6 +72,18 @@ async def test_an_endpoint_that_leaves_finishes_what_it_has_and_is_asked_for_not
         assert f'endpoint="group-{number}"' not in page(made)
 
 
+async def test_whoever_drains_a_name_means_the_endpoint_that_has_it_now(tmp_path: Path) -> None:
+    async with running(tmp_path) as made:
+        one = await held(made)
+        name, number = one.busy.endpoint.name, int(one.busy.endpoint.name[-1])
+        assert (await made.put(made.text(1 - number).replace(f"group-{1 - number}", name)))[0] == 200
+        status, _, told = await made.asked("POST", f"/endpoints/{name}/drain")
+        assert (status, told["in_flight"]) == (200, 0)
+        assert [live.drained for live in made.app.gateway.endpoints.all() if not live.leaving] == [True]
+        assert not one.busy.drained
+        assert await one.let_go() == "ok"
+
+
 async def test_a_slot_that_was_freed_serves_another_that_is_believed_to_hold_nothing(tmp_path: Path) -> None:
     async with running(tmp_path) as made:
         for number in range(6):

@@ -12,6 +12,7 @@ import pytest
 
 from gateway.app import App, Origin
 from gateway.config import from_engines
+from gateway.config.source import FILE_CAP_BYTES
 from gateway.reload import swap
 from gateway.reload.follow import POLL_S
 from tests.fair_time import Stopwatch
@@ -313,6 +314,35 @@ async def test_engines_of_the_command_line_have_no_file_and_can_be_changed_and_g
     assert (await app.reloader.rollback(1)).result == "applied"
     assert app.gateway.snapshot.policies["engines"].name == "least_loaded"
     assert [line.split(" (")[0] for line in said] == ["reloaded PUT config v2", "reloaded command line v3"]
+
+
+async def test_a_pool_may_have_another_name_where_the_engines_name_the_models(tmp_path: Path) -> None:
+    async with running(tmp_path) as made:
+        without = made.text().replace("models:\n  - {name: demo-8b, pool: chat}\n", "")
+        assert (await made.put(without))[0] == 200
+        assert await made.ask() == "ok"
+        status, told = await made.put(without.replace("  chat:\n", "  talk:\n"))
+        assert (status, told["result"]) == (200, "applied")
+        async with asyncio.timeout(5):
+            while (route := made.app.gateway.snapshot.routes.get("demo-8b")) is None:
+                await asyncio.sleep(0.01)
+        assert route.pool == "talk"
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "message"),
+    [
+        ({"Content-Encoding": "gzip"}, b"version: 1", 400, "the text did not come whole, or is not encoded"),
+        ({}, b"#" * (FILE_CAP_BYTES + 2), 413, "the text is larger than 1 MiB"),
+    ],
+)
+async def test_a_text_that_cannot_be_read_is_refused_in_the_shape_of_all_outcomes(
+    tmp_path: Path, headers: dict[str, str], body: bytes, status: int, message: str
+) -> None:
+    async with running(tmp_path) as made:
+        found, _, told = await made.asked("PUT", "/config", data=body, headers=headers)
+        assert (found, told["result"], told["problems"], told["changes"]) == (status, "rejected", [], [])
+        assert message in told["message"]
 
 
 async def test_a_policy_that_fails_at_its_trial_pick_is_refused_where_it_stands(
