@@ -13,10 +13,13 @@ import aiohttp
 
 from gateway.app import App
 from gateway.config import Config
+from gateway.upstream import Patience
 from mockgpu.fleet import Member, running_fleet
 from mockgpu.group import GroupSpec
 from mockgpu.hardware import gpu_named
 from mockgpu.llm import model_named
+from tests.fair_time import PATIENCE_S
+from tests.patient import patient
 
 
 class House:
@@ -55,9 +58,15 @@ class House:
 
     async def at_rest(self) -> None:
         """Wait until nothing is booked; AssertionError if that does not come."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while any(self.loads()) or any(self.kv_usages()):
                 await asyncio.sleep(0.01)
+
+    def lose_patience(self, group: int) -> None:
+        """Whoever waits for a byte of this group has waited long enough when the gateway next looks: it is as if its
+        timeouts were so short, for it alone and only now, so that nobody is late who is merely slow."""
+        live = next(each for each in self.app.gateway.endpoints.all() if each.endpoint.url == self.groups[group].url)
+        live.upstream.patience = Patience(connect_s=10.0, first_byte_s=0.0, stall_s=0.0)
 
     def kv_usages(self) -> list[float]:
         found = []
@@ -119,13 +128,15 @@ async def house(
                 "observability": {"access_log": "off"},
                 "pools": {"main": {"policy": "round_robin", "endpoints": endpoints} | dict(pool or {})},
             }
-            | sections
+            | patient(sections)
         )
         app = App(config)
         await app.start()
         connector = aiohttp.TCPConnector(limit=0)
         try:
-            async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=30)) as http:
+            async with aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=3 * PATIENCE_S)
+            ) as http:
                 yield House(app, members, http)
         finally:
             await app.stop()

@@ -7,15 +7,22 @@ from collections import Counter
 
 import pytest
 
-from tests.chaos.house import House, house
+from tests.chaos.house import Answer, House, house
+from tests.fair_time import PATIENCE_S, at_most
 
 NEVER = {"failures": 1000}  # keeps a faulty endpoint in the fleet, to meet it again
-BRISK = {"first_byte": "400ms", "stall": "400ms", "connect": "500ms"}
 
 
 async def fates(home: House, requests: int, *, stream: bool) -> Counter[str]:
     answers = await asyncio.gather(*(home.ask(stream=stream, prompt=f"p{n}") for n in range(requests)))
     return Counter(answer.fate for answer in answers)
+
+
+async def all_but(count: int, asking: list[asyncio.Task[Answer]]) -> None:
+    """Return when all but so many have been answered: those whose engine is silent."""
+    async with asyncio.timeout(PATIENCE_S):
+        while sum(not task.done() for task in asking) > count:
+            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -39,9 +46,13 @@ async def test_a_group_that_refuses_connections_is_left_at_the_first_refusal() -
 
 @pytest.mark.parametrize("fault", ["reset-mid-stream:after=2", "cut:after=2", "stall:after=2"])
 async def test_a_stream_that_breaks_ends_with_an_error_event_and_without_done(fault: str) -> None:
-    async with house(2, health=NEVER, timeouts=BRISK) as home:
+    async with house(2, health=NEVER) as home:
         home.groups[0].faults.set(fault)
-        answers = await asyncio.gather(*(home.ask(prompt=f"p{n}") for n in range(10)))
+        asking = [asyncio.create_task(home.ask(prompt=f"p{n}")) for n in range(10)]
+        if fault.startswith("stall"):
+            await all_but(5, asking)
+            home.lose_patience(0)
+        answers = await asyncio.gather(*asking)
         assert Counter(answer.fate for answer in answers) == {"ok": 5, "error_event": 5}
         for answer in answers:
             assert (b"[DONE]" in answer.text) == (answer.fate == "ok")
@@ -58,9 +69,12 @@ async def test_a_plain_answer_that_breaks_off_is_visibly_broken(fault: str) -> N
 
 
 async def test_a_silent_engine_is_left_for_another_before_the_first_byte() -> None:
-    async with house(2, health=NEVER, timeouts=BRISK) as home:
+    async with house(2, health=NEVER) as home:
         home.groups[0].faults.set("stall:after=0")
-        assert await fates(home, 6, stream=True) == {"ok": 6}
+        asking = [asyncio.create_task(home.ask(prompt=f"p{n}")) for n in range(6)]
+        await all_but(3, asking)
+        home.lose_patience(0)
+        assert [answer.fate for answer in await asyncio.gather(*asking)] == ["ok"] * 6
         await home.at_rest()
 
 
@@ -76,7 +90,7 @@ async def test_when_every_engine_fails_everybody_is_told_at_once_and_tries_are_b
     async with house(4, health=NEVER) as home:
         for group in home.groups:
             group.faults.set("5xx")
-        async with asyncio.timeout(3):
+        async with at_most(3):
             answers = await asyncio.gather(*(home.ask(prompt=f"p{n}") for n in range(60)))
         assert {answer.status for answer in answers} == {502}
         assert all(answer.error["type"] == "upstream_error" for answer in answers)
@@ -88,7 +102,7 @@ async def test_when_every_engine_is_dead_requests_are_refused_with_503_and_advic
     async with house(2, health={"interval": "50ms"}) as home:
         for group in home.groups:
             group.faults.set("lost-rank")
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(PATIENCE_S):
             while any(live.load.available for live in home.app.gateway.endpoints.all()):
                 await asyncio.sleep(0.02)
         answer = await home.ask()
@@ -111,7 +125,7 @@ async def test_over_capacity_requests_wait_in_turn_and_the_rest_is_shed_with_adv
         tasks = []
         for number in range(5):
             tasks.append(asyncio.create_task(one(number)))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 while sum((home.app.gateway.gate.active, home.app.gateway.gate.rooms()[0].waiting)) <= number:
                     await asyncio.sleep(0.005)
         shed = await home.ask()
@@ -145,7 +159,7 @@ async def test_who_leaves_while_waiting_or_served_leaves_nothing_behind(stream: 
     async with house(2, speed=1.0, concurrency=2, pool={"policy": "prefix_aware"}) as home:
         tasks = [asyncio.create_task(home.ask(stream=stream, tokens=400, prompt=f"p{n}")) for n in range(12)]
         gate = home.app.gateway.gate
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while gate.active < 4 or gate.rooms()[0].waiting < 8:
                 await asyncio.sleep(0.005)
         for task in tasks:

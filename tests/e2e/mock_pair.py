@@ -19,6 +19,7 @@ from mockgpu.group import GroupSpec
 from mockgpu.handoff.spec import Transfer
 from mockgpu.hardware import gpu_named
 from mockgpu.llm import model_named
+from tests.fair_time import within
 
 PROMPT = "The reservoir behind the dam is deep, and the gate stands open. " * 12
 NULLS = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
@@ -111,14 +112,16 @@ class Pair:
 
     async def at_rest(self, within_s: float = 5.0) -> None:
         """Both groups hold nothing for anybody."""
-        async with asyncio.timeout(within_s):
-            for member in (self.prefill, self.decode):
-                while True:
-                    state = await self.state(member)
-                    if not (state["blocks_in_use"] or state["transfers"] or state["jobs"]):
-                        break
-                    await asyncio.sleep(0.002)
-                assert state["malformed_handoffs"] == 0
+        await within(within_s, self._emptied())
+
+    async def _emptied(self) -> None:
+        for member in (self.prefill, self.decode):
+            while True:
+                state = await self.state(member)
+                if not (state["blocks_in_use"] or state["transfers"] or state["jobs"]):
+                    break
+                await asyncio.sleep(0.002)
+            assert state["malformed_handoffs"] == 0
 
 
 def spec(role: str, transfer: Transfer, tp: int = 1, **options: Any) -> GroupSpec:

@@ -18,6 +18,9 @@ from typing import IO
 
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 30.0
+AT_MOST_S = (
+    900.0  # a process that a test has lost ends after this; fixtures of a whole module live long on a slow machine
+)
 FILE = "gateway.yaml"
 HOME = os.environ.get("PENSTOCK_HOME", str(ROOT))  # whose gateway: `make test-compiled` has another
 ENV = os.environ | {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
@@ -96,7 +99,7 @@ def mock_fleet(*options: str) -> Iterator[list[str]]:
 @contextmanager
 def running(command: list[str], **options: object) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command, text=True, **options) as process:  # type: ignore[call-overload]
-        watchdog = threading.Timer(WITHIN_S * 4, process.kill)
+        watchdog = threading.Timer(AT_MOST_S, process.kill)
         watchdog.daemon = True
         watchdog.start()
         try:

@@ -23,6 +23,8 @@ from mockgpu.handoff.spec import Transfer
 from mockgpu.hardware import gpu_named
 from mockgpu.llm import model_named
 from mockgpu.text import expected_text
+from tests.fair_time import PATIENCE_S, within
+from tests.patient import patient
 from tests.scraped import total
 
 MODEL = "m"
@@ -82,11 +84,14 @@ class SplitHouse:
 
     async def at_rest(self, within_s: float = 5.0) -> None:
         """Nothing is held any more, and no engine was ever sent what would have hurt a real one."""
+
+        async def emptied() -> None:
+            while any(await self._heard(self.held)):
+                await asyncio.sleep(0.005)
+
         try:
-            async with asyncio.timeout(within_s):
-                while any(await self._heard(self.held)):
-                    await asyncio.sleep(0.005)
-        except TimeoutError:
+            await within(within_s, emptied())
+        except AssertionError:
             raise AssertionError(f"still held: {await self.held()}") from None
         for member in self.members:
             assert (await self.state(member))["malformed_handoffs"] == 0
@@ -140,17 +145,17 @@ async def split_house(
                 "version": 1,
                 "listeners": {"api": {"port": 0}, "admin": {"port": 0}},
                 "observability": {"access_log": log, "access_flush": "10ms"},
-                "timeouts": {"connect": "5s"},  # engines and gateway share this loop, and the machine with others
-                "health": {"timeout": "5s"},
                 "models": [{"name": MODEL, "pool": "main", "split": rule}],
                 "pools": {"main": {"endpoints": [_endpoint(dialect, member) for member in members]}},
             }
-            | sections
+            | patient(sections)
         )
         app = App(config)
         await app.start()
         stack.push_async_callback(app.stop)
-        http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(60))
+        http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(3 * PATIENCE_S)
+        )
         await stack.enter_async_context(http)
         yield SplitHouse(app, members[: groups[0]], members[groups[0] :], http)
 

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
+from tests.fair_time import PATIENCE_S
+
 MODEL = "demo"
 TEXT = "stub says hello"
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n%b\r\n"
@@ -55,7 +57,7 @@ class Stub:
         self.requests: list[Recorded] = []
         self._changed = threading.Condition()
 
-    def wait(self, until: Callable[[], bool], within_s: float = 5.0) -> bool:
+    def wait(self, until: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
         """True once `until()` holds; looked at whenever something happened here."""
         with self._changed:
             return self._changed.wait_for(until, within_s)

@@ -19,6 +19,7 @@ from mockgpu.fleet import running_fleet
 from mockgpu.group import GroupSpec
 from mockgpu.hardware import gpu_named
 from mockgpu.llm import model_named
+from tests.patient import patient
 from tests.scraped import total
 
 ASK: Any = {"messages": [{"role": "user", "content": "How deep is the reservoir?"}]}
@@ -57,7 +58,7 @@ async def place(
             made["main" if not number else f"pool{number}"] = {"endpoints": [endpoint]} | dict(own)
         given = {"observability": {"access_log": "off"}, "models": [{"name": "demo-8b", "pool": "main"}]} | sections
         config = {"version": 1, "listeners": {"api": {"port": 0}, "admin": {"port": 0}}, "pools": made} | given
-        app = App(Config.model_validate(config))
+        app = App(Config.model_validate(patient(config)))
         await app.start()
         try:
             yield Place(app, http)

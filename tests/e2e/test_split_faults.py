@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from tests.e2e.split_house import SENTENCE, split_house
-from tests.fair_time import at_most
+from tests.fair_time import at_most, pace
 
 DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
-FAST = {"wait_s": 0.5, "lease_s": 0.5}
+SOON_S = 0.6 * pace()
+FAST = {"wait_s": SOON_S, "lease_s": SOON_S}
+SPLIT = {"transfer_timeout": f"{SOON_S:.1f}s"}
 
 
 def long(number: int, **members: Any) -> dict[str, Any]:
@@ -36,13 +38,13 @@ def long(number: int, **members: Any) -> dict[str, Any]:
 async def test_whoever_fails_the_client_gets_the_right_answer_and_nothing_stays_held(
     dialect: str, role: str, what: str
 ) -> None:
-    async with split_house(dialect, kv=FAST, split={"transfer_timeout": "500ms"}) as house:
+    async with split_house(dialect, kv=FAST, split=SPLIT) as house:
         await house.right(long(0))
         member = (house.prefill if role == "prefill" else house.decode)[0]
         member.faults.set(what)
         await asyncio.gather(*(house.right(long(number)) for number in range(1, 9)))
         member.faults.clear()
-        await house.at_rest(within_s=8)  # a decoder asks the bootstrap server of a dead engine for 5 s
+        await house.at_rest(within_s=7 + SOON_S)  # a decoder asks the bootstrap server of a dead engine for 5 s
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -56,31 +58,31 @@ async def test_a_stream_that_dies_after_its_first_words_ends_with_an_error(diale
         assert b'data: {"error"' in raw or b'"code":500' in raw
         for member in house.members:
             member.faults.clear()
-        await house.at_rest()
+        await house.at_rest(within_s=4 + SOON_S)
 
 
 @pytest.mark.parametrize("harm", ["wire-corrupt:after=300", "wire-cut:after=300", "wire-replay:after=0"])
 async def test_harm_on_the_wire_costs_time_and_never_a_word(harm: str) -> None:
     kv = FAST | {"transport": "tcp", "wire_faults": True}
-    async with split_house("vllm_nixl", kv=kv, split={"transfer_timeout": "500ms"}) as house:
+    async with split_house("vllm_nixl", kv=kv, split=SPLIT) as house:
         house.prefill[0].faults.set(harm)
         await asyncio.gather(*(house.right(long(number)) for number in range(8)))
         house.prefill[0].faults.clear()
-        await house.at_rest()
+        await house.at_rest(within_s=4 + SOON_S)
 
 
 async def test_a_frozen_prefiller_is_noticed_and_the_request_computed_elsewhere() -> None:
     kv = FAST | {"transport": "tcp", "wire_faults": True}
-    async with split_house("vllm_nixl", kv=kv, split={"transfer_timeout": "500ms"}) as house:
+    async with split_house("vllm_nixl", kv=kv, split=SPLIT) as house:
         for number in range(4):
             await house.right(long(number))
         house.prefill[0].faults.set("wire-stall")
         house.prefill[1].faults.set("wire-stall")
-        async with at_most(2.5):
+        async with at_most(2.0 + SOON_S):
             await house.right(long(10))
         for member in house.prefill:
             member.faults.clear()
-        await house.at_rest()
+        await house.at_rest(within_s=4 + SOON_S)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -16,6 +16,7 @@ import pytest
 
 from tests.chaos.house import House, house
 from tests.e2e.split_house import MODEL, SENTENCE, SplitHouse, split_house
+from tests.fair_time import pace
 
 LONG = {"model": "demo-8b", "stream": True, "max_tokens": 400, "messages": [{"role": "user", "content": "hello"}]}
 
@@ -137,11 +138,12 @@ async def test_neither_does_one_that_was_split(
     dialect: str, way: Callable[[SplitHouse, dict[str, object]], Awaitable[None]]
 ) -> None:
     body = {"prompt": SENTENCE * 20, "max_tokens": 12}
-    async with split_house(dialect, kv={"wait_s": 0.5, "lease_s": 0.5}, speed=2.0) as running:
+    soon_s = 0.5 * pace()
+    async with split_house(dialect, kv={"wait_s": soon_s, "lease_s": soon_s}, speed=2.0) as running:
         await running.right(body)
         with nothing_left():
             await way(running, body)
-            await running.at_rest(within_s=8)
+            await running.at_rest(within_s=7.5 + soon_s)
 
 
 @pytest.mark.parametrize("fault", ["refuse", "freeze"])

@@ -20,6 +20,8 @@ import msgspec
 from gateway.app import App
 from gateway.config import Config
 from gateway.split.handoffs import PairFigures
+from tests.fair_time import PATIENCE_S
+from tests.patient import patient
 from tests.scraped import total
 
 MODEL = "demo"
@@ -105,7 +107,7 @@ class Half:
             writer.transport.abort()
 
     async def was_asked(self, times: int = 1) -> Asked:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while len(self.asked) < times:
                 self.came.clear()
                 await self.came.wait()
@@ -281,7 +283,7 @@ class Front:
         self.app.gateway.handoffs.pairs |= {pair: msgspec.structs.replace(quick) for pair in names}
 
     async def at_rest(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while any(self.loads()):
                 await asyncio.sleep(0.005)
 
@@ -358,7 +360,7 @@ async def front(
                 "models": [{"name": MODEL, "pool": "main", "split": rule}],
                 "pools": {"main": {"policy": policy, "endpoints": endpoints}},
             }
-            | sections
+            | patient(sections)
         )
         app = App(config)
         await app.start()
