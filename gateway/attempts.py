@@ -35,8 +35,7 @@ async def retry(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> None:
         if x.retrying:
             gateway.accounts.retried(broke.kind)
             return
-    failure = Failure.UPSTREAM_TIMEOUT if broke.kind == "timeout" else Failure.UPSTREAM_FAILED
-    raise GatewayError(failure, f"The engine could not answer ({broke.kind}); {len(x.retries)} tried.")
+    raise _given_up(x, broke)
 
 
 def retry_now(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> bool:
@@ -69,10 +68,15 @@ def crowded(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Pick |
     return pick
 
 
-def nobody(x: Exchange, route: Route) -> GatewayError:
-    """What a client is told when no endpoint may be picked."""
-    if x.retries:
-        return GatewayError(Failure.UPSTREAM_FAILED, f"No engine could answer; {len(x.retries)} tried.")
+def _given_up(x: Exchange, broke: UpstreamBroke) -> GatewayError:
+    failure = Failure.UPSTREAM_TIMEOUT if broke.kind == "timeout" else Failure.UPSTREAM_FAILED
+    return GatewayError(failure, f"No engine could answer ({broke.kind}); {len(x.retries)} tried.")
+
+
+def nobody(x: Exchange, route: Route, broke: UpstreamBroke | None) -> GatewayError:
+    """What a client is told when no endpoint may be picked; `broke` is how the last attempt ended, if there was one."""
+    if broke is not None:
+        return _given_up(x, broke)
     return GatewayError(Failure.NO_CAPACITY, f"No endpoint of model '{route.name}' is available.", retry_after_s=1.0)
 
 

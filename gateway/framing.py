@@ -16,7 +16,9 @@ MAX_SIZE_LINE = 288
 LAST_CHUNK = b"0\r\n\r\n"
 BODILESS = (204, 304)  # whatever their headers say
 
-_FACTS = re.compile(rb"\n(content-type|content-length|transfer-encoding|connection)[ \t]*:[ \t]*([^\r\n]*?)[ \t]*\r")
+_FACTS = re.compile(
+    rb"\n(content-type|content-length|content-encoding|transfer-encoding|connection)[ \t]*:[ \t]*([^\r\n]*?)[ \t]*\r"
+)
 _SIZES = {b"%x" % size: size for size in range(1, 4096)}  # as engines write them; whatever else there is: _SIZE
 _LINES = {len(line) + size + 4: line + b"\r\n" for line, size in _SIZES.items()}  # by the length of the whole chunk
 _SIZE = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]{0,8};[^\r\n]{0,256})?\r\n")
@@ -61,6 +63,8 @@ def parse_head(head: bytes) -> Head:
     if length is not None and (not length.isdigit() or len(length) > 15):
         raise FramingError("Content-Length is not one number")
     status, size = int(head[9:12]), None if length is None else int(length)
+    if 200 <= status < 300 and facts.get(b"content-encoding", b"identity") != b"identity":
+        raise FramingError("the body is encoded, which nobody asked for")
     content_type = facts.get(b"content-type", b"application/octet-stream")
     is_sse = content_type.startswith(b"text/event-stream")
     framed = size is not None or coding is not None or status in BODILESS

@@ -163,7 +163,7 @@ class Relay:
         if self._sse:
             if payload:
                 self._watch(payload, now)
-        else:
+        elif payload:
             self._keep(payload, now)
         if self._rebuild:
             data = self._rebuilt(payload)
@@ -295,16 +295,23 @@ class Relay:
         return b""
 
     def _commit(self, data: bytes, now: float) -> bytes:
-        """The first body byte: from here the client sees this engine. An error as first event is a failure."""
+        """The first body byte: from here the client sees this engine, unless these bytes break the answer. An error as
+        first event is a failure, and so is an answer without a byte."""
         assert self.head is not None
         if self._sse and _ERROR_EVENT.search(data if self.patient else data[:FIRST_EVENT]):
             raise UpstreamBroke("engine_error", "the engine answered with an error event")
         self.state = FLOWING
-        self.committed = True
         self.first_byte_at = now
+        on_first, self.on_first = self.on_first, None  # it has the request let go of, which a broken beginning needs
         head = self._opening()
         self.bytes_out += len(head)
-        return head + self.feed(data, now)
+        out = head + self.feed(data, now)
+        if self._body.ended and not self._last:
+            raise UpstreamBroke("no_answer", "the engine's answer is empty")
+        self.committed, self.on_first = True, on_first
+        if self.first_token_at is not None:
+            self._first()
+        return out
 
     def _whole(self, head: Head, payload: bytes, now: float) -> bytes:
         """A plain answer that came in one read: at once what is otherwise done step by step."""

@@ -161,12 +161,13 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
     """Pick, book and send, until an endpoint answers or nothing is left to try."""
     endpoints, request, policy = gateway.endpoints, call.request, route.policy
     fingerprint = x.fingerprint = x.fingerprint or _fingerprint(endpoints, route, call)
+    problem: UpstreamBroke | None = None
     try:
         while True:
             ask = endpoints.ask(request, fingerprint, x.retries)
             pick = x.pick = run.pick(policy, ask, route.candidates) or crowded(policy, ask, route.candidates)
             if pick is None:
-                raise nobody(x, route)
+                raise nobody(x, route, problem)
             x.picked_at = monotonic()
             if route.watched:
                 _watch(gateway, x, route, ask, pick)

@@ -243,7 +243,7 @@ class Upstream:
         authorization = f"authorization: Bearer {key}\r\n" if key else ""
         self._head = (
             f" HTTP/1.1\r\nhost: {self._netloc}\r\ncontent-type: application/json\r\n"
-            f"accept: */*\r\nuser-agent: penstock\r\n{authorization}"
+            f"accept: */*\r\naccept-encoding: identity\r\nuser-agent: penstock\r\n{authorization}"
         ).encode()
         self.patience = patience
 

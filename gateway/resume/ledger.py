@@ -258,13 +258,6 @@ class Recorded(Relay):
         """Whether an event could follow."""
         return self._sse and self.committed
 
-    def _commit(self, data: bytes, now: float) -> bytes:
-        try:
-            return super()._commit(data, now)
-        except UpstreamBroke:
-            self.committed = False  # not a byte of it was handed on
-            raise
-
     def _end(self, out: bytes) -> bytes:
         if self._sse and not self._last.rstrip().endswith(_DONE):
             assert isinstance(self.renamer, Recorder)

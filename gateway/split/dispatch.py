@@ -32,12 +32,13 @@ async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Cli
     """Serve it by a pair or whole, until somebody answers or nothing is left to try. Raises GatewayError then."""
     fingerprint = x.fingerprint = x.fingerprint or gateway.endpoints.prefixes.of(call, route.name)
     work = Work(gateway, route, split, x, client, call, fingerprint)
+    problem: UpstreamBroke | None = None
     recompute = False
     try:
         while True:
             decision, ask = _decide(work, recompute)
             if decision.pair is None:
-                problem = await _whole(work, ask, decision)
+                problem = await _whole(work, ask, decision, problem)
             else:
                 problem, recompute = await _pair(work, ask, decision.pair)
             if problem is None:
@@ -64,8 +65,9 @@ def _decide(work: Work, recompute: bool) -> tuple[Decision, Ask]:
     return decision, ask
 
 
-async def _whole(work: Work, ask: Ask, decision: Decision) -> UpstreamBroke | None:
-    """One endpoint for all of it; what broke, or None. Raises GatewayError when nobody may."""
+async def _whole(work: Work, ask: Ask, decision: Decision, problem: UpstreamBroke | None) -> UpstreamBroke | None:
+    """One endpoint for all of it; what broke, or None. `problem` is what broke before. Raises GatewayError when nobody
+    may."""
     x, route, endpoints, request = work.x, work.route, work.gateway.endpoints, work.call.request
     alone = work.split.pools.alone
     pick = run.pick(route.policy, ask, alone)
@@ -73,7 +75,7 @@ async def _whole(work: Work, ask: Ask, decision: Decision) -> UpstreamBroke | No
         pick = run.pick(work.split.splitter.crowded, ask, alone)
     x.pick = pick
     if pick is None:
-        raise _nobody(work, decision)
+        raise _nobody(work, decision, problem)
     x.picked_at = monotonic()
     work.gateway.accounts.picked(x, route.policy, ask, pick)
     with endpoints.book(pick, request, work.fingerprint) as booking:
@@ -87,11 +89,11 @@ async def _whole(work: Work, ask: Ask, decision: Decision) -> UpstreamBroke | No
             return broke.with_traceback(None)  # that leads back here, and so to whoever keeps it: a cycle
 
 
-def _nobody(work: Work, decision: Decision) -> GatewayError:
+def _nobody(work: Work, decision: Decision, problem: UpstreamBroke | None) -> GatewayError:
     if not work.split.pools.alone and decision.reason in (Reason.CHOICES, Reason.PROMPTS, Reason.PROMPT_SCORES):
         message = f"Every request of model '{work.route.name}' is split, and this one cannot be ({decision.reason})."
         return GatewayError(Failure.BAD_REQUEST, message)
-    return nobody(work.x, work.route)
+    return nobody(work.x, work.route, problem)
 
 
 async def _pair(work: Work, ask: Ask, pair: Pair) -> tuple[UpstreamBroke | None, bool]:

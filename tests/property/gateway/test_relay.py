@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.answer import Failure
-from gateway.relay import Relay, State, UpstreamBroke, Usage
+from gateway.relay import FIRST_EVENT, Relay, State, UpstreamBroke, Usage
 from gateway.rename import Renamer
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -352,10 +352,41 @@ def test_an_endless_head_is_refused() -> None:
         relay.feed(b"a" * 1000, 0.0)
 
 
-@pytest.mark.parametrize("status", [204, 304])
-def test_an_answer_without_a_body_by_its_status_ends_with_its_head(status: int) -> None:
-    seen = feed(b"HTTP/1.1 %d x\r\n\r\n" % status, [])
-    assert seen.state is State.DONE
+def test_a_refusal_without_a_body_by_its_status_ends_with_its_head() -> None:
+    seen = feed(b"HTTP/1.1 304 x\r\ncontent-length: 5\r\n\r\n", [])
+    assert (seen.state, seen.broke) == (State.DONE, None)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 204 x\r\n\r\n",
+        b"HTTP/1.1 204 x\r\ncontent-length: 5\r\n\r\n",
+        b"HTTP/1.1 200 x\r\ncontent-type: application/json\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 x\r\ncontent-type: text/event-stream\r\ncontent-length: 0\r\n\r\n",
+        HEAD + b"0\r\n\r\n",
+    ],
+)
+@pytest.mark.parametrize("alias", [None, "asked"])
+def test_an_answer_without_a_byte_is_none_and_can_be_retried(answer: bytes, alias: str | None) -> None:
+    seen = feed(answer, [answer.index(b"\r\n\r\n") + 4], alias=alias)
+    assert (seen.broke, seen.out, seen.firsts) == ("no_answer", b"", 0)
+
+
+@pytest.mark.parametrize("kind", [b"text/event-stream", b"application/json"])
+@pytest.mark.parametrize("good", [b"", b"5\r\nhello\r\n", b"%x\r\n%b\r\n" % (len(ROLE), ROLE.encode())])
+def test_what_breaks_in_the_read_that_it_begins_in_can_be_retried(kind: bytes, good: bytes) -> None:
+    head = HEAD.replace(b"text/event-stream", kind)
+    seen = feed(head + good + b"zz\r\n" + b"x" * FIRST_EVENT, [])
+    assert (seen.broke, seen.out, seen.firsts) == ("framing", b"", 0)
+
+
+def test_an_encoded_answer_is_not_passed_on_as_if_it_were_plain() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-encoding: %b\r\ncontent-length: 2\r\n\r\n"
+    assert feed(head % b"gzip" + b"\x1f\x8b", []).broke == "framing"
+    assert feed(head % b"identity" + b"{}", []).out.endswith(b"{}")
+    assert feed((head % b"gzip").replace(b"200", b"400") + b"\x1f\x8b", []).broke is None
 
 
 def test_a_close_before_the_first_byte_can_be_retried() -> None:

@@ -186,10 +186,13 @@ def test_an_engine_that_gives_a_request_up_has_not_ended_it() -> None:
     assert list(ledger.said) == [0]
 
 
-def test_an_answer_that_breaks_with_its_first_events_was_not_begun() -> None:
+@pytest.mark.parametrize("end", [chunk(b'data: {"error": {"message": "dead"}}\n\n'), LAST_CHUNK])
+def test_an_answer_that_breaks_with_its_first_events_was_not_begun(end: bytes) -> None:
+    told: list[None] = []
     ledger = Ledger(terms(True, False, 9), 1000)
-    relay = Recorded(b"", renamer=Recorder(ledger, ledger.first, "served", "asked"))
+    relay = Recorded(b"", lambda: told.append(None), renamer=Recorder(ledger, ledger.first, "served", "asked"))
     first, *_ = events([0], 9, chat=True, opening=True)
     with pytest.raises(UpstreamBroke):
-        relay.feed(HEAD + chunk(first) + chunk(b'data: {"error": {"message": "dead"}}\n\n'), 1.0)
+        relay.feed(HEAD + chunk(first) + end, 1.0)
     assert not relay.committed
+    assert not told  # what the request is made of is let go of then, and it is to be asked again

@@ -1,0 +1,78 @@
+"""An answer that breaks before a byte of it has gone to the client: the request is tried elsewhere, whole.
+
+The engines are scripted, raw bytes where it matters, and the gateway is a real one between two of them.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gateway.relay import FIRST_EVENT
+from tests.unit.gateway.split.halves import MODEL, TEXT, Asked, Script, decodes, front, holds
+
+EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+TOKEN = {
+    "id": "chatcmpl-" + "0" * FIRST_EVENT,  # so long that what follows is not its first event any more
+    "model": MODEL,
+    "prompt_token_ids": [1, 2],
+    "choices": [{"index": 0, "delta": {"content": "half"}, "token_ids": [7]}],
+    "usage": {"prompt_tokens": 2, "completion_tokens": 1},
+}
+
+
+def says(raw: bytes) -> Script:
+    async def script(asked: Asked) -> None:
+        asked.writer.write(raw)
+
+    return script
+
+
+def events(*told: object) -> bytes:
+    raw = b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in told)
+    return b"%x\r\n%b\r\n" % (len(raw), raw)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.1 204 No Content\r\ncontent-length: 5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\n\x1f\x8b",
+        EVENTS + b"0\r\n\r\n",
+        EVENTS + b"zz\r\n" + b"x" * 300,
+        EVENTS + events(TOKEN) + b"zz\r\n",
+    ],
+)
+async def test_what_an_engine_garbles_from_the_start_is_answered_by_another(raw: bytes, resume: bool) -> None:
+    models = [{"name": MODEL, "pool": "main"} | ({"resume": {}} if resume else {})]
+    sides = {"decode_role": "both", "policy": "round_robin"}
+    async with front("vllm_nixl", [], [says(raw), decodes], models=models, **sides) as running:
+        for _ in range(2):  # one of them at least is given to the first engine
+            reply = await running.ask(words=3, stream=True)
+            assert (reply.status, reply.text) == (200, "".join(TEXT))
+        assert running.blamed(running.decode[0]) > 0
+        await running.at_rest()
+
+
+@pytest.mark.parametrize("end", [events({"error": {"message": "dead"}}), b"0\r\n\r\n"])
+async def test_what_is_tried_again_though_a_token_had_come_is_asked_for_in_full(end: bytes) -> None:
+    models = [{"name": MODEL, "pool": "main", "resume": {}}]
+    sides = {"decode_role": "both", "policy": "round_robin"}
+    async with front("vllm_nixl", [], [says(EVENTS + events(TOKEN) + end), decodes], models=models, **sides) as running:
+        for _ in range(2):
+            reply = await running.ask(words=3, stream=True)
+            assert (reply.status, reply.text) == (200, "".join(TEXT))
+        assert running.blamed(running.decode[0]) > 0
+        await running.at_rest()
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_when_the_last_engine_that_there_is_was_silent_the_client_hears_of_a_timeout(engines: int) -> None:
+    sections = {"models": [{"name": MODEL, "pool": "main"}], "timeouts": {"first_byte": "100ms"}}
+    async with front("vllm_nixl", [], [holds] * engines, decode_role="both", **sections) as running:
+        reply = await running.ask(words=3)
+        assert (reply.status, reply.json["error"]["code"]) == (504, "upstream_timeout")
+        await running.at_rest()
