@@ -6,6 +6,7 @@ never depends on it, in a process group of its own, so that Ctrl-C reaches it th
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
 import os
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -23,7 +24,7 @@ import msgspec
 from rich.console import Console
 
 from gateway.commands import HERE
-from gateway.config import ConfigError, examine, json_schema
+from gateway.config import ConfigError, Loaded, examine, json_schema
 from gateway.ports import is_free
 from kvtransfer.dialects import DIALECTS, Needs
 
@@ -73,18 +74,9 @@ def _run(demo: Demo, console: Console) -> int:
     _refuse_taken(demo.admin_port, "--admin-port")
     if demo.dialect is not None and (demo.groups < 2 or demo.dialect not in DIALECTS):
         raise DemoError(f"splitting needs two groups or more and a dialect of {', '.join(DIALECTS)}")
-    first = _free_run(demo.groups + demo.halves + _DOORS)  # behind the groups: bootstrap servers, doors for chaos
-    FOLDER.mkdir(exist_ok=True)
-    file = _write_config(demo, first)
-    try:
-        loaded = examine(file, os.environ)
-    except ConfigError as error:
-        raise DemoError(str(error)) from None
-    for number in (signal.SIGTERM, signal.SIGHUP):  # without a handler they would leave the mocks behind
-        signal.signal(number, _leave)
-    with _mocks(demo, first) as processes:
-        with console.status(f"Starting {demo.groups} mock TP groups"):
-            _wait_until_ready(processes, range(first, first + demo.groups))
+    with ExitStack() as running:
+        with console.status(f"Starting {demo.groups} mock TP groups"), _one_at_a_time():
+            file, loaded = _begun(demo, running)
         from gateway import app  # after the wait, so that the mocks start while nothing else wants the processor
 
         def say(line: str, bad: bool) -> None:
@@ -95,6 +87,30 @@ def _run(demo: Demo, console: Console) -> int:
             ready=lambda started: _ready(demo, file, started.url, started.admin_url, console),
             hangup_reloads=False,
         )
+
+
+def _begun(demo: Demo, running: ExitStack) -> tuple[Path, Loaded]:
+    """The configuration, as a file and read, whose mocks answer; they end with `running`."""
+    first = _free_run(demo.groups + demo.halves + _DOORS)  # behind the groups: bootstrap servers, doors for chaos
+    FOLDER.mkdir(exist_ok=True)
+    file = _write_config(demo, first)
+    try:
+        loaded = examine(file, os.environ)
+    except ConfigError as error:
+        raise DemoError(str(error)) from None
+    for number in (signal.SIGTERM, signal.SIGHUP):  # without a handler they would leave the mocks behind
+        signal.signal(number, _leave)
+    processes = running.enter_context(_mocks(demo, first))
+    _wait_until_ready(processes, range(first, first + demo.groups))
+    return file, loaded
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Another demo that starts meanwhile waits: it would find the same ports free, and take our mocks for its own."""
+    with open(__file__, "rb") as held:  # any file would do that is there for both
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def _ready(demo: Demo, file: Path, url: str, admin_url: str, console: Console) -> None:

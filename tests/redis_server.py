@@ -15,7 +15,9 @@ from time import monotonic, sleep
 
 import pytest
 
-WITHIN_S = 10.0
+from tests.fair_time import PATIENCE_S
+from tests.ports import free_port
+
 WITHOUT = "PENSTOCK_TESTS_WITHOUT_REDIS"
 
 
@@ -24,9 +26,7 @@ class RedisServer:
 
     def __init__(self, program: str, folder: Path) -> None:
         self._program, self._folder = program, folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -43,7 +43,7 @@ class RedisServer:
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         command = [self._program, *options, "--dir", str(self._folder), "--daemonize", "no"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        ends = monotonic() + WITHIN_S
+        ends = monotonic() + PATIENCE_S
         while not self._answers():
             assert self._process.poll() is None, "redis-server ended before it answered"
             assert monotonic() < ends, "redis-server did not answer in time"
@@ -53,7 +53,7 @@ class RedisServer:
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
             self._process.kill()
-            self._process.wait(WITHIN_S)
+            self._process.wait(PATIENCE_S)
             self._process = None
 
     def hang(self) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 BOOKED = ("in_flight", "prefill_tokens", "decode_tokens", "expected_tokens")
@@ -32,9 +33,7 @@ class Mock:
     """One TP group in a process of its own, on a port it keeps through death and return."""
 
     def __init__(self, speed: float, *options: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self._options = ("--port", str(self.port), "--groups", "1", "--speed", str(speed), *options)
         self.url = f"http://127.0.0.1:{self.port}"
         self.start()

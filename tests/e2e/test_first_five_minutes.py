@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -20,9 +19,10 @@ from typing import NamedTuple
 import pytest
 
 from tests.e2e.processes import ENV, ROOT
+from tests.ports import free_port
 
 PAGE = ROOT / "docs" / "first-five-minutes.md"
-WITHIN_S = 30.0
+WITHIN_S = 120.0
 END = "__over__"
 
 
@@ -156,12 +156,6 @@ def terminal(folder: Path) -> Iterator[Terminal]:
     finally:
         watchdog.cancel()
         opened.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_the_page_holds_what_it_promises(tmp_path: Path) -> None:

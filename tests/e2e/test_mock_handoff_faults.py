@@ -20,7 +20,8 @@ from mockgpu.fleet import Member
 from mockgpu.text import expected_text
 from tests.e2e.mock_pair import DIALECTS, PROMPT, Pair, pair, rooms
 from tests.e2e.processes import ENV
-from tests.fair_time import at_most
+from tests.fair_time import at_most, pace
+from tests.ports import free_port
 
 LONG: dict[str, Any] = {"prompt": PROMPT * 20, "max_tokens": 12}
 WORDS = expected_text(LONG, 12)
@@ -78,8 +79,7 @@ async def test_wrong_kv_stays_wrong_for_all_who_share_it() -> None:
 
 
 async def test_an_engine_that_finds_its_port_taken_is_none_until_it_comes_back_again() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     async with pair(kv={"transport": "tcp"}, prefill={"port": port}) as groups:
         assert await attempt(groups) == WORDS
         half = groups.prefill.half
@@ -190,7 +190,8 @@ async def comes_back(groups: Pair) -> bool:
 async def test_a_death_at_any_stage_leaves_nothing_held_and_the_groups_come_back(
     dialect: str, where: str, what: str
 ) -> None:
-    async with pair(dialect, kv={"transport": "tcp", "wait_s": 1.0, "lease_s": 1.0}, speed=200.0) as groups:
+    soon_s = 1.0 * pace()
+    async with pair(dialect, kv={"transport": "tcp", "wait_s": soon_s, "lease_s": soon_s}, speed=200.0) as groups:
         victim = groups.prefill if where == "prefill" else groups.decode
         await fault(groups, victim, what)
         assert await attempt(groups) in (None, WORDS)
@@ -293,7 +294,7 @@ async def test_separate_processes_split_too_and_a_stopped_or_killed_giver_is_not
             began = time.monotonic()
             status, answer = await post(http, decode.url, body | {"kv_transfer_params": first["kv_transfer_params"]})
             assert (status, answer["choices"][0]["text"]) == (200, expected_text(body, 12))
-            assert time.monotonic() - began < 4
+            assert time.monotonic() - began < 4 * pace()
             prefill.process.send_signal(signal.SIGCONT)
         async with http.get(decode.url + "/mock/state") as response:
             state = await response.json()

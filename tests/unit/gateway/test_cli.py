@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from gateway import cli, relay
 from gateway.config import json_schema
+from tests.ports import free_port
 
 GOOD = "version: 1\npools:\n  chat:\n    endpoints:\n      - url: http://127.0.0.1:9000\n"
 
@@ -140,10 +141,7 @@ def test_demo_names_the_port_that_is_taken_and_the_flag_to_change_it(
     runner: CliRunner, taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = probe.getsockname()[1]
-    result = runner.invoke(cli.app, ["demo", "--admin-port", str(taken), "--port", str(free)])
+    result = runner.invoke(cli.app, ["demo", "--admin-port", str(taken), "--port", str(free_port())])
     assert result.exit_code == 1
     assert f"port {taken} is taken" in result.output
     assert "--admin-port" in result.output
