@@ -202,8 +202,13 @@ class Relay:
         """
         if not self.at_seam:
             return b""
-        event = b"" if self._last.endswith(_DONE + b"\n\n") else event_of(failure, message)
+        event = b"" if self._told_all else event_of(failure, message)
         return event if self.http_1_0 else chunk(event) + LAST_CHUNK
+
+    @property
+    def _told_all(self) -> bool:
+        """Whether the client has the last event: an error behind it would take back what is whole."""
+        return self._last.endswith(_DONE + b"\n\n")
 
     @property
     def usage(self) -> Usage:

@@ -258,10 +258,19 @@ class Recorded(Relay):
         """Whether an event could follow."""
         return self._sse and self.committed
 
+    @property
+    def _told_all(self) -> bool:
+        """As the ledger has it: what came last may have been taken back."""
+        return self._recorder.ledger.done
+
+    @property
+    def _recorder(self) -> Recorder:
+        assert isinstance(self.renamer, Recorder)
+        return self.renamer
+
     def _end(self, out: bytes) -> bytes:
         if self._sse and not self._last.rstrip().endswith(_DONE):
-            assert isinstance(self.renamer, Recorder)
-            self.renamer.ledger.take_back()
+            self._recorder.ledger.take_back()
             raise UpstreamBroke("truncated", "the engine ended its stream early")
         return super()._end(out)
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.answer import Failure
 from gateway.framing import LAST_CHUNK, ChunkedBody, chunk
 from gateway.openai import Api
 from gateway.relay import Relay, State, UpstreamBroke
@@ -196,3 +197,13 @@ def test_an_answer_that_breaks_with_its_first_events_was_not_begun(end: bytes) -
         relay.feed(HEAD + chunk(first) + end, 1.0)
     assert not relay.committed
     assert not told  # what the request is made of is let go of then, and it is to be asked again
+
+
+def test_a_last_event_that_the_client_was_not_shown_does_not_end_its_stream() -> None:
+    ledger = Ledger(terms(True, False, 9), 1000)
+    relay = Recorded(b"", renamer=Recorder(ledger, ledger.first, "served", "asked"))
+    first, *_ = events([0], 9, chat=True, opening=True)
+    relay.feed(HEAD + chunk(first), 1.0)
+    with pytest.raises(UpstreamBroke):
+        relay.feed(chunk(b'data: {"error": {"message": "dead"}}\n\ndata: [DONE]\n\n') + LAST_CHUNK, 2.0)
+    assert b'"error"' in relay.break_off(Failure.UPSTREAM_FAILED, "gone")
