@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.lobby import Lobby
+from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.seam import LAST, ODD, ORDINARY, House, Pipe, Seen, request, turns
 from tests.unit.gateway.split.halves import front, holds, prefills
 
@@ -190,13 +191,13 @@ async def test_a_client_that_leaves_behind_more_than_is_read_is_noticed_all_the_
         writer.write(request(asking))
         asked = await f.decode[0].was_asked()
         writer.write(request(b"x" * 100_000))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not any(each._reading_paused for each in f.app.fronts):
                 await asyncio.sleep(0.001)
         if reset:
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.close()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             await asked.closed.wait()
         await f.at_rest()
         assert f.metric("penstock_client_disconnects_total") == 1

@@ -18,6 +18,7 @@ from gateway import cli
 from gateway.operate import NoAnswerError
 from gateway.top.plain import board, spark, volume
 from tests.chaos.house import house
+from tests.fair_time import PATIENCE_S
 
 
 def endpoint(name: str, **more: Any) -> dict[str, Any]:
@@ -125,7 +126,7 @@ async def test_what_the_gateway_refuses_is_told_on_the_screen_and_ends_nothing()
     async with screen.run_test(size=(150, 40), notifications=True) as pilot:
         source.frames.put(view(endpoint("d-0")))
         for key in ("d", "enter"):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while screen.query_one(DataTable).row_count != 1:
                     await pilot.pause(0.01)
                 screen.clear_notifications()
@@ -150,7 +151,7 @@ async def test_keys_drain_explain_filter_and_pause() -> None:
     async with screen.run_test(size=(150, 40)) as pilot:
 
         async def until(true: Any) -> None:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while not true():
                     await pilot.pause(0.01)
 

@@ -15,6 +15,7 @@ from gateway.framing import chunk
 from gateway.outbox import Outbox
 from gateway.relay import FIRST_EVENT, Relay, State, UpstreamBroke
 from gateway.upstream import IDLE_S, Connection, Patience, Upstream
+from tests.fair_time import PATIENCE_S
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 PATIENCE = Patience(connect_s=1.0, first_byte_s=5.0, stall_s=1.0)
@@ -25,7 +26,7 @@ class Client:
 
     def __init__(self) -> None:
         self.writing_paused = False
-        self.text = b""
+        self.text = bytearray()
         self.source: Connection | None = None
 
     def write(self, data: bytes) -> None:
@@ -155,7 +156,7 @@ async def test_sweeping_closes_idle_connections_before_the_engine_does() -> None
         await made.ask()
         engine = await made.accepted.get()
         made.upstream.sweep(monotonic() + IDLE_S + 0.1)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             await engine.gone.wait()
         assert not made.upstream.connections
 
@@ -212,7 +213,7 @@ async def test_a_client_that_leaves_closes_the_engines_connection(second_try: bo
         else:
             made.react = silence
         asking = asyncio.create_task(made.ask())
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             engine = await made.accepted.get()
             while not engine.requests:
                 await asyncio.sleep(0)
@@ -235,7 +236,7 @@ async def test_silence_before_and_within_an_answer_has_limits_of_its_own() -> No
     async with engines() as made:
         made.react = silence
         asking = asyncio.create_task(made.ask())
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             engine = await made.accepted.get()
             while not engine.requests:
                 await asyncio.sleep(0)
@@ -243,7 +244,7 @@ async def test_silence_before_and_within_an_answer_has_limits_of_its_own() -> No
         made.upstream.sweep(now + 4.5)
         engine.transport.write(ANSWER[:-1])
         (connection,) = made.upstream.connections
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             while connection.heard_at < now:
                 await asyncio.sleep(0)
         made.upstream.sweep(monotonic() + 0.5)
@@ -259,7 +260,7 @@ async def test_silence_is_counted_from_the_last_byte_of_any_answer_and_heads_are
     async with engines() as made:
         made.react = lambda engine: engine.transport.write(ANSWER[:-2])
         asking = asyncio.create_task(made.ask())
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             engine = await made.accepted.get()
             while not engine.requests:
                 await asyncio.sleep(0)
@@ -286,7 +287,7 @@ async def test_a_slow_client_stops_the_engine_and_is_no_silence_of_the_engines()
         client = Client()
         client.slow()
         asking = asyncio.create_task(made.ask(client))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             engine = await made.accepted.get()
             while not engine.paused:
                 await asyncio.sleep(0)
@@ -296,7 +297,7 @@ async def test_a_slow_client_stops_the_engine_and_is_no_silence_of_the_engines()
         made.upstream.sweep(monotonic() + 100)
         assert made.upstream.silence_s(monotonic() + 100) == 0.0
         client.ready()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await asking
         assert len(client.text.partition(b"\r\n\r\n")[2]) == length
 
@@ -310,7 +311,7 @@ async def test_a_client_slow_to_the_last_byte_leaves_no_paused_connection_in_the
                 self.slow()
 
         await made.ask(SlowAtLast())
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             assert (await made.ask()).state is State.DONE
         assert made.accepted.qsize() == 1
 
@@ -320,7 +321,7 @@ async def test_bytes_nobody_asked_for_close_the_connection() -> None:
         await made.ask()
         engine = await made.accepted.get()
         engine.transport.write(b"HTTP/1.1 200 OK\r\n\r\n")
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             await engine.gone.wait()
 
 
@@ -339,7 +340,7 @@ async def test_an_engine_known_to_be_dead_is_waited_for_by_nobody() -> None:
         asked: list[Engine] = []
         made.react = asked.append
         asking = [asyncio.create_task(made.ask()) for _ in range(3)]
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             while len(asked) < 3:
                 await asyncio.sleep(0)
         made.upstream.fail_all("ejected", "gone")
@@ -355,7 +356,7 @@ async def test_who_is_in_the_middle_of_an_event_is_ended_after_it() -> None:
         made.react = asked.append
         clients = [Client(), Client()]
         asking = [asyncio.create_task(made.ask(client)) for client in clients]
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             while len(asked) < 2:
                 await asyncio.sleep(0)
             for engine, event in zip(asked, (whole, half), strict=True):

@@ -22,6 +22,7 @@ from mockgpu.job import Job
 from mockgpu.kv import scaled_layout
 from mockgpu.llm import model_named
 from mockgpu.memory import KvMemory
+from tests.fair_time import PATIENCE_S
 
 BLOCKS = 64
 
@@ -121,7 +122,7 @@ async def test_the_death_of_a_group_that_asks_for_kv_leaves_none_of_the_step_s_j
     group.mark(doomed, Fault(FaultKind.DIE_IN_PULL))
     for job, sink in zip((doomed, beside), sinks, strict=True):
         group.submit(job, sink, "length")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         for sink in sinks:
             await sink.over.wait()
         assert group.desk is not None
@@ -137,7 +138,7 @@ async def test_a_group_that_died_asking_for_kv_while_it_decoded_computes_again_w
 ) -> None:
     decoding, doomed, later = Sink(), Sink(), Sink()
     group.submit(Job(40, 900), decoding, "length")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not decoding.tokens:
             await asyncio.sleep(0)
         job = taking("a")

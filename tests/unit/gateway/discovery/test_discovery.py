@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
 
 HEAD = "    endpoints:\n"
@@ -18,7 +19,7 @@ def listing(made: Running, file: Path, *numbers: int) -> None:
 
 async def serving(made: Running, *names: str) -> None:
     """Until exactly these are in the pool and may be asked, or have left."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while sorted(
             live.endpoint.name for live in made.app.gateway.endpoints.all() if not live.leaving and live.load.available
         ) != sorted(names):

@@ -18,6 +18,7 @@ from gateway.discovery.dns import Dns
 from gateway.discovery.kubernetes import Account, Slices
 from gateway.discovery.listed import Listed
 from gateway.discovery.source import Found, Source, specs
+from tests.fair_time import PATIENCE_S
 
 TRAITS = EndpointTraits(max_concurrency=7, labels={"gpu": "h100"})
 
@@ -40,7 +41,7 @@ def urls(found: Found) -> list[str]:
 async def first(source: Source, count: int) -> list[list[str]]:
     """What it says until it has said so much."""
     said = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         async for found in source.watch():
             said.append(urls(found))
             if len(said) == count:
@@ -103,7 +104,7 @@ async def test_a_file_is_followed_and_what_is_wrong_in_it_changes_nothing(tmp_pa
             file.write_text(texts.pop(0))
 
     said = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         async for found in Listed(file, TRAITS, nap).watch():
             said.append([(each.url, each.max_concurrency, each.name) for each in found])
             if len(said) == 2:

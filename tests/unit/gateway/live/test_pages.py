@@ -15,6 +15,7 @@ import pytest
 from gateway.live import hub as hubs
 from gateway.live.pages import FILES
 from tests.chaos.house import House, house
+from tests.fair_time import PATIENCE_S
 
 
 async def get(home: House, path: str, **headers: str) -> tuple[int, str, aiohttp.typedefs.LooseHeaders]:
@@ -108,7 +109,7 @@ async def test_a_group_that_is_killed_is_seen_within_two_seconds() -> None:
         assert (await anext(frames))["why"] == []
         home.groups[1].faults.set("refuse")
         killed = loop.time()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             async for frame in frames:
                 if frame["endpoints"][1]["state"] == "ejected":
                     break
@@ -134,7 +135,7 @@ async def test_more_watchers_than_there_is_room_for_are_sent_away(monkeypatch: p
             await anext(frames)
             status, _, headers = await get(home, "/live/stream")
             assert (status, headers["Retry-After"]) == (503, "5")
-        async with asyncio.timeout(5):  # the one who left is noticed at the next frame
+        async with asyncio.timeout(PATIENCE_S):  # the one who left is noticed at the next frame
             while (await get_status(home)) == 503:
                 await asyncio.sleep(0.05)
 

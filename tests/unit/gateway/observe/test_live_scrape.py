@@ -17,6 +17,7 @@ from gateway.observe.files import queries
 from gateway.observe.promql import asked, grouped
 from tests.chaos.house import House, house
 from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
+from tests.fair_time import PATIENCE_S
 
 GIVEN = frozenset({"instance", "job"})
 """Labels that Prometheus puts to every series."""
@@ -45,7 +46,7 @@ async def scraped(home: House | SplitHouse, seen: Seen) -> None:
 
 async def a_little_of_everything(home: House) -> None:
     """Answers, retries, an ejection, a shed, a client that leaves, a configuration that is refused."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not home.metric("penstock_queue_seconds_count"):
             await asyncio.gather(*(home.ask(tokens=64) for _ in range(6)))
     for _ in range(34):
@@ -54,13 +55,13 @@ async def a_little_of_everything(home: House) -> None:
     favourite.faults.set("5xx")
     for _ in range(8):
         await home.ask(stream=False)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not home.metric("penstock_upstream_errors_total"):  # the last answer may have been the other's by chance
             await asyncio.gather(*(home.ask(stream=False) for _ in range(2)))
     for member in home.groups:
         member.faults.set("stall")
     waiting = [asyncio.create_task(home.ask()) for _ in range(8)]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not home.metric("penstock_shed_total"):
             await asyncio.sleep(0.005)
     for task in waiting:
@@ -68,7 +69,7 @@ async def a_little_of_everything(home: House) -> None:
     await asyncio.gather(*waiting, return_exceptions=True)
     async with home.http.put(home.app.admin_url + "/config", data="version: 2") as answer:
         assert answer.status == 400
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not home.metric("penstock_client_disconnects_total"):
             await asyncio.sleep(0.005)
 

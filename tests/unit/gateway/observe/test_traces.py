@@ -20,6 +20,7 @@ from gateway.trace import Trace, TraceLeg
 from gateway.upstream import Connection
 from tests.chaos.house import House, house
 from tests.e2e.split_house import SENTENCE, split_house
+from tests.fair_time import PATIENCE_S
 from tests.replaced import replace_method
 from tests.unit.gateway.observe.collector import Collector, collector
 
@@ -163,7 +164,7 @@ async def test_a_collector_that_is_away_costs_no_request_anything_and_gets_what_
     async with collector() as there, house(1, observability=seen(there)) as home:
         there.answer = 503
         assert (await home.ask()).fate == "ok"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not home.metric("penstock_trace_spans_total"):
                 await asyncio.sleep(0.005)
         assert [(await home.ask()).fate for _ in range(5)] == ["ok"] * 5

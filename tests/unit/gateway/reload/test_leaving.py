@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
+
+import pytest
 
 from gateway.roster import LiveEndpoint
 from mockgpu.group import TpGroup
@@ -69,6 +72,22 @@ async def test_an_endpoint_that_leaves_finishes_what_it_has_and_is_asked_for_not
         assert await one.let_go() == "ok"
         await until(lambda: len(names(made)) == 1)
         await until(lambda: not busy.upstream.connections)
+        assert f'endpoint="group-{number}"' not in page(made)
+
+
+async def test_a_request_that_is_accounted_late_brings_no_series_of_a_gone_endpoint_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as made:
+        accounts = made.app.gateway.accounts
+        monkeypatch.setattr(accounts, "_loop", Mock())
+        assert await made.ask() == "ok"
+        gone = accounts._over[0][0].pick
+        assert gone is not None
+        number = int(gone.candidate.endpoint.name[-1])
+        assert (await made.put(made.text(1 - number)))[0] == 200
+        await until(lambda: not made.app.swap.retiring)
+        accounts.settle()
         assert f'endpoint="group-{number}"' not in page(made)
 
 

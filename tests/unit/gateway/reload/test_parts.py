@@ -22,6 +22,7 @@ from gateway.reload.trial import Tally, Trial, tallied, worse
 from gateway.reload.versions import KEEP, Versions, made
 from gateway.slo import Levels
 from gateway.snapshot import Snapshot
+from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
 
 BASE = """\
@@ -252,7 +253,7 @@ async def test_the_first_look_counts_as_a_change_and_a_path_that_can_be_no_files
     followed = Touched(tmp_path / "gateway.yaml", Path("no\0name"))
     following = Follow(followed)
     await following.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await followed.told.acquire()
         (tmp_path / "gateway.yaml").write_text(BASE)
         await followed.told.acquire()

@@ -15,7 +15,7 @@ from gateway.config import from_engines
 from gateway.config.source import FILE_CAP_BYTES
 from gateway.reload import swap
 from gateway.reload.follow import POLL_S
-from tests.fair_time import Stopwatch
+from tests.fair_time import PATIENCE_S, Stopwatch, at_most, pace
 from tests.unit.gateway.reload.running import Running, dumped, running
 
 LEAST = ("policy: prefix_aware", "policy: least_loaded")
@@ -40,7 +40,8 @@ def learnt(made: Running) -> dict[str, Any]:
 async def test_a_saved_file_is_taken_over_within_a_second_and_said_in_one_line(tmp_path: Path) -> None:
     async with running(tmp_path, poll_s=POLL_S) as made:
         made.write(made.text().replace(*LEAST))
-        assert await made.hears("reloaded") < 1.0
+        async with at_most(1.0):
+            await made.hears("reloaded")
         (line,) = made.said
         assert line.startswith("reloaded gateway.yaml v2 (1 change: pools.chat.policy) in ")
         assert line.endswith(" ms, 0 requests affected")
@@ -75,8 +76,9 @@ async def test_a_policy_that_stays_as_it_was_stays_the_one_it_was(tmp_path: Path
 async def test_a_bad_edit_is_refused_with_its_place_and_the_last_good_one_serves_on(tmp_path: Path) -> None:
     async with running(tmp_path, poll_s=POLL_S) as made:
         snapshot = made.app.gateway.snapshot
-        made.write(made.text().replace("connect: 1s", "connect: 1secs"))
-        assert await made.hears("rejected") < 1.0
+        made.write(made.text().replace("connect: 10s", "connect: 1secs"))
+        async with at_most(1.0):
+            await made.hears("rejected")
         (line,) = made.said
         assert line.startswith("rejected gateway.yaml:15:21 timeouts.connect: '1secs' is not a duration"), line
         assert line.endswith(". Still serving v1.")
@@ -108,7 +110,8 @@ async def test_a_configmap_swap_of_links_is_followed_and_so_is_a_secret_it_bring
         made.said.clear()
         (tmp_path / "..data.new").symlink_to("two")
         (tmp_path / "..data.new").replace(tmp_path / "..data")
-        assert await made.hears("v3 (1 change: tenants.a.key)") < 1.0
+        async with at_most(1.0):
+            await made.hears("v3 (1 change: tenants.a.key)")
         made.http.headers["Authorization"] = "Bearer sk-two"
         assert await made.ask() == "ok"
         made.http.headers["Authorization"] = "Bearer sk-one"
@@ -289,9 +292,9 @@ async def test_reloads_under_load_fail_nobody_and_stop_the_loop_for_no_longer_th
         print(f"{reloads} reloads, {made.fates}, mean swap {sum(took) / reloads * 1e3:.2f} ms")
         print(f"longest {max(took) * 1e3:.2f} ms, of its own work {max(worked) * 1e3:.2f} ms")
         assert made.fates["ok"] > reloads
-        assert sorted(took)[int(0.98 * reloads)] < 0.05
-        assert max(worked) < 0.05, "however busy the machine is with others"
-        async with asyncio.timeout(5):
+        assert sorted(took)[int(0.98 * reloads)] < 0.05 * pace()
+        assert max(worked) < 0.05 * pace(), "however busy the machine is with others"
+        async with asyncio.timeout(PATIENCE_S):
             while made.app.swap.retiring:
                 await asyncio.sleep(0.05)
         table = made.app.gateway.endpoints
@@ -323,7 +326,7 @@ async def test_a_pool_may_have_another_name_where_the_engines_name_the_models(tm
         assert await made.ask() == "ok"
         status, told = await made.put(without.replace("  chat:\n", "  talk:\n"))
         assert (status, told["result"]) == (200, "applied")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while (route := made.app.gateway.snapshot.routes.get("demo-8b")) is None:
                 await asyncio.sleep(0.01)
         assert route.pool == "talk"

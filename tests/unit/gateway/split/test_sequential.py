@@ -9,7 +9,7 @@ import pytest
 
 from gateway.account import Accounts
 from gateway.exchange import Exchange
-from tests.fair_time import within
+from tests.fair_time import PATIENCE_S, within
 from tests.replaced import replace_method
 from tests.unit.gateway.split.halves import (
     OBJECT,
@@ -99,7 +99,7 @@ async def test_a_request_that_holds_a_permit_is_served_whole_though_split_ones_f
 
     async with front(NIXL, [], [slow_prefill] * 2, decode_role="both", max_concurrency=1) as f:
         long = asyncio.ensure_future(f.ask())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not any(half.asked for half in f.decode):
                 await asyncio.sleep(0.001)
         assert (await f.ask(words=1)).status == 200
@@ -217,7 +217,7 @@ async def test_the_same_handoff_takes_a_turn_of_the_retry_budget_and_over_it_the
         f.decode[0].stop()
         f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
         asking = asyncio.ensure_future(f.ask())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not f.blamed(f.decode[0]):
                 await asyncio.sleep(0.001)
         assert not f.decode[1].asked
