@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 STATUS: Mapping[str, int] = MappingProxyType(
     {"applied": 200, "unchanged": 200, "dry_run": 200, "rejected": 400, "nothing": 409, "conflict": 412}
 )
+
+
+class Dry(msgspec.Struct, frozen=True):
+    """Whether it is a dry run; and whether it is one whose rejection is noted, as that of a real one: a supervisor has
+    all its workers try before any of them takes it."""
+
+    run: bool
+    noted: bool
 
 
 def add(app: App, routes: web.UrlDispatcher) -> None:
@@ -45,11 +54,12 @@ def add(app: App, routes: web.UrlDispatcher) -> None:
         newest_first = [_version(each) for each in reversed(reloader.versions.all())]
         return web.json_response({"applied": reloader.version.number, "versions": newest_first})
 
-    async def put(text: bytes, headers: Mapping[str, str], dry_run: bool) -> web.Response:
-        return _told(await reloader.put(text, "admin", if_match=headers.get("If-Match"), dry_run=dry_run))
+    async def put(text: bytes, headers: Mapping[str, str], dry: Dry) -> web.Response:
+        match = headers.get("If-Match")
+        return _told(await reloader.put(text, "admin", if_match=match, dry_run=dry.run, noted=dry.noted))
 
-    async def again(dry_run: bool) -> web.Response:
-        return _told(await reloader.reload("command", dry_run=dry_run))
+    async def again(dry: Dry) -> web.Response:
+        return _told(await reloader.reload("command", dry_run=dry.run, noted=dry.noted))
 
     async def rollback(to: int | None) -> web.Response:
         return _told(await reloader.rollback(to))
@@ -61,13 +71,13 @@ def add(app: App, routes: web.UrlDispatcher) -> None:
 
 def add_changes(
     routes: web.UrlDispatcher,
-    put: Callable[[bytes, Mapping[str, str], bool], Awaitable[web.Response]],
-    again: Callable[[bool], Awaitable[web.Response]],
+    put: Callable[[bytes, Mapping[str, str], Dry], Awaitable[web.Response]],
+    again: Callable[[Dry], Awaitable[web.Response]],
     rollback: Callable[[int | None], Awaitable[web.Response]],
 ) -> None:
     """PUT /config, POST /config/reload and /config/rollback, for one gateway or for several that change together.
 
-    `put` is given the text, the headers, and whether it is a dry run; `again` the last of these; `rollback` a version's
+    `put` is given the text, the headers, and how dry a run it is; `again` the last of these; `rollback` a version's
     number, or None for the one before.
     """
 
@@ -78,10 +88,10 @@ def add_changes(
             return _malformed(f"the text is larger than {FILE_CAP_BYTES >> 20} MiB", 413)
         except (RequestPayloadError, ConnectionError):
             return _malformed("the text did not come whole, or is not encoded as its headers say")
-        return await put(text, request.headers, _asked(request, "dry_run"))
+        return await put(text, request.headers, _dry(request))
 
     async def on_reload(request: web.Request) -> web.Response:
-        return await again(_asked(request, "dry_run"))
+        return await again(_dry(request))
 
     async def on_rollback(request: web.Request) -> web.Response:
         to = request.query.get("to")
@@ -98,6 +108,10 @@ def _malformed(message: str, status: int = 400) -> web.Response:
     """The refusal of what nobody could try, in the shape of all outcomes."""
     answer = {"result": "rejected", "message": message, "changes": [], "problems": [], "needs_restart": []}
     return web.json_response(answer, status=status)
+
+
+def _dry(request: web.Request) -> Dry:
+    return Dry(_asked(request, "dry_run"), _asked(request, "noted"))
 
 
 def _asked(request: web.Request, flag: str) -> bool:

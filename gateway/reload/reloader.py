@@ -124,12 +124,12 @@ class Reloader:
 
     # Triggers
 
-    async def reload(self, trigger: str, *, dry_run: bool = False) -> Outcome:
-        """Take over the file as it is now."""
+    async def reload(self, trigger: str, *, dry_run: bool = False, noted: bool = False) -> Outcome:
+        """Take over the file as it is now. `noted`: of a dry run, too, a rejection is remembered."""
         file = self._file
         if file is None:
             return self._nothing("there is no file: the engines were given on the command line")
-        return await self._attempt(lambda: examine(file, self._env), trigger, dry_run=dry_run)
+        return await self._attempt(lambda: examine(file, self._env), trigger, dry_run=dry_run, noted=noted)
 
     async def changed(self) -> Outcome | None:
         """A file that matters was touched: take over what changed, if anything did."""
@@ -146,11 +146,13 @@ class Reloader:
         """What is in force when its turn has come, with what its references lead to now."""
         return examine_text(self.running.text, self.running.file, self._env)
 
-    async def put(self, text: bytes, trigger: str, *, if_match: str | None = None, dry_run: bool = False) -> Outcome:
+    async def put(
+        self, text: bytes, trigger: str, *, if_match: str | None = None, dry_run: bool = False, noted: bool = False
+    ) -> Outcome:
         """Take over a text that somebody sent. Its relative paths start from the file's folder."""
         name = str((self._file.parent if self._file is not None else Path()) / SENT)
         return await self._attempt(
-            lambda: examine_text(text, name, self._env), trigger, dry_run=dry_run, if_match=if_match
+            lambda: examine_text(text, name, self._env), trigger, dry_run=dry_run, noted=noted, if_match=if_match
         )
 
     async def rollback(self, number: int | None, trigger: str = "rollback", *, if_match: str | None = None) -> Outcome:
@@ -174,6 +176,7 @@ class Reloader:
         trigger: str,
         *,
         dry_run: bool = False,
+        noted: bool = False,
         if_match: str | None = None,
         news_only: bool = False,
     ) -> Outcome:
@@ -199,7 +202,7 @@ class Reloader:
             except ConfigError as error:
                 if news_only and self.last_error is not None and self.last_error.problems == error.problems:
                     return Outcome("unchanged", self.version, "")
-                return self._rejected(error, trigger, dry_run=dry_run)
+                return self._rejected(error, trigger, noted=noted or not dry_run)
 
     def _superseded(self, loaded: Loaded) -> bool:
         """Whether another text is in force than the file's, which nobody has edited since: a secret has moved."""
@@ -246,13 +249,13 @@ class Reloader:
             self._say(message, False)
         return Outcome("unchanged", self.version, message)
 
-    def _rejected(self, error: ConfigError, trigger: str, *, dry_run: bool) -> Outcome:
+    def _rejected(self, error: ConfigError, trigger: str, *, noted: bool) -> Outcome:
         first, more = error.problems[0], len(error.problems) - 1
         rest = f" ({more} more: GET /config)" if more else ""
         place = f"{_short(first.file)}{str(first)[len(first.file) :]}"
         end = "" if f"{place}{rest}".endswith("?") else "."
         message = f"rejected {place}{rest}{end} Still serving v{self.version.number}."
-        if not dry_run:
+        if noted:
             self.last_error = Rejection(time(), trigger, error.problems)
             self._missing = error.references
             self._metrics.config_reload_total.labels("rejected").inc()

@@ -9,11 +9,13 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from time import time
 from typing import Any
 
 from gateway.config import ConfigError, Loaded, examine, examine_text
+from gateway.config.source import raw_bytes
 from gateway.reload.reloader import SENT, Say
-from gateway.reload.versions import KEEP
+from gateway.reload.versions import Versions, made
 from gateway.workers.process import LOST, Answer, Worker
 
 GOOD = ("applied", "unchanged")
@@ -21,7 +23,10 @@ TRIED = ("dry_run", "unchanged")
 
 
 class Configured:
-    """What is in force in all workers. `running` is what a worker that starts is given; one change at a time."""
+    """What is in force in all workers. `running` is what a worker that starts is given; one change at a time.
+
+    lost  is told of a worker that may not have taken what the others took: it must begin anew
+    """
 
     def __init__(
         self,
@@ -30,25 +35,30 @@ class Configured:
         env: Mapping[str, str],
         workers: Callable[[], Sequence[Worker]],
         say: Say,
+        lost: Callable[[Worker], None],
     ) -> None:
         self.running = loaded
         self.file = file
         self._env = env
         self._workers = workers
         self._say = say
-        self._rejected: tuple[str, ...] = ()
+        self._lost = lost
+        self._rejected = ""  # what was said of the last change, if it was refused
         self._missing: tuple[Path, ...] = ()
-        self._kept: dict[int, Loaded] = {1: loaded}
+        self._file_text: bytes | None = loaded.text  # as it was taken over; None: it was refused
+        folder = loaded.config.reload.state_dir
+        self._versions = Versions(None if folder is None else Path(folder))
         self.one_at_a_time = asyncio.Lock()
 
     @property
     def version(self) -> int:
         """The number of what is in force."""
-        return max(self._kept)
+        kept = self._versions.all()
+        return kept[-1].number if kept else 1
 
     def numbered(self, version: int) -> None:
-        """What all begin with has this number: versions of before are kept in a folder."""
-        self._kept = {version: self.running}
+        """What is in force has this number, as the eldest worker says, who writes versions if there is a folder."""
+        self._versions.add(made(version, time(), "", self.running, ()))
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -57,84 +67,125 @@ class Configured:
         return tuple(dict.fromkeys((*own, *self.running.references, *self._missing)))
 
     async def changed(self) -> None:
-        """A file that matters was touched."""
-        if self.file is not None:
+        """A file that matters was touched: take over the file if it was edited, or else what is in force with what its
+        references lead to now."""
+        if self.file is not None and await asyncio.to_thread(self._edited, self.file):
             await self.reload()
+        if self.running.text != self._file_text and await asyncio.to_thread(self._moved):
+            await self._change("/config", self.running.text, {}, self._once_more)
+
+    def _edited(self, file: Path) -> bool:
+        """Whether the file is to be looked at: it is in force, or is not what it was when it was taken over last."""
+        try:
+            return self.running.text == self._file_text or raw_bytes(file) != self._file_text
+        except ConfigError:
+            return True
+
+    def _moved(self) -> bool:
+        """Whether a reference of what is in force leads elsewhere now."""
+        try:
+            return self._once_more().digest != self.running.digest
+        except ConfigError:
+            return True
+
+    def _once_more(self) -> Loaded:
+        return examine_text(self.running.text, self.running.file, self._env)
 
     async def reload(self, *, dry_run: bool = False) -> Answer:
         """Take over the file as it is now."""
         file = self.file
         if file is None:
             return _answer(409, "nothing", "there is no file: the engines were given on the command line")
-        try:
-            loaded = await asyncio.to_thread(examine, file, self._env)
-            self._missing = ()
-        except ConfigError as error:
-            loaded = None
-            self._missing = error.references
-        return await self._change("/config/reload", None, {}, loaded, dry_run=dry_run)
+
+        return await self._change("/config/reload", None, {}, lambda: examine(file, self._env), dry_run=dry_run)
 
     async def put(self, text: bytes, headers: Mapping[str, str], *, dry_run: bool = False) -> Answer:
         """Take over a text that somebody sent, if `If-Match` holds for the eldest worker."""
         name = str((self.file.parent if self.file is not None else Path()) / SENT)
-        try:
-            loaded = await asyncio.to_thread(examine_text, text, name, self._env)
-        except ConfigError:
-            loaded = None
         match = {"If-Match": headers["If-Match"]} if "If-Match" in headers else {}
-        return await self._change("/config", text, match, loaded, dry_run=dry_run)
+        return await self._change("/config", text, match, lambda: examine_text(text, name, self._env), dry_run=dry_run)
 
     async def rollback(self, number: int | None) -> Answer:
         """Take over an older version: that number, or the one before the one in force."""
-        older = (each for each in self._kept if each < self.version)
-        wanted = number if number is not None else max(older, default=None)
-        loaded = None if wanted is None else self._kept.get(wanted)
-        if loaded is None:
+        older = [each for each in self._versions.all() if each.number < self.version]
+        wanted = self._versions.find(number) if number is not None else (older[-1] if older else None)
+        if wanted is None:
             told = f"no version {number} is kept" if number is not None else "no older version is kept"
             return _answer(409, "nothing", told)
-        return await self._change("/config", loaded.text, {}, loaded)
+        if wanted.text is None:
+            told = f"the text of version {wanted.number} was not kept: a secret stands in it"
+            return _answer(409, "nothing", told)
+        text, name = wanted.text.encode(), wanted.file
+        return await self._change("/config", text, {}, lambda: examine_text(text, name, self._env))
 
     async def _change(
-        self, path: str, text: bytes | None, match: dict[str, str], loaded: Loaded | None, *, dry_run: bool = False
+        self,
+        path: str,
+        text: bytes | None,
+        match: dict[str, str],
+        read: Callable[[], Loaded],
+        *,
+        dry_run: bool = False,
     ) -> Answer:
+        """`text` is None for the file's. What is wrong with it the workers say: they read it too."""
         async with self.one_at_a_time:
-            workers = self._workers()
-            if not workers:
-                return _answer(503, "nothing", "no worker is ready")
+            missing: tuple[Path, ...] = ()
+            loaded: Loaded | None = None
             try:
-                tried = await asyncio.gather(*self._ask(workers, f"{path}?dry_run=1", text, match))
-            except LOST as error:
-                return _answer(503, "nothing", f"a worker did not answer: {error!r}; nothing was changed")
-            refused = next((each for each in tried if result_of(each) not in TRIED), None)
-            if refused is not None:
-                self._tell(refused, bad=True)
-                return refused
-            if dry_run or loaded is None or all(result_of(each) == "unchanged" for each in tried):
-                self._rejected = ()
-                return tried[0]
-            return await self._carry_out(workers, path, text, loaded)
+                loaded = await asyncio.to_thread(read)
+            except ConfigError as error:
+                missing = error.references
+            answer = await self._take_over(path, text, match, loaded, dry_run=dry_run)
+            if text is None and not dry_run:
+                taken = loaded is not None and result_of(answer) in GOOD
+                self._file_text, self._missing = loaded.text if loaded is not None and taken else None, missing
+            return answer
+
+    async def _take_over(
+        self, path: str, text: bytes | None, match: dict[str, str], loaded: Loaded | None, *, dry_run: bool
+    ) -> Answer:
+        workers = self._workers()
+        if not workers:
+            return _answer(503, "nothing", "no worker is ready")
+        try:
+            trial = f"{path}?dry_run=1" if dry_run else f"{path}?dry_run=1&noted=1"
+            tried = await asyncio.gather(*self._ask(workers, trial, text, match))
+        except LOST as error:
+            return _answer(503, "nothing", f"a worker did not answer: {error!r}; nothing was changed")
+        refused = next((each for each in tried if result_of(each) not in TRIED), None)
+        if refused is not None and not dry_run:
+            self._tell(refused, bad=True)
+        if refused is not None or dry_run or loaded is None:
+            return refused or tried[0]
+        if all(result_of(each) == "unchanged" for each in tried) and not self._rejected:
+            self._now(loaded, self.version)
+            return tried[0]
+        return await self._carry_out(workers, path, text, loaded)
 
     async def _carry_out(self, workers: Sequence[Worker], path: str, text: bytes | None, loaded: Loaded) -> Answer:
         done = await asyncio.gather(*self._ask(workers, path, text, {}), return_exceptions=True)
+        outcomes = list(zip(workers, done, strict=True))
         answers = [each for each in done if isinstance(each, Answer)]
         failed = [each for each in answers if result_of(each) not in GOOD]
         if failed or not answers:
-            before = self.running.text
-            moved = [
-                worker
-                for worker, each in zip(workers, done, strict=True)
-                if isinstance(each, Answer) and result_of(each) == "applied"
-            ]
-            await asyncio.gather(*self._ask(moved, "/config", before, {}), return_exceptions=True)
+            moved = [worker for worker, each in outcomes if isinstance(each, Answer) and result_of(each) == "applied"]
+            await asyncio.gather(*self._ask(moved, "/config", self.running.text, {}), return_exceptions=True)
+        else:
+            self._now(loaded, self.version + any(result_of(each) == "applied" for each in answers))
+        for worker, each in outcomes:
+            if not isinstance(each, Answer):
+                self._lost(worker)
+        if failed or not answers:
             told = "a worker could not take over what it had tried; all went back"
             return failed[0] if failed else _answer(503, "nothing", told)
-        self.running = loaded
         applied = next((each for each in answers if result_of(each) == "applied"), answers[0])
-        self._kept[self.version + 1] = loaded
-        for number in sorted(self._kept)[:-KEEP]:
-            del self._kept[number]
         self._tell(applied, bad=False)
         return applied
+
+    def _now(self, loaded: Loaded, version: int) -> None:
+        """All workers have this; whoever starts begins with it."""
+        self.running = loaded
+        self.numbered(version)
 
     def _ask(
         self, workers: Sequence[Worker], path: str, text: bytes | None, match: dict[str, str]
@@ -150,9 +201,9 @@ class Configured:
     def _tell(self, answer: Answer, *, bad: bool) -> None:
         """One line to the operator; the same rejection once."""
         message = str(_json(answer).get("message", ""))
-        if bad and self._rejected == (message,):
+        if bad and self._rejected == message:
             return
-        self._rejected = (message,) if bad else ()
+        self._rejected = message if bad else ""
         self._say(message, bad)
 
 

@@ -5,9 +5,11 @@ Shares and means are made of all requests, never of the workers' shares. Not her
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.canary import figures
@@ -20,20 +22,24 @@ FIRST = frozenset({"penstock_process_start_time_seconds", "penstock_process_max_
 Series = tuple[str, tuple[tuple[str, str], ...]]
 
 
-def metrics(pages: Sequence[str], rules: Mapping[str, Merge]) -> str:
-    """Prometheus' text of all pages together. Counters and histograms are summed, gauges as `rules` say, by name."""
+def metrics(pages: Sequence[str], rules: Mapping[str, Merge], gone: Sequence[str] = ()) -> str:
+    """Prometheus' text of all pages together. Counters and histograms are summed, gauges as `rules` say, by name; of
+    the pages of those who are `gone` only what was counted."""
     order: dict[str, tuple[str, str, dict[Series, float]]] = {}
-    for page in pages:
-        for family in text_string_to_metric_families(page):
-            kind, _, series = order.setdefault(family.name, (family.type, family.documentation, {}))
-            rule = _rule(family.name, kind, rules)
-            for sample in family.samples:
-                if sample.name.endswith("_created"):
-                    continue
-                key = sample.name, tuple(sorted(sample.labels.items()))
-                before = series.get(key)
-                series[key] = sample.value if before is None else _one(rule, before, sample.value)
+    for family in chain(_families(pages), (each for each in _families(gone) if each.type != "gauge")):
+        kind, _, series = order.setdefault(family.name, (family.type, family.documentation, {}))
+        rule = _rule(family.name, kind, rules)
+        for sample in family.samples:
+            if sample.name.endswith("_created"):
+                continue
+            key = sample.name, tuple(sorted(sample.labels.items()))
+            before = series.get(key)
+            series[key] = sample.value if before is None else _one(rule, before, sample.value)
     return "".join(_shown(name, *found) for name, found in order.items())
+
+
+def _families(pages: Sequence[str]) -> Iterator[Metric]:
+    return chain.from_iterable(map(text_string_to_metric_families, pages))
 
 
 def _rule(name: str, kind: str, rules: Mapping[str, Merge]) -> Merge:

@@ -16,11 +16,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.config.source import FILE_CAP_BYTES
 from gateway.live import pages as live_pages
-from gateway.meters import Merge
 from gateway.metrics import Metrics
-from gateway.reload.pages import add_changes
+from gateway.reload.pages import Dry, add_changes
 from gateway.trust import guard
 from gateway.workers import merge
+from gateway.workers.counted import Counted
 from gateway.workers.process import LOST, Answer, Worker
 from gateway.workers.watch import Watch
 
@@ -47,7 +47,8 @@ def application(supervisor: Supervisor) -> web.Application:
 
 def _add_merged(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
     """What all say, made one."""
-    rules: Mapping[str, Merge] = {spec.name: spec.merge for spec in Metrics().catalogue()}
+    rules = {spec.name: spec.merge for spec in Metrics().catalogue()}
+    counted = Counted(supervisor.ready, supervisor.ending, rules)
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -61,8 +62,7 @@ def _add_merged(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
         return web.Response(status=503, text=told[0].body.decode() if told else "no worker serves\n")
 
     async def metrics(_: web.Request) -> web.Response:
-        told = [each.body.decode() for each in await _all(supervisor.ready(), "/metrics") if each.status == 200]
-        page = await asyncio.to_thread(merge.metrics, told, rules)
+        page = await counted.page()
         own = supervisor.figures.render()
         return web.Response(body=page.encode() + own, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -89,11 +89,11 @@ def _add_changes(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
     """What all take over, or nobody."""
     configured = supervisor.configured
 
-    async def put(text: bytes, headers: Mapping[str, str], dry_run: bool) -> web.Response:
-        return _passed(await configured.put(text, headers, dry_run=dry_run))
+    async def put(text: bytes, headers: Mapping[str, str], dry: Dry) -> web.Response:
+        return _passed(await configured.put(text, headers, dry_run=dry.run))
 
-    async def again(dry_run: bool) -> web.Response:
-        return _passed(await configured.reload(dry_run=dry_run))
+    async def again(dry: Dry) -> web.Response:
+        return _passed(await configured.reload(dry_run=dry.run))
 
     async def rollback(to: int | None) -> web.Response:
         return _passed(await configured.rollback(to))
@@ -101,7 +101,7 @@ def _add_changes(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
     async def drain(request: web.Request) -> web.Response:
         key = {name: value for name, value in request.headers.items() if name == "Authorization"}
         async with configured.one_at_a_time:
-            told = await _all(supervisor.ready(), request.path, "POST", key)
+            told = await _all(supervisor.ready(), request.rel_url.raw_path, "POST", key)
         return _passed(told[0]) if told else web.Response(status=503, text="no worker answers\n")
 
     add_changes(routes, put, again, rollback)

@@ -60,7 +60,7 @@ class Supervisor:
         self.count = count
         self.draining = False
         self.url = self.admin_url = ""
-        self.configured = Configured(loaded, file, env, self.ready, say)
+        self.configured = Configured(loaded, file, env, self.ready, say, self._lost)
         self.figures = Figures()
         self.figures.workers.follow(lambda: float(len(self.ready())))
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
@@ -68,7 +68,8 @@ class Supervisor:
         self._hub = Hub(self._path("hub"), lambda reason: lost.labels(reason).inc())
         self._secret = secrets.token_bytes(32)
         self._places: list[Place] = []
-        self._old: set[asyncio.Task[None]] = set()
+        self._ending: dict[Worker, asyncio.Task[None]] = {}
+        self._rolls: set[asyncio.Task[None]] = set()
         self._runner: web.AppRunner | None = None
         self._follow = Follow(self.configured)
         self._started = 0
@@ -78,6 +79,10 @@ class Supervisor:
         """Those who serve, the eldest first."""
         found = [place.worker for place in self._places if place.worker is not None]
         return sorted((each for each in found if each.ready_at is not None), key=lambda each: each.started_at)
+
+    def ending(self) -> list[Worker]:
+        """Those who were replaced, and end what they have."""
+        return list(self._ending)
 
     async def start(self) -> None:
         """Raises OSError when an address is taken, RuntimeError when a worker does not come to serve."""
@@ -89,13 +94,8 @@ class Supervisor:
             port = listener.getsockname()[1]
             self._places.append(Place(number, listener))
         self.url = http_url(api.host, port)
-        first, *others = self._places
-        workers = [await self._begin(first)]
-        if workers[0] is not None:
-            self.configured.numbered(json.loads((await workers[0].ask("GET", "/config")).body)["version"])
-            workers += await asyncio.gather(*(self._begin(place) for place in others))
-        if not all(workers):
-            raise RuntimeError("a worker did not come to serve; what it said stands above")
+        async with self.configured.one_at_a_time:
+            await self._begin_all()
         for place in self._places:
             place.task = asyncio.create_task(self._look_after(place), name=f"look after worker {place.number}")
         self._runner = web.AppRunner(pages.application(self), access_log=None)
@@ -103,6 +103,16 @@ class Supervisor:
         await web.TCPSite(self._runner, admin.host, admin.port).start()
         self.admin_url = http_url(admin.host, self._runner.addresses[0][1])
         await self._follow.start()
+
+    async def _begin_all(self) -> None:
+        """The first worker tells the number of the version that all begin with. Raises RuntimeError."""
+        first, *others = self._places
+        workers = [await self._begin(first)]
+        if workers[0] is not None:
+            self.configured.numbered(json.loads((await workers[0].ask("GET", "/config")).body)["version"])
+            workers += await asyncio.gather(*(self._begin(place) for place in others))
+        if not all(workers):
+            raise RuntimeError("a worker did not come to serve; what it said stands above")
 
     async def recede(self) -> None:
         """Not ready, and serving still, as one gateway alone does it: deaths are made good meanwhile."""
@@ -113,13 +123,13 @@ class Supervisor:
         """Not ready, then every worker ends as it would alone: running answers first."""
         self.draining = True
         await self._follow.stop()
-        for place in self._places:
-            if place.task is not None:
-                place.task.cancel()
+        for task in (*self._rolls, *(place.task for place in self._places)):
+            if task is not None:
+                task.cancel()
         workers = [place.worker for place in self._places if place.worker is not None]
         for worker in workers:
             worker.drain()
-        await asyncio.gather(*(worker.gone(self._drain_s()) for worker in workers), *self._old)
+        await asyncio.gather(*(worker.gone(self._drain_s()) for worker in workers), *self._ending.values())
         if self._runner is not None:
             await self._runner.cleanup()
         await self._hub.stop()
@@ -131,26 +141,46 @@ class Supervisor:
         """Replace the workers one by one: the new one serves before the old one stops accepting."""
         async with self._rolling:
             for place in self._places:
-                old = place.worker
-                if place.task is not None:
-                    place.task.cancel()
-                    await asyncio.gather(place.task, return_exceptions=True)
-                if await self._replace(place) is None:
-                    log.error("worker %d could not be replaced; the old one goes on", place.number)
-                    place.worker = old
-                elif old is not None:
-                    old.drain()
-                    ending = asyncio.create_task(old.gone(self._drain_s()), name=f"drain worker {place.number}")
-                    self._old.add(ending)
-                    ending.add_done_callback(self._old.discard)
-                place.task = asyncio.create_task(self._look_after(place), name=f"look after worker {place.number}")
+                await self._renew(place)
         log.warning("all %d workers were replaced", self.count)
+
+    def _lost(self, worker: Worker) -> None:
+        """It may not have the configuration that the others have: one that has it takes its place."""
+
+        async def renew() -> None:
+            async with self._rolling:
+                for place in self._places:
+                    if place.worker is worker:
+                        await self._renew(place)
+
+        task = asyncio.create_task(renew(), name=f"replace worker {worker.number}")
+        self._rolls.add(task)
+        task.add_done_callback(self._rolls.discard)
+
+    async def _renew(self, place: Place) -> None:
+        old = place.worker
+        if place.task is not None:
+            place.task.cancel()
+            await asyncio.gather(place.task, return_exceptions=True)
+        if await self._replace(place) is None:
+            log.error("worker %d could not be replaced; the old one goes on", place.number)
+            place.worker = old
+        elif old is not None:
+            self._let_go(old)
+        place.task = asyncio.create_task(self._look_after(place), name=f"look after worker {place.number}")
+
+    def _let_go(self, worker: Worker) -> None:
+        """It ends when its answers have, and is killed if that takes too long."""
+        worker.drain()
+        task = asyncio.create_task(worker.gone(self._drain_s()), name=f"drain worker {worker.number}")
+        self._ending[worker] = task
+        task.add_done_callback(lambda _: self._ending.pop(worker, None))
 
     def _drain_s(self) -> float:
         return self.configured.running.config.timeouts.shutdown + DRAIN_MARGIN_S
 
     async def _begin(self, place: Place) -> Worker | None:
-        """A new worker in this place, when it serves."""
+        """A new worker in this place, when it serves. Whoever stops waiting for it leaves no process behind."""
         running, file = self.configured.running, self.configured.file
         self._started += 1
         settings = Settings(
@@ -165,12 +195,20 @@ class Supervisor:
             self.configured.version,
             await self._drained(),
         )
-        worker = await Worker.start(settings, place.listener)
-        if await worker.becomes_ready():
+        try:
+            worker = await Worker.start(settings, place.listener)
+        except OSError as error:  # no memory, no process, no descriptor is left: the next try may find some
+            log.error("worker %d cannot be started: %s", place.number, error)
+            return None
+        serves = False
+        try:
+            serves = await worker.becomes_ready()
+        finally:
+            if not serves:
+                await worker.gone(0.0)
+        if serves:
             place.worker = worker
-            return worker
-        await worker.gone(0.0)
-        return None
+        return worker if serves else None
 
     async def _drained(self) -> tuple[str, ...]:
         """What was drained by hand, as the eldest who serves knows it."""

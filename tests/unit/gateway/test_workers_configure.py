@@ -1,0 +1,146 @@
+"""Workers change together: what is in force in them is what a worker that starts is given, whatever happens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from gateway.config import ConfigError, examine, examine_text
+from gateway.reload.versions import Versions, made
+from gateway.workers.configure import Configured
+from gateway.workers.process import Answer, Worker
+
+TEXT = (
+    "version: 1\nadmin: {{key: '${{file:key}}'}}\npools: {{p: {{policy: {0}, endpoints: [{{url: 'http://h:1'}}]}}}}\n"
+)
+OLD, NEW, BAD = TEXT.format("round_robin"), TEXT.format("least_loaded"), TEXT.format("least_laden")
+
+
+class Stub:
+    """A worker's admin server: what it has in force, and the paths that it was asked for."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.text, self.digest = file.read_bytes(), examine(file, {}).digest
+        self.asked: list[str] = []
+        self.before: Callable[[], None] = lambda: None
+        self.lost_at = ""
+
+    async def ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Answer:
+        self.before()
+        self.asked.append(path)
+        if path == self.lost_at:
+            raise TimeoutError
+        text = self._file.read_bytes() if body is None else body
+        try:
+            digest = examine_text(text, str(self._file), {}).digest
+        except ConfigError as error:
+            return _answer("rejected", str(error))
+        if digest == self.digest:
+            return _answer("unchanged")
+        if "dry_run" in path:
+            return _answer("dry_run")
+        self.text, self.digest = text, digest
+        return _answer("applied")
+
+
+def _answer(result: str, message: str = "") -> Answer:
+    return Answer(200, {}, json.dumps({"result": result, "message": message}).encode())
+
+
+class House:
+    """A file, two stubs that began with it, and what changes them."""
+
+    def __init__(self, folder: Path, text: str = OLD) -> None:
+        self.file, self.key = folder / "gateway.yaml", folder / "key"
+        self.file.write_text(text)
+        self.key.write_text("sk-1")
+        self.workers = [Stub(self.file), Stub(self.file)]
+        self.said: list[str] = []
+        self.lost: list[Stub] = []
+        self.configured = Configured(
+            examine(self.file, {}),
+            self.file,
+            {},
+            lambda: cast("list[Worker]", self.workers),
+            lambda line, bad: self.said.append(line),
+            lambda worker: self.lost.append(cast("Stub", worker)),
+        )
+        self.configured.numbered(1)
+
+    def agree(self, text: str) -> bool:
+        """Whether this is in force everywhere, and what a new worker would begin with."""
+        return {each.text for each in self.workers} == {text.encode()} and self.configured.running.text == text.encode()
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path)
+
+
+async def test_neither_a_touch_nor_a_secret_that_moves_brings_back_what_was_rolled_back(house: House) -> None:
+    house.file.write_text(NEW)
+    await house.configured.changed()
+    assert house.agree(NEW)
+    await house.configured.rollback(None)
+    assert house.agree(OLD)
+    await house.configured.changed()
+    house.key.write_text("sk-2")
+    await house.configured.changed()
+    assert house.agree(OLD)
+    assert [each.digest for each in house.workers] == [house.configured.running.digest] * 2, "the secret is the new one"
+    house.file.write_text(NEW + "# edited\n")
+    await house.configured.changed()
+    assert house.agree(NEW + "# edited\n")
+
+
+async def test_an_edit_between_two_readings_is_what_new_workers_begin_with_once_it_was_looked_at(house: House) -> None:
+    house.file.write_text(NEW)
+    house.workers[0].before = lambda: cast("None", house.file.write_text(NEW + "# more\n"))
+    await house.configured.changed()
+    await house.configured.changed()
+    assert house.agree(NEW + "# more\n")
+
+
+async def test_a_worker_that_may_not_have_taken_what_the_others_took_must_begin_anew(house: House) -> None:
+    house.workers[1].lost_at = "/config"
+    await house.configured.put(NEW.encode(), {})
+    assert house.lost == [house.workers[1]]
+    assert house.configured.running.text == NEW.encode()
+
+
+async def test_a_rejection_is_noted_by_the_workers_and_taken_back_by_a_file_that_is_good_again(house: House) -> None:
+    house.file.write_text(BAD)
+    await house.configured.changed()
+    await house.configured.changed()
+    assert (len(house.said), house.agree(OLD)) == (1, True)
+    assert set(house.workers[0].asked) == {"/config/reload?dry_run=1&noted=1"}
+    house.file.write_text(OLD)
+    await house.configured.changed()
+    assert [each.asked[-1] for each in house.workers] == ["/config/reload"] * 2
+    await house.configured.changed()
+    assert house.workers[0].asked[-1] == "/config/reload?dry_run=1&noted=1", "there is nothing to take back any more"
+    assert house.configured.version == 1
+
+
+async def test_a_dry_run_tells_its_asker_alone(house: House) -> None:
+    answer = await house.configured.put(BAD.encode(), {}, dry_run=True)
+    assert json.loads(answer.body)["result"] == "rejected"
+    assert (house.said, house.workers[0].asked) == ([], ["/config?dry_run=1"])
+
+
+async def test_versions_of_before_a_restart_can_be_gone_back_to(tmp_path: Path) -> None:
+    kept = f"reload: {{state_dir: {tmp_path / 'state'}}}\n"
+    (tmp_path / "key").write_text("sk-1")
+    before = made(6, 0.0, "start", examine_text((OLD + kept).encode(), str(tmp_path / "gateway.yaml"), {}), ())
+    Versions(tmp_path / "state").write(before, in_clear=False)
+    house = House(tmp_path, NEW + kept)
+    house.configured.numbered(7)
+    assert house.configured.version == 7
+    await house.configured.rollback(6)
+    assert house.agree(OLD + kept)
+    assert house.configured.version == 8
