@@ -51,7 +51,8 @@ class Side:
         self.pool, self.name, self.policy = pool, name, policy
         self._metrics: Metrics | None = None
 
-    def follow(self, metrics: Metrics) -> None:
+    def follow(self, metrics: Metrics | None) -> None:
+        """From now on it counts here; None: nowhere."""
         self._metrics = metrics
 
     def count(self, x: Exchange) -> None:
@@ -77,30 +78,27 @@ class Side:
 class Sides:
     """The primary and the canary of one pool. Live while both are configured as they are."""
 
-    __slots__ = ("_followed", "canary", "pool", "primary", "share")
+    __slots__ = ("canary", "pool", "primary", "share")
 
     def __init__(self, pool: str, spec: Canary, primary: str) -> None:
         self.pool = pool
         self.share = ", ".join(spec.tenants) if spec.tenants else f"{spec.percent:g} %"
         self.primary, self.canary = Side(pool, "primary", primary), Side(pool, "canary", spec.policy.name)
-        self._followed = False
 
     def follow(self, metrics: Metrics) -> None:
-        """Counts from nothing, here."""
-        if not self._followed:
-            self._followed = True
-            forget(metrics, self.pool)
-            self.primary.follow(metrics)
-            self.canary.follow(metrics)
+        """From now on they count here."""
+        self.primary.follow(metrics)
+        self.canary.follow(metrics)
+
+    def leave(self, metrics: Metrics) -> None:
+        """Others take their place, or nobody: their series go, and requests of theirs that end later count nowhere."""
+        self.primary.follow(None)
+        self.canary.follow(None)
+        metrics.trials.requests.forget("pool", self.pool)
+        metrics.trials.first_tokens.forget("pool", self.pool)
 
     def told(self) -> dict[str, object]:
         return {"pool": self.pool, "share": self.share, "sides": [self.primary.told(), self.canary.told()]}
-
-
-def forget(metrics: Metrics, pool: str) -> None:
-    """Drop the pool's series: its sides are others now, or it has none."""
-    metrics.trials.requests.forget("pool", pool)
-    metrics.trials.first_tokens.forget("pool", pool)
 
 
 def figures(side: str, policy: str, outcomes: Mapping[str, int], ttft: Mapping[str, int]) -> dict[str, object]:

@@ -113,10 +113,15 @@ class Shadows:
         self._metrics: Metrics | None = None
 
     def follow(self, metrics: Metrics) -> None:
-        """Counts from nothing, here."""
-        if self._metrics is None:
-            forget(metrics, self.pool)
-            self._metrics = metrics
+        """From now on it counts here."""
+        self._metrics = metrics
+
+    def leave(self, metrics: Metrics) -> None:
+        """Others take its place, or nobody: its series go, and what it is asked from now on counts nowhere."""
+        self._metrics = None
+        trials = metrics.trials
+        for family in (trials.picks, trials.cost, trials.ttft, trials.tokens):
+            family.forget("pool", self.pool)
 
     def picked(self, x: Exchange, route: Asked, ask: Ask, pick: Pick) -> None:
         """A pick, before its place is taken. What takes longer than a note comes later."""
@@ -221,13 +226,6 @@ class Shadows:
             "cached_tokens_gain": round(tokens / answered, 1) if answered else None,
             "cost_us": round(1e6 * trials.cost.labels(pool, name).value / scored, 2) if scored else None,
         }
-
-
-def forget(metrics: Metrics, pool: str) -> None:
-    """Drop the pool's series: its shadows are others now, or none."""
-    trials = metrics.trials
-    for family in (trials.picks, trials.cost, trials.ttft, trials.tokens):
-        family.forget("pool", pool)
 
 
 def named(specs: Sequence[tuple[str, Mapping[str, object], Policy]]) -> tuple[Named, ...]:

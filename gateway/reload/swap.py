@@ -10,7 +10,6 @@ from functools import partial
 from random import Random
 from time import monotonic
 
-from gateway import canary, shadow
 from gateway.config import Config
 from gateway.config.problems import Path
 from gateway.gate import Room
@@ -147,13 +146,14 @@ def furnish(gateway: Gateway, plan: Plan, metrics: Metrics) -> None:
 
 
 def _try(before: Snapshot, snapshot: Snapshot, metrics: Metrics) -> None:
-    """Shadows and canaries that are new count from nothing; the series of those who are gone go with them."""
+    """Shadows and canaries that are new count from nothing. With those who are gone go their series, and requests of
+    theirs that end later count nowhere."""
     for pool, tried in before.tried.items():
         now = snapshot.tried.get(pool)
-        if tried.shadows is not None and (now is None or now.shadows is None):
-            shadow.forget(metrics, pool)
-        if tried.sides is not None and (now is None or now.sides is None):
-            canary.forget(metrics, pool)
+        if tried.shadows is not None and (now is None or now.shadows is not tried.shadows):
+            tried.shadows.leave(metrics)
+        if tried.sides is not None and (now is None or now.sides is not tried.sides):
+            tried.sides.leave(metrics)
     for tried in snapshot.tried.values():
         if tried.shadows is not None:
             tried.shadows.follow(metrics)

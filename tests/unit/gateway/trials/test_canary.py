@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.canary import Chosen, chosen, quantile
+from gateway.canary import Chosen, Sides, chosen, quantile
 from gateway.config.choices import Canary
+from gateway.exchange import Exchange
 from gateway.meters import Histogram
+from gateway.metrics import Metrics
+from gateway.openai import Api
 from policies.model import Request
 from tests.unit.gateway.reload.running import running
 
@@ -66,6 +69,21 @@ def test_a_quantile_is_the_bound_of_its_bucket() -> None:
 
 def within(histogram: Histogram) -> dict[str, int]:
     return {bound: int(count) for bound, count in histogram.cumulative()}
+
+
+def test_a_request_that_outlives_its_canary_counts_neither_for_the_next_one_nor_for_none() -> None:
+    metrics = Metrics()
+    old, new = (Sides("chat", Canary.model_validate({"policy": "round_robin", "percent": 50}), "it") for _ in range(2))
+    x = Exchange("req_1", Api.CHAT, "127.0.0.1", 0.0)
+    x.kept, x.ttft_s = "met", 0.1
+    old.follow(metrics)
+    old.canary.count(x)
+    old.leave(metrics)
+    new.follow(metrics)
+    old.canary.count(x)
+    assert not list(metrics.trials.requests.children())
+    new.canary.count(x)
+    assert [values for values, _ in metrics.trials.requests.children()] == [("chat", "canary", "met")]
 
 
 async def test_a_canary_serves_its_sessions_is_compared_and_promoted_by_a_reload(tmp_path: Path) -> None:

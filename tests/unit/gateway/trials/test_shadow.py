@@ -102,6 +102,17 @@ async def test_a_shadow_sees_the_load_as_it_was_before_the_booking_and_agrees_wi
     assert [each.load.in_flight for each in route.candidates] == [10, 11]
 
 
+async def test_what_waits_for_a_shadow_that_has_left_counts_nowhere() -> None:
+    shadows, metrics = made(registry.build("least_loaded", {}))
+    route = Route()
+    picked(shadows, route, asked(1))
+    await turns()
+    picked(shadows, route, asked(2))
+    shadows.leave(metrics)
+    await turns()
+    assert not list(metrics.trials.picks.children())
+
+
 async def test_what_a_shadow_would_have_gained_is_told_in_seconds_and_tokens() -> None:
     route, ask = Route(), asked(cached=(0, 800))
     busy = route.candidates[0].load
