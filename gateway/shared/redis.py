@@ -100,26 +100,23 @@ class RedisBus:
     # Connections
 
     async def _keep(self, work: Callable[[Any], Awaitable[None]], flag: str) -> None:
-        """Do the work over a connection, and over a new one whenever it broke, after a time that differs by chance."""
+        """Do the work over a connection, and over a new one whenever it broke, after a time that differs by chance and
+        grows until one has stood: a Redis that lets us in may refuse to do anything (a full disk, a replica)."""
         wait_s = FIRST_RETRY_S
         while True:
             redis = self._connection()
             try:
-                await redis.ping()
-                self._stands(flag, stands=True)
-                self._wake.set()
-                wait_s = FIRST_RETRY_S
                 await work(redis)
             except LOST as error:
-                self._stands(flag, stands=False, why=error)
+                stood = self._breaks(flag, error)
             except Exception as error:
                 log.exception("shared view: a line to Redis failed")
-                self._stands(flag, stands=False, why=error)
+                stood = self._breaks(flag, error)
             finally:
                 with suppress(*LOST):
                     await redis.aclose()
+            wait_s = FIRST_RETRY_S if stood else min(LONGEST_RETRY_S, 2 * wait_s)
             await asyncio.sleep(wait_s * self._rng.uniform(0.5, 1.5))
-            wait_s = min(LONGEST_RETRY_S, 2 * wait_s)
 
     def _connection(self) -> Any:
         place = self._place
@@ -134,15 +131,23 @@ class RedisBus:
             client_name="penstock",
         )
 
-    def _stands(self, flag: str, *, stands: bool, why: BaseException | None = None) -> None:
-        setattr(self, flag, stands)
+    def _stands(self, flag: str) -> None:
+        """A line has done its work once."""
+        setattr(self, flag, True)
         here, self._here = self._here, self._writes and self._reads
         if self._here and not here:
             self._told = False
             log.info("shared view: Redis at %s is here", self._place.url)
-        if why is not None and not self._told:
+
+    def _breaks(self, flag: str, why: Exception) -> bool:
+        """A line is gone; whether it had stood."""
+        stood: bool = getattr(self, flag)
+        setattr(self, flag, False)
+        self._here = False
+        if not self._told:
             self._told = True
             log.warning("shared view: no Redis at %s (%s); going on alone", self._place.url, _said(why))
+        return stood
 
     # Words
 
@@ -151,9 +156,8 @@ class RedisBus:
 
     async def _write(self, redis: Any) -> None:
         """What was not acknowledged is sent once more over the next connection: whoever hears it twice knows."""
+        await redis.ping()
         while True:
-            await self._wake.wait()
-            self._wake.clear()
             while len(self._backlog) or self._sending:
                 size = sum(len(frame) for _, frame in self._sending)
                 while len(self._backlog) and len(self._sending) < BATCH and size < BATCH_BYTES:
@@ -167,9 +171,13 @@ class RedisBus:
                         pipe.expire(stream, DIRECT_S)
                 await pipe.execute()
                 self._sending = []
+            self._stands("_writes")
+            await self._wake.wait()
+            self._wake.clear()
 
     async def _read(self, redis: Any, own: bytes, deliver: Deliver) -> None:
         ahead_ms, seen = await self._resume(redis)
+        self._stands("_reads")
         direct = b"0-0"
         while True:
             found = cast(

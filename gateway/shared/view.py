@@ -248,12 +248,12 @@ class View:
         index = self._endpoints.prefixes.index
         if isinstance(message, words.Confirmed):
             for named, believed, found in message.answers:
-                live = self._live.get(named)
+                live = self._known(named)
                 if live is not None:
                     index.confirm(live.load.slot, believed, found)
         elif isinstance(message, words.Forgotten):
             self.memory.keep(body)
-            live = self._live.get(message.endpoint)
+            live = self._known(message.endpoint)
             if live is not None:
                 index.forget(live.load.slot)
         elif message.block_bytes != self._block_bytes:
@@ -265,7 +265,7 @@ class View:
                 yield
 
     def _learn_prompt(self, prompt: words.Prompt) -> None:
-        live = self._live.get(prompt.endpoint)
+        live = self._known(prompt.endpoint)
         if live is None:
             self.drop("unknown_endpoint")
             return
@@ -306,6 +306,11 @@ class View:
         """Endpoints and tenants come and go with configurations."""
         self._use.know(self.tenants())
         self._live = {self._digest(live.endpoint): live for live in self._endpoints.all() if not live.leaving}
+
+    def _known(self, named: int) -> LiveEndpoint | None:
+        """Whose part of the index it is. One who left since we looked has lost his, perhaps to another."""
+        live = self._live.get(named)
+        return None if live is None or live.leaving else live
 
     def _digest(self, endpoint: Endpoint) -> int:
         key = endpoint.pool, endpoint.url

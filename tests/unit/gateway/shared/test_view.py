@@ -29,6 +29,17 @@ async def test_a_prompt_that_one_gateway_sent_is_known_to_all_where_it_went() ->
     assert two.candidates[1].load.held_tokens == one.candidates[1].load.held_tokens > 0
 
 
+async def test_what_others_sent_to_an_endpoint_that_has_left_is_not_believed_of_who_got_its_slot() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    with one.book(PROMPT, 1):
+        (frame,) = one.view.flush(now, connected=False)
+        two.table.all()[1].leaving = True
+        two.take(frame, now)
+    assert two.cached(PROMPT)[1] == 0
+    assert two.dropped() == {"unknown_endpoint": 1.0}
+
+
 async def test_a_prompt_that_was_never_computed_is_believed_by_nobody() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
