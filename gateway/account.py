@@ -138,8 +138,12 @@ class AccessLog:
         """Hand what there is to a thread that keeps no process alive, for a sink may block. Thread.start() would wait
         until it runs, and with it the loop, for as long as others have the processor."""
         assert self._fd is not None
+        block = self._take()
         self._writing = self._loop.create_future()
-        start_new_thread(self._write, (self._fd, self._take()))
+        try:
+            start_new_thread(self._write, (self._fd, block))
+        except RuntimeError:  # no thread is to be had; there may be one for the next lines
+            self._written(block.count(b"\n"))
 
     def _write(self, fd: int, block: bytes) -> None:
         try:

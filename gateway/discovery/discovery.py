@@ -23,6 +23,9 @@ log = logging.getLogger("penstock")
 PATIENCE_S = 2.0
 """How long a start waits for the first word of every source: the first request then meets endpoints."""
 
+AGAIN_S = 10.0
+"""Between the failure of a source, of something that it was told and could not understand, and its next try."""
+
 Make = Callable[[Discover, Random], Source]
 
 
@@ -74,12 +77,14 @@ class Discovery:
                 self._tasks[pool] = spec, task
 
     async def _run(self, pool: str, spec: Discover) -> None:
-        try:
-            async for found in self._make(spec, self._rng).watch():
-                self._take(pool, found)
-                self._first[pool].set()
-        except Exception:  # whatever a source does, who was found stays
-            log.exception("discovering pool %s failed", pool)
+        while True:
+            try:
+                async for found in self._make(spec, self._rng).watch():
+                    self._take(pool, found)
+                    self._first[pool].set()
+            except Exception:  # whatever a source does, who was found stays
+                log.exception("discovering pool %s failed; beginning anew in %.0f s", pool, AGAIN_S)
+            await asyncio.sleep(AGAIN_S)
 
     def _take(self, pool: str, found: Found) -> None:
         before = self.found.get(pool, ())

@@ -154,9 +154,12 @@ class Slices:
         self._version = told["metadata"]["resourceVersion"]
 
     def _found(self) -> Found:
+        kinds = {each.get("addressType") for each in self._slices.values()}
+        twice = "IPv4" if {"IPv4", "IPv6"} <= kinds else None  # every pod of a service with both has one of each
         addresses = [
             (address, port)
             for each in self._slices.values()
+            if twice is None or each.get("addressType") == twice
             if (port := self._port(each)) is not None
             for endpoint in each.get("endpoints") or ()
             if (endpoint.get("conditions") or {}).get("ready") is not False

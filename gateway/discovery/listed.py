@@ -48,7 +48,7 @@ class Listed:
         try:
             with self._path.open("rb") as file:
                 return file.read(CAP_BYTES + 1)
-        except OSError:
+        except (OSError, ValueError):  # no file can be called so
             return None
 
     def _read(self, text: bytes) -> Found | None:

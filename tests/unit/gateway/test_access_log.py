@@ -32,3 +32,21 @@ async def test_the_loop_goes_on_before_the_thread_that_writes_has_begun(
     await log.close()
     assert file.read_bytes().count(b'"req_1"') == 1
     assert dropped.value == 0
+
+
+async def test_lines_for_which_there_was_no_thread_are_counted_and_the_next_ones_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    file, dropped = tmp_path / "access.jsonl", Counter()
+    log = AccessLog(str(file), 0.0, asyncio.get_running_loop(), blocks=False, dropped=dropped)
+    with monkeypatch.context() as without:
+        without.setattr(account, "start_new_thread", refused)
+        log.write(LINE)
+        while not dropped.value:
+            await asyncio.sleep(0)
+    log.write(LINE)
+    await log.close()
+    assert (file.read_bytes().count(b'"req_1"'), dropped.value) == (1, 1)
