@@ -65,9 +65,12 @@ def shape(members: Members) -> Shape:
 
 
 def shows_usage(members: Members) -> bool:
-    """Whether the client will be shown token counts: always, but for streams without stream_options."""
+    """Whether the client will be shown token counts: always, but for streams that do not ask for them."""
     stream, options = members.get("stream"), members.get("stream_options")
-    return stream is None or bytes(stream) != b"true" or (options is not None and b"include_usage" in bytes(options))
+    if stream is None or bytes(stream) != b"true":
+        return True
+    asked = None if options is None else _any(options)
+    return isinstance(asked, dict) and bool(asked.get("include_usage"))
 
 
 def edited(body: bytes, members: Members, edits: Edits, model: str | None) -> bytes:

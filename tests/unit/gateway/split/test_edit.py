@@ -117,6 +117,8 @@ def test_the_shape_of_a_request_is_what_can_make_it_unfit_to_be_split(given: dic
         ({"stream": False}, True),
         ({"stream": True}, False),
         ({"stream": True, "stream_options": {"include_usage": True}}, True),
+        ({"stream": True, "stream_options": {"include_usage": False}}, False),
+        ({"stream": True, "stream_options": None}, False),
     ],
 )
 def test_token_counts_are_shown_but_in_streams_that_do_not_ask_for_them(given: dict[str, Any], shown: bool) -> None:
