@@ -32,7 +32,7 @@ from kvtransfer.transports.runs import fine, scatter, within
 from kvtransfer.transports.scatter import NOTHING, Iovecs, Pieces, Stretch, address_of, readv
 from kvtransfer.transports.seal import Seal
 
-_STAGE_BYTES = 4096
+_STAGE_BYTES = 8 << 10  # a window of 4 KiB comes whole
 _READS = 8  # of a payload, before anything else is looked at
 _SCRATCH_BYTES = 64 << 10
 # What may be read along with the end of a window: exactly up to where the next one's bytes begin.
