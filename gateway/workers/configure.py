@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import time
-from typing import Any
 
 from gateway.config import ConfigError, Loaded, examine, examine_text
 from gateway.config.source import raw_bytes
@@ -147,38 +146,32 @@ class Configured:
         workers = self._workers()
         if not workers:
             return _answer(503, "nothing", "no worker is ready")
-        try:
-            trial = f"{path}?dry_run=1" if dry_run else f"{path}?dry_run=1&noted=1"
-            tried = await asyncio.gather(*self._ask(workers, trial, text, match))
-        except LOST as error:
-            return _answer(503, "nothing", f"a worker did not answer: {error!r}; nothing was changed")
-        refused = next((each for each in tried if result_of(each) not in TRIED), None)
+        trial = f"{path}?dry_run=1" if dry_run else f"{path}?dry_run=1&noted=1"
+        tried = await self._told(workers, trial, text, match)
+        if len(tried) < len(workers):
+            return _answer(503, "nothing", "a worker did not answer and is replaced; nothing was changed")
+        answers = list(tried.values())
+        refused = next((each for each in answers if result_of(each) not in TRIED), None)
         if refused is not None and not dry_run:
             self._tell(refused, bad=True)
         if refused is not None or dry_run or loaded is None:
-            return refused or tried[0]
-        if all(result_of(each) == "unchanged" for each in tried) and not self._rejected:
+            return refused or answers[0]
+        if all(result_of(each) == "unchanged" for each in answers) and not self._rejected:
             self._now(loaded, self.version)
-            return tried[0]
+            return answers[0]
         return await self._carry_out(workers, path, text, loaded)
 
     async def _carry_out(self, workers: Sequence[Worker], path: str, text: bytes | None, loaded: Loaded) -> Answer:
-        done = await asyncio.gather(*self._ask(workers, path, text, {}), return_exceptions=True)
-        outcomes = list(zip(workers, done, strict=True))
-        answers = [each for each in done if isinstance(each, Answer)]
+        told = await self._told(workers, path, text, {})
+        answers = list(told.values())
         failed = [each for each in answers if result_of(each) not in GOOD]
         if failed or not answers:
-            moved = [worker for worker, each in outcomes if isinstance(each, Answer) and result_of(each) == "applied"]
-            await asyncio.gather(*self._ask(moved, "/config", self.running.text, {}), return_exceptions=True)
-        else:
-            self._now(loaded, self.version + any(result_of(each) == "applied" for each in answers))
-        for worker, each in outcomes:
-            if not isinstance(each, Answer):
-                self._lost(worker)
-        if failed or not answers:
-            told = "a worker could not take over what it had tried; all went back"
-            return failed[0] if failed else _answer(503, "nothing", told)
+            moved = [worker for worker, each in told.items() if result_of(each) == "applied"]
+            await self._told(moved, "/config", self.running.text, {})
+            message = "a worker could not take over what it had tried; all went back"
+            return failed[0] if failed else _answer(503, "nothing", message)
         applied = next((each for each in answers if result_of(each) == "applied"), answers[0])
+        self._now(loaded, self.version + (result_of(applied) == "applied"))
         self._tell(applied, bad=False)
         return applied
 
@@ -187,16 +180,24 @@ class Configured:
         self.running = loaded
         self.numbered(version)
 
-    def _ask(
+    async def _told(
         self, workers: Sequence[Worker], path: str, text: bytes | None, match: dict[str, str]
-    ) -> list[Coroutine[Any, Any, Answer]]:
-        """The eldest is asked whether If-Match holds: it knows all versions."""
+    ) -> dict[Worker, Answer]:
+        """What those say who answer; the others are lost. The eldest is asked whether If-Match holds: it knows all
+        versions."""
         key = self.running.config.admin.key
         headers = {} if key is None else {"Authorization": f"Bearer {key.reveal()}"}
         method = "POST" if text is None else "PUT"
-        return [
-            worker.ask(method, path, text, headers | (match if not at else {})) for at, worker in enumerate(workers)
-        ]
+        told: dict[Worker, Answer] = {}
+
+        async def ask(worker: Worker, more: dict[str, str]) -> None:
+            try:
+                told[worker] = await worker.ask(method, path, text, headers | more)
+            except LOST:
+                self._lost(worker)
+
+        await asyncio.gather(*(ask(worker, match if not at else {}) for at, worker in enumerate(workers)))
+        return {worker: told[worker] for worker in workers if worker in told}
 
     def _tell(self, answer: Answer, *, bad: bool) -> None:
         """One line to the operator; the same rejection once."""

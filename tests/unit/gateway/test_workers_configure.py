@@ -113,6 +113,12 @@ async def test_a_worker_that_may_not_have_taken_what_the_others_took_must_begin_
     assert house.configured.running.text == NEW.encode()
 
 
+async def test_a_worker_that_does_not_answer_holds_up_one_change_and_is_replaced(house: House) -> None:
+    house.workers[1].lost_at = "/config?dry_run=1&noted=1"
+    answer = await house.configured.put(NEW.encode(), {})
+    assert (answer.status, house.lost, house.agree(OLD)) == (503, [house.workers[1]], True)
+
+
 async def test_a_rejection_is_noted_by_the_workers_and_taken_back_by_a_file_that_is_good_again(house: House) -> None:
     house.file.write_text(BAD)
     await house.configured.changed()
