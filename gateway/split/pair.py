@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from asyncio import CancelledError, TimerHandle
 from collections.abc import Callable, Mapping
+from functools import partial
 from time import monotonic
 from types import MappingProxyType
 
@@ -122,6 +123,20 @@ class PairAttempt:
         except Exception as bug:  # it must not end in the callback of a leg, with the line waiting for ever
             self._bug, self.state = bug, State.FAILED
         self._acting = False
+        self._end_wait()
+
+    def _hear(self, read: Callable[[UpstreamBroke | None], Event], problem: UpstreamBroke | None) -> None:
+        """A leg has ended."""
+        try:
+            event = read(problem)
+        except Exception as bug:  # as above
+            self._bug, self.state = bug, State.FAILED
+            if not self._acting:
+                self._end_wait()
+        else:
+            self.post(event)
+
+    def _end_wait(self) -> None:
         if self._waiting is not None and self.state in ENDS:
             self._waiting.land()
 
@@ -165,12 +180,14 @@ class PairAttempt:
         assert place is not None
         head, body = self.words.prefill(place)
         inbox = self.inbox = Inbox(keep=self.dialect.reads_answer)
-        leg = self.prefill = Leg(place.upstream, head, body, Relay(b"", http_1_0=True), inbox, self._prefilled)
+        leg = self.prefill = Leg(
+            place.upstream, head, body, Relay(b"", http_1_0=True), inbox, partial(self._hear, self._prefilled)
+        )
         self.record.prefill_sent_at = now = monotonic()
         self.x.sent_at = self.x.sent_at or now
         leg.start()
 
-    def _prefilled(self, problem: UpstreamBroke | None) -> None:
+    def _prefilled(self, problem: UpstreamBroke | None) -> Event:
         leg = self.prefill
         assert leg is not None
         leg.release()
@@ -181,11 +198,8 @@ class PairAttempt:
             problem = UpstreamBroke("engine_error", "error event in the stream")
         if problem is not None:
             self.problem = problem
-            self.post(Event.PREFILL_BROKE)
-        elif self._refused is not None:
-            self.post(Event.PREFILL_REFUSED)
-        else:
-            self.post(self._computed(relay))
+            return Event.PREFILL_BROKE
+        return Event.PREFILL_REFUSED if self._refused is not None else self._computed(relay)
 
     def _judged(self, relay: Relay) -> UpstreamBroke | None:
         """An engine's refusal: kept for the client, or trouble of the engine's own."""
@@ -248,7 +262,7 @@ class PairAttempt:
         relay = self.words.relay(place.endpoint, handover)
         relay.on_first = self._first_token
         x.booking, x.relay = place, relay
-        leg = x.sent = self.decode = Leg(place.upstream, head, body, relay, client, self._decoded)
+        leg = x.sent = self.decode = Leg(place.upstream, head, body, relay, client, partial(self._hear, self._decoded))
         self.record.handed_over_at = now = monotonic()
         x.sent_at = x.sent_at or now
         leg.start(lambda: self.post(Event.SENT))
@@ -260,24 +274,23 @@ class PairAttempt:
         self.words.forget()
         self.post(Event.FIRST_TOKEN)
 
-    def _decoded(self, problem: UpstreamBroke | None) -> None:
+    def _decoded(self, problem: UpstreamBroke | None) -> Event:
         assert self.decode is not None
         relay, place = self.decode.relay, self.decode_place
         if problem is None and relay.refused:
             problem = self._judged(relay)
         if problem is not None:
             self.problem = problem
-            self.post(Event.UNREACHED if self.decode.sent_at is None else Event.DECODE_BROKE)
-        elif self._refused is not None:
-            self.post(Event.DECODE_REFUSED)
+            return Event.UNREACHED if self.decode.sent_at is None else Event.DECODE_BROKE
+        if self._refused is not None:
+            return Event.DECODE_REFUSED
+        if relay.failed_in_stream:
+            self.x.interrupted("engine_error")
+            place.failed(UpstreamBroke("engine_error", "error event in the stream"))
         else:
-            if relay.failed_in_stream:
-                self.x.interrupted("engine_error")
-                place.failed(UpstreamBroke("engine_error", "error event in the stream"))
-            else:
-                self.x.status = 200
-                place.served(relay.usage)
-            self.post(Event.DECODED)
+            self.x.status = 200
+            place.served(relay.usage)
+        return Event.DECODED
 
     # The answer without a decoder
 

@@ -90,9 +90,12 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable | Finishe
     return Handover(Edits(put, frozenset({prompt}), CHAT if terms.chat else COMPLETIONS))
 
 
-def _finished(answer: Answer) -> Finished:
+def _finished(answer: Answer) -> Finished | Unusable:
     """The answer as the client may see it: without the object and the tokens that were meant for the gateway."""
-    whole = _any(answer.body)
+    try:
+        whole = _any(answer.body)
+    except msgspec.DecodeError as error:  # a number that nothing can hold is only found here
+        return Unusable(f"the context answer: {error}"[:200])
     whole.pop("prompt_token_ids", None)
     for choice in whole["choices"]:
         choice.pop("disaggregated_params", None)

@@ -7,7 +7,7 @@ loopback address in it becomes the prefill URL's host where that is none.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -50,7 +50,7 @@ class Object(msgspec.Struct, frozen=True):
 _object = msgspec.json.Decoder(Object).decode
 _grouped = msgspec.json.Decoder(list[list[Block]]).decode  # a list per KV-cache group, since vLLM 0.18
 _flat = msgspec.json.Decoder(list[Block]).decode
-_any = msgspec.json.Decoder(dict[str, Any]).decode
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 _ASKS = json_of(
     {
@@ -88,7 +88,7 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
     raw = bytes(answer.handoff)
     host = found.remote_host
     if host != terms.prefill_host and is_loopback(host) and not is_loopback(terms.prefill_host):
-        raw = json_of({**_any(raw), "remote_host": terms.prefill_host})
+        raw = json_of({**_members(raw), "remote_host": terms.prefill_host})
     own = b'"remote_prefill_cached_tokens"' in raw
     return Handover(Edits(b',"kv_transfer_params":' + raw), own, found.transport)
 

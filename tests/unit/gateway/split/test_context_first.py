@@ -76,6 +76,16 @@ async def test_a_context_that_was_the_whole_answer_is_the_answer() -> None:
         await _quiet(f)
 
 
+async def test_a_context_that_was_the_whole_answer_and_holds_a_number_nothing_can_hold_is_computed_again() -> None:
+    async def endless(asked: Asked) -> None:
+        choice = b'{"index":0,"message":{"role":"assistant","content":"no"},"finish_reason":"stop","logprobs":-1e999}'
+        asked.say(b'{"id":"c","choices":[%b]}' % choice)
+
+    async with trtllm([endless], [decodes]) as f:
+        assert (await f.ask()).text == WHOLE
+        await f.at_rest()
+
+
 async def test_a_context_answer_of_another_request_is_not_believed() -> None:
     async def foreign(asked: Asked) -> None:
         told = {"request_type": "context_only", "disagg_request_id": 2**41, "ctx_request_id": 5}

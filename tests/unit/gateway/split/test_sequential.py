@@ -9,6 +9,7 @@ import pytest
 
 from gateway.account import Accounts
 from gateway.exchange import Exchange
+from gateway.split.words import Words
 from tests.fair_time import PATIENCE_S, within
 from tests.replaced import replace_method
 from tests.unit.gateway.split.halves import (
@@ -401,6 +402,21 @@ async def test_a_pair_that_fails_at_its_booking_leaves_nothing_behind(monkeypatc
             assert (await f.ask()).status == 500
         await f.at_rest()
         assert f.app.gateway.handoffs.under_way == 0
+        assert (await f.ask()).text == WHOLE
+
+
+@pytest.mark.parametrize("name", ["meaning", "relay"])
+async def test_a_pair_that_fails_at_an_answer_of_one_of_them_ends_and_leaves_nothing_behind(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("as asked")
+
+    async with front(NIXL, [prefills()], [decodes]) as f:
+        with monkeypatch.context() as broken:
+            replace_method(broken, Words, name, fails)
+            assert (await f.ask()).status == 500
+        await f.at_rest()
         assert (await f.ask()).text == WHOLE
 
 
