@@ -18,6 +18,7 @@ from mockgpu.fleet import Member, running_fleet
 from mockgpu.group import GroupSpec
 from mockgpu.hardware import gpu_named
 from mockgpu.llm import model_named
+from tests.fair_time import PATIENCE_S
 
 SPEC = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=inf)
 CHAT = {"model": "demo-8b", "messages": [{"role": "user", "content": "How deep is the reservoir behind the dam?"}]}
@@ -54,7 +55,7 @@ class Mock:
 
     async def until(self, series: str, value: float) -> None:
         """Ask until the metric has that value."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while await self.metric(series) != value:
                 await asyncio.sleep(0)
 

@@ -16,6 +16,7 @@ from typing import Any
 from planner.bench import Client, Plan, Record, Report
 from planner.bench.workloads import replay
 from tests.e2e.processes import Gateway, gateway
+from tests.fair_time import PATIENCE_S
 from tests.scraped import total
 from tests.sim.conversation import TRACE
 
@@ -71,7 +72,7 @@ async def converse(urls: Sequence[str], limit: int, speed: float, first: int = 0
 
 def page(running: Gateway) -> str:
     """Its page of metrics."""
-    with urllib.request.urlopen(f"{running.admin_url}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"{running.admin_url}/metrics", timeout=PATIENCE_S) as answer:
         text: str = answer.read().decode()
         return text
 
@@ -99,12 +100,12 @@ def heard_out(pair: Sequence[Gateway], kind: str) -> Callable[[], bool]:
 
 def endpoints(running: Gateway) -> list[dict[str, Any]]:
     """What it says of each endpoint."""
-    with urllib.request.urlopen(f"{running.admin_url}/endpoints", timeout=5) as answer:
+    with urllib.request.urlopen(f"{running.admin_url}/endpoints", timeout=PATIENCE_S) as answer:
         found: list[dict[str, Any]] = json.load(answer)["endpoints"]
         return found
 
 
-def until(happened: Callable[[], bool], within_s: float) -> float:
+def until(happened: Callable[[], bool], within_s: float = PATIENCE_S) -> float:
     """Seconds until it had."""
     began = time.monotonic()
     while not happened():

@@ -12,7 +12,7 @@ import pytest
 from kvtransfer.dialects import by_itself, named
 from mockgpu.text import expected_text, token_bytes, token_ids
 from tests.e2e.mock_pair import DIALECTS, PROMPT, Pair, pair, rooms
-from tests.fair_time import at_most
+from tests.fair_time import PATIENCE_S, at_most, pace
 
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24}
 GIVE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -75,7 +75,7 @@ async def test_cached_tokens_are_prefill_s_own_since_033_and_the_whole_transfer_
 
 
 async def test_blocks_stay_pinned_until_they_are_fetched_or_the_lease_ends() -> None:
-    async with pair(kv={"lease_s": 0.3}) as groups:
+    async with pair(kv={"lease_s": 0.3 * pace()}) as groups:
         await prefilled(groups)
         state = await groups.state(groups.prefill)
         assert state["blocks_kept"] == state["blocks_in_use"] == -(-len(token_bytes(PROMPT)) // 64)
@@ -86,10 +86,10 @@ async def test_blocks_stay_pinned_until_they_are_fetched_or_the_lease_ends() -> 
 
 async def test_what_is_pinned_takes_room_from_others() -> None:
     tokens = len(token_bytes(PROMPT)) // 4
-    async with pair(kv={"lease_s": 0.5}, kv_tokens=2 * tokens) as groups:
+    async with pair(kv={"lease_s": 0.5 * pace()}, kv_tokens=2 * tokens) as groups:
         await prefilled(groups, BODY | {"prompt": "first " + PROMPT})
         waiting = asyncio.create_task(prefilled(groups, BODY | {"prompt": "second " + PROMPT}))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while await groups.metric(groups.prefill, "vllm:num_requests_waiting{") != 1:
                 await asyncio.sleep(0.002)
         await waiting
@@ -167,7 +167,7 @@ async def test_a_pull_without_all_of_its_source_is_parked_until_aborted(field: s
         assert state["malformed_handoffs"] == 1
         assert state["blocks_in_use"] > 0
         leg.cancel()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             while (await groups.state(groups.decode))["blocks_in_use"]:
                 await asyncio.sleep(0.002)
 
@@ -261,7 +261,7 @@ async def test_a_decode_group_takes_the_whole_prompt_s_room_before_a_byte_moves(
         give, take = zip(*(groups.legs(body, next(rooms)) for body in bodies), strict=True)
         ids = [leg["kv_transfer_params"]["remote_request_id"] for leg in take]
         legs = [asyncio.create_task(groups.post(groups.decode, t, i)) for t, i in zip(take, ids, strict=True)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while await groups.metric(groups.decode, "vllm:num_requests_waiting{") != 2:
                 await asyncio.sleep(0.002)
         stage = "vllm:num_requests_kv_fetch_by_stage{"
@@ -277,7 +277,8 @@ async def test_a_decode_group_takes_the_whole_prompt_s_room_before_a_byte_moves(
 
 async def test_the_lease_is_renewed_while_a_decode_leg_waits_for_room() -> None:
     tokens = len(token_bytes(PROMPT)) // 4
-    async with pair(kv={"lease_s": 0.3}, decode={"lease_s": 0.3}, kv_tokens=2 * tokens, speed=2.0) as groups:
+    lease = {"lease_s": 0.3 * pace()}
+    async with pair(kv=lease, decode=lease, kv_tokens=2 * tokens, speed=2.0 / pace()) as groups:
         fills = asyncio.create_task(groups.post(groups.decode, BODY | {"max_tokens": 170}))
         while not groups.decode.group.scheduler.running:
             await asyncio.sleep(0.001)
@@ -309,7 +310,7 @@ async def test_a_push_that_does_not_name_its_source_takes_the_engine_down(field:
 
 @pytest.mark.parametrize("dialect", ["vllm_push", "mooncake", "sglang"])
 async def test_decode_waits_its_time_out_when_prefill_never_comes(dialect: str) -> None:
-    async with pair(dialect, kv={"wait_s": 0.3}) as groups:
+    async with pair(dialect, kv={"wait_s": 0.4 * pace()}) as groups:
         number = next(rooms)
         _, take = groups.legs(BODY, number)
         leg = asyncio.create_task(groups.post(groups.decode, take, f"r{number}"))
@@ -407,7 +408,7 @@ async def test_a_prefill_leg_that_is_aborted_frees_its_kv_and_fails_decode() -> 
         leg = asyncio.create_task(groups.post(groups.prefill, give))
         await asyncio.sleep(0.05)
         leg.cancel()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             while (await groups.state(groups.prefill))["blocks_in_use"]:
                 await asyncio.sleep(0.002)
         status, answer = await groups.post(groups.decode, take)
@@ -525,7 +526,7 @@ async def test_links_are_as_fast_as_they_are_said_to_be() -> None:
     body = {"prompt": "word" * 640, "max_tokens": 1}
     async with pair(kv={"gbps": 3.4}, speed=1.0) as groups:
         began = loop.time()
-        async with at_most(0.5):
+        async with at_most(0.5 * pace()):
             assert (await groups.split(body))[0] == 200
         assert loop.time() - began > 0.18
         await groups.at_rest()

@@ -14,7 +14,7 @@ import uvloop
 from mockgpu.group import GroupSpec
 from mockgpu.text import expected_text, token_bytes
 from tests.e2e.mock_group import CHAT, SPEC, Mock, mock, slow_group
-from tests.fair_time import at_most
+from tests.fair_time import PATIENCE_S, at_most, pace
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture is deprecated")
 
@@ -169,7 +169,7 @@ async def test_a_completion_bounded_by_null_goes_on_until_it_ends_by_itself(grou
 async def test_headers_come_before_the_first_token() -> None:
     async with mock() as group:
         await group.fault("lost-rank:hang")
-        async with asyncio.timeout(2), group.post("/v1/chat/completions", CHAT | {"stream": True}) as response:
+        async with asyncio.timeout(PATIENCE_S), group.post("/v1/chat/completions", CHAT | {"stream": True}) as response:
             assert response.status == 200
             assert response.headers["Content-Type"].startswith("text/event-stream")
 
@@ -352,7 +352,7 @@ async def test_an_idle_connection_is_closed_after_the_keep_alive() -> None:
     async with mock(keep_alive_s=0.05) as group:
         reader, writer = await asyncio.open_connection("127.0.0.1", group.member.listener.port)
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             assert (await reader.read()).startswith(b"HTTP/1.1 200")
         writer.close()
 
@@ -363,6 +363,6 @@ async def test_steps_take_the_time_the_roofline_says() -> None:
     async with mock(spec) as group:
         started = loop.time()
         # 8B on one H100: 6.2 ms a step at batch 1, at twice the speed; the first token and the connection on top.
-        async with at_most(0.6):
+        async with at_most(0.6 * pace()):
             await group.sdk.chat.completions.create(**CHAT, max_tokens=101)
         assert loop.time() - started > 0.3

@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 
 from tests.e2e.processes import Gateway, gateway, mock_fleet
+from tests.fair_time import pace
 
 CONFIG = """
 models: [{{name: demo-8b, pool: main}}]
@@ -51,7 +52,7 @@ async def ended(home: Gateway, streams: int, tokens: int, wholes: int = 0) -> Co
     """What became of streams that were open when SIGTERM came, and of requests for whole answers."""
     begun = asyncio.Semaphore(0)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=60)) as http:
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=100)) as http:
         tasks = [asyncio.create_task(stream(http, home.url, begun, tokens)) for _ in range(streams)]
         tasks += [asyncio.create_task(whole(http, home.url, tokens)) for _ in range(wholes)]
         for _ in range(streams):
@@ -70,13 +71,13 @@ async def ended(home: Gateway, streams: int, tokens: int, wholes: int = 0) -> Co
 def fates(folder: Path, speed: str, shutdown: str, streams: int, tokens: int, wholes: int = 0) -> Counter[str]:
     with (
         mock_fleet("--speed", speed, "--max-num-seqs", "512") as urls,
-        gateway(folder, CONFIG.format(*urls, grace="1s", shutdown=shutdown)) as home,
+        gateway(folder, CONFIG.format(*urls, grace=f"{2 * pace():.1f}s", shutdown=shutdown)) as home,
     ):
         return asyncio.run(ended(home, streams, tokens, wholes))
 
 
 def test_no_open_stream_is_truncated(tmp_path: Path) -> None:
-    assert fates(tmp_path, "4", "20s", streams=500, tokens=300) == {"whole": 500}
+    assert fates(tmp_path, "4", "60s", streams=500, tokens=int(300 * pace())) == {"whole": 500}
 
 
 def test_who_is_not_done_at_the_limit_is_told_to_ask_again(tmp_path: Path) -> None:

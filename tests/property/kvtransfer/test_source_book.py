@@ -220,7 +220,7 @@ def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.commands._AT_ONCE_BLOCKS", 2)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.integers(0, 1 << 32), st.integers(1, 120))
 def test_told_anything_in_any_order_it_ends_every_offer_once_and_keeps_nothing(seed: int, steps: int) -> None:
     world = World(seed)
