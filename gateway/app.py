@@ -392,7 +392,11 @@ async def _run(origin: Origin, ready: Callable[[App], None] | None, *, hangup_re
 
     for number in asked:
         loop.add_signal_handler(number, stop, number)
-    app = App(origin.loaded.config, origin)
+    try:
+        app = App(origin.loaded.config, origin)
+    except OSError as error:  # the access log's file
+        log.error("cannot start: %s", error)
+        return 1
     app.end = stopping.set
     reloads: set[asyncio.Task[Any]] = set()
 

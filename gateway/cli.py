@@ -239,6 +239,8 @@ def _serve(loaded: Loaded, file: Path | None, workers: int) -> int:
         say(line, style="red" if bad else None, err=True)
 
     if workers > 1:
+        if config.reload.auto_rollback is not None:
+            fail("reload.auto_rollback cannot be used with workers: each of them sees only its own requests")
         from gateway.workers import supervisor
 
         return supervisor.run(loaded, file, os.environ, report, workers, tell)

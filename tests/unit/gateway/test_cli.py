@@ -130,6 +130,24 @@ def test_serve_refuses_a_bad_file_before_it_listens(runner: CliRunner, tmp_path:
     assert (result.exit_code, "must be 1" in result.output) == (1, True)
 
 
+ENGINES = "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\npools: {p: {endpoints: [{url: 'http://127.0.0.1:1'}]}}\n"
+
+
+def test_serve_says_which_access_log_cannot_be_written(
+    runner: CliRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "g.yaml").write_text(f"{ENGINES}observability: {{access_log: {tmp_path / 'no' / 'a.log'}}}\n")
+    assert runner.invoke(cli.app, ["serve", "--config", str(tmp_path / "g.yaml")]).exit_code == 1
+    assert "cannot start: " in caplog.text
+    assert "a.log" in caplog.text
+
+
+def test_serve_takes_no_changes_back_by_itself_with_workers(runner: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "g.yaml").write_text(f"{ENGINES}reload: {{auto_rollback: {{window: 60s}}}}\n")
+    result = runner.invoke(cli.app, ["serve", "--config", str(tmp_path / "g.yaml"), "--workers", "2"])
+    assert (result.exit_code, "cannot be used with workers" in result.output) == (1, True)
+
+
 def test_serve_names_the_port_that_is_taken_and_the_flag_to_change_it(runner: CliRunner, taken: int) -> None:
     result = runner.invoke(cli.app, ["serve", "--engine", "http://127.0.0.1:1", "--port", str(taken)])
     assert result.exit_code == 1
