@@ -14,7 +14,7 @@ from gateway.relay import STOPPED, UpstreamBroke
 from policies import run
 from policies.contract import Policy
 from policies.filters import below_cap, fits_context
-from policies.model import Ask, Candidate, Pick
+from policies.model import Ask, Candidate, Pick, Request
 
 if TYPE_CHECKING:
     from gateway.serve import Gateway
@@ -52,20 +52,12 @@ def crowded(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Pick |
     """Those with room take no prompt so long: one that does gets it beyond its cap, and its engine has it wait.
 
     Permits are counted by pool, so who has one may find every endpoint taken that its prompt fits. None when it is
-    something else that left nobody. Raises GatewayError when no endpoint takes so long a prompt at all.
+    something else that left nobody.
     """
     if run.refusal(policy, ask, candidates) != fits_context.__name__:
         return None
     filters = tuple(keep for keep in policy.filters if keep is not below_cap)
-    pick = run.pick(replace(policy, filters=filters), ask, candidates)
-    if pick is None:
-        request = ask.request
-        raise GatewayError(
-            Failure.CONTEXT_TOO_LONG,
-            f"No endpoint takes a context of about {request.prompt_tokens + request.output_tokens} tokens "
-            f"({request.prompt_tokens} in the prompt, {request.output_tokens} to be generated).",
-        )
-    return pick
+    return run.pick(replace(policy, filters=filters), ask, candidates)
 
 
 def _given_up(x: Exchange, broke: UpstreamBroke) -> GatewayError:
@@ -73,11 +65,22 @@ def _given_up(x: Exchange, broke: UpstreamBroke) -> GatewayError:
     return GatewayError(failure, f"No engine could answer ({broke.kind}); {len(x.retries)} tried.")
 
 
-def nobody(x: Exchange, route: Route, broke: UpstreamBroke | None) -> GatewayError:
+def nobody(x: Exchange, route: Route, ask: Ask, broke: UpstreamBroke | None) -> GatewayError:
     """What a client is told when no endpoint may be picked; `broke` is how the last attempt ended, if there was one."""
     if broke is not None:
         return _given_up(x, broke)
+    if route.candidates and not fits_context(ask, route.candidates):
+        return _too_long(ask.request)
     return GatewayError(Failure.NO_CAPACITY, f"No endpoint of model '{route.name}' is available.", retry_after_s=1.0)
+
+
+def _too_long(request: Request) -> GatewayError:
+    """Too long for every endpoint, whoever of them is there."""
+    return GatewayError(
+        Failure.CONTEXT_TOO_LONG,
+        f"No endpoint takes a context of about {request.prompt_tokens + request.output_tokens} tokens "
+        f"({request.prompt_tokens} in the prompt, {request.output_tokens} to be generated).",
+    )
 
 
 def break_off(x: Exchange, client: Client, broke: UpstreamBroke) -> None:

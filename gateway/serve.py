@@ -167,7 +167,7 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
             ask = endpoints.ask(request, fingerprint, x.retries)
             pick = x.pick = run.pick(policy, ask, route.candidates) or crowded(policy, ask, route.candidates)
             if pick is None:
-                raise nobody(x, route, problem)
+                raise nobody(x, route, ask, problem)
             x.picked_at = monotonic()
             if route.watched:
                 _watch(gateway, x, route, ask, pick)

@@ -75,7 +75,7 @@ async def _whole(work: Work, ask: Ask, decision: Decision, problem: UpstreamBrok
         pick = run.pick(work.split.splitter.crowded, ask, alone)
     x.pick = pick
     if pick is None:
-        raise _nobody(work, decision, problem)
+        raise _nobody(work, ask, decision, problem)
     x.picked_at = monotonic()
     work.gateway.accounts.picked(x, route.policy, ask, pick)
     with endpoints.book(pick, request, work.fingerprint) as booking:
@@ -89,11 +89,11 @@ async def _whole(work: Work, ask: Ask, decision: Decision, problem: UpstreamBrok
             return broke.with_traceback(None)  # that leads back here, and so to whoever keeps it: a cycle
 
 
-def _nobody(work: Work, decision: Decision, problem: UpstreamBroke | None) -> GatewayError:
+def _nobody(work: Work, ask: Ask, decision: Decision, problem: UpstreamBroke | None) -> GatewayError:
     if not work.split.pools.alone and decision.reason in (Reason.CHOICES, Reason.PROMPTS, Reason.PROMPT_SCORES):
         message = f"Every request of model '{work.route.name}' is split, and this one cannot be ({decision.reason})."
         return GatewayError(Failure.BAD_REQUEST, message)
-    return nobody(work.x, work.route, problem)
+    return nobody(work.x, work.route, ask, problem)
 
 
 async def _pair(work: Work, ask: Ask, pair: Pair) -> tuple[UpstreamBroke | None, bool]:

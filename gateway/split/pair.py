@@ -253,6 +253,7 @@ class PairAttempt:
         self._decode_with(handover)
 
     def _send_whole(self) -> None:
+        self.record.cached_tokens = None  # what P had cached is of no use: D's own word holds
         self.decode_place.recompute()
         self._decode_with(None)
 

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from gateway.relay import FIRST_EVENT
-from tests.unit.gateway.split.halves import MODEL, TEXT, Asked, Script, decodes, front, holds
+from tests.unit.gateway.split.halves import MODEL, TEXT, Asked, Script, decodes, front
 
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKEN = {
@@ -66,13 +66,4 @@ async def test_what_is_tried_again_though_a_token_had_come_is_asked_for_in_full(
             reply = await running.ask(words=3, stream=True)
             assert (reply.status, reply.text) == (200, "".join(TEXT))
         assert running.blamed(running.decode[0]) > 0
-        await running.at_rest()
-
-
-@pytest.mark.parametrize("engines", [1, 2])
-async def test_when_the_last_engine_that_there_is_was_silent_the_client_hears_of_a_timeout(engines: int) -> None:
-    sections = {"models": [{"name": MODEL, "pool": "main"}], "timeouts": {"first_byte": "100ms"}}
-    async with front("vllm_nixl", [], [holds] * engines, decode_role="both", **sections) as running:
-        reply = await running.ask(words=3)
-        assert (reply.status, reply.json["error"]["code"]) == (504, "upstream_timeout")
         await running.at_rest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from time import monotonic
 from typing import Any
@@ -333,10 +333,12 @@ async def front(
     split: Mapping[str, Any] | None = None,
     decode_role: str = "decode",
     max_concurrency: int | None = None,
+    contexts: Sequence[int] = (),
     policy: str = "prefix_aware",
     **sections: Any,
 ) -> AsyncIterator[Front]:
-    """A gateway that splits prompts of 100 tokens and more between so many scripted halves."""
+    """A gateway that splits prompts of 100 tokens and more between so many scripted halves; `contexts` are the longest
+    that the decoders take."""
     async with AsyncExitStack() as stack:
         halves = [Half(script) for script in (*prefill, *decode)]
         for half in halves:
@@ -348,6 +350,8 @@ async def front(
         ]
         if max_concurrency is not None:
             endpoints = [spec | {"max_concurrency": max_concurrency} for spec in endpoints]
+        for spec, tokens in zip(endpoints[len(prefill) :], contexts, strict=False):
+            spec["context_tokens"] = tokens
         for spec in endpoints[: len(prefill)]:
             if bootstrap is not None:
                 spec["bootstrap"] = bootstrap

@@ -359,6 +359,13 @@ async def test_cached_tokens_are_the_decoders_where_it_was_told() -> None:
         assert (await f.ask()).json["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
 
 
+async def test_cached_tokens_are_the_decoders_where_nothing_was_handed_over() -> None:
+    async with front(NIXL, [prefills(None)], [decodes]) as f:
+        assert (await f.ask()).json["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
+        await f.at_rest()
+        assert f.metric("penstock_cached_tokens_total") == 8
+
+
 async def test_a_client_cannot_bring_a_handoff_of_its_own() -> None:
     async with front(NIXL, [prefills()], [decodes]) as f:
         await f.ask(words=3, kv_transfer_params=OBJECT, vllm_xargs={"kv_transfer_params": "x", "kept": 1})
