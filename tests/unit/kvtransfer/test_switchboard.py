@@ -141,7 +141,7 @@ async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up
 ) -> None:
     """The beat's thread finds it silent, and the last word of the handshake is in its own thread's hands."""
     answer, hit = Session.answer, threading.Event()
-    async with groups("inproc", SMALL, SMALL) as (source, sink):
+    async with groups("inproc", SMALL, SMALL, options=[PATIENT, PATIENT]) as (source, sink):
         here = (sink if sink_loses else source).agent
 
         def loses(session: Session, data: bytes) -> tuple[Message | None, bytes | None]:
