@@ -129,7 +129,7 @@ class PairAttempt:
         """A leg has ended."""
         try:
             event = read(problem)
-        except Exception as bug:  # as above
+        except Exception as bug:  # as in post()
             self._bug, self.state = bug, State.FAILED
             if not self._acting:
                 self._end_wait()
