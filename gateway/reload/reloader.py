@@ -191,7 +191,7 @@ class Reloader:
                 if trigger == "file" and self._superseded(loaded):
                     self._seen = loaded.digest
                     return Outcome("unchanged", self.version, "")
-                old_news = self.last_error is None and loaded.digest in (self._seen, self.running.digest)
+                old_news = self._mends_nothing(trigger) and loaded.digest in (self._seen, self.running.digest)
                 if trigger in FROM_FILE and not dry_run:
                     self._seen, self._seen_text = loaded.digest, loaded.text
                 if news_only and old_news:
@@ -208,6 +208,11 @@ class Reloader:
         """Whether another text is in force than the file's, which nobody has edited since: a secret has moved."""
         refused = self.last_error is not None and self.last_error.trigger in FROM_FILE
         return self.running.digest != self._seen and loaded.text == self._seen_text and not refused
+
+    def _mends_nothing(self, trigger: str) -> bool:
+        """Whether there is no last error that an unchanged text would take back: a file's stays until the file is good,
+        whatever becomes of the secrets of the text in force."""
+        return self.last_error is None or (trigger == "secret" and self.last_error.trigger != trigger)
 
     async def _take_over(self, loaded: Loaded, trigger: str, began: float, *, dry_run: bool) -> Outcome:
         found = await asyncio.to_thread(changes, self.running, loaded)

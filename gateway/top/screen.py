@@ -122,24 +122,24 @@ class Top(App[None]):
     def _rows(self, endpoints: list[Mapping[str, Any]]) -> None:
         """Cells are changed in place, so that the cursor stays where it is."""
         table = self.query_one(DataTable)
-        names = [each["name"] for each in endpoints]
-        if [str(key.value) for key in table.rows] != names:
+        keys = [_key(each) for each in endpoints]
+        if [key.value for key in table.rows] != keys:
             at = table.cursor_row
             table.clear()
             for each in endpoints:
-                table.add_row(*cells(each), key=each["name"])
-            table.move_cursor(row=min(at, max(0, len(names) - 1)))
+                table.add_row(*cells(each), key=_key(each))
+            table.move_cursor(row=min(at, max(0, len(keys) - 1)))
             return
         for each in endpoints:
             for column, cell in zip(COLUMNS, cells(each), strict=True):
-                table.update_cell(each["name"], column, cell, update_width=True)
+                table.update_cell(_key(each), column, cell, update_width=True)
 
     def _chosen(self) -> Mapping[str, Any] | None:
         table = self.query_one(DataTable)
         if not table.row_count:
             return None
-        name = str(table.ordered_rows[table.cursor_row].key.value)
-        return next((each for each in self.shown["endpoints"] if each["name"] == name), None)
+        key = table.ordered_rows[table.cursor_row].key.value
+        return next((each for each in self.shown["endpoints"] if _key(each) == key), None)
 
     def action_drain(self) -> None:
         """Have the chosen endpoint get nothing new, or bring it back."""
@@ -206,6 +206,11 @@ class Top(App[None]):
     def _shut(self, entry: Input) -> None:
         entry.styles.display = "none"
         self.query_one(DataTable).focus()
+
+
+def _key(each: Mapping[str, Any]) -> str:
+    """Of its row: one who leaves may have the name of one who came."""
+    return f"{each['name']} {each['url']} {each['pool']}"
 
 
 def _words(each: Mapping[str, Any]) -> str:

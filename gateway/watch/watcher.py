@@ -59,7 +59,8 @@ class Watcher:
             return
         for live in self._endpoints.all():
             if live.leaving:
-                for task in self._tasks.pop(live, ()):
+                suspected = self._suspected.get(live)
+                for task in (*self._tasks.pop(live, ()), *([] if suspected is None else [suspected])):
                     task.cancel()
             elif live not in self._tasks:
                 self._watch(live, at_once=True)

@@ -238,20 +238,25 @@ function fill(made, each) {
   made.button.setAttribute("aria-label", `${made.button.textContent} ${each.name}`);
 }
 
+// One who leaves may have the name of one who came.
+function keyOf(each) {
+  return JSON.stringify([each.pool, each.url, each.name]);
+}
+
 function fleet() {
   const wanted = $("filter").value.trim().toLowerCase();
   const shown = frame.endpoints.filter((each) => `${each.name} ${each.pool} ${each.role} ${each.state} ${each.layout}`.toLowerCase().includes(wanted));
   text($("fleet-note"), wanted ? `${shown.length} of ${frame.endpoints.length} groups` : `${frame.endpoints.length} groups`);
   map(shown);
   for (const each of shown) {
-    if (!rows.has(each.name)) rows.set(each.name, row(each));
-    fill(rows.get(each.name), each);
+    if (!rows.has(keyOf(each))) rows.set(keyOf(each), row(each));
+    fill(rows.get(keyOf(each)), each);
   }
-  const order = shown.map((each) => rows.get(each.name).node);
+  const order = shown.map((each) => rows.get(keyOf(each)).node);
   const now = [...$("rows").children];
   if (order.length !== now.length || order.some((node, at) => node !== now[at])) $("rows").replaceChildren(...order);
-  const known = new Set(frame.endpoints.map((each) => each.name));
-  for (const name of rows.keys()) if (!known.has(name)) rows.delete(name);
+  const known = new Set(frame.endpoints.map(keyOf));
+  for (const key of rows.keys()) if (!known.has(key)) rows.delete(key);
 }
 
 // KV flow
@@ -348,8 +353,8 @@ function toast(words) {
 }
 
 async function drain(name) {
-  const each = frame.endpoints.find((one) => one.name === name);
-  const back = each.state === "draining" || each.state === "drained";
+  const each = frame.endpoints.find((one) => one.name === name && one.state !== "leaving");
+  const back = each && (each.state === "draining" || each.state === "drained");
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   try {
     const answer = await fetch(`endpoints/${encodeURIComponent(name)}/${back ? "undrain" : "drain"}`, { method: "POST", headers });

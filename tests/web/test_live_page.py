@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from time import monotonic
 from typing import Any, Literal
 
+import msgspec
 import pytest
 from playwright.async_api import Browser, Page, expect
 
@@ -55,6 +56,15 @@ async def test_the_fleet_its_numbers_and_its_configuration_are_shown(browser: Br
         await expect(page.locator("#chart-traffic canvas")).to_have_count(1)
         await page.fill("#filter", home.groups[2].url.rpartition(":")[2])
         await expect(page.locator("#rows tr")).to_have_count(1)
+
+
+async def test_one_who_leaves_keeps_its_row_beside_the_one_that_has_its_name(browser: Browser) -> None:
+    async with house(2) as home, opened(browser, home) as page:
+        old, new = home.app.gateway.endpoints.all()
+        new.endpoint = msgspec.structs.replace(new.endpoint, name=old.endpoint.name)
+        old.leaving = True
+        await expect(page.locator("#rows")).to_contain_text("leaving")
+        await expect(page.locator("#rows tr")).to_have_count(2)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

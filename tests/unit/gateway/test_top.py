@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from gateway import cli
 from gateway.operate import NoAnswerError
-from gateway.top.plain import board, spark, volume
+from gateway.top.plain import COLUMNS, board, spark, volume
 from tests.chaos.house import house
 from tests.fair_time import PATIENCE_S
 
@@ -138,8 +138,25 @@ async def test_what_the_gateway_refuses_is_told_on_the_screen_and_ends_nothing()
     assert source.asked == [("POST", "/endpoints/d-0/drain"), ("GET", "/explain/last")]
 
 
+async def test_one_who_leaves_and_one_who_came_with_its_name_have_a_row_each() -> None:
+    pytest.importorskip("textual", reason="the extra `top` is not installed")
+    from textual.widgets import DataTable
+
+    from gateway.top.screen import Top
+
+    source = Told()
+    screen = Top(source)
+    async with screen.run_test(size=(150, 40)) as pilot:
+        source.frames.put(view(endpoint("d-0", state="leaving"), endpoint("d-0", url="http://e:2")))
+        source.frames.put(None)
+        async with asyncio.timeout(PATIENCE_S):
+            while screen.query_one(DataTable).row_count != 2:
+                await pilot.pause(0.01)
+
+
 async def test_keys_drain_explain_filter_and_pause() -> None:
     pytest.importorskip("textual", reason="the extra `top` is not installed")
+    from textual.coordinate import Coordinate
     from textual.widgets import DataTable
 
     from gateway.top.screen import Told as Page
@@ -162,7 +179,7 @@ async def test_keys_drain_explain_filter_and_pause() -> None:
         await until(lambda: source.asked == [("POST", "/endpoints/d-1/drain")])
         frame["endpoints"][1]["state"] = "drained"
         source.frames.put(copy.deepcopy(frame))
-        await until(lambda: str(table.get_cell("d-1", "state")) == "drained")
+        await until(lambda: str(table.get_cell_at(Coordinate(1, COLUMNS.index("state")))) == "drained")
         assert table.cursor_row == 1
         await pilot.press("d")
         await until(lambda: source.asked[-1] == ("POST", "/endpoints/d-1/undrain"))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from random import Random
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -71,3 +72,18 @@ async def test_long_pages_and_lists_in_pieces_are_read_to_their_end() -> None:
         (candidate,) = adoption.pools["engines"]
         assert adoption.serving("m", (candidate,)) == (candidate,)
         assert adoption.serving("another", (candidate,)) == ()
+
+
+async def test_one_who_leaves_is_suspected_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with _looked_at(b"") as (table, adoption):
+        (live,) = table.all()
+        watcher = Watcher(adoption.config, table, lambda: None)
+        await watcher.start()
+        monkeypatch.setattr(watcher, "_probe", lambda live: asyncio.Event().wait())
+        watcher.suspect(live)
+        (probe,) = watcher._suspected.values()
+        live.leaving = True
+        watcher.follow(adoption.config)
+        await asyncio.wait([probe], timeout=5)
+        assert probe.cancelled()
+        await watcher.stop()

@@ -386,3 +386,13 @@ async def test_a_secret_that_moves_after_a_rollback_does_not_bring_the_files_tex
         assert made.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
         made.write(text.replace(*LEAST) + "# edited\n")
         await made.hears("v6 (1 change: pools.chat.policy)")
+
+
+async def test_a_file_that_was_rejected_stays_so_while_another_text_is_in_force(tmp_path: Path) -> None:
+    async with running(tmp_path) as made:
+        assert (await made.put(made.text().replace(*LEAST)))[0] == 200
+        made.write("version: 2\n")
+        await made.hears("rejected gateway.yaml")
+        for _ in range(2):
+            await made.app.reloader.changed()
+            assert made.app.reloader.last_error is not None
