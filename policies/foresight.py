@@ -24,6 +24,7 @@ BEHIND = 0.7  # of what usually arrives, what is sent behind a prompt that waits
 UNLIKELY = 0.5  # of the prompts expected in the mean, what is left out: most prompts meet fewer than the mean
 LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts in that average, and seconds, for it to tell anything
 MOST_STEPS = 64  # of an engine that are played: behind a longer queue the outlook tells enough, at no cost
+UNSURE = 0.012  # of an engine's KV: a prompt that lacks less than is known of it is taken to have room
 GOLDEN = 0.618034  # its multiples, less whole ones, are spread evenly between 0 and 1
 
 
@@ -65,21 +66,21 @@ class Play:
 
     clock, steps    when its next step begins, on the policy clock, and how many there were
     batch, context  sequences that decode, and their context; kv_free  KV tokens that nobody holds
-    waits_s         how long prompts that had entered waited for KV
+    waited          prompts that had entered waited for KV
     ends            answers under way, the next to end last: step, KV and context it gives back, sequences; None until
                     somebody has to wait for KV, and all are taken to go on
     """
 
-    __slots__ = ("batch", "clock", "context", "ends", "kv_free", "load", "queue", "steps", "timeline", "waits_s")
+    __slots__ = ("batch", "clock", "context", "ends", "kv_free", "load", "queue", "steps", "timeline", "waited")
 
     def __init__(self, timeline: Timeline, load: EndpointLoad, now: float) -> None:
         others = load.others
         self.timeline, self.load, self.queue = timeline, load, deque[Piece]()
         self.batch = timeline.batch + load.strangers + others.decoding
         self.context = timeline.starts + timeline.batch * timeline.tick + others.decode_tokens
-        self.kv_free = timeline.kv_free(load)
+        self.kv_free = timeline.kv_free(load) + UNSURE * (load.kv_tokens or 0)
         self.ends: list[tuple[float, float, float, int]] | None = None
-        self.steps, self.waits_s = 0, 0.0
+        self.steps, self.waited = 0, False
         self.clock = timeline.began
         if timeline.busy:
             # What is late already was misjudged: expect it to take as long again.
@@ -100,7 +101,7 @@ class Play:
                 self._decode(done)
             else:
                 room = self._room() - tokens
-                if room > 0 and not self.waits_s:
+                if room > 0 and not self.waited:
                     more = min(room, self.timeline.arrivals.behind(self.clock - now))
                     tokens, pairs = tokens + more, pairs + 0.5 * more * more
                 return self.clock, self._step_s(tokens, pairs)
@@ -142,13 +143,13 @@ class Play:
 
     def _rest(self) -> None:
         """No prompt can begin: on to when the next one enters, or has its KV."""
-        head, since = self.queue[0], self.clock
-        if head.enters <= since:
+        head = self.queue[0]
+        if head.enters <= self.clock:
             self._free(head.needs)
             head.needs = min(head.needs, self.kv_free)  # more than that will not be free before it
-            self.waits_s += self.clock - since
+            self.waited = True
         elif self.batch:
-            self._run(head.enters - since)
+            self._run(head.enters - self.clock)
         else:
             self.clock = head.enters
 
@@ -203,16 +204,14 @@ class Play:
         return ends
 
 
-def ttft_s(timeline: Timeline, load: EndpointLoad, prompt: Prompt, now: float) -> tuple[float, float]:
-    """Expected seconds until the first token of a prompt that is sent now and not in the queue yet; and how much of it
-    is waiting for KV, by the paper alone (Belief.wait is what such waits are multiplied with)."""
+def ttft_s(timeline: Timeline, load: EndpointLoad, prompt: Prompt, now: float) -> float:
+    """Expected seconds until the first token of a prompt that is sent now and not in the queue yet."""
     timeline.advance(load, now)
     if max(len(timeline.queue), timeline.queued_tokens / max(1, load.belief.room - timeline.batch)) > MOST_STEPS:
-        return latency.ttft_s(load, prompt.left, prompt.at, now), 0.0
+        return latency.ttft_s(load, prompt.left, prompt.at, now)
     play = Play(timeline, load, now)
     for each in timeline.queue:
         play.queue.append(Piece(each, each.enters, 0.0 if each.locked else timeline.needs(each)))
     play.queue.append(Piece(prompt, now + load.belief.request_s, timeline.needs(prompt)))
     begins, spent_s = play.first_token()
-    waits_s = play.waits_s
-    return begins + spent_s - now + (load.belief.wait.factor - 1.0) * waits_s, waits_s
+    return begins + spent_s - now

@@ -119,8 +119,6 @@ NEUTRAL = shape_for(tp=4)
 MOST_CORRECTION = 4.0  # |ln| of a correction: from 1/55 to 55 times the prior
 PRIOR_VAR = 0.25  # a prior is believed within a factor of e^0.5 or so
 PART_VAR = 0.02  # steps that are not full are believed to be as fast per token as full ones within 15 % or so
-LEAST_WAIT = 0.05  # of a wait for KV that was expected, what is taken for none
-WAIT_VAR = 1.0  # of one wait for KV: which answer ends next is not known
 NOISE_VAR = 0.02**2  # of one observation beyond what is known of it
 REACH_GAIN, MOST_REACH_S = 0.05, 1.0  # least weight of one observation of the API's cost, and the most it may be
 DRIFT_VAR = 0.003**2  # by which a truth may move between two observations
@@ -166,7 +164,7 @@ class Belief:
 
     prefill  factor on what prompts add to steps, as these come
     whole    the same for full steps alone; part  times this in the smallest, whose matrices do not fill the GPU
-    step  factor on what decoding takes; wait  on waits for KV, as they are on paper
+    step  factor on what decoding takes
     request_s  what the API costs a request before the engine sees it
     error    running mean square of ln(actual TTFT / predicted)
     The rest is the shape with its factors, multiplied once: `flop_s` is what a decoding sequence computes, `layers_s`
@@ -175,16 +173,16 @@ class Belief:
 
     __slots__ = (
         *("base_s", "context_s", "error", "floor_s", "flop_s", "layers", "layers_s", "pair_s", "part"),
-        *("_reached", "prefill", "request_s", "room", "sequence_s", "shape", "step", "token_s", "wait", "whole"),
+        *("_reached", "prefill", "request_s", "room", "sequence_s", "shape", "step", "token_s", "whole"),
     )
 
     def __init__(self, shape: Shape = NEUTRAL) -> None:
         self.shape = shape
         self.prefill, self.layers, self.step = Gauge(), Gauge(), Gauge()
-        self.whole, self.part, self.wait = Gauge(), Gauge(PART_VAR), Gauge()
+        self.whole, self.part = Gauge(), Gauge(PART_VAR)
         self.error = PRIOR_VAR
         self.request_s, self.room = shape.request_s, shape.budget_tokens
-        self._reached = 1  # a prior counts as one observation
+        self._reached = 1.0  # a prior counts as one observation
         self.settle()
 
     def settle(self) -> None:
@@ -201,18 +199,14 @@ class Belief:
         part = self.part.factor
         return self.whole.factor * (part + full * (1.0 - part))
 
-    def reached(self, seen_s: float) -> None:
-        """How long a request was on its way to the engine's scheduler, as far as one first token tells."""
-        self._reached += 1
-        gain = max(REACH_GAIN, 1.0 / self._reached)
+    def reached(self, seen_s: float, weight: float = 1.0) -> None:
+        """How long a request was on its way to the engine's scheduler; how much one first token tells of it, 0 to 1."""
+        self._reached += weight
+        gain = weight * max(REACH_GAIN, 1.0 / self._reached)
         self.request_s += gain * (min(MOST_REACH_S, max(0.0, seen_s)) - self.request_s)
 
-    def missed(self, predicted_s: float, actual_s: float, waits_s: float = 0.0) -> None:
-        """How far a prediction of a time to first token was off: the error bars, and if it was to wait for KV so long
-        by the paper, what such waits are to be multiplied with."""
-        if waits_s > 0.0:
-            rest_s = predicted_s - self.wait.factor * waits_s
-            self.wait.observe(max(LEAST_WAIT, (actual_s - rest_s) / waits_s), WAIT_VAR)
+    def missed(self, predicted_s: float, actual_s: float) -> None:
+        """How far a prediction of a time to first token was off: the error bars."""
         if predicted_s > 0 and actual_s > 0:
             off = 2.0 * (actual_s - predicted_s) / (actual_s + predicted_s)  # nearly the logarithm, and bounded
             self.error += 0.05 * (off * off - self.error)

@@ -28,7 +28,7 @@ class Entry(Prompt):
     """
 
     __slots__ = (
-        *("_booked_at", "_context", "_first_s", "_load", "_open", "_request", "_token_s", "_uncached", "_waits_s"),
+        *("_booked_at", "_context", "_first_s", "_load", "_open", "_request", "_token_s", "_uncached"),
         "cached_tokens",
     )
 
@@ -95,8 +95,7 @@ class Entry(Prompt):
             timeline.expect(load, self)
         else:
             self._place()
-            first_s, self._waits_s = foresight.ttft_s(timeline, load, self, now)
-            self._first_s = first_s
+            self._first_s = first_s = foresight.ttft_s(timeline, load, self, now)
             self._token_s = outlook.tpot_s(timeline, load, prompt, request.output_tokens, first_s)
             self._compute(now)
 
@@ -139,7 +138,7 @@ class Entry(Prompt):
         if load.believed:
             self.told = True
             if self._booked_at is not None and self._first_s is not None:
-                load.belief.missed(self._first_s, now - self._booked_at, self._waits_s)
+                load.belief.missed(self._first_s, now - self._booked_at)
             load.timeline.answered(load, self, now)
 
     def computed(self) -> None:

@@ -69,8 +69,10 @@ def learn(paper: Paper, load: EndpointLoad, now: float) -> None:
         span.taught_at = now
         if spent >= SHORT_S or span.entered is None:
             _steps(span, load, spent)
-        elif span.steps == 1:  # what the step took is better known than when it began
-            belief.reached(belief.request_s + span.anchor + now - paper.ends - span.entered - span.wait_s)
+        # Where others decode, it decides which step a prompt is in. How long a short step took is known best.
+        if span.entered is not None and span.steps == 1 and (spent < SHORT_S or span.wait_s > 0.0):
+            seen_s = belief.request_s + span.anchor + now - paper.ends - span.entered - span.wait_s
+            belief.reached(seen_s, min(1.0, (SHORT_S / spent) ** 2))
     span.begin(now)
 
 

@@ -81,7 +81,8 @@ class Paper:
                                   prompts that it completes; when not busy, `began` is a boundary of decode steps
     step_tokens                   prompt tokens of that step
     told_at                       when first tokens ended a step after which none is planned yet; -inf: no such step
-    batch, starts, tick           sequences that decode; `starts + batch * tick` is their context; steps so far
+    batch, starts, tick, since    sequences that decode; `starts + batch * tick` is their context; steps so far, and
+                                  how many they were when the last of these sequences began
     kv_prompts, prefixes          prompt tokens that have KV and do not decode; what of all who have KV was cached, and
                                   how much of that the engine really holds
     kv_ratio                      the same for all KV that is held on paper, as a mean of some seconds, for the outlook
@@ -94,7 +95,7 @@ class Paper:
     __slots__ = (
         *("batch", "began", "busy", "decode_raw_s", "decode_s", "ends", "finishing", "kv_prompts", "kv_ratio"),
         *("planned", "prefill_s", "prefill_steps", "prefixes", "queue", "queued_pairs", "queued_tokens", "raw_step_s"),
-        *("span", "starts", "step_tokens", "tick", "told_at"),
+        *("since", "span", "starts", "step_tokens", "tick", "told_at"),
     )
 
     def __init__(self, now: float = 0.0) -> None:
@@ -105,7 +106,7 @@ class Paper:
         self.began = self.ends = now
         self.finishing: list[Prompt] = []
         self.batch = self.kv_prompts = self.planned = self.prefill_steps = self.step_tokens = 0
-        self.starts = self.tick = 0.0
+        self.starts = self.tick = self.since = 0.0
         self.kv_ratio = 1.0
         self.prefixes = Prefixes()
         self.prefill_s = self.decode_raw_s = self.decode_s = self.raw_step_s = 0.0
@@ -264,7 +265,7 @@ class Paper:
             self.kv_prompts -= prompt.prompt_tokens
             self.prefixes.release(prompt.had)
         self.prefixes.distinct += max(0.0, self.kv_free(load) - self.needs(finishing[0]) + 1.0)
-        self.busy, self.began, self.span.tight = False, self.ends, True
+        self.busy, self.span.tight = False, True
 
     def close(self, at: float) -> None:
         """The step under way is over."""
@@ -288,6 +289,7 @@ class Paper:
     def start(self, prompt: Prompt, now: float) -> None:
         """A prompt is past its first token: it decodes."""
         prompt.began, prompt.tick = now, self.tick
+        self.since = self.tick
         prompt.prefill_steps, prompt.prefill_s = self.prefill_steps, self.prefill_s
         prompt.decode_raw_s = self.decode_raw_s
         if prompt.locked:
@@ -308,9 +310,22 @@ class Paper:
                 each.enters = min(each.enters, now)
                 if each is prompt:
                     break
-            if not self.queue or not self._plan(load, now):
+            if self.queue:  # its KV was there: less is held than was believed
+                lacking = self.needs(self.queue[0]) - self.kv_free(load)
+                self.prefixes.distinct = max(0.0, self.prefixes.distinct - max(0.0, lacking))
+            if self._plan(load, now):
+                self._rewind()
+            else:
                 self.remove(prompt)
                 prompt.planned = True
+
+    def _rewind(self) -> None:
+        """The step just planned ends now: of the decode steps since a batch was known, those in its time were none."""
+        if self.batch:
+            steps = min(int((self.ends - self.began) / self.decode_s + 0.5), self.tick - self.since)
+            self.tick -= steps
+            self.began -= steps * self.decode_s
+            self.decode_raw_s -= steps * self.raw_step_s
 
     def remove(self, prompt: Prompt) -> None:
         """Out of the queue, if it is there."""

@@ -109,17 +109,33 @@ def test_a_first_token_that_does_not_come_where_kv_is_full_is_taken_to_wait_for_
     ticks = timeline.tick
     timeline.advance(load, 5.0)
     assert (timeline.busy, len(timeline.queue), timeline.queued_tokens) == (False, 1, 8000)
-    assert timeline.tick - ticks == pytest.approx(1.5 / timeline.decode_s, rel=0.2)
+    assert timeline.tick - ticks == pytest.approx(2.0 / timeline.decode_s, rel=0.02)
     answer.finished(5.0, 100)
     timeline.advance(load, 5.1)
     assert timeline.busy
 
 
-def test_waits_for_kv_that_turn_out_shorter_than_by_the_paper_are_told_shorter() -> None:
-    belief = Belief(SHAPE)
-    for _ in range(50):
-        belief.missed(predicted_s=0.5 + belief.wait.factor * 4.0, actual_s=2.5, waits_s=4.0)
-    assert belief.wait.factor == pytest.approx(0.5, rel=0.1)
+def test_a_prompt_that_lacks_less_kv_than_is_known_of_it_is_not_told_to_wait() -> None:
+    load = load_of(50_000)
+    ledger.book(load, request(42_000), 0, 0.0).first_token(3.0)
+    alone_s = foreseen(load_of(), 8000, 0.0)
+    assert foreseen(load, 8500, 3.0) == pytest.approx(alone_s, rel=0.15)
+    assert foreseen(load, 8900, 3.0) > 5 * alone_s
+
+
+def test_a_first_token_where_kv_was_believed_to_be_full_tells_that_it_was_there_and_that_a_step_was_made() -> None:
+    load, now = load_of(50_000), 0.0
+    for _ in range(6):  # all of one prefix, of which no scrape has told yet
+        ledger.book(load, request(8000), 7500, now).first_token(now + 0.1)
+        now += 0.1
+    entry = ledger.book(load, request(8000), 7500, now)
+    timeline = load.timeline
+    timeline.advance(load, now + 0.05)
+    steps, lacking = timeline.prefill_steps, timeline.needs(entry) - timeline.kv_free(load)
+    assert (timeline.busy, lacking > 5000) == (False, True)
+    entry.first_token(now + 0.1)
+    assert (timeline.prefill_steps, timeline.queued_tokens) == (steps + 1, 0)
+    assert 0.0 <= timeline.kv_free(load) < lacking
 
 
 def test_what_a_prefix_takes_is_held_once_by_all_and_gone_with_the_last() -> None:
