@@ -10,7 +10,7 @@ from typing import Any
 
 PATIENT: dict[str, Any] = {
     "timeouts": {"connect": "10s"},
-    "health": {"timeout": "10s"},
+    "health": {"timeout": "10s", "progress": "60s"},
     "scrape": {"timeout": "10s"},
 }
 

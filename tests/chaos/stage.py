@@ -21,12 +21,13 @@ from typing import Any
 
 import aiohttp
 
+from tests.fair_time import PATIENCE_S
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 BOOKED = ("in_flight", "prefill_tokens", "decode_tokens", "expected_tokens")
-WITHIN_S = 20.0
+WITHIN_S = 3 * PATIENCE_S
 
 
 class Mock:
@@ -174,7 +175,7 @@ class Stage:
 
     async def quiet(self) -> None:
         """Everything booked is given back, in the gateway and in the engines. Raises AssertionError after a while."""
-        await eventually(self._is_quiet, 5.0)
+        await eventually(self._is_quiet, PATIENCE_S)
 
     async def _is_quiet(self) -> bool:
         endpoints = await self.endpoints()
@@ -212,6 +213,7 @@ def processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[Process
         endpoints = "".join(f"      - {{url: '{mock.url}', max_concurrency: 16}}\n" for mock in mocks)
         file.write_text(
             "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\nobservability: {access_log: 'off'}\n"
+            "timeouts: {connect: 10s}\nhealth: {timeout: 3s}\nscrape: {timeout: 3s}\n"
             f"pools:\n  main:\n    endpoints:\n{endpoints}{config}"
         )
         command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
@@ -222,7 +224,7 @@ def processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[Process
             mock.end()
         if gateway is not None:
             gateway.terminate()
-            gateway.wait(10)
+            gateway.wait(WITHIN_S)
 
 
 def _listening(stderr: Path) -> tuple[str, str]:

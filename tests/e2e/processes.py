@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from tests.patient import PATIENT
+
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 30.0
 AT_MOST_S = (
@@ -24,6 +26,7 @@ AT_MOST_S = (
 FILE = "gateway.yaml"
 HOME = os.environ.get("PENSTOCK_HOME", str(ROOT))  # whose gateway: `make test-compiled` has another
 ENV = os.environ | {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+PATIENCE = "".join(f"{name}: {json.dumps(PATIENT[name])}\n" for name in ("health", "scrape"))
 _READY = re.compile(r"API (http://\S+)/v1, admin (http://[^\s;]+)")
 
 
@@ -78,7 +81,7 @@ def whole(config: str) -> str:
 def gateway(folder: Path, config: str, **env: str) -> Iterator[Gateway]:
     """A gateway with this configuration (YAML, made whole) in `folder / FILE` until the block is left."""
     file = folder / FILE
-    file.write_text(whole(config))
+    file.write_text(whole(config) + PATIENCE)
     command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
     with running(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV | env) as process:
         assert process.stderr

@@ -12,11 +12,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from math import inf
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 
 from gateway.app import App
 from gateway.config import Config
+from gateway.split import bootstrap
 from mockgpu.fleet import Member, running_fleet
 from mockgpu.group import GroupSpec
 from mockgpu.handoff.spec import Transfer
@@ -138,6 +140,7 @@ async def split_house(
         for _ in range(count)
     ]
     async with AsyncExitStack() as stack:
+        stack.enter_context(patch.object(bootstrap, "ANSWER_S", 10.0))  # the servers are slow when this loop is
         members = await stack.enter_async_context(running_fleet(specs))
         rule = {"dialect": dialect, "threshold_tokens": 64, "hysteresis": 0.0} | dict(split or {})
         config = Config.model_validate(
