@@ -105,7 +105,7 @@ policies: $(VENV)/.dev ## the Mooncake trace through every policy over real HTTP
 gateways: $(VENV)/.dev ## two gateways with one view on the trace, and ten minutes without Redis (docs/several-gateways.md)
 	$(PY) -m tests.load.shared_view --outage 600
 
-soak: $(VENV)/.dev ## fifteen minutes of load and churn, and what is left of it (SOAK="--minutes 2 --warm-up 1"; docs/performance.md)
+soak: $(VENV)/.dev ## twenty minutes of load and churn, and what is left of it (SOAK="--minutes 2 --warm-up 1"; docs/performance.md)
 	$(PY) -m tests.load.soak $(SOAK)
 
 overload: $(VENV)/.dev ## twice capacity over HTTP with 600 open streams, and what must hold (four minutes; OVERLOAD="--runs 3"; docs/admission.md)

@@ -77,7 +77,7 @@ class House:
 @contextmanager
 def house(admission: str, policy: str, longest_s: float) -> Iterator[House]:
     """Everything but the load generator, up and well."""
-    processes.WITHIN_S = longest_s / 4  # the processes' watchdog waits for four of these
+    processes.AT_MOST_S = longest_s
     with ExitStack() as stack:
         stack.enter_context(_beside_the_gateway())
         folder = Path(stack.enter_context(TemporaryDirectory()))

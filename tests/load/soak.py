@@ -1,6 +1,6 @@
 """`make soak`: ten minutes of everything at once, and what is left when all have gone: nothing.
 
-    python -m tests.load.soak [--minutes 10] [--warm-up 4] [--users 12] [--speed 2] [--seed 1] [--json FILE]
+    python -m tests.load.soak [--minutes 10] [--warm-up 10] [--users 12] [--speed 2] [--seed 1] [--json FILE]
 
 Mock groups, pairs that split requests among them, a gateway and its clients, all real on 127.0.0.1. Clients stream,
 wait, leave, send long prompts and nonsense, while groups are killed, frozen, drained, added and removed. Must hold: all
@@ -144,7 +144,7 @@ def _lines(found: Found) -> Iterator[str]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.load.soak", description="Load and churn, and what is left of them.")
     parser.add_argument("--minutes", type=float, default=10.0, help="behind the warm-up")
-    parser.add_argument("--warm-up", type=float, default=4.0, help="minutes until what is bounded is full")
+    parser.add_argument("--warm-up", type=float, default=10.0, help="minutes until what is bounded is full")
     parser.add_argument("--users", type=int, default=12)
     parser.add_argument("--speed", type=float, default=2.0, help="of the mock groups")
     parser.add_argument("--seed", type=int, default=1)

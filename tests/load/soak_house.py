@@ -141,7 +141,7 @@ def configuration(groups: list[Group], policy: str) -> str:
         SPLIT: "",
     }
     text = (
-        "prefix: {index: 1MiB}\n"
+        "prefix: {index: 256KiB}\n"
         f"models:\n  - {{name: {WHOLE}, pool: {WHOLE}, resume: {{}}}}\n"
         f"  - {{name: {SPLIT}, pool: {SPLIT}, split: {{dialect: vllm_nixl, threshold_tokens: 64, hysteresis: 0}}}}\n"
         "pools:\n"
@@ -160,7 +160,7 @@ def started(name: str, role: str, speed: float) -> Group:
 @asynccontextmanager
 async def house(speed: float, longest_s: float) -> AsyncIterator[House]:
     """Everything that runs, ended at the end; `longest_s` is when it is ended in any case."""
-    processes.WITHIN_S = longest_s / 4  # the processes' watchdog waits for four of these
+    processes.AT_MOST_S = longest_s
     timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
     with ExitStack() as stack:
         groups = []
