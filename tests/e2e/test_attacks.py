@@ -120,6 +120,7 @@ def test_an_engine_sees_a_request_of_the_gateways_own_making(line: Line) -> None
         "content-type",
         "content-length",
         "accept",
+        "accept-encoding",
         "user-agent",
         "authorization",
         "x-request-id",
