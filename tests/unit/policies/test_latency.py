@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import ceil, inf
 
 import pytest
 
@@ -10,6 +10,7 @@ from policies import ledger
 from policies.foreign import Share, foreign
 from policies.latency import NEUTRAL, Belief, Shape, backlog_s, shape_for, spread, tpot_s, ttft_s, ttfts
 from policies.ledger import Entry
+from policies.lessons import SHORT_S
 from policies.model import Candidate, Endpoint, EndpointLoad, Request
 
 SHAPE = shape_for("h100", 4, params_b=70.6, weight_bytes=1, request_s=0.0)
@@ -185,6 +186,25 @@ def test_what_the_way_to_the_engine_costs_is_learnt_from_first_tokens_of_an_idle
         entry.dropped(now + 1.0)
     assert load.belief.request_s == pytest.approx(late_s, rel=0.1)
     assert load.belief.layers.factor == 1.0
+
+
+def test_what_the_way_costs_is_learnt_from_long_steps_too_where_others_decode() -> None:
+    """It decides before which step of theirs a prompt comes in. Slower tokens would look the same in part."""
+    load, late_s, boundary = load_of(), 0.02, 0.1
+    ledger.book(load, request(500, 10_000), 0, 0.0).first_token(boundary)
+    step_s = tpot_s(load, 500)
+    for number in range(160):
+        prompt = (2400, 2400, 2400, 16_000)[number % 4]
+        now = boundary + 1.0 + 0.37 * number % 1.0
+        entry = ledger.book(load, request(prompt), 0, now)
+        begins = boundary + ceil((now + late_s - boundary) / step_s) * step_s
+        boundary = begins + ttft_s(load_of(), prompt, 0, 0.0) + step_s - SHAPE.step_s
+        assert boundary - begins > SHORT_S
+        if number > 40:
+            assert entry.predicted_ttft_s == pytest.approx(boundary - now, rel=0.1)
+        entry.first_token(boundary)
+        entry.dropped(boundary)
+    assert 0.4 * late_s < load.belief.request_s < late_s
 
 
 def test_strangers_slow_every_step() -> None:
