@@ -6,8 +6,8 @@ headers, what the project needs to run, some minutes and 250 MB of memory. CFLAG
 set, debugging information, five sixths of a module, is left out.
 
 GCC compiles twice: what the first makes notes what runs while it serves a training (training.py), and the second lays
-out by that. Nine tenths of what Cython writes are for errors; unless they are set aside, a request finds little of its
-own code in the processor's caches. Other compilers compile once.
+out by that. Most of what Cython writes is for errors; unless it is set aside, a request finds little of its own code in
+the processor's caches. Other compilers compile once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from classes import c_classes, declarations
 from Cython.Build import cythonize
 from setuptools import Distribution, Extension
-from training import train
+from training import TrainingError, train
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("gateway", "policies", "kvtransfer", "mockgpu", "planner")
@@ -58,6 +58,8 @@ def main(out: Path) -> None:
     if _is_gcc():
         _build(extensions, "-fprofile-generate")
         train(out)
+        if not any(Path("objects").rglob("*.gcda")):
+            raise TrainingError("what ran was noted nowhere")
         _build(extensions, "-fprofile-use -fprofile-partial-training -fprofile-correction -Wno-missing-profile")
     else:
         _build(extensions, "")

@@ -34,7 +34,7 @@ _READY = re.compile(r"API (http://\S+)/v1")
 
 
 class TrainingError(Exception):
-    """Modules that were made to note what runs do not run; the message says how."""
+    """Modules that were made to note what runs do not run, or note nothing; the message says how."""
 
 
 def train(tree: Path) -> None:
@@ -46,12 +46,12 @@ def train(tree: Path) -> None:
         plain, priced = (running.enter_context(_mocks(tree, 4)) for _ in range(2))
         prefill, decode = (running.enter_context(_mocks(tree, 1, *HALF, role)) for role in ("prefill", "decode"))
         config = Path(running.enter_context(TemporaryDirectory())) / "gateway.yaml"
-        config.write_text(_config(plain, priced, prefill, decode))
+        config.write_text(configuration(plain, priced, prefill, decode))
         gateway = running.enter_context(_running(tree, "gateway", "serve", "--config", str(config), told_on="stderr"))
         asyncio.run(_ask(_heard(gateway.stderr)))
 
 
-def _config(plain: list[str], priced: list[str], prefill: list[str], decode: list[str]) -> str:
+def configuration(plain: list[str], priced: list[str], prefill: list[str], decode: list[str]) -> str:
     """Three ways to serve: the defaults, everything that prices, and pairs. Any file may be the access log."""
     split = {"dialect": SPLIT, "threshold_tokens": 64, "hysteresis": 0}
     roles = [(url, role) for role, urls in (("prefill", prefill), ("decode", decode)) for url in urls]
@@ -76,7 +76,7 @@ def _config(plain: list[str], priced: list[str], prefill: list[str], decode: lis
 
 async def _ask(url: str) -> None:
     """Users who each wait for their answers before they ask again, until the mix is through."""
-    bodies = iter(_mix(random.Random(0)))
+    bodies = iter(mix(random.Random(0)))
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as users:
         for _ in range(USERS):
             users.create_task(_user(http, f"{url}/v1/chat/completions", bodies))
@@ -90,7 +90,8 @@ async def _user(http: aiohttp.ClientSession, url: str, bodies: Iterator[bytes]) 
                 raise TrainingError(f"{answer.status}: {text}")
 
 
-def _mix(rng: random.Random) -> Iterator[bytes]:
+def mix(rng: random.Random) -> Iterator[bytes]:
+    """Requests as an SDK writes them."""
     trunks = [_text(rng, max(PROMPT_BYTES)) for _ in range(TRUNKS)]
     for number in range(REQUESTS):
         size = rng.choice(PROMPT_BYTES)
@@ -103,6 +104,7 @@ def _mix(rng: random.Random) -> Iterator[bytes]:
 
 
 def _text(rng: random.Random, size: int) -> str:
+    """So many bytes."""
     words = ("the", "wheel", "turns", "where", "water", "falls,", "and\n", '"gate"', "of", "a", "penstock")
     return " ".join(rng.choices(words, k=size // 5 + 1))[:size]
 

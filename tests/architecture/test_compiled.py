@@ -1,17 +1,24 @@
-"""What deploy/compile.py and classes.py say of the sources holds: modules, classes, attributes and methods exist."""
+"""What deploy/compile.py and classes.py say of the sources holds: modules, classes, attributes and methods exist. What
+training.py asks for is served."""
 
 from __future__ import annotations
 
 import ast
+import json
 import sys
+from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
+
+from gateway.config import examine_text
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "deploy"))
 import classes  # noqa: E402
 import compile as compiling  # noqa: E402
+import training  # noqa: E402
 
 SOURCES = {name.removesuffix(".py").replace("/", "."): ROOT / name for name in compiling.MODULES}
 FOUND = classes.c_classes(SOURCES)
@@ -56,3 +63,15 @@ def test_a_class_on_another_base_or_with_slots_named_elsewhere_stays_what_it_is(
         "cdef class Base():\n    cdef public object a\n    pass\n"
         "cdef class On(Base):\n    cdef public object b\n    cdef public object _c\n    pass\n"
     )
+
+
+def test_the_training_is_a_configuration_and_a_mix_that_asks_for_all_of_it() -> None:
+    plain, priced, prefill, decode = ([f"http://127.0.0.1:{port}"] for port in range(4001, 4005))
+    text = training.configuration(plain, priced, prefill, decode).encode()
+    served = {model.name for model in examine_text(text, "training", {}).config.models}
+    bodies = [json.loads(body) for body in training.mix(Random(0))]
+    assert len(bodies) == training.REQUESTS
+    kinds = Counter((body["model"], "stream" in body) for body in bodies)
+    assert {model for model, _ in kinds} == served
+    assert min(kinds.values()) > 50
+    assert max(len(body["messages"][0]["content"]) for body in bodies) > 100_000
