@@ -20,9 +20,8 @@ from tests.patient import PATIENT
 
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 30.0
-AT_MOST_S = (
-    900.0  # a process that a test has lost ends after this; fixtures of a whole module live long on a slow machine
-)
+# A process that a test has lost ends after this; fixtures of a whole module live long on a slow machine.
+AT_MOST_S = 900.0
 FILE = "gateway.yaml"
 HOME = os.environ.get("PENSTOCK_HOME", str(ROOT))  # whose gateway: `make test-compiled` has another
 ENV = os.environ | {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
@@ -78,10 +77,11 @@ def whole(config: str) -> str:
 
 
 @contextmanager
-def gateway(folder: Path, config: str, **env: str) -> Iterator[Gateway]:
-    """A gateway with this configuration (YAML, made whole) in `folder / FILE` until the block is left."""
+def gateway(folder: Path, config: str, patience: str = PATIENCE, **env: str) -> Iterator[Gateway]:
+    """A gateway with this configuration (YAML, made whole) in `folder / FILE` until the block is left. `patience` is
+    how it looks after engines: as shipped, if that is empty."""
     file = folder / FILE
-    file.write_text(whole(config) + PATIENCE)
+    file.write_text(whole(config) + patience)
     command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
     with running(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV | env) as process:
         assert process.stderr

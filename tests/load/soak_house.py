@@ -171,6 +171,6 @@ async def house(speed: float, longest_s: float) -> AsyncIterator[House]:
         for group in groups:
             group.mock.ready()
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        running = stack.enter_context(gateway(folder, configuration(groups, "prefix_aware")))
+        running = stack.enter_context(gateway(folder, configuration(groups, "prefix_aware"), patience=""))
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
             yield House(groups, running, folder / processes.FILE, http)

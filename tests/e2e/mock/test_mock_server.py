@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from math import inf
 from typing import Any
 
 import pytest
-import uvloop
 
 from mockgpu.group import GroupSpec
 from mockgpu.text import expected_text, token_bytes
@@ -17,18 +15,6 @@ from tests.e2e.mock_group import CHAT, SPEC, Mock, mock, slow_group
 from tests.fair_time import PATIENCE_S, at_most, pace
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture is deprecated")
-
-
-@pytest.fixture
-def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """uvloop, as in the command: its transports are stricter than asyncio's."""
-    return uvloop.EventLoopPolicy()
-
-
-@pytest.fixture
-async def group() -> AsyncIterator[Mock]:
-    async with mock() as running:
-        yield running
 
 
 # --- the OpenAI SDK

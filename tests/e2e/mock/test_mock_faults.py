@@ -6,11 +6,9 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-import uvloop
 
 from mockgpu.group import GroupSpec
 from mockgpu.text import expected_text
@@ -18,18 +16,6 @@ from tests.e2e.mock_group import CHAT, SPEC, Mock, mock, slow_group
 from tests.fair_time import PATIENCE_S, pace
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture is deprecated")
-
-
-@pytest.fixture
-def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """uvloop, as in the command: its transports are stricter than asyncio's."""
-    return uvloop.EventLoopPolicy()
-
-
-@pytest.fixture
-async def group() -> AsyncIterator[Mock]:
-    async with mock() as running:
-        yield running
 
 
 # --- faults
