@@ -8,12 +8,13 @@ docs/how-the-price-works.md explains it without code.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import exp, sqrt
 
 import msgspec
 
 from policies import pickers
 from policies.contract import WHOLE, Part, Policy, Weighted
-from policies.latency import prefill_s, room_s
+from policies.latency import Gauge, prefill_s, room_s
 from policies.model import Ask, Candidate, EndpointLoad, Request
 from policies.presets import ORDINARY, Preset
 
@@ -25,6 +26,9 @@ SHORTEST = 32.0
 
 UNKNOWN_KV_TOKENS = 500_000.0
 """KV tokens that an endpoint is taken to hold until it says so."""
+
+SIGMAS = 2.0
+"""How many standard deviations of what is believed of an endpoint's speed are noise."""
 
 
 class Priced(Preset, frozen=True):
@@ -48,7 +52,8 @@ class Priced(Preset, frozen=True):
                 KV that was computed elsewhere
         kv      kv_weight x what its KV adds to the cube of the share of memory that is booked; this one never bends
 
-    alike    endpoints whose believed speeds differ by less than this factor from the median are taken to be equal
+    alike    endpoints whose believed speeds differ by less than this factor from the median, and what they may be off,
+             are taken to be equal
     fresh_s  how old a scrape may be to be believed, seconds; own bookings come first, a scrape only tells of strangers
 
     Kin: opportunity costs of online routing (Awerbuch, Azar, Plotkin 1993); Mooncake's TTFT and LMetric's product are
@@ -208,9 +213,7 @@ class Prices:
         if not candidates:
             return [], []
         beliefs, alike = [candidate.load.belief for candidate in candidates], self.weights.alike
-        prefills = [belief.prefill.factor for belief in beliefs]
-        steps = [belief.step.factor for belief in beliefs]
-        return level(prefills, alike), level(steps, alike)
+        return level([belief.prefill for belief in beliefs], alike), level([belief.step for belief in beliefs], alike)
 
     def _loss(self, share: float) -> float:
         """What using up that share of a budget costs, in requests lost."""
@@ -230,15 +233,20 @@ def ahead(load: EndpointLoad) -> int:
     return min(load.strangers, load.waiting or 0)
 
 
-def level(factors: Sequence[float], alike: float) -> list[float]:
-    """What to multiply each factor with to bring it to the median, by `alike` at most either way.
+def level(gauges: Sequence[Gauge], alike: float) -> list[float]:
+    """What to multiply each factor with to bring it to the median: either way by `alike` at most, and by what the
+    factor itself may be off.
 
-    Beliefs of equal endpoints differ by the noise of what was observed. Who is believed a little faster would get all
-    the work that has no other preference: only what is beyond noise may count.
+    Beliefs of equal endpoints differ by the noise of what was observed: only what is beyond noise may count. Else who
+    is believed a little faster would get all the work that has no other preference; and so would who has shown nothing
+    yet where the others turned out slower than their label, and it would show nothing under so much of it either, since
+    decoding is only seen between prompts.
     """
+    factors = [gauge.factor for gauge in gauges]
     ordered = sorted(factors)
-    middle, least = ordered[len(ordered) // 2], 1.0 / alike
+    middle = ordered[len(ordered) // 2]
     times = [middle / factor for factor in factors]
     if ordered[-1] <= alike * middle <= alike * alike * ordered[0]:
         return times
-    return [min(alike, max(least, each)) for each in times]
+    bounds = [alike * exp(SIGMAS * sqrt(gauge.var)) for gauge in gauges]
+    return [min(most, max(1.0 / most, each)) for each, most in zip(times, bounds, strict=True)]

@@ -6,6 +6,7 @@ Small runs with bounds wide enough for their noise; the figures that count are m
 from __future__ import annotations
 
 from functools import cache
+from itertools import count
 
 import msgspec
 import pytest
@@ -14,9 +15,10 @@ from planner.replay import FleetSpec, Kind, Options, Run, replay, traffic
 from planner.replay.figures import Figures, figures
 from planner.traces.b2b import b2b
 from planner.traces.mix import scaled
-from planner.traces.shape import TraceRequest
+from planner.traces.shape import PRIVATE, TraceRequest
 from policies import registry
 from policies.model import STANDARD
+from tests.load.overload_plan import GROUP, SLO, Phase, arrivals, trace_request
 from tests.sim import conversation as excerpt
 
 H100 = Kind("llama-3.1-70b-fp8", "h100", 4, count=4, kv_tokens=600_000)
@@ -56,6 +58,21 @@ def test_a_slow_group_gets_less_than_its_sisters_without_being_told() -> None:
     run = ran("priced", conversation(0.9), FleetSpec("one slow", (msgspec.structs.replace(H100, count=3), slow)))
     *sisters, last = [group.prompt_tokens - group.cached_tokens for group in run.groups]
     assert last < 0.7 * min(sisters)
+
+
+def test_in_a_fleet_slower_than_its_label_nobody_is_buried_for_having_shown_nothing_yet() -> None:
+    """Answers teach how slow decoding is where steps without prompts come between: under a heap of prompts none do."""
+    names = count(PRIVATE)
+    asked = [
+        trace_request(one.prompt_tokens, one.output_tokens, one.due_s, names)
+        for one in arrivals((Phase("all at once", 20.0, 1.0),), 30.0, 1)
+    ]
+    options = Options(expected_output=None, standard=SLO)
+    run = replay(
+        FleetSpec("slow", (GROUP,), block_tokens=16), traffic(asked), registry.build("priced", {}), options=options
+    )
+    assert figures(run).attainment > 0.98
+    assert max(group.requests for group in run.groups) < 1.8 * len(asked) / len(run.groups)
 
 
 def test_with_a_tight_budget_per_token_groups_that_do_both_take_roles_and_keep_more_promises() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import exp, sqrt
 from random import Random
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 
 from policies import registry
 from policies.contract import DECODE, WHOLE, Part
+from policies.latency import PRIOR_VAR, Gauge
 from policies.model import Ask, Candidate, Request, Slo
 from policies.price import Priced, Prices, level, patience_s
 from policies.run import pick
@@ -36,6 +38,14 @@ def outlook(slot: int, **numbers: object) -> Candidate:
 def term(question: Ask, one: Candidate, name: str) -> float:
     (parts,) = PRICES.terms(question, [one])
     return parts[name]
+
+
+def levelled(factors: Sequence[float], unknown: Sequence[int] = ()) -> list[float]:
+    """These factors as the price sees them, of endpoints that have shown their speed but for the unknown ones."""
+    gauges = [Gauge(PRIOR_VAR if place in unknown else 0.0) for place in range(len(factors))]
+    for gauge, factor in zip(gauges, factors, strict=True):
+        gauge.factor = factor
+    return [factor * times for factor, times in zip(factors, level(gauges, 1.5), strict=True)]
 
 
 def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
@@ -131,16 +141,20 @@ def test_time_spent_waiting_at_the_gateway_is_gone_from_the_budget() -> None:
 
 
 def test_those_believed_nearly_alike_are_equal_and_the_really_slow_are_not() -> None:
-    assert level([1.0, 1.2, 0.9], 1.5) == pytest.approx([1.0, 1 / 1.2, 1 / 0.9])
-    assert [factor * times for factor, times in zip((1.0, 1.0, 4.0), level([1.0, 1.0, 4.0], 1.5), strict=True)] == (
-        pytest.approx([1.0, 1.0, 4.0 / 1.5])
-    )
+    assert levelled([1.0, 1.2, 0.9]) == pytest.approx([1.0, 1.0, 1.0])
+    assert levelled([1.0, 1.0, 4.0]) == pytest.approx([1.0, 1.0, 4.0 / 1.5])
+
+
+def test_who_has_shown_nothing_yet_is_no_faster_than_sisters_that_turned_out_slow() -> None:
+    assert levelled([5.0, 5.0, 1.0], unknown=(2,)) == pytest.approx([5.0, 5.0, 1.5 * exp(2.0 * sqrt(PRIOR_VAR))])
+    assert levelled([3.0, 3.0, 1.0], unknown=(2,)) == pytest.approx([3.0, 3.0, 3.0])
+    assert levelled([3.0, 3.0, 1.0]) == pytest.approx([3.0, 3.0, 1.5])
 
 
 def test_a_slow_endpoint_is_passed_over_and_noise_decides_nothing() -> None:
     fleet = [outlook(slot) for slot in range(3)]
     for one, factor in zip(fleet, (1.1, 1.0, 3.0), strict=True):
-        one.load.belief.prefill.factor = factor
+        one.load.belief.prefill.factor, one.load.belief.prefill.var = factor, 0.0
         one.load.token_s *= factor
         one.load.pair_s *= factor
     prices = PRICES.prices(ask(8000, 300), fleet)
