@@ -12,14 +12,18 @@ the processor's caches. Other compilers compile once.
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from classes import c_classes, declarations
+from classes import Project, project
 from Cython.Build import cythonize
+from Cython.Compiler.ExprNodes import AnnotationNode, BitwiseOrNode
+from declarations import declarations
 from setuptools import Distribution, Extension
 from training import TrainingError, train
 
@@ -27,21 +31,32 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("gateway", "policies", "kvtransfer", "mockgpu", "planner")
 PROJECT = ("pyproject.toml", "README.md", "LICENSE")
 HOT = (
-    *("account", "attempts", "canary", "endpoints", "errand", "exchange", "explain", "framing", "front", "gate"),
-    *("head", "kept", "legs", "meters", "openai", "outbox", "overflow", "prefixes", "quotas", "relay", "serve"),
-    *("shadow", "slo", "talk", "upstream"),
+    *("account", "attempts", "begin", "canary", "endpoints", "errand", "exchange", "explain", "framing", "front"),
+    *("gate", "head", "kept", "legs", "meters", "openai", "outbox", "overflow", "prefixes", "quotas", "relay"),
+    *("roster", "serve", "shadow", "slo", "talk", "trace", "upstream"),
     *(f"split/{name}" for name in ("dispatch", "edit", "handoffs", "leg", "life", "pair", "words")),
 )
 DECISIONS = (
     *("admission", "appraisal", "dual", "fairness", "filters", "fingerprint", "fold", "foreign", "foresight"),
-    *("health", "held", "latency", "ledger", "lengths", "lessons", "outlook", "pacing", "paper", "pickers"),
+    *("health", "held", "latency", "ledger", "lengths", "lessons", "model", "outlook", "pacing", "paper", "pickers"),
     *("prefix_index", "price", "quota", "returns", "run", "rungs", "scorers", "sessions", "split", "timeline"),
     *("usage", "waiting"),
 )
 MODULES = tuple(f"gateway/{name}.py" for name in HOT) + tuple(f"policies/{name}.py" for name in DECISIONS)
-# Annotations stay annotations, and None has no attributes: a compiled module must behave as its source does, not faster
-# at the price of meaning.
-DIRECTIVES = {"language_level": 3, "annotation_typing": False, "binding": True, "nonecheck": True}
+# None has no attributes, and annotations stay annotations unless they name a C class: a compiled module must behave as
+# its source does, not faster at the price of meaning.
+NOT_AN_ARGUMENT = object()
+DIRECTIVES = {"language_level": 3, "annotation_typing": True, "binding": True, "nonecheck": True}
+
+
+def _c_class_of(self: AnnotationNode, env: Any, assigned_value: object = NOT_AN_ARGUMENT) -> tuple[list[str], Any]:
+    """What Cython takes from an annotation, in place of AnnotationNode.analyse_type_annotation: the C class that it
+    gives an argument or a variable of a function, and whether that may be None. An int stays one of any size, a float
+    may be an int, a str one of its subclasses; what a coroutine returns is not what calling it does."""
+    kind = self.expr.analyse_as_type(env)
+    if kind is None or not kind.is_extension_type or (assigned_value is NOT_AN_ARGUMENT and not env.is_local_scope):
+        return [], None
+    return (self.expr.analyse_pytyping_modifiers(env) if isinstance(self.expr, BitwiseOrNode) else []), kind
 
 
 def main(out: Path) -> None:
@@ -53,7 +68,8 @@ def main(out: Path) -> None:
         shutil.copy(ROOT / name, out)
     os.chdir(out)
     written = _declare()
-    os.environ.setdefault("CFLAGS", "-O2 -g0 -DNDEBUG -fwrapv")
+    AnnotationNode.analyse_type_annotation = _c_class_of
+    os.environ.setdefault("CFLAGS", "-O2 -g0 -DNDEBUG -fwrapv -Werror=incompatible-pointer-types")
     extensions = cythonize(list(MODULES), nthreads=os.cpu_count() or 1, compiler_directives=DIRECTIVES, quiet=True)
     if _is_gcc():
         _build(extensions, "-fprofile-generate")
@@ -88,14 +104,25 @@ def _is_gcc() -> bool:
 
 
 def _declare() -> list[Path]:
-    """Writes what Cython is told of classes, beside the sources; the files written."""
-    sources = {name.removesuffix(".py").replace("/", "."): Path(name) for name in MODULES}
-    classes = c_classes(sources)
-    told = {source.with_suffix(".pxd"): declarations(module, source, classes) for module, source in sources.items()}
-    told = {path: text for path, text in told.items() if text}
-    for path, text in told.items():
-        path.write_text(text)
-    return list(told)
+    """Writes what Cython is told, beside the sources; the files written."""
+    known, written = read(Path()), []
+    for source in map(Path, MODULES):
+        if text := declarations(_name(source), known):
+            written.append(source.with_suffix(".pxd"))
+            written[-1].write_text(text)
+    return written
+
+
+def read(root: Path) -> Project:
+    """All modules below `root`."""
+    sources = [path for room in ROOMS for path in (root / room).rglob("*.py")]
+    trees = {_name(path.relative_to(root)): ast.parse(path.read_text()) for path in sources}
+    return project(trees, [_name(Path(module)) for module in MODULES])
+
+
+def _name(source: Path) -> str:
+    """A module's full name."""
+    return ".".join(source.with_suffix("").parts).removesuffix(".__init__")
 
 
 if __name__ == "__main__":

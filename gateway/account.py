@@ -20,7 +20,7 @@ from gateway.config import Observability
 from gateway.exchange import Exchange, SplitRecord
 from gateway.explain import Explained, before
 from gateway.kept import REGRET_EVERY, Kept, usage_of
-from gateway.meters import Counter
+from gateway.meters import Counter, Histogram
 from gateway.metrics import Metrics
 from gateway.observe.export import Tracer
 from gateway.relay import Relay, Usage
@@ -200,13 +200,13 @@ class _Children:
     __slots__ = ("_cached", "_completion", "_e2e", "_prompt", "_requests", "_tpot", "_ttft")
 
     def __init__(self, metrics: Metrics, model: str, endpoint: str, status: int, reason: str) -> None:
-        self._requests = metrics.requests_total.labels(model, str(status), reason)
-        self._ttft = metrics.ttft_seconds.labels(model, endpoint)
-        self._tpot = metrics.tpot_seconds.labels(model, endpoint)
-        self._e2e = metrics.e2e_seconds.labels(model)
-        self._prompt = metrics.prompt_tokens_total.labels(model)
-        self._completion = metrics.completion_tokens_total.labels(model)
-        self._cached = metrics.cached_tokens_total.labels(model)
+        self._requests: Counter = metrics.requests_total.labels(model, str(status), reason)
+        self._ttft: Histogram = metrics.ttft_seconds.labels(model, endpoint)
+        self._tpot: Histogram = metrics.tpot_seconds.labels(model, endpoint)
+        self._e2e: Histogram = metrics.e2e_seconds.labels(model)
+        self._prompt: Counter = metrics.prompt_tokens_total.labels(model)
+        self._completion: Counter = metrics.completion_tokens_total.labels(model)
+        self._cached: Counter = metrics.cached_tokens_total.labels(model)
 
     def count(self, x: Exchange, received: float, relay: Relay, usage: Usage, prompt_tokens: int, now: float) -> None:
         """One answered request."""
@@ -242,7 +242,8 @@ class Accounts:
         self.tracer: Tracer | None = None
         self.kept, self.explained = Kept(metrics), Explained()
         self._picks = 0
-        self._overhead, self._bytes_out = metrics.overhead_seconds, metrics.bytes_out_total
+        self._overhead: Histogram = metrics.overhead_seconds
+        self._bytes_out: Counter = metrics.bytes_out_total
         self._stages = [metrics.split_stage_seconds.labels(stage) for stage in SPLIT_STAGES]
         self._children: dict[tuple[str, str, int, str], _Children] = {}
 
@@ -326,7 +327,7 @@ class Accounts:
         assert call is not None
         endpoint = pick.candidate.endpoint
         key = (x.model, endpoint.name, x.status, x.reason or x.outcome)
-        children = self._children.get(key) or self._find(key)
+        children: _Children = self._children.get(key) or self._find(key)
         received = x.received_at or now
         children.count(x, received, relay, usage, call.request.prompt_tokens, now)
         self.kept.answered(x, relay, usage, received)

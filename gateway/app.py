@@ -7,7 +7,7 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from time import monotonic
@@ -15,23 +15,20 @@ from typing import Any
 
 import msgspec
 import uvloop
-import xxhash
 from aiohttp import web
 
 from gateway import admin, api
 from gateway.account import AccessLog, Accounts
-from gateway.client import Client
+from gateway.begin import Beginning
 from gateway.config import Config, Listener, Loaded
 from gateway.discovery.discovery import Discovery
 from gateway.endpoints import EndpointTable
-from gateway.exchange import Exchange
 from gateway.front import Front
 from gateway.gate import Gate
 from gateway.litter import Litter
 from gateway.lobby import Lobby
 from gateway.metrics import Metrics
 from gateway.observe.export import Tracer
-from gateway.openai import Api
 from gateway.outbox import Outbox
 from gateway.ports import http_url
 from gateway.prefixes import Prefixes
@@ -40,7 +37,7 @@ from gateway.reload.reloader import Reloader, Say
 from gateway.reload.swap import Swap, discovered, furnish
 from gateway.reload.trial import Trial
 from gateway.reload.versions import Versions
-from gateway.serve import Gateway, serve
+from gateway.serve import Gateway
 from gateway.shared.bus import ID_BYTES, Bus
 from gateway.shared.local import LocalBus
 from gateway.shared.pump import Pump
@@ -59,7 +56,6 @@ BACKLOG = 4096
 QUIET_S = 0.02  # between two looks at whether everybody has gone
 LAST_WORDS_S = 1.0  # for telling those who are still served that the gateway stops
 SETTLE_S = 0.3
-GAPS_EVERY = 32  # one request in so many has the times between its pieces looked at
 FLUSH_S, MEMORY_BYTES = 0.05, 16 << 20  # between gateways of one machine
 
 
@@ -111,7 +107,6 @@ class App:
         self.metrics = Metrics()
         self.fronts: set[Talk] = set()
         self._loop = asyncio.get_running_loop()
-        self._ids = _Ids()
         seal = _seal(config, origin.local)
         secret = secrets.token_bytes(32) if seal is None else seal.fingerprint_secret
         self._prefixes = Prefixes(secret, config.prefix.index, config.prefix.block_bytes)
@@ -135,6 +130,7 @@ class App:
             Accounts(self.metrics, self._log, self._tracer, self._loop),
             Handoffs(self.metrics, rng, self._outbox),
         )
+        self._beginning = Beginning(self.gateway, self.metrics.itl_seconds)
         furnish(self.gateway, plan, self.metrics)
         self._let_change(origin, rng)
         self._runners: list[web.AppRunner] = []
@@ -254,15 +250,6 @@ class App:
         """Client connections that aiohttp's server does not know of."""
         return [each for each in self.fronts if isinstance(each, Front)]
 
-    def _serve(self, client: Client, api: Api) -> Coroutine[Any, Any, None]:
-        x = Exchange(self._ids.next(), api, client.address, monotonic())
-        tracer = self.gateway.accounts.tracer
-        if tracer is not None:
-            x.trace = tracer.begin(client.headers)
-        if not self._ids.count % GAPS_EVERY:
-            x.gaps = self.metrics.itl_seconds
-        return serve(self.gateway, x, client)
-
     async def _doors(self) -> Callable[[], Front]:
         """What makes a protocol for every client connection."""
         runner = web.AppRunner(api.application(self), handler_cancellation=True, access_log=None)
@@ -270,7 +257,7 @@ class App:
         self._runners.append(runner)
         manager = runner.server
         assert manager is not None
-        serve, fronts, gateway, outbox = self._serve, self.fronts, self.gateway, self._outbox
+        serve, fronts, gateway, outbox = self._beginning.serve, self.fronts, self.gateway, self._outbox
 
         def front() -> Front:  # a connection keeps the limits that it began with
             limits = gateway.snapshot.config.limits
@@ -357,20 +344,6 @@ def _seal(config: Config, local: Local | None) -> Seal | None:
     if config.shared is not None:
         return Seal(config.shared.key.reveal().encode(), secrets.token_bytes(ID_BYTES))
     return None if local is None else Seal(local.secret, secrets.token_bytes(ID_BYTES))
-
-
-class _Ids:
-    """Request ids: fixed length, unguessable (an engine may match aborts by prefix, faults.md F21), 0.4 us each."""
-
-    __slots__ = ("_secret", "count")
-
-    def __init__(self) -> None:
-        self._secret = secrets.token_bytes(16)
-        self.count = 0
-
-    def next(self) -> str:
-        self.count += 1
-        return "req_" + xxhash.xxh3_128_hexdigest(self._secret + self.count.to_bytes(8, "little"))
 
 
 def run(origin: Origin, ready: Callable[[App], None] | None = None, *, hangup_reloads: bool = True) -> int:

@@ -17,6 +17,7 @@ from gateway.prefixes import Prefixes
 from gateway.relay import STOPPED, UpstreamBroke, Usage
 from gateway.roster import HEALTHY, Adoption, LiveEndpoint, Moves, Roster
 from gateway.shared.news import News
+from gateway.upstream import Upstream
 from gateway.watch.scrape import Reading
 from policies import health, ledger, warmup
 from policies.fingerprint import Fingerprint
@@ -72,12 +73,12 @@ class Booking:
         self._fingerprint = fingerprint
         self._live = live
         self.endpoint = live.endpoint
-        self.upstream = live.upstream
+        self.upstream: Upstream = live.upstream
         self._pick = pick
         self._request = request
         self._computed = self._told = False
         self._usage: Usage | None = None
-        self.place = self._take(live.load, request, pick.cached_tokens, monotonic(), _tells(request))
+        self.place: Entry = self._take(live.load, request, pick.cached_tokens, monotonic(), _tells(request))
 
     def first_token(self) -> None:
         """The prompt is computed: its tokens are context now, not backlog.
@@ -230,7 +231,7 @@ class EndpointTable:
 
     def book(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Booking:
         """Take the picked place. Our own picks teach the index: the endpoint will hold this prompt soon."""
-        live = self._by_slot[pick.candidate.load.slot]
+        live: LiveEndpoint = self._by_slot[pick.candidate.load.slot]
         if fingerprint is not None:
             self._looked_up.value += request.prompt_tokens
             self._hits.value += pick.cached_tokens

@@ -73,6 +73,7 @@ SMALL_BODY = 256 * 1024  # up to here a body cannot hold enough members to be wo
 MAX_MEMBERS = 256
 MAX_NAME = 256
 MAX_DIGITS = 4096  # interpreters refuse or choke on longer numbers (CPython: 4300 digits)
+_OPENING = frozenset(b'{["')  # what begins so is no number, however long
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_any = msgspec.json.Decoder().decode
@@ -211,16 +212,8 @@ def _members(body: bytes) -> dict[str, msgspec.Raw]:
         raise GatewayError(Failure.BAD_REQUEST, f"Could not parse the JSON body: {error}.") from None
     if len(members) > MAX_MEMBERS:
         raise _too_many_members()
-    if len(body) > MAX_DIGITS:
-        _refuse_long_numbers(members)
-    _refuse_duplicates(body, members)
+    _refuse_odd(body, members)
     return members
-
-
-def _refuse_long_numbers(members: Mapping[str, msgspec.Raw]) -> None:
-    for name, value in members.items():
-        if len(value) > MAX_DIGITS and bytes(memoryview(value)[:1]) not in b'{["':
-            raise GatewayError(Failure.BAD_REQUEST, f"'{name[:64]}' has too many digits.", param=name[:64])
 
 
 class _TooManyMembersError(Exception):
@@ -252,13 +245,18 @@ def _too_many_members() -> GatewayError:
     return GatewayError(Failure.BAD_REQUEST, f"The JSON body has more than {MAX_MEMBERS} members.")
 
 
-def _refuse_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
-    """Two members of one name let gateway and engine read different requests; refuse them.
+def _refuse_odd(body: bytes, members: dict[str, msgspec.Raw]) -> None:
+    """Numbers that no engine holds. And two members of one name, which let gateway and engine read different requests.
 
     The members found, written compactly, are never longer than the body, and exactly as long only if the body is
     compact and has no other member. SDKs send that form, so the walk below is for hand-written bodies.
     """
-    compact = 1 + 4 * len(members) + sum(map(len, members)) + sum(map(len, members.values()))
+    compact = 1
+    for name, value in members.items():
+        length = len(value)
+        compact += 4 + len(name) + length
+        if length > MAX_DIGITS and memoryview(value)[0] not in _OPENING:
+            raise GatewayError(Failure.BAD_REQUEST, f"'{name[:64]}' has too many digits.", param=name[:64])
     if compact != len(body):
         _walk(body, members)
 

@@ -22,7 +22,7 @@ class Prefixes:
     def of(self, call: Call, model: str) -> Fingerprint:
         """The fingerprint of what the engine will render. Tenants and models never share a key (faults.md A15)."""
         salt = f"{call.request.tenant}\0{model}".encode()
-        return self._fingerprinter.of(salt, *(memoryview(part) for part in call.prompt))
+        return self._fingerprinter.of(salt, *[memoryview(part) for part in call.prompt])
 
     def cached(self, fingerprint: Fingerprint, prompt_tokens: int) -> Sequence[int]:
         """Prompt tokens believed cached, by slot."""

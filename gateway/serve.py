@@ -160,7 +160,8 @@ def _fingerprint(endpoints: EndpointTable, route: Route, call: Call) -> Fingerpr
 async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route, call: Call) -> None:
     """Pick, book and send, until an endpoint answers or nothing is left to try."""
     endpoints, request, policy = gateway.endpoints, call.request, route.policy
-    fingerprint = x.fingerprint = x.fingerprint or _fingerprint(endpoints, route, call)
+    fingerprint = x.fingerprint or _fingerprint(endpoints, route, call)
+    x.fingerprint = fingerprint
     problem: UpstreamBroke | None = None
     try:
         while True:

@@ -59,7 +59,8 @@ class Connection:
     )
 
     def __init__(self, pool: Upstream) -> None:
-        self._pool, self._outbox = pool, pool.outbox
+        self._pool = pool
+        self._outbox: Outbox = pool.outbox
         self._transport: asyncio.Transport | None = None
         self._relay: Relay | None = None
         self._downstream: Downstream | None = None

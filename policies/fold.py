@@ -86,7 +86,7 @@ class WordByWord:
         return keys
 
 
-def chain(  # type: ignore[no-untyped-def] # its arguments are buffers of machine words where it is compiled (deploy/classes.py)
+def chain(  # type: ignore[no-untyped-def] # its arguments are buffers of machine words where it is compiled (deploy/declarations.py)
     words, word_keys, places, fold, mix, key, keys
 ) -> None:
     """Fold, sum, mix and chain (fingerprint.py) into `keys`, modulo 2**64."""

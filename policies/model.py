@@ -132,7 +132,7 @@ class EndpointLoad:
         self.scraped_at: float | None = None
         self.beyond = self.strangers = 0
         self.others = Others()
-        self.belief = Belief() if belief is None else belief
+        self.belief: Belief = Belief() if belief is None else belief
         self.timeline = Timeline()
         self.believed = True
         self.entries: dict[Prompt, None] = {}

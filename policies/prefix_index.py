@@ -231,7 +231,8 @@ class PrefixIndex:
     def insert_rungs(self, keys: Keys, slot: int, tokens_per_block: float) -> None:
         """As `insert`, by the keys that have entries alone (rungs.py), of which there is at least one."""
         holder = self._holder(slot)
-        keys = keys[: self._most_blocks]
+        if len(keys) > self._most_blocks:
+            keys = keys[: self._most_blocks]
         self._make_room(len(keys))  # as if all were unknown: some may be room made among the known
         fresh, runs = self._stamp(keys, holder.stamp)
         if runs:
@@ -241,9 +242,11 @@ class PrefixIndex:
     def _stamp(self, keys: Keys, stamp: int) -> tuple[int, list[_Run]]:
         """Stamps blocks anew and moves them to the young end of their dict, deepest first, until one bears the stamp
         already: so do all before it. How many those are, and the runs of blocks whose holders were the same."""
-        shards, mask, runs = self._shards, self._shard_mask, list[_Run]()
+        shards, mask = self._shards, self._shard_mask
+        runs: list[_Run] = []
         run = renewed = -1
-        for end, key in zip(range(len(keys), 0, -1), reversed(keys), strict=True):
+        for end in range(len(keys), 0, -1):
+            key = keys[end - 1]
             shard = shards[key & mask]
             holders = shard.pop(key, 0)
             if holders != run:

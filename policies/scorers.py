@@ -83,7 +83,9 @@ def uncached_work(harm_weight: float, patience_tokens: float, decode_weight: flo
         held = [cached[load.slot] if load.slot < known else 0 for load in loads]
         most, oldest = max(held), ask.now - fresh_s
         scores = []
-        for load, mine in zip(loads, held, strict=True):
+        load: EndpointLoad
+        for at, load in enumerate(loads):
+            mine = held[at]
             cost = load.prefill_tokens + prompt - mine + decode_weight * (load.decode_tokens + load.expected_tokens)
             if mine < most:
                 cost += min(patience_tokens, harm_weight * load.in_flight * (most - mine))

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from gateway import legs
 from gateway.endpoints import Booking
 from gateway.errand import Landing, landing
+from gateway.exchange import Exchange
 from gateway.relay import Relay, UpstreamBroke, Usage
 from gateway.split import mishaps
 from gateway.split.bootstrap import Query
@@ -298,7 +299,8 @@ class PairAttempt:
     def _answer(self) -> None:
         """The prefill answer goes through a relay like any other, as if the engine had been asked for just this."""
         assert self._finished is not None
-        x, client = self.x, self.work.client
+        x: Exchange = self.x
+        client = self.work.client
         x.pick, x.booking = self.pair.prefill, None
         relay = x.relay = self.words.relay(self.pair.prefill.candidate.endpoint, None)
         relay.on_first = x.first_token

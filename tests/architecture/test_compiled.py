@@ -1,5 +1,5 @@
-"""What deploy/compile.py and classes.py say of the sources holds: modules, classes, attributes and methods exist. What
-training.py asks for is served."""
+"""What deploy/compile.py, classes.py and declarations.py make of the sources: modules exist, classes become C classes,
+and what Cython is told of them follows from what stands there. What training.py asks for is served."""
 
 from __future__ import annotations
 
@@ -19,50 +19,123 @@ sys.path.append(str(ROOT / "deploy"))
 import classes  # noqa: E402
 import compile as compiling  # noqa: E402
 import training  # noqa: E402
+from declarations import declarations  # noqa: E402
 
-SOURCES = {name.removesuffix(".py").replace("/", "."): ROOT / name for name in compiling.MODULES}
-FOUND = classes.c_classes(SOURCES)
+PROJECT = compiling.read(ROOT)
+
+
+def told(module: str) -> list[str]:
+    return declarations(module, PROJECT).splitlines()
 
 
 def slots_of(name: str) -> set[str]:
-    """A C class's attributes, with those of the classes it stands on."""
+    """A C class's attributes."""
     module, _, short = name.rpartition(".")
-    declared = classes.declarations(module, SOURCES[module], FOUND).split("cdef class ")
+    declared = declarations(module, PROJECT).split("cdef class ")
     (mine,) = [each for each in declared if each.startswith(f"{short}(")]
     return {line.split()[-1] for line in mine.splitlines() if line.strip().startswith("cdef public")}
 
 
+def of(**sources: str) -> classes.Project:
+    """A project of such modules, all of them compiled."""
+    trees = {module: ast.parse(text) for module, text in sources.items()}
+    return classes.project(trees, trees)
+
+
 def test_every_module_that_is_compiled_exists() -> None:
-    assert all(source.exists() for source in SOURCES.values())
+    assert all((ROOT / name).exists() for name in compiling.MODULES)
     assert len(set(compiling.MODULES)) == len(compiling.MODULES)
 
 
 def test_classes_on_the_path_of_a_chunk_are_c_classes_with_all_their_slots() -> None:
     for name in ("gateway.relay.Relay", "gateway.upstream.Connection", "gateway.outbox.Outbox"):
-        assert slots_of(name) == set(classes.slots(FOUND[name]) or ()) != set()
+        assert slots_of(name) == set(classes.slots(PROJECT.classes[name]) or ()) != set()
 
 
-@pytest.mark.parametrize("name", [*classes.HOLDS, *classes.DIRECT])
-def test_what_is_typed_is_there(name: str) -> None:
-    assert classes.HOLDS.get(name, {}).keys() <= slots_of(name)
-    assert set(classes.HOLDS.get(name, {}).values()) <= FOUND.keys()
-    methods = {node.name for node in FOUND[name].body if isinstance(node, ast.FunctionDef)}
-    assert set(classes.DIRECT.get(name, ())) <= methods
+def test_the_path_of_a_chunk_is_called_without_a_look_up() -> None:
+    assert {
+        "    cdef public Relay _relay",
+        "    cdef public Outbox _outbox",
+        "    cpdef object data_received(self, bytes data)",
+    } <= set(told("gateway.upstream"))
+    assert "    cpdef object feed(self, bytes data, object now)" in told("gateway.relay")
+    assert "    cpdef object post(self, object transport, bytes data)" in told("gateway.outbox")
 
 
-def test_a_class_on_another_base_or_with_slots_named_elsewhere_stays_what_it_is(tmp_path: Path) -> None:
-    source = tmp_path / "module.py"
-    source.write_text(
-        "class Base:\n    __slots__ = ('a',)\n\nclass On(Base):\n    __slots__ = ('b', '_c')\n\n"
+def test_a_class_on_another_base_or_with_slots_named_elsewhere_stays_what_it_is() -> None:
+    project = of(
+        module="class Base:\n    __slots__ = ('a',)\n\nclass On(Base):\n    __slots__ = ('b', '_c')\n\n"
         "class Plain:\n    pass\n\nclass Other(Protocol):\n    __slots__ = ()\n\n"
         "class Named:\n    __slots__ = (*FIELDS, 'd')\n"
     )
-    found = classes.c_classes({"module": source})
-    assert list(found) == ["module.Base", "module.On"]
-    assert classes.declarations("module", source, found) == (
+    assert list(project.classes) == ["module.Base", "module.On"]
+    assert declarations("module", project) == (
+        "cdef class Base\n"
         "cdef class Base():\n    cdef public object a\n    pass\n"
         "cdef class On(Base):\n    cdef public object b\n    cdef public object _c\n    pass\n"
     )
+
+
+ITEM = "class Item:\n    __slots__ = ('n',)\n"
+
+
+def test_an_attribute_holds_a_c_class_where_its_annotation_or_its_first_value_says_so() -> None:
+    holder = (
+        "from item import Item\nclass Holder:\n    __slots__ = ('a', 'b', 'c', 'd', 'e', 'f')\n"
+        "    def __init__(self, a: Item, b: Item | None, other):\n"
+        "        self.a, self.b = a, b\n        self.c = Item()\n        self.d: Item | None = other\n"
+        "        self.e = other.item\n        self.f: object = a\n"
+        "    def later(self, item: Item):\n        self.e = item\n"
+    )
+    lines = declarations("holder", of(item=ITEM, holder=holder)).splitlines()
+    kinds = {line.split()[-1]: line.split()[-2] for line in lines if "cdef public" in line}
+    assert kinds == {"a": "Item", "b": "Item", "c": "Item", "d": "Item", "e": "object", "f": "object"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    async def m(self): pass\n",
+        "    def m(self):\n        yield 1\n",
+        "    def m(self):\n        return lambda: self\n",
+        "    def m(self, *, late=False): pass\n",
+        "    def m(self, *each): pass\n",
+        "    @property\n    def m(self): pass\n",
+        "    def m(self):\n        super().m()\n",
+        "    def __m__(self): pass\n",
+        "    def m(self): pass\n    def n(self, loop):\n        loop.call_soon(self.m)\n",
+    ],
+)
+def test_a_method_without_a_form_in_c_or_handed_on_as_a_value_stays_pythons(body: str) -> None:
+    assert " m(" not in declarations("item", of(item=ITEM + body))
+
+
+def test_a_method_is_declared_with_the_c_classes_and_bytes_of_its_annotations() -> None:
+    body = "    def m(self, item: Item, data: bytes, at: float = 0.0) -> Item | None: pass\n"
+    assert "    cpdef Item m(self, Item item, bytes data, object at=*)\n" in declarations("item", of(item=ITEM + body))
+
+
+def test_a_method_handed_on_by_another_module_or_found_in_two_of_a_kin_stays_pythons() -> None:
+    item = ITEM + "    def m(self): pass\n    def k(self): pass\n"
+    user = "from item import Item\ndef use(one: Item, loop):\n    loop.call_soon(one.m)\n"
+    kin = "from item import Item\nclass On(Item):\n    __slots__ = ()\n    def k(self): pass\n"
+    assert " m(" not in declarations("item", of(item=item, user=user))
+    assert " k(" in declarations("item", of(item=item, user=user))
+    assert " k(" not in declarations("item", of(item=item, kin=kin))
+
+
+def test_private_functions_are_called_without_a_look_up_and_public_ones_are_not() -> None:
+    text = "def _own(a, data: bytes): pass\ndef shown(): return _own(1, b'')\ndef _kept(): pass\nTABLE = (_kept,)\n"
+    assert declarations("module", of(module=text)) == "cpdef object _own(object a, bytes data)\n"
+
+
+def test_a_class_imported_for_types_alone_is_known_unless_that_closes_a_circle_of_more_than_classes() -> None:
+    first = "if TYPE_CHECKING:\n    from second import Second\nclass First:\n    __slots__ = ()\n"
+    second = "from first import {}\nclass Second:\n    __slots__ = ()\n"
+    assert "Second" in of(first=first, second=second.format("First")).known("first")
+    assert "Second" not in of(first=first, second=second.format("helper")).known("first")
+    stands = "from first import First\nclass Second(First):\n    __slots__ = ()\n"
+    assert "Second" not in of(first=first, second=stands).known("first")
 
 
 def test_the_training_is_a_configuration_and_a_mix_that_asks_for_all_of_it() -> None:

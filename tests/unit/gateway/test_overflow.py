@@ -17,6 +17,7 @@ from gateway.snapshot import Route
 from policies import registry
 from policies.admission import Cap, RoomView, Verdict
 from policies.model import Ask, Candidate
+from tests.replaced import stand_in
 from tests.unit.policies.builders import ask, candidate
 
 
@@ -45,7 +46,7 @@ def test_the_smaller_model_s_room_hears_a_lesser_worth_and_of_nobody_who_would_c
     listening, question = Listening(), ask()
     small = route("small", listening)
     big = route("big", Cap(), overflow=(("small", 0.4),))
-    endpoints = cast(EndpointTable, SimpleNamespace(ask=lambda *_: question))
+    endpoints = stand_in(EndpointTable, SimpleNamespace(ask=lambda *_: question))
     call = cast(Call, SimpleNamespace(request=question.request))
     assert into(endpoints, {"small": small, "big": big}, big, call) is small
     assert into(endpoints, {"small": small, "big": big}, big, call) is None  # its one place is taken

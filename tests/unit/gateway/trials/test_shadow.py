@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gateway import shadow
+from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
 from gateway.metrics import Metrics
 from gateway.openai import Api, Call
@@ -20,6 +21,7 @@ from policies.contract import Policy, Weighted
 from policies.filters import available
 from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Pick, Request
 from policies.pickers import best
+from tests.replaced import stand_in
 from tests.unit.gateway.reload.running import running
 
 PLAIN = "    policy: prefix_aware\n"
@@ -66,7 +68,7 @@ def exchange(ask: Ask, took_s: float) -> Exchange:
 
 def made(*policies: Policy, primary: str = "least_loaded") -> tuple[Shadows, Metrics]:
     found = [Named(f"{each.name}-{at}", each) for at, each in enumerate(policies)]
-    shadows, metrics = Shadows("main", found, Table(), registry.build(primary, {})), Metrics()  # type: ignore[arg-type]
+    shadows, metrics = Shadows("main", found, stand_in(EndpointTable, Table()), registry.build(primary, {})), Metrics()
     shadows.follow(metrics)
     return shadows, metrics
 
