@@ -1,0 +1,35 @@
+"""A build whose hot path is compiled: what holds for it alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gateway
+from gateway.build import is_compiled
+
+HOME = Path(gateway.__file__).parent.parent
+EACH_FIRST = """
+import os, sys
+from importlib import import_module
+for name in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        import_module(name)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{name} cannot be imported first")
+"""
+
+
+@pytest.mark.skipif(not is_compiled(), reason="the sources import no classes for types alone")
+def test_every_compiled_module_can_be_the_first_that_is_imported() -> None:
+    compiled = [path.relative_to(HOME) for room in ("gateway", "policies") for path in (HOME / room).rglob("*.so")]
+    names = [".".join([*path.parent.parts, path.name.partition(".")[0]]) for path in compiled]
+    assert "gateway.serve" in names
+    command = [sys.executable, "-c", EACH_FIRST, *names]
+    done = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
