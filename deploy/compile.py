@@ -13,6 +13,7 @@ the processor's caches. Other compilers compile once.
 from __future__ import annotations
 
 import ast
+import hashlib
 import os
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ from training import TrainingError, train
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("gateway", "policies", "kvtransfer", "mockgpu", "planner")
 PROJECT = ("pyproject.toml", "README.md", "LICENSE")
+STAMP = "made-of"
 HOT = (
     *("account", "attempts", "begin", "canary", "endpoints", "errand", "exchange", "explain", "framing", "front"),
     *("gate", "head", "kept", "legs", "meters", "openai", "outbox", "overflow", "prefixes", "quotas", "relay"),
@@ -60,7 +62,11 @@ def _c_class_of(self: AnnotationNode, env: Any, assigned_value: object = NOT_AN_
 
 
 def main(out: Path) -> None:
-    """Copies, compiles in place, says how many."""
+    """Copies, compiles in place, says how many. Does nothing where that was done with the very same."""
+    made_of = _made_of()
+    if (out / STAMP).is_file() and (out / STAMP).read_text() == made_of:
+        print(f"{out} is compiled from these very sources")  # noqa: T201
+        return
     shutil.rmtree(out, ignore_errors=True)
     for room in ROOMS:
         shutil.copytree(ROOT / room, out / room, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -82,7 +88,17 @@ def main(out: Path) -> None:
     shutil.rmtree("objects")
     for made in (*written, *(Path(extension.sources[0]) for extension in extensions)):
         made.unlink()  # what they were made of
+    Path(STAMP).write_text(made_of)
     print(f"{len(extensions)} modules compiled into {out}")  # noqa: T201
+
+
+def _made_of() -> str:
+    """What a build follows from, in a number: all sources, these scripts, interpreter and flags."""
+    digest = hashlib.sha256(f"{sys.version} {os.environ.get('CC')} {os.environ.get('CFLAGS')}".encode())
+    rooms = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    for path in sorted([*rooms, *(ROOT / "deploy").glob("*.py"), ROOT / "requirements-compile.lock"]):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _build(extensions: list[Extension], flags: str) -> None:
