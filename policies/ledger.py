@@ -83,7 +83,7 @@ class Entry(Prompt):
         self.output_tokens = request.output_tokens / request.choices
         # What is handed over is nobody's prefix here before it has come.
         self.had = 0 if handed else min(self.cached_tokens, prompt)
-        self.planned = self.locked = False
+        self.planned = self.locked = self.coming = False
         if self.decoding:
             self.left, self.planned = 0, True
             timeline.start(self, now)
@@ -118,6 +118,7 @@ class Entry(Prompt):
             load.prefill_tokens += self._uncached
             if load.believed:
                 self.planned = False
+                load.timeline.come(self)
                 self._place()
                 self._compute(now)
 

@@ -125,7 +125,7 @@ def scraped(paper: Paper, load: EndpointLoad, kv_usage: float) -> None:
 
     A scrape some seconds old tells nearly the same: prefixes are shared as much before and after. Where nothing is
     scraped no engine's size is known either, and no wait for KV is expected. KV that another endpoint still computes is
-    not there yet: the engine would seem to hold less than the paper, and to have room that it does not have.
+    not there yet, neither here nor there.
     """
     if load.kv_tokens is None:
         return

@@ -115,6 +115,6 @@ def _room(timeline: Timeline, load: EndpointLoad, kv_tokens: float, context: flo
     for prompt in timeline.queue:
         if not prompt.locked:
             waiting += prompt.prompt_tokens
-    load.kv_free = kv_tokens / timeline.kv_ratio - context - timeline.kv_prompts - waiting
+    load.kv_free = kv_tokens / timeline.kv_ratio - context - timeline.kv_prompts - timeline.kv_coming - waiting
     # While prompts wait for KV nothing comes between decode steps: these are not stretched.
     load.kv_s = load.expected_tokens * timeline.decode_s / ((load.answers or 1) * context) if context > 0 else 0.0

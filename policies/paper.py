@@ -33,18 +33,32 @@ class Prompt:
     enters    policy clock when the engine's scheduler sees it
     left, at  tokens in no step yet, and tokens of the prompt before those
     planned   its last chunk is in a step; decoding  it is past its first token; locked  it has its KV
+    coming    its KV is computed elsewhere, and has no room here yet
     had       tokens of it that were believed to be cached, and so may be somebody else's as well
     sequences answers that grow from it; output_tokens  expected of each of them
     told      somebody will tell of its first token; else it is believed to come when the step ends
     """
 
     __slots__ = (
-        *("at", "began", "decode_raw_s", "decoding", "enters", "had", "left", "locked", "output_tokens", "planned"),
+        *(
+            "at",
+            "began",
+            "coming",
+            "decode_raw_s",
+            "decoding",
+            "enters",
+            "had",
+            "left",
+            "locked",
+            "output_tokens",
+            "planned",
+        ),
         *("prefill_s", "prefill_steps", "prompt_tokens", "sequences", "tick", "told"),
     )
 
     at: int
     began: float
+    coming: bool
     decode_raw_s: float
     decoding: bool
     enters: float
@@ -83,8 +97,8 @@ class Paper:
     told_at                       when first tokens ended a step after which none is planned yet; -inf: no such step
     batch, starts, tick, since    sequences that decode; `starts + batch * tick` is their context; steps so far, and
                                   how many they were when the last of these sequences began
-    kv_prompts, prefixes          prompt tokens that have KV and do not decode; what of all who have KV was cached, and
-                                  how much of that the engine really holds
+    kv_prompts, kv_coming         prompt tokens that have KV and do not decode; those whose KV is computed elsewhere
+    prefixes                      what of all who have KV was cached, and how much of that the engine really holds
     kv_ratio                      the same for all KV that is held on paper, as a mean of some seconds, for the outlook
     decode_s, raw_step_s          a decode step as things stand, and by the prior (outlook.py)
     planned, prefill_*, decode_*  prompt tokens put in steps since anybody asked; steps with prompts and their time, and
@@ -93,7 +107,18 @@ class Paper:
     """
 
     __slots__ = (
-        *("batch", "began", "busy", "decode_raw_s", "decode_s", "ends", "finishing", "kv_prompts", "kv_ratio"),
+        *(
+            "batch",
+            "began",
+            "busy",
+            "decode_raw_s",
+            "decode_s",
+            "ends",
+            "finishing",
+            "kv_coming",
+            "kv_prompts",
+            "kv_ratio",
+        ),
         *("planned", "prefill_s", "prefill_steps", "prefixes", "queue", "queued_pairs", "queued_tokens", "raw_step_s"),
         *("since", "span", "starts", "step_tokens", "tick", "told_at"),
     )
@@ -105,7 +130,7 @@ class Paper:
         self.told_at = -inf
         self.began = self.ends = now
         self.finishing: list[Prompt] = []
-        self.batch = self.kv_prompts = self.planned = self.prefill_steps = self.step_tokens = 0
+        self.batch = self.kv_prompts = self.kv_coming = self.planned = self.prefill_steps = self.step_tokens = 0
         self.starts = self.tick = self.since = 0.0
         self.kv_ratio = 1.0
         self.prefixes = Prefixes()
@@ -292,6 +317,8 @@ class Paper:
         self.since = self.tick
         prompt.prefill_steps, prompt.prefill_s = self.prefill_steps, self.prefill_s
         prompt.decode_raw_s = self.decode_raw_s
+        if prompt.coming:
+            self.come(prompt)
         if prompt.locked:
             prompt.locked = False
             self.kv_prompts -= prompt.prompt_tokens
@@ -299,6 +326,12 @@ class Paper:
             self.prefixes.hold(prompt.had)
         self.batch += prompt.sequences
         self.starts += prompt.sequences * (prompt.prompt_tokens - self.tick)
+
+    def come(self, prompt: Prompt) -> None:
+        """Its KV is no longer computed elsewhere: it has its room here."""
+        prompt.coming, prompt.locked = False, True
+        self.kv_coming -= prompt.prompt_tokens
+        self.kv_prompts += prompt.prompt_tokens
 
     def hurry(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
         """The engine is faster than believed: plan on to the step that completes this prompt."""

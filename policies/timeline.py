@@ -56,10 +56,10 @@ class Timeline(Paper):
             load.due_at = load.ready_at + self.over_s
 
     def expect(self, load: EndpointLoad, prompt: Prompt) -> None:
-        """A prompt is computed elsewhere and handed over: room for its KV is taken, nothing is queued."""
-        prompt.left, prompt.planned, prompt.locked = 0, True, True
-        self.kv_prompts += prompt.prompt_tokens
-        self.prefixes.hold(prompt.had)
+        """A prompt is computed elsewhere and handed over: nothing is queued, and its KV needs room when it comes. Until
+        then it keeps nobody from beginning; the outlook reckons with it at once."""
+        prompt.left, prompt.planned, prompt.coming = 0, True, True
+        self.kv_coming += prompt.prompt_tokens
         load.kv_free -= prompt.prompt_tokens
 
     def handed(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
@@ -112,6 +112,8 @@ class Timeline(Paper):
                 self.finishing.remove(prompt)
             if prompt.locked:
                 self.kv_prompts -= prompt.prompt_tokens
+            elif prompt.coming:
+                self.kv_coming -= prompt.prompt_tokens
         self._touch(load, now)
 
     def scraped(self, load: EndpointLoad, kv_usage: float | None, now: float) -> None:

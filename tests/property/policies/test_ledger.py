@@ -37,7 +37,8 @@ class Ledger(RuleBasedStateMachine):
             entry.dropped(self.now)
         load, timeline = self.load, self.load.timeline
         assert [getattr(load, name) for name in COUNTS] == [0] * len(COUNTS)
-        assert (timeline.batch, timeline.kv_prompts, timeline.queued_tokens, list(timeline.queue)) == (0, 0, 0, [])
+        assert (timeline.batch, timeline.kv_prompts, timeline.kv_coming) == (0, 0, 0)
+        assert (timeline.queued_tokens, list(timeline.queue)) == (0, [])
         assert timeline.starts == 0
 
     @rule(
@@ -110,6 +111,7 @@ class Ledger(RuleBasedStateMachine):
         assert set(load.entries) == self.open
         if load.believed:
             assert timeline.batch == sum(entry.sequences for entry in load.entries if entry.decoding)
+            assert timeline.kv_coming == sum(entry.prompt_tokens for entry in load.entries if entry.coming)
         else:
             assert (timeline.batch, timeline.kv_prompts, len(timeline.queue), timeline.finishing) == (0, 0, 0, [])
 

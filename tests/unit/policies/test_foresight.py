@@ -190,3 +190,15 @@ def test_a_prompt_that_alone_fills_the_kv_waits_for_nobody_however_long_it_takes
     entry.dropped(500.0)
     assert load.timeline.kv_prompts == 0
     assert foreseen(load, 5000, 501.0) == pytest.approx(step_s(5000), rel=0.01)
+
+
+def test_kv_that_is_computed_elsewhere_keeps_nobody_from_beginning_before_it_comes() -> None:
+    load = load_of(kv_tokens=10_000)
+    coming = ledger.reserve(load, request(9000), 0, 0.0)
+    assert foreseen(load, 3000, 0.0) == pytest.approx(step_s(3000), rel=0.01)
+    whole = ledger.book(load, request(3000), 0, 0.0)
+    whole.first_token(step_s(3000))
+    assert load.timeline.kv_free(load) == 7000
+    assert load.kv_free < 0  # whoever chooses an endpoint reckons with what comes
+    coming.first_token(1.0)
+    assert foreseen(load, 3000, 1.0) > 2 * step_s(3000)
