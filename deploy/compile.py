@@ -45,9 +45,9 @@ DECISIONS = (
     *("usage", "waiting"),
 )
 MODULES = tuple(f"gateway/{name}.py" for name in HOT) + tuple(f"policies/{name}.py" for name in DECISIONS)
+NOT_AN_ARGUMENT = object()
 # None has no attributes, and annotations stay annotations unless they name a C class: a compiled module must behave as
 # its source does, not faster at the price of meaning.
-NOT_AN_ARGUMENT = object()
 DIRECTIVES = {"language_level": 3, "annotation_typing": True, "binding": True, "nonecheck": True}
 
 
@@ -93,10 +93,11 @@ def main(out: Path) -> None:
 
 
 def _made_of() -> str:
-    """What a build follows from, in a number: all sources, these scripts, interpreter and flags."""
+    """What a build follows from, in a number: all that is copied, these scripts, interpreter and flags."""
     digest = hashlib.sha256(f"{sys.version} {os.environ.get('CC')} {os.environ.get('CFLAGS')}".encode())
-    rooms = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
-    for path in sorted([*rooms, *(ROOT / "deploy").glob("*.py"), ROOT / "requirements-compile.lock"]):
+    there = [path for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()]
+    copied = [path for path in there if path.suffix not in (".pyc", ".so")] + [ROOT / name for name in PROJECT]
+    for path in sorted([*copied, *(ROOT / "deploy").glob("*.py"), ROOT / "requirements-compile.lock"]):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 

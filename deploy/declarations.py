@@ -131,7 +131,7 @@ class Kinds:
                 follows = arguments.get(value.id, "") if isinstance(value, ast.Name) else ""
                 found.setdefault(attribute, self.of(value.func) if isinstance(value, ast.Call) else follows)
         for each in ast.walk(node):
-            if isinstance(each, ast.AnnAssign):
+            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Attribute):
                 found[ast.unparse(each.target).removeprefix("self.")] = self.of(each.annotation)
         return found
 

@@ -52,7 +52,8 @@ class PairAttempt:
         endpoints, request = work.gateway.endpoints, work.call.request
         handoffs = self.handoffs = work.gateway.handoffs
         figures = self.figures = handoffs.figures(pair)
-        self.work, self.x, self.record, self.pair = work, work.x, work.record, pair
+        self.x: Exchange = work.x
+        self.work, self.record, self.pair = work, work.record, pair
         self.dialect = work.split.dialect
         self.prefill: Leg | None = None
         self.inbox: Inbox | None = None

@@ -47,6 +47,20 @@ def test_every_module_that_is_compiled_exists() -> None:
     assert len(set(compiling.MODULES)) == len(compiling.MODULES)
 
 
+def test_a_build_is_known_by_all_that_is_copied_into_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("gateway/page.html", "policies/model.py", "pyproject.toml", "deploy/compile.py", "gateway/model.so")
+    for name in (*names, *compiling.PROJECT, "requirements-compile.lock"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("old")
+    monkeypatch.setattr(compiling, "ROOT", tmp_path)
+    seen = [compiling._made_of()]
+    for name in names:
+        (tmp_path / name).write_text("new")
+        seen.append(compiling._made_of())
+    assert len(set(seen)) == len(names)
+    assert seen[-1] == seen[-2]  # what is compiled already is not copied
+
+
 def test_classes_on_the_path_of_a_chunk_are_c_classes_with_all_their_slots() -> None:
     for name in ("gateway.relay.Relay", "gateway.upstream.Connection", "gateway.outbox.Outbox"):
         assert slots_of(name) == set(classes.slots(PROJECT.classes[name]) or ()) != set()
@@ -85,7 +99,7 @@ def test_an_attribute_holds_a_c_class_where_its_annotation_or_its_first_value_sa
         "    def __init__(self, a: Item, b: Item | None, other):\n"
         "        self.a, self.b = a, b\n        self.c = Item()\n        self.d: Item | None = other\n"
         "        self.e = other.item\n        self.f: object = a\n"
-        "    def later(self, item: Item):\n        self.e = item\n"
+        "    def later(self, item: Item):\n        self.e = item\n        f: Item = item\n"
     )
     lines = declarations("holder", of(item=ITEM, holder=holder)).splitlines()
     kinds = {line.split()[-1]: line.split()[-2] for line in lines if "cdef public" in line}
