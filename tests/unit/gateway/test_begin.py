@@ -1,0 +1,48 @@
+"""Where exchanges begin: their ids, and which of them are looked at between the pieces of their stream."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gateway import begin
+from gateway.begin import GAPS_EVERY, Beginning
+from gateway.client import Client
+from gateway.exchange import Exchange
+from gateway.metrics import Metrics
+from gateway.openai import Api
+from gateway.serve import Gateway
+from tests.replaced import stand_in
+
+CLIENT = cast(Client, SimpleNamespace(address="10.0.0.7", headers={"traceparent": "theirs"}))
+
+
+def begun(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Exchange]:
+    """So many exchanges of one process, as the line gets them."""
+    patch.setattr(begin, "serve", lambda gateway, x, client: x)
+    gateway = stand_in(Gateway, SimpleNamespace(accounts=SimpleNamespace(tracer=tracer)))
+    beginning = Beginning(gateway, Metrics().itl_seconds)
+    return [cast(Exchange, beginning.serve(CLIENT, Api.CHAT)) for _ in range(number)]
+
+
+def test_ids_have_one_length_and_differ_from_their_first_digits_on_in_every_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids = [x.id for _ in range(2) for x in begun(monkeypatch, 50)]
+    assert len(set(ids)) == 100  # the same numbers in two processes
+    assert {len(each) for each in ids} == {len("req_") + 32}
+    assert len({each[:12] for each in ids}) == 100
+
+
+def test_one_exchange_in_so_many_has_its_gaps_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = [x.gaps is not None for x in begun(monkeypatch, 3 * GAPS_EVERY)]
+    assert looked_at == ([False] * (GAPS_EVERY - 1) + [True]) * 3
+
+
+def test_an_exchange_has_its_client_s_address_and_its_place_in_the_client_s_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (x,) = begun(monkeypatch, 1, SimpleNamespace(begin=lambda headers: headers["traceparent"]))
+    assert (x.api, x.client, x.trace) == (Api.CHAT, "10.0.0.7", "theirs")
