@@ -40,20 +40,8 @@ class Prompt:
     """
 
     __slots__ = (
-        *(
-            "at",
-            "began",
-            "coming",
-            "decode_raw_s",
-            "decoding",
-            "enters",
-            "had",
-            "left",
-            "locked",
-            "output_tokens",
-            "planned",
-        ),
-        *("prefill_s", "prefill_steps", "prompt_tokens", "sequences", "tick", "told"),
+        *("at", "began", "coming", "decode_raw_s", "decoding", "enters", "had", "left", "locked", "output_tokens"),
+        *("planned", "prefill_s", "prefill_steps", "prompt_tokens", "sequences", "tick", "told"),
     )
 
     at: int
@@ -107,20 +95,9 @@ class Paper:
     """
 
     __slots__ = (
-        *(
-            "batch",
-            "began",
-            "busy",
-            "decode_raw_s",
-            "decode_s",
-            "ends",
-            "finishing",
-            "kv_coming",
-            "kv_prompts",
-            "kv_ratio",
-        ),
-        *("planned", "prefill_s", "prefill_steps", "prefixes", "queue", "queued_pairs", "queued_tokens", "raw_step_s"),
-        *("since", "span", "starts", "step_tokens", "tick", "told_at"),
+        *("batch", "began", "busy", "decode_raw_s", "decode_s", "ends", "finishing", "kv_coming", "kv_prompts"),
+        *("kv_ratio", "planned", "prefill_s", "prefill_steps", "prefixes", "queue", "queued_pairs", "queued_tokens"),
+        *("raw_step_s", "since", "span", "starts", "step_tokens", "tick", "told_at"),
     )
 
     def __init__(self, now: float = 0.0) -> None:
