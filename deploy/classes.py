@@ -67,7 +67,11 @@ class Project:
     @cached_property
     def handed(self) -> frozenset[str]:
         """What is handed on as a value somewhere, and so is always Python's: full names of functions and methods, and
-        names of methods of whatever class it may be."""
+        names of methods of whatever class it may be.
+
+        A name that some class has for an attribute is taken for that wherever its owner cannot be told, else half of
+        the methods would be out. A method that is handed on under such a name does not compile, if it matters.
+        """
         fields = {name for node in self.classes.values() for name in slots(node) or ()}
         for tree in self.trees.values():
             for node in classes_of(tree):

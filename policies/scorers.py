@@ -85,7 +85,7 @@ def uncached_work(harm_weight: float, patience_tokens: float, decode_weight: flo
         scores = []
         load: EndpointLoad
         for at, load in enumerate(loads):
-            mine = held[at]
+            mine = held[at]  # zip() with arguments by name is a call that is looked up and packed anew where compiled
             cost = load.prefill_tokens + prompt - mine + decode_weight * (load.decode_tokens + load.expected_tokens)
             if mine < most:
                 cost += min(patience_tokens, harm_weight * load.in_flight * (most - mine))

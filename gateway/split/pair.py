@@ -300,7 +300,7 @@ class PairAttempt:
     def _answer(self) -> None:
         """The prefill answer goes through a relay like any other, as if the engine had been asked for just this."""
         assert self._finished is not None
-        x: Exchange = self.x
+        x: Exchange = self.x  # deploy/classes.py reads here whose first_token() is handed on
         client = self.work.client
         x.pick, x.booking = self.pair.prefill, None
         relay = x.relay = self.words.relay(self.pair.prefill.candidate.endpoint, None)
