@@ -54,7 +54,7 @@ class Project:
     def _imports(self) -> dict[str, set[str]]:
         """Of each module, the modules that it imports, if only for types."""
         taken = {module: set(_taken(tree).values()) for module, tree in self.trees.items()}
-        return {module: self.trees.keys() & (full | set(map(place_of, full))) for module, full in taken.items()}
+        return {module: self.trees.keys() & {*names, *map(place_of, names)} for module, names in taken.items()}
 
     @cached_property
     def _importers(self) -> dict[str, set[str]]:

@@ -41,6 +41,7 @@ HAS_NO_C_FORM = (ast.AsyncFunctionDef, ast.FunctionDef, ast.GeneratorExp, ast.La
 def declarations(module: str, project: Project) -> str:
     """The .pxd of a module; empty when there is nothing to tell."""
     tree, known = project.trees[module], project.known(module)
+    kinds = Kinds(known)
     mine = [node for node in classes_of(tree) if known.get(node.name) == f"{module}.{node.name}"]
     # Classes of other modules may hold one of these, whose declarations are not read to their end yet.
     lines = [f"cdef class {node.name}" for node in mine if not node.bases]
@@ -48,12 +49,12 @@ def declarations(module: str, project: Project) -> str:
         if place_of(full) != module:
             lines.append(f"from {place_of(full)} cimport {full.rpartition('.')[2]} as {short}")
     for node in mine:
-        lines += _class(f"{module}.{node.name}", node, Kinds(known), project)
+        lines += _class(f"{module}.{node.name}", node, kinds, project)
     if module in WORDS:
         lines.append(WORDS[module])
     else:
         functions = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name.startswith("_")]
-        lines += [Kinds(known).signature(each) for each in _direct(functions, _handed_in({module}, project))]
+        lines += [kinds.signature(each) for each in _direct(functions, _handed_in({module}, project))]
     return "\n".join([*lines, ""]) if lines else ""
 
 
