@@ -34,8 +34,8 @@ PROJECT = ("pyproject.toml", "README.md", "LICENSE")
 STAMP = "made-of"
 HOT = (
     *("account", "attempts", "begin", "canary", "endpoints", "errand", "exchange", "explain", "framing", "front"),
-    *("gate", "head", "kept", "legs", "meters", "openai", "outbox", "overflow", "prefixes", "quotas", "relay"),
-    *("roster", "serve", "shadow", "slo", "talk", "trace", "upstream"),
+    *("gate", "head", "kept", "legs", "likeness", "meters", "openai", "outbox", "overflow", "prefixes", "quotas"),
+    *("relay", "roster", "serve", "shadow", "slo", "talk", "trace", "upstream"),
     *(f"split/{name}" for name in ("dispatch", "edit", "handoffs", "leg", "life", "pair", "words")),
 )
 DECISIONS = (

@@ -116,11 +116,16 @@ class ChunkedBody:
     def between(self) -> bool:
         return not (self._need or self._crlf_due)
 
-    def feed(self, data: bytes) -> bytes:
+    def whole(self, data: bytes) -> int:
+        """Where the payload begins, if these bytes are exactly one whole chunk: what a token looks like. Else 0."""
         line = _LINES.get(len(data))
         if line is not None and data.startswith(line) and data.endswith(b"\r\n") and self._clean:
-            return data[len(line) : -2]  # exactly one whole chunk: what a token looks like
-        return self._feed(data)
+            return len(line)
+        return 0
+
+    def feed(self, data: bytes) -> bytes:
+        at = self.whole(data)
+        return data[at:-2] if at else self._feed(data)
 
     def _feed(self, data: bytes) -> bytes:
         pieces: list[bytes] = []

@@ -28,6 +28,7 @@ from gateway.framing import (
     chunk,
     parse_head,
 )
+from gateway.likeness import GUESSES, REASON, USAGE, Likeness, likeness
 from gateway.meters import Histogram
 from gateway.rename import Renamer
 
@@ -40,8 +41,6 @@ TAIL = 16 * 1024
 _CLOSED = b"connection: close\r\n\r\n"
 _EVENT = b"\ndata:"
 _DONE = b"[DONE]"
-_USAGE = b'"usage":'
-_REASON = b'"finish_reason":"'
 _ERROR = b'"error"'
 _ERROR_EVENT = re.compile(rb'(?:^|\n)data:\s*\{\s*"error"')
 _CONTENT = re.compile(
@@ -103,9 +102,10 @@ class Relay:
     """
 
     __slots__ = (
-        *("_body", "_carry", "_counts", "_failed", "_finish", "_held", "_last", "_pending", "_reason", "_rebuild"),
-        *("_sse", "_usage", "bytes_out", "committed", "events", "first_byte_at", "first_token_at", "gaps", "head"),
-        *("headers", "http_1_0", "last_at", "on_first", "patient", "refusal", "refused", "renamer", "state"),
+        *("_body", "_carry", "_counts", "_failed", "_finish", "_guesses", "_held", "_last", "_like", "_pending"),
+        *("_reason", "_rebuild", "_sse", "_usage", "bytes_out", "committed", "events", "first_byte_at"),
+        *("first_token_at", "gaps", "head", "headers", "http_1_0", "last_at", "on_first", "patient", "refusal"),
+        *("refused", "renamer", "state"),
     )
 
     def __init__(
@@ -136,6 +136,8 @@ class Relay:
         self._reason = b""  # the newest payload that tells why generation ended, until it is read
         self._counts: Usage | None = None
         self._finish: str | None = None
+        self._like: Likeness | None = None  # how the events of this stream look
+        self._guesses = GUESSES if gaps is None else 0
 
     @property
     def untouched(self) -> bool:
@@ -152,6 +154,9 @@ class Relay:
         """Bytes from the engine to bytes for the client. Raises UpstreamBroke when they make no sense."""
         if self.state is not FLOWING:
             return self._begin(data, now)
+        if self._like is not None and not self._carry and self._like.fits(data):
+            self._count(self._like, data, now)
+            return data
         if self.gaps is not None and self._sse and self.first_token_at is not None:
             self.gaps.observe(now - (self.last_at or now))
         self.last_at = now
@@ -163,6 +168,8 @@ class Relay:
         if self._sse:
             if payload:
                 self._watch(payload, now)
+                if self._guesses and self._last is payload and self.first_token_at is not None:
+                    self._guess(data, payload)
         elif payload:
             self._keep(payload, now)
         if self._rebuild:
@@ -214,7 +221,7 @@ class Relay:
     def usage(self) -> Usage:
         """Token counts, read from the last event or the end of the answer; not before it is over."""
         if self._counts is None:
-            tail, at = self._usage, self._usage.rfind(_USAGE)
+            tail, at = self._usage, self._usage.rfind(USAGE)
             if at < 0:
                 self._counts = Usage()
             else:
@@ -230,7 +237,7 @@ class Relay:
     def finish_reason(self) -> str | None:
         """Why generation ended, in the engine's word."""
         if self._reason:
-            at = self._reason.rfind(_REASON)
+            at = self._reason.rfind(REASON)
             found = _FINISH.match(self._reason, at) if at >= 0 else None
             self._finish, self._reason = found[1].decode() if found else None, b""
         return self._finish
@@ -365,15 +372,29 @@ class Relay:
         if self.first_token_at is None and _CONTENT.search(window):
             self.first_token_at = now
             self._first()
-        if window.find(_USAGE) >= 0:
+        if window.find(USAGE) >= 0:
             self._usage = window
-        if window.find(_REASON) >= 0:
+        if window.find(REASON) >= 0:
             self._reason = window
         if window.find(_ERROR) >= 0 and _ERROR_EVENT.search(window):
             self._failed = True
         self._last = window
         if not window.endswith(b"\n\n"):
             self._carry = window[window.rfind(b"\n\n") + 1 :][-CARRY_LIMIT:]
+
+    def _count(self, like: Likeness, data: bytes, now: float) -> None:
+        """One more event of that look."""
+        self.last_at = now
+        self.events += 1
+        self.bytes_out += len(data)
+        self._last = like.event
+        if like.counts:
+            self._usage = like.event
+
+    def _guess(self, data: bytes, payload: bytes) -> None:
+        """A token was looked at: the next ones may look the same."""
+        self._guesses -= 1
+        self._like = likeness(self._body, data, payload) or self._like
 
     def _carried(self, payload: bytes) -> bytes:
         """The payload behind the unfinished event that it goes on with, which was counted when it began."""

@@ -185,8 +185,8 @@ def quantile(bounds: Sequence[float], counts: Counts, share: float) -> float | N
         if count and below + count >= wanted:
             if at == len(bounds):
                 return bounds[-1]
-            low = bounds[at - 1] if at else 0.0
-            return low + (bounds[at] - low) * (wanted - below) / count
+            low, high = bounds[at - 1] if at else 0.0, bounds[at]
+            return min(high, low + (high - low) * (wanted - below) / count)
         below += count
     return bounds[-1]
 
