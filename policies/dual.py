@@ -9,7 +9,7 @@ who wait (waiting.py), sessions (sessions.py), the times told to those refused (
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import expm1, inf
+from math import expm1, inf, pow
 
 from policies.admission import (
     ADMIT,
@@ -49,6 +49,8 @@ class Priced(AdmissionPreset, frozen=True):
     doubt          ... less so many standard deviations of what few requests add up to by chance: some long prompts at
                    once are no overload yet
     steepness      how fast the price grows with the queue beyond that
+    bend           a request pays for its work, in relation to the typical one's, to this power: below 1 long prompts
+                   keep more of their chance, at 0 all pay alike
     hold_share     requests leave the room while some candidate's queue is below this share of the TTFT budget,
     hold_least_s   or below this; beyond, they wait here, where a better place can still be chosen
     step_share     ... and while prefill takes of its time what leaves answers within this share of the TPOT budget,
@@ -67,6 +69,7 @@ class Priced(AdmissionPreset, frozen=True):
     full_load: float = 1.1
     doubt: float = 1.5
     steepness: float = 4.0
+    bend: float = 0.8
     hold_share: float = 0.2
     hold_least_s: float = 0.6
     step_share: float = 0.85
@@ -186,7 +189,8 @@ class PricedAdmission:
         if self._sessions.holds(request.session) or continuing(request.prompt_tokens, look.cached_tokens):
             worth *= rule.session_value
         typical = self._per_value or look.work_s
-        return self.price * self._usage.excess(request.tenant) * look.work_s / max(1e-9, worth * typical)
+        work = pow(look.work_s / max(1e-9, typical), rule.bend)
+        return self.price * self._usage.excess(request.tenant) * work / max(1e-9, worth)
 
     def _too_dear(self, ask: Ask, look: Appraisal, room: RoomView, asked: float) -> Shed:
         queue_s, threshold_s = look.queue_s + self._room_s(look, room), self._threshold_s()

@@ -149,6 +149,20 @@ def test_long_prompts_pay_more_and_still_have_their_chance() -> None:
     assert short < middle < 0.2 < long < 0.9
 
 
+def test_the_less_work_is_bent_the_more_a_long_prompt_pays_beyond_what_a_short_one_does() -> None:
+    def shares(bend: float) -> tuple[float, float]:
+        """Of short and long prompts refused, where those before were short."""
+        made, fleet = admission(bend=bend), queued(1.8)
+        overload(made, fleet)
+        refused(made, fleet, View(), prompt_tokens=4000)
+        return refused(made, fleet, View(), prompt_tokens=4000), refused(made, fleet, View(), 40, prompt_tokens=40_000)
+
+    gaps = [long - short for short, long in map(shares, (0.0, 0.5, 1.0))]
+    assert gaps == sorted(gaps)
+    assert abs(gaps[0]) < 0.1
+    assert gaps[-1] > 0.2
+
+
 def test_weight_priority_and_a_conversation_under_way_are_worth_more() -> None:
     made, fleet = admission(), queued(5.5)
     plain = refused(made, fleet, View())
