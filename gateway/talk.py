@@ -98,8 +98,10 @@ class Talk(ABC):
 
     def write(self, data: bytes) -> None:
         """Bytes of an answer, as they come. Dropped when the client has gone."""
-        if self.transport is not None:
-            self._outbox.post(self.transport, data)
+        transport = self.transport
+        if transport is not None:
+            outbox: Outbox = self._outbox  # every chunk comes by here: told so, a compiler calls it directly
+            outbox.post(transport, data)
 
     def refuse(self, error: GatewayError, request_id: str) -> None:
         """Answer with an error of the table."""
