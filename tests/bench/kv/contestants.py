@@ -59,6 +59,8 @@ def everyone() -> list[Contestant]:
         Contestant("memcpy", "side_memcpy", "sink"),
         Contestant("memcpy, memory files", "side_memcpy", "sink", {"files": True}),
         Contestant("raw tcp", "side_raw"),
+        Contestant("raw tcp, scattered", "side_raw", settings={"scattered": True}),
+        Contestant("raw tcp, scattered, xxh3", "side_raw", settings={"scattered": True, "checked": True}),
         *(Contestant(name, "side_ours", settings=settings) for name, settings in OURS.items()),
         Contestant("ours agents tcp", "side_agent", "sink", {"transport": "tcp"}, sizes=(64 << 10,)),
         Contestant("ours agents shm", "side_agent", "sink", {"transport": "shm"}, sizes=(64 << 10,)),
