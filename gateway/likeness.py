@@ -1,7 +1,7 @@
 """What the events of one stream look like around their text: those that differ in it alone need no second look.
 
-An engine's events of one answer are equal but for the text of a token (and few engines count something in each). Most
-of what a chunk costs is looking for what is not there; two comparisons tell that it cannot be.
+An engine's events of one answer are equal but for the text of a token (those that count something in each gain nothing
+here). Most of what a chunk costs is looking for what is not there; two comparisons tell that it cannot be.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import re
 from gateway.framing import Body, ChunkedBody
 
 GUESSES = 8
-"""How many looks of one stream are remembered, one after the other: reasoning, text and tool calls have one each."""
+"""How often a stream is asked how its events look: reasoning, text and tool calls follow each other, each with a look
+of its own. The newest one counts; an event that has none takes one of these, too."""
 
 USAGE = b'"usage":'
 REASON = b'"finish_reason":"'

@@ -136,7 +136,7 @@ class Relay:
         self._reason = b""  # the newest payload that tells why generation ended, until it is read
         self._counts: Usage | None = None
         self._finish: str | None = None
-        self._like: Likeness | None = None  # how the events of this stream look
+        self._like: Likeness | None = None  # how the events of a stream look that passes as it came
         self._guesses = GUESSES if gaps is None else 0
 
     @property
@@ -292,6 +292,8 @@ class Relay:
         self._sse = head.is_sse
         if isinstance(self._body, RawBody) or (self._sse and not head.chunked):
             self._rebuild = True  # it must be able to take an error event
+        if self._rebuild:
+            self._guesses = 0  # what goes out is not what came: each event is made anew
         self.refused = not 200 <= head.status < 300
         self.state = REFUSED if self.refused else HELD
 

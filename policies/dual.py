@@ -49,8 +49,8 @@ class Priced(AdmissionPreset, frozen=True):
     doubt          ... less so many standard deviations of what few requests add up to by chance: some long prompts at
                    once are no overload yet
     steepness      how fast the price grows with the queue beyond that
-    bend           a request pays for its work, in relation to the typical one's, to this power: below 1 long prompts
-                   keep more of their chance, at 0 all pay alike
+    bend           a request pays for its work, in relation to the typical one's, to this power, 0 to 1: below 1 long
+                   prompts keep more of their chance, at 0 all pay alike
     hold_share     requests leave the room while some candidate's queue is below this share of the TTFT budget,
     hold_least_s   or below this; beyond, they wait here, where a better place can still be chosen
     step_share     ... and while prefill takes of its time what leaves answers within this share of the TPOT budget,
@@ -83,6 +83,10 @@ class Priced(AdmissionPreset, frozen=True):
     sessions: SessionGate = SessionGate()
     returns: ReturnTimes = ReturnTimes()
 
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.bend <= 1.0:
+            raise ValueError(f"bend is between 0 and 1, not {self.bend}")
+
     def build(self) -> Admission:
         return PricedAdmission(self)
 
@@ -103,10 +107,11 @@ class PricedAdmission:
             "_overload",
             "_pace",
             "_paced",
-            "_per_value",
+            "_per_weight",
             "_rule",
             "_sessions",
             "_tpot_budget",
+            "_typical_s",
             "_usage",
             "_work_s",
         ),
@@ -126,7 +131,8 @@ class PricedAdmission:
         self._usage = Usage(rule.weights)
         self._budget: float | None = None
         self._tpot_budget: float | None = None
-        self._per_value: float | None = None
+        self._typical_s: float | None = None
+        self._per_weight: float | None = None
         self._work_s: float | None = None
 
     @property
@@ -183,13 +189,13 @@ class PricedAdmission:
     def _asked(self, ask: Ask, look: Appraisal, first_s: float) -> float:
         """The price of the request's work over its value: one in 1 + that is let in."""
         request, rule = ask.request, self._rule
-        worth = request.slo.weight * 2.0**request.priority
+        weight = request.slo.weight
+        worth = 2.0**request.priority * weight * (self._per_weight or 1.0 / weight)
         if first_s > left_s(ask):
             worth *= rule.late_value
         if self._sessions.holds(request.session) or continuing(request.prompt_tokens, look.cached_tokens):
             worth *= rule.session_value
-        typical = self._per_value or look.work_s
-        work = pow(look.work_s / max(1e-9, typical), rule.bend)
+        work = pow(look.work_s / max(1e-9, self._typical_s or look.work_s), rule.bend)
         return self.price * self._usage.excess(request.tenant) * work / max(1e-9, worth)
 
     def _too_dear(self, ask: Ask, look: Appraisal, room: RoomView, asked: float) -> Shed:
@@ -283,10 +289,11 @@ class PricedAdmission:
     # What it learns
 
     def _learn(self, ask: Ask, look: Appraisal) -> None:
-        """The typical budget (harmonic: tight ones count most) and what a unit of value typically costs."""
+        """The typical budget and weight (harmonic: tight and light ones count most), and the typical work."""
         slo = ask.request.slo
         self._budget = _mean(self._budget, 1.0 / slo.ttft_s)
-        self._per_value = _mean(self._per_value, look.work_s / slo.weight)
+        self._typical_s = _mean(self._typical_s, look.work_s)
+        self._per_weight = _mean(self._per_weight, 1.0 / slo.weight)
 
     def booked(self, ask: Ask, pick: Pick) -> None:
         request, load = ask.request, pick.candidate.load

@@ -151,11 +151,13 @@ def _whole(call: Any, wire: socket.socket, parts: list[memoryview]) -> None:
         count = call(wire.fileno(), parts)
         if not count:
             raise EOFError("the other end has gone")
-        while parts and count >= len(parts[0]):
-            count -= len(parts[0])
-            parts = parts[1:]
+        through = 0
+        while through < len(parts) and count >= len(parts[through]):
+            count -= len(parts[through])
+            through += 1
+        parts = parts[through:]
         if count:
-            parts = [parts[0][count:], *parts[1:]]
+            parts[0] = parts[0][count:]
 
 
 def open_side(role: str, pool_bytes: int, settings: dict[str, Any]) -> Raw:

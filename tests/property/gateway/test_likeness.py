@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.framing import ChunkedBody
-from gateway.likeness import likeness
+from gateway.likeness import Likeness, likeness
 from gateway.meters import Histogram
 from gateway.relay import Relay, State, UpstreamBroke
+from gateway.rename import Renamer
+from tests.replaced import replace_method
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 STARTS = (
-    b'data: {"id":"c1","choices":[{"index":0,"delta":{"content":"',
+    b'data: {"id":"c1","model":"served","choices":[{"index":0,"delta":{"content":"',
     b'data: {"usage":{"prompt_tokens":3},"choices":[{"text":"',
     b'data: {"error":{"content":"',
     b'data: {"choices":[{"delta":{"tool_calls":[{"function":{"arguments": "',
@@ -67,16 +71,39 @@ def told(relay: Relay, pieces: list[bytes]) -> list[object]:
     return [*seen, relay.first_token_at, relay.usage, relay.finish_reason, relay.failed_in_stream, relay.state]
 
 
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "as it came": dict,
+    "for HTTP/1.0": lambda: {"http_1_0": True},
+    "under an alias": lambda: {"renamer": Renamer("served", "mine")},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @given(st.lists(EVENTS, max_size=12), st.lists(st.integers(0, 3000), max_size=6), st.booleans())
 def test_what_a_relay_tells_is_the_same_whether_it_goes_by_likeness_or_not(
-    events: list[bytes], cuts: list[int], ended: bool
+    kind: str, events: list[bytes], cuts: list[int], ended: bool
 ) -> None:
     """Events in chunks of their own, read one by one, but for a few cuts anywhere. Who counts gaps looks at each."""
     pieces = [HEAD + chunk(USUAL), *(chunk(event) for event in events), b"0\r\n\r\n" if ended else b""]
     wire = b"".join(pieces)
     edges = sorted({*itertools.accumulate(len(piece) for piece in pieces), *(min(cut, len(wire)) for cut in cuts), 0})
     read = [wire[a:b] for a, b in itertools.pairwise(edges)]
-    assert told(Relay(b""), read) == told(Relay(b"", gaps=Histogram((1.0,))), read)
+    looking = Relay(b"", gaps=Histogram((1.0,)), **KINDS[kind]())
+    assert told(Relay(b"", **KINDS[kind]()), read) == told(looking, read)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_what_passes_as_it_came_passes_unread(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[bool] = []
+    unwatched = Likeness.fits
+
+    def watched(like: Likeness, data: bytes) -> bool:
+        passed.append(unwatched(like, data))
+        return passed[-1]
+
+    replace_method(monkeypatch, Likeness, "fits", watched)
+    told(Relay(b"", **KINDS[kind]()), [HEAD + chunk(USUAL), *[chunk(USUAL)] * 20])
+    assert sum(passed) == (20 if kind == "as it came" else 0)
 
 
 def fits(first: bytes, second: bytes) -> bool:

@@ -163,6 +163,20 @@ def test_the_less_work_is_bent_the_more_a_long_prompt_pays_beyond_what_a_short_o
     assert gaps[-1] > 0.2
 
 
+def test_a_price_is_the_same_whatever_scale_the_weights_of_classes_have() -> None:
+    shares = []
+    for weight in (0.1, 1.0, 50.0):
+        made, fleet = admission(), queued(5.5)
+        shares.append(refused(made, fleet, View(), slo=Slo(weight=weight)))
+    assert shares[0] == shares[1] == shares[2] > 0.1
+
+
+@pytest.mark.parametrize("bend", [-0.1, 1.1, float("nan")])
+def test_a_bend_that_favours_work_or_is_no_number_is_refused(bend: float) -> None:
+    with pytest.raises(ValueError, match="bend is between 0 and 1"):
+        Priced(bend=bend)
+
+
 def test_weight_priority_and_a_conversation_under_way_are_worth_more() -> None:
     made, fleet = admission(), queued(5.5)
     plain = refused(made, fleet, View())
