@@ -155,7 +155,7 @@ class Relay:
         if self.state is not FLOWING:
             return self._begin(data, now)
         if self._like is not None and not self._carry and self._like.fits(data):
-            self._count(self._like, data, now)
+            self._pass(self._like, data, now)
             return data
         if self.gaps is not None and self._sse and self.first_token_at is not None:
             self.gaps.observe(now - (self.last_at or now))
@@ -384,8 +384,8 @@ class Relay:
         if not window.endswith(b"\n\n"):
             self._carry = window[window.rfind(b"\n\n") + 1 :][-CARRY_LIMIT:]
 
-    def _count(self, like: Likeness, data: bytes, now: float) -> None:
-        """One more event of that look."""
+    def _pass(self, like: Likeness, data: bytes, now: float) -> None:
+        """One more event of that look: what was found in the first is taken as found again."""
         self.last_at = now
         self.events += 1
         self.bytes_out += len(data)

@@ -59,19 +59,24 @@ class Raw:
         if self.thread is not None:
             self.thread.join()
 
-    def _receive(self) -> None:
+    def _accepted(self) -> socket.socket:
+        """The sink's end of the wire."""
         assert self.listener is not None
-        assert self.what is not None
         if self.wire is None:
             self.wire, _ = self.listener.accept()
             self._tune(self.wire)
+        return self.wire
+
+    def _receive(self) -> None:
+        assert self.what is not None
+        wire = self._accepted()
         orders = len(self.what.src) if self.each else 1
         size = self.what.n_bytes // orders
         for _ in range(orders):
             left = size
             while left:
-                left -= self.wire.recv_into(self.hot[: min(left, BUFFER)])
-            self.wire.sendall(b"k")
+                left -= wire.recv_into(self.hot[: min(left, BUFFER)])
+            wire.sendall(b"k")
 
     def run(self) -> None:
         assert self.wire is not None
@@ -108,19 +113,15 @@ class Scattered(Raw):
         self.groups = [blocks[at : at + together] for at in range(0, len(blocks), together)]
 
     def _receive(self) -> None:
-        assert self.listener is not None
-        if self.wire is None:
-            self.wire, _ = self.listener.accept()
-            self._tune(self.wire)
-        proof = bytearray(PROOF)
+        wire, proof = self._accepted(), bytearray(PROOF)
         for blocks in self.groups:
-            _whole(os.readv, self.wire, [*blocks, memoryview(proof)] if self.checked else blocks)
+            _whole(os.readv, wire, [*blocks, memoryview(proof)] if self.checked else blocks)
             if self.checked and _digest(blocks) != proof:
                 raise RuntimeError("bytes were spoiled")
             if self.each:
-                self.wire.sendall(b"k")
+                wire.sendall(b"k")
         if not self.each:
-            self.wire.sendall(b"k")
+            wire.sendall(b"k")
 
     def run(self) -> None:
         assert self.wire is not None
