@@ -22,7 +22,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     beat_s: float = 0.25
     misses: int = 3
     handshake_s: float = 2.0
-    window_bytes: int = 4 << 20
+    window_bytes: int = 8 << 20
     budget_bytes: int = 16 << 20
     patience_s: float = 60.0
     memory_s: float = 30.0

@@ -29,7 +29,7 @@ from kvtransfer.frame import (
 )
 from kvtransfer.transports.base import Slice, Verdict, WindowHead
 from kvtransfer.transports.runs import fine, scatter, within
-from kvtransfer.transports.scatter import NOTHING, Iovecs, Pieces, Stretch, address_of, readv
+from kvtransfer.transports.scatter import IN_CACHE, NOTHING, Iovecs, Pieces, Stretch, address_of, readv
 from kvtransfer.transports.seal import Seal
 
 _STAGE_BYTES = 8 << 10  # a window of 4 KiB comes whole
@@ -37,8 +37,8 @@ _READS = 8  # of a payload, before anything else is looked at
 _SCRATCH_BYTES = 64 << 10
 # What may be read along with the end of a window: exactly up to where the next one's bytes begin.
 _BEHIND_WINDOW = TRAILER_BYTES + PREAMBLE_BYTES + WINDOW_HEADER_BYTES
-_HASH_BYTES = 512 << 10  # what a core's cache still holds
 _LARGE_BYTES = 256 << 10
+_WORTH_BYTES = 512 << 10  # of a large payload
 
 
 class Hearer(Protocol):
@@ -94,6 +94,12 @@ class Inbound:
         arrival = self._arrival
         return arrival is not None and arrival.pieces.size > _LARGE_BYTES
 
+    @property
+    def wanted(self) -> int:
+        """Bytes that are worth waking up for: less of a large payload is only more calls for the same."""
+        arrival = self._arrival
+        return max(1, min(_WORTH_BYTES, arrival.pieces.left)) if arrival is not None and self.large else 1
+
     def divert(self, transfer: int) -> None:
         """From now on nothing is written into this transfer's blocks."""
         arrival = self._arrival
@@ -133,9 +139,6 @@ class Inbound:
         for _ in range(_READS):
             count = pieces.call(readv, self._fd, NOTHING, behind)
             if count is None:
-                if arrival.digest is not None:
-                    # There is time, and what came in is in the cache.
-                    pieces.feed(arrival.digest.update, pieces.done)
                 return False
             self._received(count)
             within = min(count, pieces.left)
@@ -143,6 +146,8 @@ class Inbound:
             self._arrived(arrival, within)
             if not pieces.left:
                 break
+            if pieces.short:
+                return False
         return True
 
     def _read_frames(self) -> bool:
@@ -162,7 +167,8 @@ class Inbound:
     def _arrived(self, arrival: _Arrival, count: int) -> None:
         pieces = arrival.pieces
         pieces.advance(count)
-        if arrival.digest is not None and (not pieces.left or pieces.unfed > _HASH_BYTES):
+        if arrival.digest is not None and (not pieces.left or pieces.short or pieces.unfed >= IN_CACHE):
+            # It is in the cache, and where it was all that had come there is time.
             pieces.feed(arrival.digest.update, pieces.done)
 
     def _take(self) -> bool:
@@ -230,9 +236,10 @@ class Inbound:
             pieces = Pieces.over(self._scratch, announced.payload_bytes, self._iovecs)
         elif self.seal is None and fine(window.runs, head.n_bytes):
             bounce = self._together(window, head.n_bytes)
-            pieces = Pieces.in_order(bounce, _HASH_BYTES, self._iovecs)
+            pieces = Pieces.in_order(bounce, IN_CACHE, self._iovecs)
         else:
-            pieces = Pieces.of_window(window.region, window.runs.dst, window.runs.length, self._iovecs)
+            fed = announced.proof is Proof.XXH3
+            pieces = Pieces.of_window(window.region, window.runs.dst, window.runs.length, self._iovecs, fed=fed)
             if pieces.size != head.n_bytes:
                 raise FrameError(f"a window of {head.n_bytes} bytes where the plan has {pieces.size}")
         arrival = _Arrival(pieces, head, window)

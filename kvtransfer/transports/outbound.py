@@ -109,10 +109,11 @@ class Outbound:
         moved = self.blocked = False
         while self._next():
             large = self._body
-            if not self._write():
+            wrote = self._write()
+            moved = moved or wrote
+            if not wrote or (large is not None and large.pieces.short):
                 self.blocked = True
                 break
-            moved = True
             if large is not self._body and self._queue:
                 break
         return moved
@@ -142,7 +143,8 @@ class Outbound:
         """A window whose source has lost its blocks already is only named, and nothing of it is read."""
         if self.seal is None and fine(window.runs, head.n_bytes):
             return self._begin_fine(head, window)
-        pieces = Pieces.of_window(window.region, window.runs.src, window.runs.length, self._iovecs)
+        checked = self._checked and self.seal is None
+        pieces = Pieces.of_window(window.region, window.runs.src, window.runs.length, self._iovecs, fed=checked)
         if self.seal is not None:
             return self._begin_sealed(self.seal, _Body(pieces, head, window.current))
         proof = Proof.XXH3 if self._checked else Proof.NONE
@@ -225,13 +227,13 @@ class Outbound:
         pieces, small = body.pieces, self._end - self._begin
         count = pieces.call(writev, self._fd, (self._address + self._begin, small), NOTHING)
         if count is None:
-            if body.digest is not None:
-                # While the peer makes room there is time, and what was written is in the cache.
-                pieces.feed(body.digest.update, pieces.done)
             return False
         ahead = min(count, small)
         self._wrote(ahead)
         pieces.advance(count - ahead)
+        if body.digest is not None:
+            # What was written is in the cache, and the peer has something to do.
+            pieces.feed(body.digest.update, pieces.done)
         if not pieces.left:
             self._finish(body)
         return True
@@ -253,8 +255,6 @@ class Outbound:
 
     def _finish(self, body: _Body) -> None:
         self._body = None
-        if body.digest is not None:
-            body.pieces.feed(body.digest.update, body.pieces.size)
         if body.head is not None:
             self._lay(body.trailer())
             self._sent(body.head)

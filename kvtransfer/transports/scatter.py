@@ -26,6 +26,7 @@ Stretch = tuple[int, int]  # address and length
 
 NOTHING: Stretch = (0, 0)
 MOST_IOVECS = 64  # per call: the kernel takes in all of them again after every short read
+IN_CACHE = 512 << 10  # so many bytes a core's cache still holds when a digest comes to them after a call
 _WOULD_BLOCK = (errno.EAGAIN, errno.EINTR)
 
 
@@ -75,20 +76,25 @@ class Iovecs:
 class Pieces:
     """`size` bytes of memory in pieces, of which the first `done` have been written or read.
 
-    `fed` counts the pieces that were given to a digest. Takes over `iovecs`, which serve one body at a time.
+    `fed` counts the pieces that were given to a digest, `short` says of the last call that it has moved less than was
+    asked for: there is no more, or no room for more, for now. Takes over `iovecs`, which serve one body at a time.
 
     A window's bytes leave no cache warm, so that every step here costs several times what it does in a loop: few steps,
     and none that is not needed.
     """
 
-    __slots__ = ("_ends", "_iovecs", "_lengths", "_memory", "_offsets", "_row", "done", "fed", "size")
+    __slots__ = (
+        *("_at_once", "_ends", "_iovecs", "_lengths", "_memory", "_offsets", "_row"),
+        *("done", "fed", "short", "size"),
+    )
 
     def __init__(self, memory: Bytes, address: int, offsets: Offsets, lengths: Offsets, iovecs: Iovecs) -> None:
         self._memory = memory
         self._offsets, self._lengths = offsets, lengths
         self._iovecs = iovecs
         self.done = self.fed = 0
-        self._row = 1
+        self.short = False
+        self._row, self._at_once = 1, MOST_IOVECS
         if len(lengths) == 1:
             self.size = size = lengths.item()
             self._ends = [size]
@@ -100,11 +106,19 @@ class Pieces:
             iovecs.lay(address, offsets, lengths)
 
     @classmethod
-    def of_window(cls, region: Region, offsets: Offsets, lengths: Offsets, iovecs: Iovecs) -> Pieces:
-        """A window's pieces of a region. TransportError if one of them lies outside."""
+    def of_window(
+        cls, region: Region, offsets: Offsets, lengths: Offsets, iovecs: Iovecs, *, fed: bool = False
+    ) -> Pieces:
+        """A window's pieces of a region. TransportError if one of them lies outside. `fed`: a digest takes them while
+        they are in the cache, so no call moves many of them."""
         if not within(region, offsets, lengths):
             raise TransportError(f"a window reaches beyond the {region.bytes.size} bytes of {region.name}, or is none")
-        return cls(region.bytes, region.address, offsets, lengths, iovecs)
+        pieces = cls(region.bytes, region.address, offsets, lengths, iovecs)
+        if fed and pieces.size > IN_CACHE:
+            if int(np.maximum.reduce(lengths)) > IN_CACHE:
+                pieces = cls(region.bytes, region.address, *_cut(offsets, lengths, IN_CACHE), iovecs)
+            pieces._at_once = max(1, min(MOST_IOVECS, IN_CACHE * pieces.count // pieces.size))
+        return pieces
 
     @classmethod
     def of_buffer(cls, buffer: bytes | bytearray | memoryview, iovecs: Iovecs) -> Pieces:
@@ -123,8 +137,7 @@ class Pieces:
     @classmethod
     def in_order(cls, buffer: Bytes, most: int, iovecs: Iovecs) -> Pieces:
         """All of `buffer`, in pieces of at most `most` bytes: a digest is fed piece by piece."""
-        offsets = np.arange(0, buffer.size, most)
-        lengths = np.minimum(buffer.size - offsets, most)
+        offsets, lengths = _cut(np.zeros(1, np.int64), np.array([buffer.size]), most)
         return cls(buffer, address_of(buffer), offsets, lengths, iovecs)
 
     @property
@@ -141,14 +154,17 @@ class Pieces:
         Bytes moved, None where it would wait. Raises OSError.
         """
         words = self._iovecs.words
-        first, last = self._row, min(len(self._ends) + 1, self._row + MOST_IOVECS)
+        first, last = self._row, min(len(self._ends) + 1, self._row + self._at_once)
+        asked = (self._ends[last - 2] if last > 1 else 0) - self.done + ahead[1]
         if ahead[1]:
             first -= 1
             words[2 * first], words[2 * first + 1] = ahead
         if behind[1] and last == len(self._ends) + 1:
             words[2 * last], words[2 * last + 1] = behind
-            last += 1
-        return transferred(function(fd, self._iovecs.address + 16 * first, last - first))
+            last, asked = last + 1, asked + behind[1]
+        count = transferred(function(fd, self._iovecs.address + 16 * first, last - first))
+        self.short = count is None or count < asked
+        return count
 
     def advance(self, count: int) -> None:
         """So many more bytes are done."""
@@ -202,6 +218,14 @@ class Pieces:
             memory[start : start + count] = data[taken : taken + count]
             taken += count
             row += 1
+
+
+def _cut(offsets: Offsets, lengths: Offsets, most: int) -> tuple[Offsets, Offsets]:
+    """The same bytes in the same order, no piece longer than `most`."""
+    counts = -(-lengths // most)
+    begins = np.cumsum(counts) - counts
+    cut = np.repeat(offsets - begins * most, counts) + np.arange(0, int(counts.sum()) * most, most)
+    return cut, np.minimum(np.repeat(offsets + lengths, counts) - cut, most)
 
 
 def address_of(array: Bytes) -> int:

@@ -33,6 +33,7 @@ _STRANGER = FrameLimits(header_bytes=STRANGER_BYTES, payload_bytes=0)
 _NEVER = float("inf")
 _PATIENT = 4  # times as long a spin after a sleep that this would have spared
 _LOOK_MS = 5  # a driver looks so often whether it is done for reasons of its own
+_TRICKLE_MS = 50  # then less than is worth it is read all the same: whatever comes shows that the peer lives
 _log = logging.getLogger("penstock")
 
 
@@ -79,7 +80,8 @@ class StreamLink:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._poll.register(self._bell, select.POLLIN)
-        self._polled_out = False
+        self._polled_out = self._room_alone = False
+        self._polled_in = 1
         self._bell_alone = select.poll()
         self._bell_alone.register(self._bell, select.POLLIN)
         self._thread = threading.Thread(target=self._live, name=f"kv-{self.transport}-{peer}", daemon=True)
@@ -220,7 +222,9 @@ class StreamLink:
             self._obey()
         out = self._out
         moved = out.pump() if not out.idle else False
-        if self._in.pump():
+        if self._room_alone:
+            self._room_alone = False
+        elif self._in.pump():
             moved = True
             if not (out.idle or out.blocked):
                 # An answer leaves at once.
@@ -237,6 +241,7 @@ class StreamLink:
             os.eventfd_read(self._bell)
 
     def _rest(self, done: Callable[[], bool] | None) -> None:
+        self._want_in(self._in.wanted)
         if not self._out.blocked and not self._in.large and self._spin(done):
             return
         self._asleep = True
@@ -247,7 +252,9 @@ class StreamLink:
                 return
             self._want_out(self._out.blocked)
             since_s = time.perf_counter()
-            if any(fd == self._bell for fd, _ in self._poll.poll(None if done is None else _LOOK_MS)):
+            told = self._poll.poll(_LOOK_MS if done is not None else _TRICKLE_MS if self._polled_in > 1 else None)
+            self._room_alone = told == [(self._sock.fileno(), select.POLLOUT)]
+            if any(fd == self._bell for fd, _ in told):
                 self._silence()
             # To sleep and be woken costs both ends more than it took: an exchange of short words would stay slow.
             short = time.perf_counter() - since_s < _PATIENT * self._manner.spin_s
@@ -271,6 +278,12 @@ class StreamLink:
             if not out.idle or self._closing or (done is None and self._drivers):
                 return True
         return False
+
+    def _want_in(self, least: int) -> None:
+        """Have a poll tell of so many bytes, not of fewer."""
+        if least != self._polled_in:
+            self._polled_in = least
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
 
     def _want_out(self, want: bool) -> None:
         if want != self._polled_out:

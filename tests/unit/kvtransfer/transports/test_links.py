@@ -152,6 +152,23 @@ def test_a_fence_does_not_wait_for_a_source_that_halts_in_the_middle_of_a_window
     assert not owner.all("landed")
 
 
+def test_bytes_of_a_large_window_that_trickle_in_show_that_the_peer_lives(
+    stranger: tuple[socket.socket, Owner, Region],
+) -> None:
+    sock, owner, region = stranger
+    link, opening = link_of(owner), frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, SIZE)), SIZE, Proof.NONE)
+    owner.place = lambda head: Slice(WHOLE, region, 0, 0)
+    link.secure(bytes(32))
+    sock.sendall(opening + b"\1" * 1000)
+    owner.wait("incoming")
+    for came in (2000, 3000):
+        sock.sendall(b"\1" * 1000)
+        deadline = time.monotonic() + 10
+        while link.received_bytes < len(opening) + came:
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.002)
+
+
 @pytest.mark.parametrize(
     "said",
     [b"GET / HTTP/1.1\r\nHost: me\r\n\r\n", frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 8)), 8) + bytes(8)],
