@@ -24,6 +24,7 @@ from typing import Any
 from classes import Project, project
 from Cython.Build import cythonize
 from Cython.Compiler.ExprNodes import AnnotationNode, BitwiseOrNode
+from Cython.Compiler.PyrexTypes import c_double_type
 from declarations import declarations
 from setuptools import Distribution, Extension
 from training import TrainingError, train
@@ -54,7 +55,10 @@ DIRECTIVES = {"language_level": 3, "annotation_typing": True, "binding": True, "
 def _c_class_of(self: AnnotationNode, env: Any, assigned_value: object = NOT_AN_ARGUMENT) -> tuple[list[str], Any]:
     """What Cython takes from an annotation, in place of AnnotationNode.analyse_type_annotation: the C class that it
     gives an argument or a variable of a function, and whether that may be None. An int stays one of any size, a float
-    may be an int, a str one of its subclasses; what a coroutine returns is not what calling it does."""
+    may be an int, a str one of its subclasses; what a coroutine returns is not what calling it does. A variable that is
+    said to be a float, which few are, is a C double."""
+    if assigned_value is NOT_AN_ARGUMENT and env.is_local_scope and self.expr.is_name and self.expr.name == "float":
+        return [], c_double_type
     kind = self.expr.analyse_as_type(env)
     if kind is None or not kind.is_extension_type or (assigned_value is NOT_AN_ARGUMENT and not env.is_local_scope):
         return [], None

@@ -35,6 +35,9 @@ NUMBERS = {
 }
 """And what it is handed: made once, such a view costs more than the function does for a short prompt."""
 
+FLOATS = {"policies.price._Asked"}
+"""Classes that hold nothing else."""
+
 HAS_NO_C_FORM = (ast.AsyncFunctionDef, ast.FunctionDef, ast.GeneratorExp, ast.Lambda, ast.Yield, ast.YieldFrom)
 
 
@@ -62,7 +65,7 @@ def _class(full: str, node: ast.ClassDef, kinds: Kinds, project: Project) -> Ite
     yield f"cdef class {node.name}({', '.join(map(ast.unparse, node.bases))}):"
     held = kinds.held(node) | NUMBERS.get(full, {})
     for attribute in slots(node) or ():
-        yield f"    cdef public {held.get(attribute) or 'object'} {attribute}"
+        yield f"    cdef public {'double' if full in FLOATS else held.get(attribute) or 'object'} {attribute}"
     kin = {name: each for name, each in project.classes.items() if name != full and _related(node, each)}
     # What two of a kin have is found by Python alone.
     but = {method.name for each in kin.values() for method in _functions(each)}

@@ -111,7 +111,7 @@ class Terms(msgspec.Struct, frozen=True):
 
 
 class Prices:
-    """The price function of one set of weights. Stateless; `prices` is the hot path, about 1 us per candidate."""
+    """The price function of one set of weights. Stateless; `prices` is the hot path."""
 
     __slots__ = ("weights",)
 
@@ -127,57 +127,8 @@ class Prices:
         return [msgspec.structs.asdict(self.explain(ask, candidates, index)) for index in range(len(candidates))]
 
     def prices(self, ask: Ask, candidates: Sequence[Candidate], part: Part = WHOLE) -> list[float]:
-        """Prices aligned with the candidates: the totals of `explain`. Unrolled, because every request pays for it: a
-        call for each candidate would take twice the time."""
-        weights, request, now, cached = self.weights, ask.request, ask.now, ask.cached
-        late, overdue, kv_weight = weights.late, weights.overdue, weights.kv_weight
-        prompt, output, known, oldest = request.prompt_tokens, request.output_tokens, len(cached), now - weights.fresh_s
-        prefills, decodes, beyond = part.prefills, part.decodes, late * late * late - overdue * late
-        per_ttft, per_tpot = 1.0 / patience_s(request, now), 1.0 / request.slo.tpot_s
-        others, own = 3.0 * weights.others_weight * request.slo.tpot_s, decodes * weights.tpot_weight
-        stall = weights.stall
-        work_price, regretted = weights.work_weight / request.slo.ttft_s, weights.regret_weight
-        later, transfer_s, unknown = decodes * output, part.transfer_s, UNKNOWN_KV_TOKENS
-        decoded, found = decodes * per_tpot, []
-        lumps = weights.lumps - 1.0
-        for candidate, fast, slow in zip(candidates, *self.speeds(candidates), strict=True):
-            load = candidate.load
-            held = cached[load.slot] if load.slot < known else 0
-            new = prompt - held
-            fill_s = fast * new * (load.token_s + (held + 0.5 * new) * load.pair_s)
-            work_s, room = prefills * fill_s, load.kv_tokens or unknown
-            wait_s, share = load.ready_at - now, load.kv_booked / room
-            if wait_s < 0.0:
-                wait_s = 0.0
-            if load.strangers and load.scraped_at is not None and load.scraped_at >= oldest:
-                wait_s += ahead(load) * work_s
-                if load.kv_usage is not None and load.kv_usage > share:
-                    share = load.kv_usage
-            begins_s = wait_s
-            if prompt > load.kv_free:
-                begins_s = max(wait_s, room_s(load, prompt))
-            first = (transfer_s + begins_s + load.fixed_s + work_s) * per_ttft
-            more = decoded * slow * (load.sequence_s + load.context_s * prompt)
-            step = slow * load.step_s * per_tpot + more
-            expected = load.expected_tokens
-            answer = expected / (load.answers or 1)
-            per_answer = per_tpot / (answer if answer > SHORTEST else SHORTEST)
-            more += work_s * per_answer
-            stand = step + stall * per_answer * wait_s + 0.5 * more
-            if stand > late:
-                stand = late
-            plain, stretched = load.belief.context_s, load.context_s
-            if stretched > plain:  # by others' prefills, and this is their part of a step
-                step *= 1.0 + lumps * (1.0 - plain / stretched)
-            fuller = share + (new + later) / room
-            found.append(
-                (first * first * first if first < late else beyond + overdue * first)
-                + own * (step * step * step if step < late else beyond + overdue * step)
-                + others * expected * per_answer * more * stand * stand
-                + work_price * (work_s + regretted * load.regret * fill_s)
-                + kv_weight * (fuller * fuller * fuller - share * share * share)
-            )
-        return found
+        """Prices aligned with the candidates: the totals of `explain`."""
+        return _Asked(self.weights, ask, part).prices(candidates, ask.cached, *self.speeds(candidates))
 
     def explain(self, ask: Ask, candidates: Sequence[Candidate], index: int, part: Part = WHOLE) -> Terms:
         """The price of candidates[index] in its parts; the same arithmetic as `prices`, to be read."""
@@ -219,6 +170,86 @@ class Prices:
         """What using up that share of a budget costs, in requests lost."""
         kept = min(share, self.weights.late)
         return kept**3 + self.weights.overdue * (share - kept)
+
+
+class _Asked:
+    """What an ask and the weights bring to its price at every candidate, multiplied once. All are C doubles where this
+    is compiled, and so are locals that are said to be floats (deploy/)."""
+
+    __slots__ = (
+        *("_beyond", "_decoded", "_kv_weight", "_late", "_later", "_lumps", "_now", "_oldest", "_others", "_overdue"),
+        *("_own", "_per_tpot", "_per_ttft", "_prefills", "_prompt", "_regretted", "_stall", "_transfer_s", "_work"),
+    )
+
+    def __init__(self, weights: Priced, ask: Ask, part: Part) -> None:
+        request, slo = ask.request, ask.request.slo
+        self._late, self._overdue = weights.late, weights.overdue
+        self._beyond = weights.late**3 - weights.overdue * weights.late
+        self._now, self._oldest = ask.now, ask.now - weights.fresh_s
+        self._prompt, self._later = request.prompt_tokens, part.decodes * request.output_tokens
+        self._prefills, self._transfer_s = part.prefills, part.transfer_s
+        self._per_ttft, self._per_tpot = 1.0 / patience_s(request, ask.now), 1.0 / slo.tpot_s
+        self._decoded, self._own = part.decodes / slo.tpot_s, part.decodes * weights.tpot_weight
+        self._others, self._stall = 3.0 * weights.others_weight * slo.tpot_s, weights.stall
+        self._work, self._regretted = weights.work_weight / slo.ttft_s, weights.regret_weight
+        self._kv_weight, self._lumps = weights.kv_weight, weights.lumps - 1.0
+
+    def prices(
+        self, candidates: Sequence[Candidate], cached: Sequence[int], fasts: Sequence[float], slows: Sequence[float]
+    ) -> list[float]:
+        """The totals of `explain`, unrolled, because every request pays for it: one call for all candidates."""
+        known, found = len(cached), []
+        prompt: float = self._prompt
+        late: float = self._late
+        shortest: float = SHORTEST
+        load: EndpointLoad
+        for at, candidate in enumerate(candidates):
+            load = candidate.load
+            fast: float = fasts[at]
+            slow: float = slows[at]
+            held: float = cached[load.slot] if load.slot < known else 0
+            token_s: float = load.token_s
+            pair_s: float = load.pair_s
+            fixed_s: float = load.fixed_s
+            ready_at: float = load.ready_at
+            step_s: float = load.step_s
+            sequence_s: float = load.sequence_s
+            context_s: float = load.context_s
+            plain_s: float = load.belief.context_s
+            expected: float = load.expected_tokens
+            answers: float = load.answers or 1
+            booked: float = load.kv_booked
+            room: float = load.kv_tokens or UNKNOWN_KV_TOKENS
+            regret: float = load.regret
+            share: float = booked / room
+            new = prompt - held
+            fill_s = fast * new * (token_s + (held + 0.5 * new) * pair_s)
+            work_s = self._prefills * fill_s
+            wait_s: float = ready_at - self._now if ready_at > self._now else 0.0
+            if load.strangers and load.scraped_at is not None and load.scraped_at >= self._oldest:
+                wait_s += ahead(load) * work_s
+                share = max(share, load.kv_usage or 0.0)
+            begins_s: float = wait_s if prompt <= load.kv_free else max(wait_s, room_s(load, prompt))
+            first = (self._transfer_s + begins_s + fixed_s + work_s) * self._per_ttft
+            more = self._decoded * slow * (sequence_s + context_s * prompt)
+            step = slow * step_s * self._per_tpot + more
+            answer = expected / answers
+            per_answer = self._per_tpot / (answer if answer > shortest else shortest)
+            more += work_s * per_answer
+            stand = step + self._stall * per_answer * wait_s + 0.5 * more
+            if stand > late:
+                stand = late
+            if context_s > plain_s:  # stretched by others' prefills, and this is their part of a step
+                step *= 1.0 + self._lumps * (1.0 - plain_s / context_s)
+            fuller = share + (new + self._later) / room
+            found.append(
+                (first * first * first if first < late else self._beyond + self._overdue * first)
+                + self._own * (step * step * step if step < late else self._beyond + self._overdue * step)
+                + self._others * expected * per_answer * more * stand * stand
+                + self._work * (work_s + self._regretted * regret * fill_s)
+                + self._kv_weight * (fuller * fuller * fuller - share * share * share)
+            )
+        return found
 
 
 def patience_s(request: Request, now: float) -> float:

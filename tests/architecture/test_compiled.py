@@ -143,6 +143,13 @@ def test_private_functions_are_called_without_a_look_up_and_public_ones_are_not(
     assert declarations("module", of(module=text)) == "cpdef object _own(object a, bytes data)\n"
 
 
+def test_what_a_price_is_made_of_are_doubles_and_nothing_else_is_declared_so() -> None:
+    declared = [line for line in told("policies.price") if line.startswith("    cdef public double ")]
+    assert {line.split()[-1] for line in declared} == set(classes.slots(PROJECT.classes["policies.price._Asked"]) or ())
+    others = [line for module in PROJECT.compiled if module != "policies.price" for line in told(module)]
+    assert not [line for line in others if "double" in line]
+
+
 def test_a_class_imported_for_types_alone_is_known_unless_that_closes_a_circle_of_more_than_classes() -> None:
     first = "if TYPE_CHECKING:\n    from second import Second\nclass First:\n    __slots__ = ()\n"
     second = "from first import {}\nclass Second:\n    __slots__ = ()\n"
