@@ -357,7 +357,7 @@ class Agent:
 
     def _granted(self, command: SendInvite, grant: bytes) -> None:
         """Nobody is told of a grant whose landing is over: its fence closes it."""
-        if self._sink.invited(command.link, command.invite.transfer):
+        if self._sink.invites(command.link, command.invite.transfer):
             self._board.say(command.link, msgspec.structs.replace(command.invite, grant=grant))
 
     def _uninvited(self, command: SendInvite, detail: str) -> None:

@@ -85,8 +85,12 @@ class Guests:
             return False
         self.leave(name)
         if agent is not None:
-            self._unwanted.put(name, agent, now)
+            self.unwanted(name, agent, now)
         return True
+
+    def unwanted(self, name: str, agent: str, now: float) -> None:
+        """This agent does not want what may yet be offered by that name."""
+        self._unwanted.put(name, agent, now)
 
     def lost(self, link: Link) -> None:
         """Whoever came by this link has gone."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvtransfer.ends import Reason
 from kvtransfer.layout import KvLayout
 
-VERSION = 2
+VERSION = 3
 MOST_BLOCKS = 1 << 20
 MOST_MESSAGE_BYTES = 4 * MOST_BLOCKS + (96 << 10)
 _MOST_NAME, _MOST_TICKET = 256, 1024
@@ -125,7 +125,14 @@ class Credit(msgspec.Struct, frozen=True, array_like=True, tag=9, forbid_unknown
     n_bytes: Bytes
 
 
-Message = Hello | Welcome | Ready | Beat | Invite | Accept | Stop | Landed | Credit
+class Unwanted(msgspec.Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
+    """Sink: I shall not ask for `name`, as I was about to. Who may have an offer may also do without it."""
+
+    name: Name
+    ticket: TicketText | None = None
+
+
+Message = Hello | Welcome | Ready | Beat | Invite | Accept | Stop | Landed | Credit | Unwanted
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _ENCODER = msgspec.msgpack.Encoder()

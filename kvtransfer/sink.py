@@ -30,6 +30,7 @@ from kvtransfer.messages import (
     Landed,
     ProtocolError,
     Stop,
+    Unwanted,
     check_words,
     pack_blocks,
     stop,
@@ -69,7 +70,7 @@ class Reservation:
 
     __slots__ = (
         "arrivals", "began", "began_moving", "deadline", "end", "layers", "layout", "link", "number", "peer", "plan",
-        "state", "wish",
+        "said", "state", "wish",
     )  # fmt: skip
 
     def __init__(self, number: int, wish: Wish, now: float) -> None:
@@ -77,6 +78,7 @@ class Reservation:
         self.began, self.deadline = now, now + wish.timeout_s
         self.state = SinkState.WAITING
         self.link: Link | None = None
+        self.said = False
         self.peer = ""
         self.layout: KvLayout | None = None
         self.plan: Plan | None = None
@@ -122,11 +124,17 @@ class SinkBook:
     def linked(self, address: str, link: Link, layout: KvLayout, agent: str, now: float) -> list[Command]:
         """The link that was dialled is up, and the peer has proven itself."""
         self._links[address] = (link, layout, agent)
-        return [self._invite(reservation, now) for reservation in self._waiters(address)]
+        commands: list[Command] = []
+        for each in self._waiting.pop(address, []):
+            if each.number in self._held:
+                commands.append(self._invite(each, now))
+            else:
+                commands += _never_asked(link, each)
+        return commands
 
     def unlinked(self, address: str, reason: Reason, detail: str, now: float) -> list[Command]:
         """There will be no link: what waits for it ends."""
-        waiters = self._waiters(address)
+        waiters = [each for each in self._waiting.pop(address, []) if each.number in self._held]
         return [command for each in waiters for command in self._over(each, reason, detail, now, tell=False)]
 
     def lost(self, link: Link, reason: Reason, detail: str, now: float) -> list[Command]:
@@ -239,14 +247,13 @@ class SinkBook:
         left = [each for each in self._held.values() if each.state is SinkState.FENCING]
         return [command for each in left for command in self._resolve(each, now)]
 
-    def _waiters(self, address: str) -> list[Reservation]:
-        """Who waits for a link there, and has not given up; they wait no longer."""
-        return [each for each in self._waiting.pop(address, []) if each.number in self._held]
-
-    def invited(self, link: Link, transfer: int) -> bool:
-        """Whether the peer is still to write, or at it."""
+    def invites(self, link: Link, transfer: int) -> bool:
+        """Whether the peer is still to write: then it is asked to now."""
         reservation = self._on(link, transfer)
-        return reservation is not None and reservation.state is not SinkState.FENCING
+        if reservation is None or reservation.state is SinkState.FENCING:
+            return False
+        reservation.said = True
+        return True
 
     def check(self, wish: Wish) -> None:
         """Raises ValueError for a wish that cannot be: blocks that are not, tokens that do not fit. Needs no lock."""
@@ -337,10 +344,12 @@ class SinkBook:
         if reservation.link is None:
             return self._resolve(reservation, now)
         reservation.state = SinkState.FENCING
-        commands: list[Command] = [Fence(reservation.link, reservation.number)]
-        if tell:
-            commands.insert(0, Send(reservation.link, stop(reservation.number, reason, detail)))
-        return commands
+        fence = Fence(reservation.link, reservation.number)
+        if not tell:
+            return [fence]
+        if not reservation.said:
+            return [*_never_asked(reservation.link, reservation), fence]
+        return [Send(reservation.link, stop(reservation.number, reason, detail)), fence]
 
     def _resolve(self, reservation: Reservation, now: float) -> list[Command]:
         assert reservation.end is not None
@@ -353,6 +362,13 @@ class SinkBook:
         self._tally.landing_ended(ended)
         last = self._progress(reservation, fenced=True) if ended.landed else []
         return [*last, Resolve(reservation.number, ended)]
+
+
+def _never_asked(link: Link, reservation: Reservation) -> list[Command]:
+    """What the source hears of a landing that ended before its invitation left: blocks are not kept for nobody."""
+    wish = reservation.wish
+    unwanted = reservation.end is not None and reservation.end[0] is Reason.CANCELLED
+    return [Send(link, Unwanted(wish.name, wish.ticket))] if unwanted else []
 
 
 def _moved(reservation: Reservation) -> int:

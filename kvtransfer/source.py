@@ -28,6 +28,7 @@ from kvtransfer.messages import (
     Landed,
     ProtocolError,
     Stop,
+    Unwanted,
     check_words,
     pack_blocks,
     stop,
@@ -193,6 +194,17 @@ class SourceBook:
             return []
         offer = outlet.claimed.get(message.transfer)
         return [] if offer is None else self._over(offer, message.reason, message.detail, now, tell=False)
+
+    def unwanted(self, link: Link, message: Unwanted, now: float) -> list[Command]:
+        """The sink gave up before it asked. Without the right to ask it has no say."""
+        agent, offer = self._outlets[link].card.agent, self._names.get(message.name)
+        if message.ticket is None:
+            theirs = offer is not None and by_name(offer.ware, agent)
+            if offer is None:
+                self._guests.unwanted(message.name, agent, now)
+        else:
+            theirs = not isinstance(self._leave.read(message.ticket, offer, message.name, agent, now), Reason)
+        return self._over(offer, Reason.CANCELLED, "", now) if offer and theirs and offer.link is None else []
 
     def landed(self, link: Link, message: Landed, now: float) -> list[Command]:
         """The sink has everything. ProtocolError if it cannot have."""

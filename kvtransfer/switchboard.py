@@ -14,7 +14,7 @@ from kvtransfer.commands import Command
 from kvtransfer.ends import Reason
 from kvtransfer.hold import Hold
 from kvtransfer.lines import Line, astray, unfit
-from kvtransfer.messages import Accept, Beat, Card, Credit, Invite, Landed, Message, ProtocolError, Stop
+from kvtransfer.messages import Accept, Beat, Card, Credit, Invite, Landed, Message, ProtocolError, Stop, Unwanted
 from kvtransfer.options import Options
 from kvtransfer.session import Session, Unproven
 from kvtransfer.sink import SinkBook
@@ -220,6 +220,8 @@ class Switchboard:
                 return self._source.invited(link, message, now)
             case Stop(), False:
                 return self._source.stopped(link, message, now)
+            case Unwanted(), False:
+                return self._source.unwanted(link, message, now)
             case Landed(), False:
                 return self._source.landed(link, message, now)
             case Credit(), False:

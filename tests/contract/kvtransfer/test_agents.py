@@ -283,6 +283,17 @@ async def test_the_sink_gives_up_at_any_time(transport: str) -> None:
         assert (await soon(before_link.ended())).how is How.CANCELLED
 
 
+async def test_a_sink_that_gives_up_before_it_has_asked_leaves_nothing_on_offer(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        for name in ("no link yet", "memory may not be registered yet"):
+            offer = source.agent.offer(name, [0], 16, ready_layers=0, ttl_s=10 * PATIENCE_S)
+            landing = sink.agent.fetch(source.agent.address, name, [5], 16, ticket=offer.ticket)
+            landing.cancel("client left")
+            assert (await soon(landing.ended())).how is How.CANCELLED
+            assert (await soon(offer.ended())).how is How.CANCELLED
+            assert not source.agent.figures()["leases"]["offered"]
+
+
 async def seconds_to_cancel(source: Group, sink: Group, name: str) -> float:
     """Until both sides have ended what is under way. The least of some is what it takes: a machine may stop us."""
     offer = source.agent.offer(name, [0], 16, ready_layers=0, public=True)

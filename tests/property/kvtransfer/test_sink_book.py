@@ -14,7 +14,7 @@ from kvtransfer.credits import Klass
 from kvtransfer.ends import How, Reason
 from kvtransfer.landing import WindowError
 from kvtransfer.layout import KvDtype, KvLayout, fingerprint_of
-from kvtransfer.messages import Accept, Landed, ProtocolError, Stop, pack_blocks
+from kvtransfer.messages import Accept, Landed, Message, ProtocolError, Stop, Unwanted, pack_blocks
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.reshard import plan
@@ -47,6 +47,8 @@ class World:
         self.numbers = 0
         self.wishes: dict[int, Wish] = {}
         self.invited: dict[int, FakeLink] = {}
+        self.said: set[int] = set()
+        self.unwanted: set[int] = set()
         self.windows: dict[int, list[WindowHead]] = {}
         self.begun: list[tuple[FakeLink, WindowHead]] = []
         self.good: dict[int, int] = {}
@@ -56,7 +58,8 @@ class World:
         self.layers: dict[int, int] = {}
 
     def step(self) -> None:
-        steps = (self.fetch, self.fetch, self.link, self.link, self.accept, self.accept, self.window, self.window,
+        steps = (self.fetch, self.fetch, self.register, self.register,
+                 self.link, self.link, self.accept, self.accept, self.window, self.window,
                  self.window, self.window, self.window, self.settle, self.settle, self.settle, self.fence, self.fence,
                  self.cancel, self.stop, self.wait, self.lose, self.nonsense)  # fmt: skip
         self.rng.choice(steps)()
@@ -70,6 +73,8 @@ class World:
                 case SendInvite(link, invite, _):
                     assert invite.transfer not in self.invited
                     self.invited[invite.transfer] = link  # type: ignore[assignment]
+                    if self.rng.random() < 0.5:
+                        self.say(invite.transfer)
                 case Fence(link, transfer):
                     self.fencing.append((link, transfer))  # type: ignore[arg-type]
                 case Resolve(number, end):
@@ -90,8 +95,35 @@ class World:
                     if self.rng.random() < 0.3:
                         self.rng.choice((self.cancel, self.wait, self.lose))()
                     self.obey(then(self.now))
-                case Send(_, Landed(transfer, n_bytes)):
-                    assert n_bytes == self.whole(transfer)
+                case Send(_, message):
+                    self.hear(message)
+
+    def hear(self, message: Message) -> None:
+        """As the source does."""
+        match message:
+            case Stop(transfer):
+                assert transfer in self.said
+            case Unwanted(name):
+                number = int(name.removeprefix("r"))
+                assert number not in self.said | self.unwanted
+                self.unwanted.add(number)
+            case Landed(transfer, n_bytes):
+                assert n_bytes == self.whole(transfer)
+
+    def say(self, number: int) -> None:
+        """Memory is registered, and the invitation leaves, unless it is late."""
+        if self.book.invites(self.invited[number], number):  # type: ignore[arg-type]
+            assert number not in self.unwanted
+            self.said.add(number)
+        else:
+            assert number in self.fencing_or_over()
+
+    def fencing_or_over(self) -> set[int]:
+        return {number for _, number in self.fencing} | self.fenced | self.resolved.keys()
+
+    def register(self) -> None:
+        if late := self.invited.keys() - self.said:
+            self.say(self.rng.choice(sorted(late)))
 
     def whole(self, number: int) -> int:
         wish = self.wishes[number]
@@ -103,9 +135,8 @@ class World:
         blocks = self.rng.sample(range(BLOCKS), self.rng.randrange(1, 6))
         tokens = self.rng.randrange(1, len(blocks) * 4 + 1)
         skip = self.rng.randrange(tokens)
-        wish = Wish(
-            self.rng.choice(ADDRESSES), "r", np.array(blocks), tokens, skip, self.rng.choice([1.0, 30.0]), Klass.BULK
-        )
+        address, timeout_s = self.rng.choice(ADDRESSES), self.rng.choice([1.0, 30.0])
+        wish = Wish(address, f"r{self.numbers}", np.array(blocks), tokens, skip, timeout_s, Klass.BULK)
         self.wishes[self.numbers] = wish
         self.obey(self.book.fetch(self.numbers, wish, self.now))
 
@@ -121,7 +152,7 @@ class World:
                 self.obey(self.book.linked(address, self.links[address], LAYOUT, "p", self.now))
 
     def accept(self) -> None:
-        waiting = [number for number in self.invited if number not in self.resolved and number not in self.windows]
+        waiting = [number for number in self.said if number not in self.resolved and number not in self.windows]
         if waiting:
             number = self.rng.choice(waiting)
             group, size = self.rng.choice([1, 2, 4]), self.rng.choice([1, WINDOW, WINDOW, WINDOW, WINDOW + 1])
@@ -256,9 +287,12 @@ def test_told_anything_in_any_order_it_ends_every_landing_once_behind_its_fence(
 
 def test_any_order_reaches_every_end() -> None:
     ends: set[How] = set()
+    unwanted = 0
     for seed in range(60):
         world = World(seed)
         for _ in range(300):
             world.step()
         ends |= set(world.resolved.values())
+        unwanted += len(world.unwanted)
     assert ends == set(How)
+    assert unwanted

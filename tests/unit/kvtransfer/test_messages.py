@@ -27,6 +27,7 @@ from kvtransfer.messages import (
     ProtocolError,
     Ready,
     Stop,
+    Unwanted,
     Welcome,
     decode,
     encode,
@@ -47,6 +48,7 @@ EVERY: list[Message] = [
     Stop(7, Reason.STALE, "why"),
     Landed(7, 1 << 30),
     Credit(7, 1 << 20),
+    Unwanted("request", "ticket"),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 from kvtransfer.commands import Command, Reckon, Resolve, Send
 from kvtransfer.ends import Reason
 from kvtransfer.layout import KvDtype, KvLayout
-from kvtransfer.messages import MOST_BLOCKS, Card, Invite, ProtocolError, Stop, pack_blocks
+from kvtransfer.messages import MOST_BLOCKS, Card, Invite, ProtocolError, Stop, Unwanted, pack_blocks
 from kvtransfer.options import Options
 from kvtransfer.outlet import Ware
 from kvtransfer.regions import Region
@@ -183,6 +183,34 @@ def test_an_offer_stays_for_who_waits_again_or_only_ran_out_of_time(again: bool)
         book.invited(link, invite(2), 0.2)  # type: ignore[arg-type]
     book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.3)
     assert book.held["moving" if again else "offered"] == 1
+
+
+def test_an_offer_that_its_sink_does_not_even_ask_for_ends_at_once() -> None:
+    book, link = book_and_link("d1")
+    ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
+    commands = book.unwanted(link, Unwanted("r", ticket), 0.1)  # type: ignore[arg-type]
+    assert [each.end.reason for each in commands if isinstance(each, Resolve)] == [Reason.CANCELLED]
+    assert not any(book.held.values())
+    assert refusals(book.invited(link, invite(1, ticket), 0.2)) == [Reason.GONE]  # type: ignore[arg-type]
+
+
+def test_whoever_may_not_have_an_offer_has_no_say_in_it() -> None:
+    book, link = book_and_link("d1")
+    ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), "d1"), 0.0)
+    other, _ = book.offer(8, Ware("other", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
+    for said in (Unwanted("r", other), Unwanted("other"), Unwanted("other", ticket), Unwanted("none", ticket)):
+        assert book.unwanted(link, said, 0.1) == []  # type: ignore[arg-type]
+    assert book.held["offered"] == 2
+    book.invited(link, invite(1), 0.2)  # type: ignore[arg-type]
+    assert book.unwanted(link, Unwanted("r"), 0.3) == [], "it was asked for"  # type: ignore[arg-type]
+    assert book.held["moving"] == 1
+
+
+def test_an_offer_that_its_sink_has_said_it_would_not_ask_for_ends_as_it_comes() -> None:
+    book, link = book_and_link("d1")
+    book.unwanted(link, Unwanted("r"), 0.0)  # type: ignore[arg-type]
+    _, commands = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), "d1"), 0.1)
+    assert [each.end.reason for each in commands if isinstance(each, Resolve)] == [Reason.CANCELLED]
 
 
 def test_names_are_remembered_for_a_while_and_not_too_many() -> None:
