@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import threading
 import time
 import traceback
 from collections import Counter
@@ -106,6 +107,7 @@ class Engine:
         self.offers: dict[str, Request] = {}
         self.landings: dict[str, Request] = {}
         self.handles: dict[str, Handle] = {}
+        self.robbing = threading.Lock()  # an end comes on a link's thread: what it gives back is stolen before, or not
         self.wrong: list[str] = []
         self.expected: Callable[[str], NDArray[np.uint8] | None] = lambda name: None
 
@@ -144,9 +146,10 @@ class Engine:
         if handle.end is None:
             return
         request = (self.offers if isinstance(handle, Offer) else self.landings)[handle.name]
-        if request.end is not None:
-            self.wrong.append(f"{handle.name} ended twice: {request.end} and {handle.end}")
-        request.end = handle.end
+        with self.robbing:
+            if request.end is not None:
+                self.wrong.append(f"{handle.name} ended twice: {request.end} and {handle.end}")
+            request.end = handle.end
         if not isinstance(handle.end.reason, Reason):
             self.wrong.append(f"{handle.name} ended without a named reason")
         if isinstance(handle, Landing) and handle.end.how is How.LANDED:
@@ -156,11 +159,12 @@ class Engine:
     def steal(self) -> None:
         """An engine's worst habit: to hand blocks on while they are still on offer. Only the generation tells."""
         for request in list(self.offers.values()):
-            if request.end is None and not self.dead:
-                for region in self.regions:
-                    region.bump(request.blocks)
-                    for block in request.blocks:
-                        self.fill(region, block, np.uint8(0xEE))
+            with self.robbing:
+                if request.end is None and not self.dead:
+                    for region in self.regions:
+                        region.bump(request.blocks)
+                        for block in request.blocks:
+                            self.fill(region, block, np.uint8(0xEE))
 
     def verify(self, request: Request) -> None:
         wanted = self.expected(request.name)
