@@ -129,7 +129,7 @@ class SinkBook:
             if each.number in self._held:
                 commands.append(self._invite(each, now))
             else:
-                commands += _never_asked(link, each)
+                commands += self._never_asked(link, each)
         return commands
 
     def unlinked(self, address: str, reason: Reason, detail: str, now: float) -> list[Command]:
@@ -348,8 +348,19 @@ class SinkBook:
         if not tell:
             return [fence]
         if not reservation.said:
-            return [*_never_asked(reservation.link, reservation), fence]
+            return [*self._never_asked(reservation.link, reservation), fence]
         return [Send(reservation.link, stop(reservation.number, reason, detail)), fence]
+
+    def _never_asked(self, link: Link, reservation: Reservation) -> list[Command]:
+        """What the source hears of a landing that was cancelled before its invitation left: blocks are not kept for
+        nobody. Nothing where another landing wants the same."""
+        wish = reservation.wish
+        wanted = any(
+            (each.wish.address, each.wish.name) == (wish.address, wish.name) and each.state is not SinkState.FENCING
+            for each in self._held.values()
+        )
+        unwanted = reservation.end is not None and reservation.end[0] is Reason.CANCELLED
+        return [Send(link, Unwanted(wish.name, wish.ticket))] if unwanted and not wanted else []
 
     def _resolve(self, reservation: Reservation, now: float) -> list[Command]:
         assert reservation.end is not None
@@ -362,13 +373,6 @@ class SinkBook:
         self._tally.landing_ended(ended)
         last = self._progress(reservation, fenced=True) if ended.landed else []
         return [*last, Resolve(reservation.number, ended)]
-
-
-def _never_asked(link: Link, reservation: Reservation) -> list[Command]:
-    """What the source hears of a landing that ended before its invitation left: blocks are not kept for nobody."""
-    wish = reservation.wish
-    unwanted = reservation.end is not None and reservation.end[0] is Reason.CANCELLED
-    return [Send(link, Unwanted(wish.name, wish.ticket))] if unwanted else []
 
 
 def _moved(reservation: Reservation) -> int:

@@ -294,6 +294,17 @@ async def test_a_sink_that_gives_up_before_it_has_asked_leaves_nothing_on_offer(
             assert not source.agent.figures()["leases"]["offered"]
 
 
+async def test_who_gives_up_and_asks_again_before_there_is_a_link_is_served(transport: str) -> None:
+    async with groups(transport, SMALL, SMALL) as (source, sink):
+        offer = source.agent.offer("r", [0], 16)
+        first = sink.agent.fetch(source.agent.address, "r", [5], 16, ticket=offer.ticket)
+        first.cancel("client left")
+        again = sink.agent.fetch(source.agent.address, "r", [6], 16, ticket=offer.ticket)
+        assert (await soon(first.ended())).how is How.CANCELLED
+        assert (await soon(again.ended())).landed
+        assert (await soon(offer.ended())).landed
+
+
 async def seconds_to_cancel(source: Group, sink: Group, name: str) -> float:
     """Until both sides have ended what is under way. The least of some is what it takes: a machine may stop us."""
     offer = source.agent.offer(name, [0], 16, ready_layers=0, public=True)
