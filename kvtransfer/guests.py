@@ -89,8 +89,10 @@ class Guests:
         return True
 
     def unwanted(self, name: str, agent: str, now: float) -> None:
-        """This agent does not want what may yet be offered by that name."""
-        self._unwanted.put(name, agent, now)
+        """This agent does not want what may yet be offered by that name; who waits for it there does. A word that
+        spares memory, not one to rely on: the latest agent's counts, and so many names are remembered."""
+        if name not in self._seated:
+            self._unwanted.put(name, agent, now)
 
     def lost(self, link: Link) -> None:
         """Whoever came by this link has gone."""

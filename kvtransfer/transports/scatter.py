@@ -84,9 +84,8 @@ class Pieces:
     """
 
     __slots__ = (
-        *("_at_once", "_ends", "_iovecs", "_lengths", "_memory", "_offsets", "_row"),
-        *("done", "fed", "short", "size"),
-    )
+        "_at_once", "_ends", "_iovecs", "_lengths", "_memory", "_offsets", "_row", "done", "fed", "short", "size",
+    )  # fmt: skip
 
     def __init__(self, memory: Bytes, address: int, offsets: Offsets, lengths: Offsets, iovecs: Iovecs) -> None:
         self._memory = memory
@@ -94,7 +93,8 @@ class Pieces:
         self._iovecs = iovecs
         self.done = self.fed = 0
         self.short = False
-        self._row, self._at_once = 1, MOST_IOVECS
+        self._row = 1
+        self._at_once: int | None = None  # bytes of a call, if a digest takes them after it
         if len(lengths) == 1:
             self.size = size = lengths.item()
             self._ends = [size]
@@ -110,14 +110,14 @@ class Pieces:
         cls, region: Region, offsets: Offsets, lengths: Offsets, iovecs: Iovecs, *, fed: bool = False
     ) -> Pieces:
         """A window's pieces of a region. TransportError if one of them lies outside. `fed`: a digest takes them while
-        they are in the cache, so no call moves many of them."""
+        they are in the cache, so no call moves more than that holds."""
         if not within(region, offsets, lengths):
             raise TransportError(f"a window reaches beyond the {region.bytes.size} bytes of {region.name}, or is none")
         pieces = cls(region.bytes, region.address, offsets, lengths, iovecs)
         if fed and pieces.size > IN_CACHE:
             if int(np.maximum.reduce(lengths)) > IN_CACHE:
                 pieces = cls(region.bytes, region.address, *_cut(offsets, lengths, IN_CACHE), iovecs)
-            pieces._at_once = max(1, min(MOST_IOVECS, IN_CACHE * pieces.count // pieces.size))
+            pieces._at_once = IN_CACHE
         return pieces
 
     @classmethod
@@ -154,7 +154,9 @@ class Pieces:
         Bytes moved, None where it would wait. Raises OSError.
         """
         words = self._iovecs.words
-        first, last = self._row, min(len(self._ends) + 1, self._row + self._at_once)
+        first, last = self._row, min(len(self._ends) + 1, self._row + MOST_IOVECS)
+        if self._at_once is not None:
+            last = min(last, max(first, bisect_right(self._ends, self.done + self._at_once)) + 1)
         asked = (self._ends[last - 2] if last > 1 else 0) - self.done + ahead[1]
         if ahead[1]:
             first -= 1
@@ -221,11 +223,11 @@ class Pieces:
 
 
 def _cut(offsets: Offsets, lengths: Offsets, most: int) -> tuple[Offsets, Offsets]:
-    """The same bytes in the same order, no piece longer than `most`."""
+    """The same bytes in the same order, no piece longer than `most`: long ones in equal parts, but for the last."""
     counts = -(-lengths // most)
-    begins = np.cumsum(counts) - counts
-    cut = np.repeat(offsets - begins * most, counts) + np.arange(0, int(counts.sum()) * most, most)
-    return cut, np.minimum(np.repeat(offsets + lengths, counts) - cut, most)
+    begins, parts = np.repeat(np.cumsum(counts) - counts, counts), np.repeat(-(-lengths // counts), counts)
+    cut = np.repeat(offsets, counts) + (np.arange(parts.size) - begins) * parts
+    return cut, np.minimum(np.repeat(offsets + lengths, counts) - cut, parts)
 
 
 def address_of(array: Bytes) -> int:

@@ -36,6 +36,12 @@ def slots_of(name: str) -> set[str]:
     return {line.split()[-1] for line in mine.splitlines() if line.strip().startswith("cdef public")}
 
 
+def _is_field(module: str, line: ast.AnnAssign) -> bool:
+    """Whether it stands in a class, or in the module, and not in a function."""
+    tree = PROJECT.trees[module]
+    return line in tree.body or any(line in each.body for each in ast.walk(tree) if isinstance(each, ast.ClassDef))
+
+
 def of(**sources: str) -> classes.Project:
     """A project of such modules, all of them compiled."""
     trees = {module: ast.parse(text) for module, text in sources.items()}
@@ -146,8 +152,12 @@ def test_private_functions_are_called_without_a_look_up_and_public_ones_are_not(
 def test_what_a_price_is_made_of_are_doubles_and_nothing_else_is_declared_so() -> None:
     declared = [line for line in told("policies.price") if line.startswith("    cdef public double ")]
     assert {line.split()[-1] for line in declared} == set(classes.slots(PROJECT.classes["policies.price._Asked"]) or ())
-    others = [line for module in PROJECT.compiled if module != "policies.price" for line in told(module)]
-    assert not [line for line in others if "double" in line]
+    others = set(PROJECT.compiled) - {"policies.price"}
+    assert not [line for module in others for line in told(module) if "double" in line]
+    for module in others:
+        for each in ast.walk(PROJECT.trees[module]):
+            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and not _is_field(module, each):
+                assert ast.unparse(each.annotation) != "float", f"{module}: {each.target.id} would be a C double"
 
 
 def test_a_class_imported_for_types_alone_is_known_unless_that_closes_a_circle_of_more_than_classes() -> None:

@@ -213,6 +213,15 @@ def test_an_offer_that_its_sink_has_said_it_would_not_ask_for_ends_as_it_comes()
     assert [each.end.reason for each in commands if isinstance(each, Resolve)] == [Reason.CANCELLED]
 
 
+def test_who_will_not_ask_takes_nothing_from_who_is_waiting() -> None:
+    book, link = book_and_link("d1")
+    book.invited(link, invite(1), 0.0)  # type: ignore[arg-type]
+    book.unwanted(link, Unwanted("r"), 0.1)  # type: ignore[arg-type]
+    book.stopped(link, Stop(1, Reason.TIMEOUT), 0.2)  # type: ignore[arg-type]
+    book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.3)
+    assert book.held["offered"] == 1
+
+
 def test_names_are_remembered_for_a_while_and_not_too_many() -> None:
     names: Remembered[int] = Remembered(10.0, most=3)
     for at in range(5):
