@@ -14,7 +14,7 @@ import uvloop
 from gateway.framing import chunk
 from gateway.outbox import Outbox
 from gateway.relay import FIRST_EVENT, Relay, State, UpstreamBroke
-from gateway.upstream import IDLE_S, Connection, Patience, Upstream
+from gateway.upstream import IDLE_S, QUICKACK, Connection, Patience, Upstream
 from tests.fair_time import PATIENCE_S
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
@@ -404,3 +404,47 @@ class Noticing(set[Connection]):
         super().add(connection)
         if not self._standing.done():
             self._standing.set_result(None)
+
+
+@pytest.mark.skipif(QUICKACK is None, reason="TCP_QUICKACK is Linux's")
+async def test_a_stream_that_flows_is_acknowledged_by_twos_and_a_new_request_as_ever() -> None:
+    """The option reads 0 while the kernel takes the two sides to converse."""
+    assert QUICKACK is not None
+    event = chunk(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
+    quick: list[int] = []
+
+    async with engines() as made:
+
+        def stream(engine: Engine) -> None:
+            asyncio.get_running_loop().create_task(flow(engine))
+
+        async def flow(engine: Engine) -> None:
+            engine.transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
+            engine.transport.write(b"transfer-encoding: chunked\r\n\r\n" + event)
+            for _ in range(4):
+                await until_read(client, event)
+                quick.append(sock_of(client).getsockopt(socket.IPPROTO_TCP, QUICKACK))
+                client.text.clear()
+                engine.transport.write(event)
+            engine.transport.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+        made.react = stream
+        for _ in range(2):
+            client = Client()
+            assert (await made.ask(client)).state is State.DONE
+            assert quick[1:] == [0, 0, 0]
+            quick.clear()
+            await asyncio.sleep(0.1)
+
+
+def sock_of(client: Client) -> socket.socket:
+    assert client.source is not None
+    assert client.source._transport is not None
+    found: socket.socket = client.source._transport.get_extra_info("socket")
+    return found
+
+
+async def until_read(client: Client, event: bytes) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while event not in client.text:
+            await asyncio.sleep(0)
