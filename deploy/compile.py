@@ -36,7 +36,7 @@ STAMP = "made-of"
 HOT = (
     *("account", "attempts", "begin", "canary", "endpoints", "errand", "exchange", "explain", "framing", "front"),
     *("gate", "head", "kept", "legs", "likeness", "meters", "openai", "outbox", "overflow", "prefixes", "quotas"),
-    *("relay", "roster", "serve", "shadow", "slo", "talk", "trace", "upstream"),
+    *("relay", "roster", "serve", "shadow", "slo", "talk", "told", "trace", "upstream"),
     *(f"split/{name}" for name in ("dispatch", "edit", "handoffs", "leg", "life", "pair", "words")),
 )
 DECISIONS = (

@@ -23,7 +23,8 @@ from gateway.kept import REGRET_EVERY, Kept, usage_of
 from gateway.meters import Counter, Histogram
 from gateway.metrics import Metrics
 from gateway.observe.export import Tracer
-from gateway.relay import Relay, Usage
+from gateway.relay import Relay
+from gateway.told import Usage
 from policies.contract import Policy
 from policies.fingerprint import ids_of
 from policies.model import Ask, Pick

@@ -14,9 +14,10 @@ from gateway.config import Config
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
-from gateway.relay import STOPPED, UpstreamBroke, Usage
+from gateway.relay import STOPPED, UpstreamBroke
 from gateway.roster import HEALTHY, Adoption, LiveEndpoint, Moves, Roster
 from gateway.shared.news import News
+from gateway.told import Usage
 from gateway.upstream import Upstream
 from gateway.watch.scrape import Reading
 from policies import health, ledger, warmup

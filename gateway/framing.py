@@ -17,8 +17,9 @@ LAST_CHUNK = b"0\r\n\r\n"
 BODILESS = (204, 304)  # whatever their headers say
 
 _FACTS = re.compile(
-    rb"\n(content-type|content-length|content-encoding|transfer-encoding|connection)[ \t]*:[ \t]*([^\r\n]*?)[ \t]*\r"
+    rb"\n(content-type|content-length|content-encoding|transfer-encoding|connection)[ \t]*:([^\r\n]*)\r"
 )
+_ONCE = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))
 _SIZES = {b"%x" % size: size for size in range(1, 4096)}  # as engines write them; whatever else there is: _SIZE
 _LINES = {len(line) + size + 4: line + b"\r\n" for line, size in _SIZES.items()}  # by the length of the whole chunk
 _SIZE = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]{0,8};[^\r\n]{0,256})?\r\n")
@@ -53,9 +54,9 @@ def parse_head(head: bytes) -> Head:
     """A head (status line and headers, ending in one CRLF) to its facts. Raises FramingError."""
     if not (head.startswith(b"HTTP/1.") and head[9:12].isdigit()):
         raise FramingError("not an HTTP/1.x status line")
-    found = _FACTS.findall(head.lower())
-    facts = dict(found)
-    if len(facts) != len(found):
+    found = [(name, value.strip(b" \t")) for name, value in _FACTS.findall(head.lower())]
+    facts, once = dict(found), [name for name, _ in found if name in _ONCE]
+    if len(set(once)) != len(once):
         raise FramingError("a framing header appears twice")
     length, coding = facts.get(b"content-length"), facts.get(b"transfer-encoding")
     if coding is not None and (coding != b"chunked" or length is not None):
@@ -68,12 +69,14 @@ def parse_head(head: bytes) -> Head:
     content_type = facts.get(b"content-type", b"application/octet-stream")
     is_sse = content_type.startswith(b"text/event-stream")
     framed = size is not None or coding is not None or status in BODILESS
+    said = b",".join(value for name, value in found if name == b"connection")
+    closes = b"close" in [each.strip(b" \t") for each in said.split(b",")]
     return Head(
         status,
         content_type,
         size,
         coding is not None,
-        framed and facts.get(b"connection") != b"close" and head[7] == ord("1"),
+        framed and not closes and head[7] == ord("1"),
         is_sse,
         bool(size) and 200 <= status < 300 and status not in BODILESS and not is_sse,
         b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n" % content_type,
@@ -85,11 +88,13 @@ class Body(Protocol):
     """A body being received. feed() hands out the payload inside the bytes; `ended` says that it was complete.
 
     between is True where another chunk could be written in place of an unfinished size line, `partial`; surplus counts
-    bytes past the end. last_chunk is where the terminal chunk begins, in what was `partial` and the bytes fed last.
+    bytes past the end. last_chunk is where the terminal chunk begins, in what was `partial` and the bytes fed last, and
+    trailers says that there is more behind it than an end.
     """
 
     ended: bool
     surplus: int
+    trailers: bool
     last_chunk: int
     partial: bytes
 
@@ -101,10 +106,10 @@ class Body(Protocol):
 class ChunkedBody:
     """Follows Transfer-Encoding: chunked through any splitting of the bytes."""
 
-    __slots__ = ("_clean", "_crlf_due", "_need", "ended", "last_chunk", "partial", "surplus")
+    __slots__ = ("_clean", "_crlf_due", "_need", "ended", "last_chunk", "partial", "surplus", "trailers")
 
     def __init__(self) -> None:
-        self.ended = False
+        self.ended = self.trailers = False
         self.surplus = 0
         self.last_chunk = -1
         self._clean = True  # a size line is next: none of the three below is pending
@@ -168,9 +173,10 @@ class ChunkedBody:
         if data.startswith(b"\r\n", line.end()):
             stop = line.end() + 2
         else:
-            stop = data.find(b"\r\n\r\n", line.end()) + 4  # trailers: skipped, never forwarded on their own
+            stop = data.find(b"\r\n\r\n", line.end()) + 4
             if stop == 3:
                 return self._wait(data, at, MAX_HEAD, "trailers without end")
+            self.trailers = True
         self.ended = True
         self.last_chunk = at
         return stop
@@ -197,12 +203,13 @@ def _whole_chunks(data: bytes, at: int, pieces: list[bytes]) -> int:
 class LengthBody:
     """Counts down a Content-Length."""
 
-    __slots__ = ("_left", "ended", "last_chunk", "partial", "surplus")
+    __slots__ = ("_left", "ended", "last_chunk", "partial", "surplus", "trailers")
     between = False
 
     def __init__(self, length: int) -> None:
         self._left = length
         self.partial = b""
+        self.trailers = False
         self.ended = length == 0
         self.surplus = 0
         self.last_chunk = -1
@@ -219,12 +226,12 @@ class LengthBody:
 class RawBody:
     """A body that ends with its connection: whole only if the peer closed cleanly, which cannot be known better."""
 
-    __slots__ = ("ended", "last_chunk", "partial", "surplus")
+    __slots__ = ("ended", "last_chunk", "partial", "surplus", "trailers")
     between = True
 
     def __init__(self) -> None:
         self.partial = b""
-        self.ended = False
+        self.ended = self.trailers = False
         self.surplus = 0
         self.last_chunk = -1
 

@@ -11,7 +11,8 @@ from time import monotonic
 from gateway.exchange import Exchange
 from gateway.meters import Counter
 from gateway.metrics import Metrics
-from gateway.relay import Relay, Usage
+from gateway.relay import Relay
+from gateway.told import Usage
 from policies.admission import Outcome
 from policies.latency import ttfts
 from policies.lengths import OutputLengths
@@ -33,7 +34,14 @@ def outcome_of(x: Exchange) -> Outcome:
     usage = usage_of(x, relay)
     ttft_s, tpot_s = pace(x, relay, usage)
     ended = "served" if x.outcome == "served" else "ignored" if x.outcome == "client_gone" else "dropped"
-    return Outcome(now, ttft_s, tpot_s, usage.completion_tokens or relay.events, usage.cached_tokens, ended)
+    return Outcome(now, ttft_s, tpot_s, _tokens(x, relay, usage), usage.cached_tokens, ended)
+
+
+def _tokens(x: Exchange, relay: Relay, usage: Usage) -> int:
+    """Of the answer, as far as anybody knows: an engine that does not count gives nothing back to a quota."""
+    if usage.completion_tokens is None and not relay.events and x.call is not None:
+        return x.call.request.output_tokens
+    return usage.completion_tokens or relay.events
 
 
 def usage_of(x: Exchange, relay: Relay) -> Usage:

@@ -60,13 +60,15 @@ def pass_on(x: Exchange, client: Client, relay: Relay) -> None:
     """An engine's 4xx is about the request, so it goes to the client. Raises UpstreamBroke for what is not."""
     status = refusal(relay)
     x.status, x.outcome, x.reason = status, "refused", "engine"
-    client.answer(status, reshaped(status, relay.refusal), [("x-request-id", x.id), ("x-should-retry", "false")])
+    told = [("x-request-id", x.id), ("x-should-retry", "false")]
+    if x.booking is not None:
+        told.append(("x-penstock-endpoint", x.booking.endpoint.name))
+    client.answer(status, reshaped(status, relay.refusal), told)
 
 
 def refusal(relay: Relay) -> int:
     """The status of an engine's word about the request; UpstreamBroke when it is trouble of the engine's own."""
-    assert relay.head is not None
-    status = relay.head.status
+    status = relay.status
     if not 400 <= status < 500 or status in OWN_TROUBLE:
         raise UpstreamBroke(f"status_{status}", f"the engine answered {status}")
     return status

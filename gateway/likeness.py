@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 
 from gateway.framing import Body, ChunkedBody
+from gateway.told import REASON, USAGE
 
 GUESSES = 8
 """How often a stream is asked how its events look: reasoning, text and tool calls follow each other, each with a look
 of its own. The newest one counts; an event that has none takes one of these, too."""
-
-USAGE = b'"usage":'
-REASON = b'"finish_reason":"'
 
 _TEXT = re.compile(rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"(?=[^"])')
 _BEHIND = len(b"\n\n\r\n")  # the end of an event, and of its chunk

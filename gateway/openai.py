@@ -73,7 +73,9 @@ SMALL_BODY = 256 * 1024  # up to here a body cannot hold enough members to be wo
 MAX_MEMBERS = 256
 MAX_NAME = 256
 MAX_DIGITS = 4096  # interpreters refuse or choke on longer numbers (CPython: 4300 digits)
+MAX_PROMPTS = 16 * 1024  # of token ids, in one request
 _OPENING = frozenset(b'{["')  # what begins so is no number, however long
+_COMPOUND = frozenset(b"{[")
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_any = msgspec.json.Decoder().decode
@@ -289,9 +291,13 @@ def _string(members: Mapping[str, msgspec.Raw], name: str) -> str:
 
 
 def _value(members: Mapping[str, msgspec.Raw], name: str) -> Any:
-    """One member, decoded whole. Numbers no decoder can hold are only found here."""
+    """One member that is a string, a number or less, decoded; of a list or an object, a million objects maybe, only
+    that it is neither. Numbers no decoder can hold are only found here."""
+    raw = members[name]
+    if memoryview(raw)[0] in _COMPOUND:
+        return ()
     try:
-        return _decode_any(members[name])
+        return _decode_any(raw)
     except msgspec.DecodeError as error:
         raise GatewayError(Failure.BAD_REQUEST, f"'{name}' cannot be read: {error}.", param=name) from None
 
@@ -334,7 +340,10 @@ def _token_ids(prompt: msgspec.Raw) -> int | None:
 
 def _longest(prompt: msgspec.Raw) -> int:
     """The token ids of the longest of some prompts, or of the only one: each must fit the context by itself."""
-    return max(part.lstrip(b"[, \t\r\n").count(b",") + 1 for part in bytes(prompt).split(b"]"))
+    text = bytes(prompt)
+    if text.count(b"]") > MAX_PROMPTS:
+        raise GatewayError(Failure.BAD_REQUEST, f"'prompt' has more than {MAX_PROMPTS} prompts.", param="prompt")
+    return max(part.lstrip(b"[, \t\r\n").count(b",") + 1 for part in text.split(b"]"))
 
 
 def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) -> None:
@@ -365,7 +374,10 @@ def _outbound(
 def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:
     """An object without its engine-internal members; None when there is nothing to drop (or it is no object)."""
     try:
-        members = _decode(value)
+        members = _decode(value) if len(value) <= SMALL_BODY else _decode_large(bytes(value))
+    except _TooManyMembersError:
+        message = f"'{XARGS}' has more than {MAX_MEMBERS} members."
+        raise GatewayError(Failure.BAD_REQUEST, message, param=XARGS) from None
     except msgspec.ValidationError:
         return None
     if ENGINE_INTERNAL.isdisjoint(members):

@@ -57,7 +57,10 @@ class Outbox:
         posted, self._posted = self._posted, []
         for transport, data in posted:
             if not transport.is_closing():
-                transport.write(data)
+                try:
+                    transport.write(data)
+                except RuntimeError:  # half closed: its bytes are lost, and not those of the others
+                    transport.abort()
 
     def put_off(self, connection: Behind, relay: Relay, data: bytes) -> None:
         """What an engine said is relayed in a later turn, after all that was put off before. Due when `full`."""

@@ -7,11 +7,8 @@ accounting needs is looked for: first token, events, usage, finish reason and a 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from enum import Enum, auto
-
-import msgspec
 
 from gateway.answer import Failure, event_of
 from gateway.framing import (
@@ -28,29 +25,35 @@ from gateway.framing import (
     chunk,
     parse_head,
 )
-from gateway.likeness import GUESSES, REASON, USAGE, Likeness, likeness
+from gateway.likeness import GUESSES, Likeness, likeness
 from gateway.meters import Histogram
 from gateway.rename import Renamer
+from gateway.told import (
+    CONTENT,
+    ENDS,
+    ERROR_EVENT,
+    ERROR_KEPT,
+    LAST_WORD,
+    REASON,
+    USAGE,
+    Usage,
+    begins_with_error,
+    clients_fault,
+    first_event,
+    last_end,
+    reason_in,
+    told_all,
+    undecided,
+    usage_in,
+)
 
-ERROR_BODY_LIMIT = 64 * 1024
+ERROR_MOST = 64 * 1024 * 1024  # engines repeat a bad request in what they say of it
 CARRY_LIMIT = 64 * 1024
-HELD_BYTES, HELD_EVENTS = 64 * 1024, 3  # an engine that says more before its first token says what we do not know
-FIRST_EVENT = 256  # bytes of a stream that are waited for, to see whether it begins with an error
 TAIL = 16 * 1024
 
 _CLOSED = b"connection: close\r\n\r\n"
 _EVENT = b"\ndata:"
-_DONE = b"[DONE]"
 _ERROR = b'"error"'
-_ERROR_EVENT = re.compile(rb'(?:^|\n)data:\s*\{\s*"error"')
-_CONTENT = re.compile(
-    rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
-)
-_TELLS = re.compile(_CONTENT.pattern + rb'|"finish_reason":\s*"|\[DONE\]|' + _ERROR_EVENT.pattern)
-_FINISH = re.compile(rb'"finish_reason":"(\w+)"')
-_PROMPT, _COMPLETION, _CACHED = (
-    re.compile(rb'"%b_tokens":\s*(\d{1,15})(?!\d)' % each).search for each in (b"prompt", b"completion", b"cached")
-)
 
 
 class State(Enum):
@@ -78,14 +81,6 @@ class UpstreamBroke(Exception):
         self.kind = kind
 
 
-class Usage(msgspec.Struct, frozen=True):
-    """Token counts as the engine reported them; None where it did not."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
-
-
 class Relay:
     """One answer on its way through: feed() what arrives, write what it returns, until `state` is DONE.
 
@@ -97,15 +92,27 @@ class Relay:
     renamer    puts the client's alias in place of the engine's model name; None when they are the same
 
     committed  a byte of the answer was handed to the client: from there on nothing can be retried
-    refused    the engine answered something other than 2xx; its body is in `refusal`
+    refused    the engine answered other than 2xx, or told a fault in its first event: `status`, and what it said
     Times are those given to feed(); None until they happened.
     """
 
     __slots__ = (
-        *("_body", "_carry", "_counts", "_failed", "_finish", "_guesses", "_held", "_last", "_like", "_pending"),
-        *("_reason", "_rebuild", "_sse", "_usage", "bytes_out", "committed", "events", "first_byte_at"),
-        *("first_token_at", "gaps", "head", "headers", "http_1_0", "last_at", "on_first", "patient", "refusal"),
-        *("refused", "renamer", "state"),
+        *(
+            "_body",
+            "_carry",
+            "_counts",
+            "_done",
+            "_failed",
+            "_finish",
+            "_guesses",
+            "_held",
+            "_last",
+            "_like",
+            "_pending",
+        ),
+        *("_reason", "_rebuild", "_said", "_sse", "_torn", "_usage", "bytes_out", "committed", "events"),
+        *("first_byte_at", "first_token_at", "gaps", "head", "headers", "http_1_0", "last_at", "on_first", "patient"),
+        *("refusal", "refused", "renamer", "state", "status"),
     )
 
     def __init__(
@@ -121,8 +128,8 @@ class Relay:
         self.patient, self.gaps = patient, gaps
         self.state = HEAD
         self.head: Head | None = None
-        self.committed = self.refused = self._sse = self._rebuild = self._failed = False
-        self.events = self.bytes_out = 0
+        self.committed = self.refused = self._sse = self._rebuild = self._done = self._failed = self._torn = False
+        self.events = self.bytes_out = self.status = self._said = 0
         self.first_byte_at: float | None = None
         self.first_token_at: float | None = None
         self.last_at: float | None = None
@@ -164,6 +171,7 @@ class Relay:
         try:
             payload = body.feed(data)
         except FramingError as error:
+            self._torn = not self._rebuild  # what was good of it was followed, and not shown
             raise UpstreamBroke("framing", str(error)) from error
         if self._sse:
             if payload:
@@ -198,7 +206,7 @@ class Relay:
     @property
     def at_seam(self) -> bool:
         """Whether an event of ours could follow what the client has: in a stream, between two events."""
-        if not self._sse or self._body.ended or not (self._rebuild or self._body.between):
+        if not self._sse or self._body.ended or self._torn or not (self._rebuild or self._body.between):
             return False
         return not self._carry or self.renamer is not None  # a renamer keeps an unfinished event to itself
 
@@ -215,31 +223,20 @@ class Relay:
     @property
     def _told_all(self) -> bool:
         """Whether the client has the last event: an error behind it would take back what is whole."""
-        return self._last.endswith(_DONE + b"\n\n")
+        return self._done
 
     @property
     def usage(self) -> Usage:
         """Token counts, read from the last event or the end of the answer; not before it is over."""
         if self._counts is None:
-            tail, at = self._usage, self._usage.rfind(USAGE)
-            if at < 0:
-                self._counts = Usage()
-            else:
-                prompt, completion, cached = _PROMPT(tail, at), _COMPLETION(tail, at), _CACHED(tail, at)
-                self._counts = Usage(
-                    None if prompt is None else int(prompt[1]),
-                    None if completion is None else int(completion[1]),
-                    None if cached is None else int(cached[1]),
-                )
+            self._counts = usage_in(self._usage)
         return self._counts
 
     @property
     def finish_reason(self) -> str | None:
         """Why generation ended, in the engine's word."""
         if self._reason:
-            at = self._reason.rfind(REASON)
-            found = _FINISH.match(self._reason, at) if at >= 0 else None
-            self._finish, self._reason = found[1].decode() if found else None, b""
+            self._finish, self._reason = reason_in(self._reason), b""
         return self._finish
 
     @property
@@ -273,15 +270,10 @@ class Relay:
         return self._commit(data, now)
 
     def _too_early(self, data: bytes) -> bool:
-        """Whether the first bytes do not tell yet what the answer is: a stream is judged by its whole first event."""
+        """Whether the first bytes do not tell yet what the answer is."""
         if not data:
             return not self._body.ended
-        if not self._sse or not isinstance(self._body, ChunkedBody):
-            return False
-        if self.patient:
-            few = len(data) < HELD_BYTES and data.count(_EVENT) <= HELD_EVENTS
-            return few and _TELLS.search(data) is None and not data.endswith(LAST_CHUNK)
-        return len(data) < FIRST_EVENT and b"\n\n" not in data and b"\r\n\r\n" not in data
+        return self._sse and isinstance(self._body, ChunkedBody) and undecided(data, self.patient)
 
     def _open(self, head: Head) -> None:
         if 100 <= head.status < 200:
@@ -294,26 +286,37 @@ class Relay:
             self._rebuild = True  # it must be able to take an error event
         if self._rebuild:
             self._guesses = 0  # what goes out is not what came: each event is made anew
-        self.refused = not 200 <= head.status < 300
+        self.status, self.refused = head.status, not 200 <= head.status < 300
         self.state = REFUSED if self.refused else HELD
 
     def _collect(self, data: bytes) -> bytes:
         try:
-            self.refusal += self._body.feed(data)
+            payload = self._body.feed(data)
         except FramingError as error:
             raise UpstreamBroke("framing", str(error)) from error
-        if len(self.refusal) > ERROR_BODY_LIMIT:
+        self.refusal += payload[: max(0, ERROR_KEPT - len(self.refusal))]
+        self._said += len(payload)
+        if self._said > ERROR_MOST:
             raise UpstreamBroke("framing", "the engine's error body is too long")
         if self._body.ended:
             self.state = DONE
+            if self._sse:
+                self.refusal = first_event(self.refusal)
         return b""
 
-    def _commit(self, data: bytes, now: float) -> bytes:
-        """The first body byte: from here the client sees this engine, unless these bytes break the answer. An error as
-        first event is a failure, and so is an answer without a byte."""
-        assert self.head is not None
-        if self._sse and _ERROR_EVENT.search(data if self.patient else data[:FIRST_EVENT]):
+    def _judge_error(self, data: bytes) -> bytes:
+        """A stream that begins with an error: what is about the request is the client's to hear, as any 4xx."""
+        status = clients_fault(data)
+        if status is None:
             raise UpstreamBroke("engine_error", "the engine answered with an error event")
+        self.refused, self.status, self.state = True, status, REFUSED
+        return self._collect(data)
+
+    def _commit(self, data: bytes, now: float) -> bytes:
+        """The first body byte: from here the client sees this engine, unless these bytes break the answer."""
+        assert self.head is not None
+        if self._sse and (ERROR_EVENT.search(data) if self.patient else begins_with_error(data)):
+            return self._judge_error(data)
         self.state = FLOWING
         self.first_byte_at = now
         on_first, self.on_first = self.on_first, None  # it has the request let go of, which a broken beginning needs
@@ -358,11 +361,18 @@ class Relay:
             on_first()
 
     def _keep(self, payload: bytes, now: float) -> None:
-        """A plain answer comes as one: its first byte is its first token, its counts are near its end."""
+        """A plain answer comes as one: its first byte is its first token. Its counts are looked for as it passes, since
+        what clients may ask for besides (prompt_logprobs) can stand behind them."""
         if self.first_token_at is None:
             self.first_token_at = now
             self._first()
-        self._last = self._usage = self._reason = (self._usage + payload)[-TAIL:] if self._usage else payload
+        window = self._last + payload if self._last else payload
+        usage, reason = window.rfind(USAGE), window.rfind(REASON)
+        if usage >= 0:
+            self._usage = window[usage : usage + TAIL]
+        if reason >= 0:
+            self._reason = window[reason : reason + TAIL]
+        self._last = window[-TAIL:]
 
     def _watch(self, payload: bytes, now: float) -> None:
         """Look at a payload in passing. An event cut by the network is seen whole when its rest arrives.
@@ -371,18 +381,21 @@ class Relay:
         """
         window = self._carried(payload) if self._carry else payload
         self.events += window.count(_EVENT) + window.startswith(b"data:")
-        if self.first_token_at is None and _CONTENT.search(window):
+        if self.first_token_at is None and CONTENT.search(window):
             self.first_token_at = now
             self._first()
         if window.find(USAGE) >= 0:
             self._usage = window
         if window.find(REASON) >= 0:
             self._reason = window
-        if window.find(_ERROR) >= 0 and _ERROR_EVENT.search(window):
+        if window.find(_ERROR) >= 0 and ERROR_EVENT.search(window):
             self._failed = True
-        self._last = window
-        if not window.endswith(b"\n\n"):
-            self._carry = window[window.rfind(b"\n\n") + 1 :][-CARRY_LIMIT:]
+        if not self._done:  # whatever follows the last event is not an answer's business
+            self._last = window
+            if window.find(LAST_WORD) >= 0 and told_all(window):
+                self._done, self._like, self._guesses = True, None, 0
+        if not window.endswith(ENDS):
+            self._carry = window[last_end(window) :][-CARRY_LIMIT:]
 
     def _pass(self, like: Likeness, data: bytes, now: float) -> None:
         """One more event of that look: what was found in the first is taken as found again."""
@@ -423,7 +436,9 @@ class Relay:
         assert self.head is not None
         if not self._rebuild and self._body.surplus:
             out = out[: -self._body.surplus]
-        if not self._sse or self._last.rstrip().endswith(_DONE):
+        if not self._rebuild and self._body.trailers:
+            out = out[: self._body.last_chunk] + LAST_CHUNK  # headers come from our list alone
+        if not self._sse or self._done or self._last.rstrip().endswith(LAST_WORD):
             return out
         self._failed = True
         event = event_of(Failure.UPSTREAM_FAILED, "the engine ended its stream early")

@@ -22,8 +22,8 @@ class Renamer:
     def feed(self, payload: bytes, *, sse: bool, ended: bool) -> bytes:
         """Payload in, renamed payload out; what could still be cut inside the pattern waits for the next call."""
         self._pending += payload
-        whole = len(self._pending) if ended else self._pending.rfind(b"\n\n") + 2 if sse else 0
-        if whole < 2 and not ended:
+        whole = len(self._pending) if ended else whole_events(self._pending) if sse else 0
+        if not whole and not ended:
             return b""
         ready, self._pending = self._pending[:whole], self._pending[whole:]
         return self._pattern.sub(self._replacement, ready)
@@ -46,3 +46,9 @@ class Corrector(Renamer):
         if self.cached_tokens is None or b'"cached_tokens"' not in ready:
             return ready
         return self._PATTERN.sub(rb"\g<1>%d" % self.cached_tokens, ready)
+
+
+def whole_events(text: bytes) -> int:
+    """How many bytes of it are whole events: up to the last blank line, however lines end."""
+    plain, crlf = text.rfind(b"\n\n"), text.rfind(b"\n\r\n")
+    return max(plain + 2 if plain >= 0 else 0, crlf + 3 if crlf >= 0 else 0)

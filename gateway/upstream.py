@@ -51,12 +51,14 @@ class Patience(msgspec.Struct, frozen=True):
 class Connection:
     """One connection to one engine, carrying one answer at a time from the engine to a client.
 
+    heard_at  when it last said something of an answer that the client has part of; else when it was asked
+
     An asyncio.Protocol that does not stand on its class: with a base in Python it could not be made a C class
     (deploy/classes.py).
     """
 
     __slots__ = (
-        *("_done", "_downstream", "_outbox", "_paused", "_pool", "_quick", "_relay", "_transport"),
+        *("_called_off", "_done", "_downstream", "_outbox", "_paused", "_pool", "_quick", "_relay", "_transport"),
         *("heard_at", "idle_since"),
     )
 
@@ -69,7 +71,7 @@ class Connection:
         self._done: Landing | None = None
         self.heard_at = 0.0
         self.idle_since = 0.0
-        self._paused = False
+        self._paused = self._called_off = False
         self._quick = True  # what the engine says is acknowledged piece by piece
 
     @property
@@ -105,6 +107,7 @@ class Connection:
     def call_off(self) -> None:
         """Half-close: engines take it as the abort too, but an answer that is on its way already can still be read."""
         self._outbox.flush()
+        self._called_off = True  # nothing can be sent on it any more
         if self.open and self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
 
@@ -160,12 +163,14 @@ class Connection:
         if self._outbox.full:
             self._outbox.put_off(self, relay, data)
             return
-        self.heard_at = now = monotonic()
+        now = monotonic()
         try:
             out = relay.feed(data, now)
         except UpstreamBroke as error:
             self._finish(error)
             return
+        if relay.committed:  # before that no byte counts: heads, interim ones above all, could go on for ever
+            self.heard_at = now
         if out:
             self._pool.heard_at = now
             self._downstream.write(out)  # type: ignore[union-attr]  # set together with _relay
@@ -225,7 +230,7 @@ class Connection:
         if done is None:
             return
         self._done = None
-        if error is None and relay is not None and relay.reusable and self.open:
+        if error is None and relay is not None and relay.reusable and self.open and not self._called_off:
             self._downstream.set_source(None)  # type: ignore[union-attr]  # set together with _relay
             self._relay = self._downstream = None
             if self._paused:  # the client may have been slow to the end; the next one is not

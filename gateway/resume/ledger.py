@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.relay import Relay, UpstreamBroke, Usage
-from gateway.rename import Renamer
+from gateway.relay import Relay, UpstreamBroke
+from gateway.rename import Renamer, whole_events
 from gateway.resume.terms import Terms
+from gateway.told import Usage
 
 _DONE = b"[DONE]"
 _LOST = frozenset(("abort", "error"))  # an engine's word for an end that it did not choose
@@ -216,10 +217,10 @@ class Recorder(Renamer):
             return super().feed(payload, sse=sse, ended=ended)
         self.ledger.mark()
         self._pending += payload
-        whole = len(self._pending) if ended else self._pending.rfind(b"\n\n") + 2
-        if whole < 2:
+        whole = len(self._pending) if ended else whole_events(self._pending)
+        if not whole:
             return b""
-        ready, self._pending = self._pending[:whole], self._pending[whole:]
+        ready, self._pending = self._pending[:whole].replace(b"\r\n", b"\n"), self._pending[whole:]
         try:
             return b"".join([self._event(event) for event in ready.split(b"\n\n") if event.strip()])
         except UpstreamBroke:
@@ -269,7 +270,7 @@ class Recorded(Relay):
         return self.renamer
 
     def _end(self, out: bytes) -> bytes:
-        if self._sse and not self._last.rstrip().endswith(_DONE):
+        if self._sse and not self._done and not self._last.rstrip().endswith(_DONE):
             self._recorder.ledger.take_back()
             raise UpstreamBroke("truncated", "the engine ended its stream early")
         return super()._end(out)

@@ -40,6 +40,7 @@ _MANY = re.compile(rb'\s*\[\s*["\[]')
 _USAGE = b'{"include_usage":true,"continuous_usage_stats":true}'
 _PUT = {"return_token_ids": b"true", "stream_options": _USAGE}
 _TELLING = Edits(members(_PUT), frozenset(_PUT))
+_LONGEST = 1024  # bytes of a member that is read here: what is longer is none of those that can be continued
 _COMPLETIONS_BOUND = 16  # tokens of a completion that names no bound
 
 _any = msgspec.json.Decoder().decode
@@ -83,6 +84,8 @@ def terms_of(call: Call) -> Terms | None:
         return None
     chat = call.api is Api.CHAT
     if _NO_TEXT.search(members["messages"]) if chat else _MANY.match(members["prompt"]):
+        return None
+    if any(len(members.get(name, b"")) > _LONGEST for name in ("stream_options", "min_tokens")):
         return None
     options = _any(members.get("stream_options", b"null")) or {}
     if not isinstance(options, dict) or any(value for name, value in options.items() if name != "include_usage"):

@@ -19,13 +19,14 @@ from gateway import legs
 from gateway.endpoints import Booking
 from gateway.errand import Landing, landing
 from gateway.exchange import Exchange
-from gateway.relay import Relay, UpstreamBroke, Usage
+from gateway.relay import Relay, UpstreamBroke
 from gateway.split import mishaps
 from gateway.split.bootstrap import Query
 from gateway.split.inbox import Inbox
 from gateway.split.leg import Leg
 from gateway.split.life import ENDS, LEG_ENDS, TABLE, Act, Event, Row, State
 from gateway.split.words import Words, Work, one_token
+from gateway.told import Usage
 from kvtransfer.dialects import Answer, Finished, Handover, Needs, Order, Unusable, read_answer
 from policies.model import Ask
 from policies.split import Pair

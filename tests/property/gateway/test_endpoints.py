@@ -16,7 +16,8 @@ from gateway.endpoints import Booking, EndpointTable
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
-from gateway.relay import UpstreamBroke, Usage
+from gateway.relay import UpstreamBroke
+from gateway.told import Usage
 from gateway.watch.scrape import Reading
 from policies.health import Event
 from policies.model import Candidate, Pick, Request

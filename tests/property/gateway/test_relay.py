@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.answer import Failure
-from gateway.relay import FIRST_EVENT, Relay, State, UpstreamBroke, Usage
+from gateway.relay import ERROR_MOST, Relay, State, UpstreamBroke
 from gateway.rename import Renamer
+from gateway.told import ERROR_KEPT, FIRST_EVENT, Usage
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 OURS = b"x-request-id: req_1\r\n"
@@ -304,13 +305,100 @@ def test_thousands_of_interim_answers_in_one_read_do_not_exhaust_the_stack() -> 
     assert feed(b"HTTP/1.1 100 C\r\n\r\n" * 3000 + wire, []).state is State.DONE
 
 
-def test_a_refusal_larger_than_the_cap_is_the_engines_failure() -> None:
+def test_of_a_long_refusal_the_beginning_is_kept_and_an_endless_one_is_the_engines_failure() -> None:
+    """An engine that repeats a bad request in what it says of it is not at fault for its length."""
     relay = Relay(OURS)
     relay.feed(b"HTTP/1.1 400 Bad Request\r\ntransfer-encoding: chunked\r\n\r\n", 0.0)
-    for _ in range(64):
-        relay.feed(b"400\r\n" + bytes(1024) + b"\r\n", 0.0)
+    for _ in range(ERROR_MOST >> 20):
+        relay.feed(b"100000\r\n" + bytes(1 << 20) + b"\r\n", 0.0)
+    assert (relay.refused, relay.status, len(relay.refusal)) == (True, 400, ERROR_KEPT)
     with pytest.raises(UpstreamBroke, match="too long"):
         relay.feed(b"1\r\na\r\n", 0.0)
+
+
+@given(st.text(max_size=600), st.lists(st.integers(1, 300), max_size=8), CUTS, st.sampled_from(["\n\n", "\r\n\r\n"]))
+def test_a_fault_of_the_clients_that_a_stream_begins_with_is_a_refusal(
+    message: str, sizes: list[int], cuts: list[int], end: str
+) -> None:
+    """SGLang and vLLM say 200 before they have looked at all of a request."""
+    error = json.dumps({"error": {"message": message, "type": "BadRequestError", "code": 400}})
+    events = f"data: {error}{end}{DONE}".encode()
+    wire = HEAD + chunked(events, [len(error) + 6 + len(end), *sizes])
+    relay = Relay(OURS)
+    edges = [0, *sorted({min(cut, len(wire)) for cut in cuts}), len(wire)]
+    out = b"".join(relay.feed(wire[a:b], 0.0) for a, b in itertools.pairwise(edges) if a < b)
+    assert (out, relay.refused, relay.status, relay.state) == (b"", True, 400, State.DONE)
+    assert json.loads(relay.refusal) == json.loads(error)
+    assert relay.reusable
+
+
+@given(TEXTS, CUTS, st.sampled_from([None, "my-alias"]), st.booleans())
+def test_events_may_end_in_crlf(texts: list[str], cuts: list[int], alias: str | None, http_1_0: bool) -> None:
+    payload = story(texts).replace("\n\n", "\r\n\r\n").encode()
+    pieces = [chunked(event, [])[:-5] for event in payload.split(b"\r\n\r\n")]
+    wire = HEAD + chunked(payload, [len(payload) // 3] * 2)
+    seen = feed(wire, cuts, alias=alias, http_1_0=http_1_0)
+    got = seen.out.partition(b"\r\n\r\n")[2] if http_1_0 else read(seen.out)[1]
+    assert got == (payload.replace(b'"model":"served"', b'"model":"my-alias"') if alias else payload)
+    assert (seen.usage, seen.events, seen.failed) == (Usage(17, 2, 16), len(texts) + 4, False)
+    assert len(pieces) == len(texts) + 5
+
+
+def test_an_event_that_ends_in_crlf_is_shown_when_it_is_whole_under_an_alias_too() -> None:
+    relay = Relay(OURS, None, False, Renamer("served", "my-alias"))
+    events = [delta(text).replace("\n\n", "\r\n\r\n").encode() for text in "abc"]
+    relay.feed(HEAD + chunked(events[0], [])[:-5], 0.0)
+    shown = [relay.feed(chunked(event, [])[:-5], 0.0) for event in events[1:]]
+    assert [text.count(b"my-alias") for text in shown] == [1, 1]
+    assert relay.at_seam
+
+
+@given(TEXTS, CUTS, st.sampled_from([b"\n", b": ping\n\n", b"\r\n"]))
+def test_what_follows_the_last_event_makes_no_whole_answer_a_failed_one(
+    texts: list[str], cuts: list[int], behind: bytes
+) -> None:
+    payload = story(texts).encode()
+    seen = feed(HEAD + chunked(payload + behind, [len(payload)]), [*cuts, len(HEAD) + len(payload) + 12])
+    assert not seen.failed
+    assert b"stream_interrupted" not in seen.out
+
+
+@given(TEXTS, CUTS)
+def test_headers_behind_the_last_chunk_go_no_further(texts: list[str], cuts: list[int]) -> None:
+    wire = HEAD + chunked(story(texts).encode(), [50], b"x-secret: abc\r\n")
+    assert feed(wire, cuts).out == feed(HEAD + chunked(story(texts).encode(), [50]), []).out
+
+
+def test_nothing_is_added_to_a_stream_whose_chunk_the_client_has_in_part() -> None:
+    """What broke it came in one read with the rest of that chunk, which is not shown."""
+    events = delta("a").encode(), delta("b").encode()
+    relay = Relay(OURS)
+    whole = chunked(b"".join(events), [])[:-5]
+    relay.feed(HEAD + whole[: len(whole) - len(events[1]) - 2], 0.0)
+    with pytest.raises(UpstreamBroke, match="bad chunk size line"):
+        relay.feed(whole[len(whole) - len(events[1]) - 2 :] + b"zz\r\n", 0.0)
+    assert not relay.at_seam
+    assert relay.break_off(Failure.UPSTREAM_FAILED, "gone") == b""
+
+
+@given(CUTS, st.integers(0, 60_000), st.booleans())
+def test_counts_are_found_however_much_stands_behind_them(cuts: list[int], more: int, between: bool) -> None:
+    """Log probabilities and ids of the prompt, which clients may ask for, come last."""
+    ids = json.dumps({"prompt_token_ids": [7] * (more // 2)})[1:].encode()
+    body = PLAIN[:-1] + b"," + ids
+    if between:
+        body = body.replace(b'"usage"', b'"prompt_logprobs":["%b"],"usage"' % (b"x" * more))
+    wire = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    seen = feed(wire, [*(20 * cut for cut in cuts), len(wire) - 1])
+    assert (seen.usage, seen.finish_reason) == (Usage(5, 7, None), "length")
+    assert seen.out.endswith(body)
+
+
+def test_a_connection_may_be_spoken_of_twice() -> None:
+    lines = b"HTTP/1.1 200 OK\r\nconnection: x-a\r\nConnection: x-b , close\r\ncontent-length: 2\r\n\r\n{}"
+    seen = feed(lines, [])
+    assert (seen.state, seen.reusable) == (State.DONE, False)
+    assert feed(lines.replace(b", close", b""), []).reusable
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from gateway.relay import FIRST_EVENT
+from gateway.told import FIRST_EVENT
 from tests.unit.gateway.split.halves import MODEL, TEXT, Asked, Script, decodes, front
 
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

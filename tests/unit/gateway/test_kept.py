@@ -14,7 +14,8 @@ from gateway.kept import Kept, judge, judge_whole, outcome_of
 from gateway.metrics import Metrics
 from gateway.observe.export import Tracer
 from gateway.openai import Api, Call
-from gateway.relay import Relay, Usage
+from gateway.relay import Relay
+from gateway.told import Usage
 from policies import run
 from policies.fingerprint import Fingerprinter
 from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Pick, Request, Slo
@@ -235,3 +236,15 @@ async def test_requests_are_accounted_at_the_end_of_the_turn_and_one_that_cannot
     assert {labels: each.value for labels, each in metrics.requests_total.children()} == {
         ("demo", "503", "no_capacity"): 1.0
     }
+
+
+def test_an_answer_that_nobody_counted_is_taken_to_be_as_long_as_expected() -> None:
+    """Else a quota would get all of it back."""
+    x = exchange()
+    x.relay = answered(0.5, 0.5, 0, events=0)
+    x.relay._counts = Usage()
+    assert outcome_of(x).output_tokens == 100
+    x.relay.events = 12
+    assert outcome_of(x).output_tokens == 12
+    x.relay.events, x.relay._counts = 0, Usage(1000, 0, 0)
+    assert outcome_of(x).output_tokens == 0

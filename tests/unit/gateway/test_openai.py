@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from gateway import openai
 from gateway.answer import Failure, GatewayError
 from gateway.openai import (
     DEFAULT_OUTPUT_TOKENS,
@@ -15,6 +16,7 @@ from gateway.openai import (
     MAX_DIGITS,
     MAX_MEMBERS,
     MAX_NAME,
+    MAX_PROMPTS,
     SIZES,
     SMALL_BODY,
     Api,
@@ -178,6 +180,35 @@ def test_a_model_is_a_string(model: Any) -> None:
 @pytest.mark.parametrize(("api", "missing"), [(Api.CHAT, "messages"), (Api.COMPLETIONS, "prompt")])
 def test_a_call_without_its_prompt_names_what_is_missing(api: Api, missing: str) -> None:
     assert refusal({"model": "demo"}, api).param == missing
+
+
+@pytest.mark.parametrize("value", ["[" + "[]," * 1000 + "[]]", "{" + ",".join(f'"{n}":1' for n in range(1000)) + "}"])
+def test_a_list_where_a_number_or_a_word_is_due_is_not_read(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million objects would hold everybody up."""
+    read: list[int] = []
+    decode = openai._decode_any
+
+    def counted(raw: bytes) -> object:
+        read.append(len(raw))
+        return decode(raw)
+
+    monkeypatch.setattr(openai, "_decode_any", counted)
+    chat = '{"messages":[{"role":"user","content":"hi"}],%s}'
+    assert refusal((chat % f'"model":"demo","n":{value}').encode()).message == "'n' must be an integer."
+    assert refusal((chat % f'"model":{value}').encode()).message == "'model' must be a string."
+    assert parsed((chat % f'"model":"demo","priority":{value}').encode()).request.priority == 0
+    assert parsed((chat % f'"model":"demo","prompt_cache_key":{value}').encode()).request.session == ""
+    assert max(read) < 100
+
+
+def test_extra_arguments_and_prompts_are_counted_before_they_are_read() -> None:
+    many = b",".join(b'"%d":%d' % (number, 10**9) for number in range(40_000))
+    assert (
+        "'vllm_xargs' has more than 256 members"
+        in refusal(b'{"model":"demo","messages":[{"role":"user","content":"hi"}],"vllm_xargs":{%b}}' % many).message
+    )
+    ids = b'{"model":"demo","prompt":[' + b"[1]," * MAX_PROMPTS + b"[1]]}"
+    assert "more than 16384 prompts" in refusal(ids, Api.COMPLETIONS, context_tokens=10).message
 
 
 def test_a_released_call_holds_no_bytes() -> None:

@@ -141,6 +141,17 @@ def test_what_a_write_makes_somebody_post_is_written_although_that_write_failed(
     assert (stream.sent, behind.sent) == (b".", b"." * late)
 
 
+def test_who_can_be_written_to_no_more_costs_the_others_nothing() -> None:
+    made, loop = outbox()
+    gone = Mock(side_effect=RuntimeError("after write_eof()"))
+    closed, stream = Mock(is_closing=lambda: False, write=gone), Said(made)
+    made.post(closed, b"x")
+    stream.say(b".")
+    loop.turn()
+    assert stream.sent == b"."
+    closed.abort.assert_called_once_with()
+
+
 @given(st.lists(st.sampled_from(["turn", "end 0", "end 1", *["burst"] * 4]), max_size=30), st.integers(1, 90))
 def test_whatever_is_put_off_each_client_gets_all_of_its_bytes_in_their_order(steps: list[str], size: int) -> None:
     made, loop = outbox()

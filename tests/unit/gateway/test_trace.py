@@ -59,6 +59,12 @@ def test_a_context_goes_through_untouched_and_a_state_that_is_too_long_does_not(
     assert passed_on({"tracestate": "a=1"}) == ""
 
 
+@pytest.mark.parametrize("wrong", ["a" * 500 + "\xe9", "a=1, " * 100 + "\x7f", "a " * 250, " a=1"])
+def test_a_state_that_is_none_is_known_as_such_at_once(wrong: str) -> None:
+    """However often it could be divided into parts: a pattern that tries all of them would not end."""
+    assert passed_on({"traceparent": GOOD, "tracestate": wrong}) == f"traceparent: {GOOD}\r\n"
+
+
 @given(st.text(max_size=200), st.text(max_size=600))
 def test_whatever_a_client_sends_an_engine_sees_one_context_or_none(parent: str, state: str) -> None:
     assert CONTEXT.fullmatch(passed_on({"traceparent": parent, "tracestate": state}))

@@ -13,7 +13,8 @@ import uvloop
 
 from gateway.framing import chunk
 from gateway.outbox import Outbox
-from gateway.relay import FIRST_EVENT, Relay, State, UpstreamBroke
+from gateway.relay import Relay, State, UpstreamBroke
+from gateway.told import FIRST_EVENT
 from gateway.upstream import IDLE_S, QUICKACK, Connection, Patience, Upstream
 from tests.fair_time import PATIENCE_S
 
@@ -230,6 +231,51 @@ async def test_a_refused_connection_says_so() -> None:
         with pytest.raises(UpstreamBroke) as broke:
             await upstream.send(b"", Body(), Relay(b""), Client())
     assert broke.value.kind == "connect_failed"
+
+
+async def test_a_connection_that_was_called_off_is_given_back_by_no_answer() -> None:
+    """It is half closed: what the next request sent on it would be lost."""
+    async with engines() as made:
+        made.react = silence
+        client = Client()
+        asking = asyncio.create_task(made.ask(client))
+        async with asyncio.timeout(PATIENCE_S):
+            engine = await made.accepted.get()
+            while not engine.requests:
+                await asyncio.sleep(0)
+        engine.eof_received = lambda: True  # type: ignore[attr-defined]  # it is slow to see that nobody asks any more
+        assert client.source is not None
+        client.source.call_off()
+        engine.transport.write(ANSWER)
+        assert (await asking).state is State.DONE
+        assert made.upstream.pooled() is None
+
+
+async def test_interim_answers_and_heads_are_no_sign_of_life() -> None:
+    """Time to the first byte counts from the request, whatever is said before the answer."""
+    async with engines() as made:
+        made.react = silence
+        asking = asyncio.create_task(made.ask())
+        async with asyncio.timeout(PATIENCE_S):
+            engine = await made.accepted.get()
+            while not engine.requests:
+                await asyncio.sleep(0)
+        (connection,) = made.upstream.connections
+        asked_at = connection.heard_at
+        relay = connection._relay
+        assert relay is not None
+        engine.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n" * 3 + ANSWER[:-2])
+        async with asyncio.timeout(PATIENCE_S):
+            while relay.head is None:
+                await asyncio.sleep(0)
+        assert connection.heard_at == asked_at
+        made.upstream.sweep(asked_at + 4.9)
+        await asyncio.sleep(0)
+        assert not asking.done()
+        made.upstream.sweep(asked_at + 5.1)
+        with pytest.raises(UpstreamBroke) as broke:
+            await asking
+        assert broke.value.kind == "timeout"
 
 
 async def test_silence_before_and_within_an_answer_has_limits_of_its_own() -> None:

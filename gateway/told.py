@@ -1,0 +1,102 @@
+"""What engines tell in their answers, read out of the bytes: token counts, why generation ended, and errors told late.
+
+Pure functions over the pieces that a relay keeps (relay.py) and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from gateway.framing import LAST_CHUNK
+
+USAGE = b'"usage":'
+REASON = b'"finish_reason":"'
+LAST_WORD = b"[DONE]"
+ENDS = (b"\n\n", b"\r\n\r\n")
+"""Of an event: engines write the first, what stands before them may write the other."""
+_LAST = tuple(LAST_WORD + end for end in (b"\n", b"\r\n"))  # no JSON has a line's end behind a word
+FIRST_EVENT, ERROR_KEPT = 256, 64 * 1024
+"""Bytes of a stream that are waited for, to see whether it begins with an error, and for all of that error."""
+HELD_BYTES, HELD_EVENTS = 64 * 1024, 3
+"""An engine that says more before its first token says what we do not know."""
+
+ERROR_EVENT = re.compile(rb'(?:^|\n)data:\s*\{\s*"error"')
+CONTENT = re.compile(
+    rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
+)
+_TELLS = re.compile(CONTENT.pattern + rb'|"finish_reason":\s*"|\[DONE\]|' + ERROR_EVENT.pattern)
+_CODE = re.compile(rb'"code":\s*(4\d\d)(?!\d)')
+_FINISH = re.compile(rb'"finish_reason":"(\w+)"')
+_PROMPT, _COMPLETION, _CACHED = (
+    re.compile(rb'"%b_tokens":\s*(\d{1,15})(?!\d)' % each).search for each in (b"prompt", b"completion", b"cached")
+)
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts as the engine reported them; None where it did not."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+def usage_in(text: bytes) -> Usage:
+    """The counts behind the last `usage` member."""
+    at = text.rfind(USAGE)
+    if at < 0:
+        return Usage()
+    prompt, completion, cached = _PROMPT(text, at), _COMPLETION(text, at), _CACHED(text, at)
+    return Usage(
+        None if prompt is None else int(prompt[1]),
+        None if completion is None else int(completion[1]),
+        None if cached is None else int(cached[1]),
+    )
+
+
+def reason_in(text: bytes) -> str | None:
+    """The last reason why generation ended, in the engine's word."""
+    at = text.rfind(REASON)
+    found = _FINISH.match(text, at) if at >= 0 else None
+    return found[1].decode() if found else None
+
+
+def undecided(stream: bytes, patient: bool) -> bool:
+    """Whether its first bytes do not tell yet what the answer is: it is judged by its whole first event or, where there
+    is patience, by its first token."""
+    if patient:
+        few = len(stream) < HELD_BYTES and stream.count(b"\ndata:") <= HELD_EVENTS
+        return few and _TELLS.search(stream) is None and not stream.endswith(LAST_CHUNK)
+    if any(end in stream for end in ENDS):
+        return False
+    return len(stream) < FIRST_EVENT or (len(stream) < ERROR_KEPT and begins_with_error(stream))
+
+
+def begins_with_error(stream: bytes) -> bool:
+    """Whether the first event of a stream, as it came, is an error."""
+    return ERROR_EVENT.search(stream, 0, FIRST_EVENT) is not None
+
+
+def clients_fault(events: bytes) -> int | None:
+    """The status of an error event that is about the request. SGLang and vLLM find some faults, such as a prompt that
+    is too long, when they have said 200 already (engines.md A.6). None for trouble of the engine's own."""
+    code = _CODE.search(events)
+    return None if code is None else int(code[1])
+
+
+def told_all(events: bytes) -> bool:
+    """Whether the last event is among them, whatever may follow it."""
+    return any(events.find(last) >= 0 for last in _LAST)
+
+
+def first_event(stream: bytes) -> bytes:
+    """What the first event of a stream says, or a beginning of one."""
+    at = stream.find(b"data:")
+    return stream[at + 5 :].lstrip().partition(b"\n")[0].rstrip()
+
+
+def last_end(events: bytes) -> int:
+    """Where the last whole event ends: at its last line's end, which the next one's beginning is known by."""
+    blank = events.rfind(b"\n\r\n")
+    return max(events.rfind(b"\n\n") + 1, blank + 2 if blank >= 0 else 0)
