@@ -118,6 +118,9 @@ def shape_for(
 NEUTRAL = shape_for(tp=4)
 MOST_CORRECTION = 4.0  # |ln| of a correction: from 1/55 to 55 times the prior
 PRIOR_VAR = 0.25  # a prior is believed within a factor of e^0.5 or so
+PAIRS_VAR = (
+    0.1  # attention's share of a prompt's work follows from depth and width, which are guessed where nobody says
+)
 PART_VAR = 0.02  # steps that are not full are believed to be as fast per token as full ones within 15 % or so
 NOISE_VAR = 0.02**2  # of one observation beyond what is known of it
 REACH_GAIN, MOST_REACH_S = 0.05, 1.0  # least weight of one observation of the API's cost, and the most it may be
@@ -162,24 +165,37 @@ class Gauge:
 class Belief:
     """What is believed of one endpoint's speed: a prior, and factors learnt. Written by its timeline and ledger.
 
-    prefill  factor on what prompts add to steps, as these come
+    prefill  factor on what prompts add to steps, as these come; pairs  times this on their attention
     whole    the same for full steps alone; part  times this in the smallest, whose matrices do not fill the GPU
     step  factor on what decoding takes
     request_s  what the API costs a request before the engine sees it
     error    running mean square of ln(actual TTFT / predicted)
     The rest is the shape with its factors, multiplied once: `flop_s` is what a decoding sequence computes, `layers_s`
-    what a step with prompts pays whatever its size, `base_s` and `floor_s` what one without them does.
+    what a step with prompts pays whatever its size, `base_s` and `floor_s` what one without them does; `area_s` is the
+    shape's attention with its own factor alone.
     """
 
     __slots__ = (
-        *("base_s", "context_s", "error", "floor_s", "flop_s", "layers", "layers_s", "pair_s", "part"),
+        *(
+            "area_s",
+            "base_s",
+            "context_s",
+            "error",
+            "floor_s",
+            "flop_s",
+            "layers",
+            "layers_s",
+            "pair_s",
+            "pairs",
+            "part",
+        ),
         *("_reached", "prefill", "request_s", "room", "sequence_s", "shape", "step", "token_s", "whole"),
     )
 
     def __init__(self, shape: Shape = NEUTRAL) -> None:
         self.shape = shape
         self.prefill, self.layers, self.step = Gauge(), Gauge(), Gauge()
-        self.whole, self.part = Gauge(), Gauge(PART_VAR)
+        self.whole, self.pairs, self.part = Gauge(), Gauge(PAIRS_VAR), Gauge(PART_VAR)
         self.error = PRIOR_VAR
         self.request_s, self.room = shape.request_s, shape.budget_tokens
         self._reached = 1.0  # a prior counts as one observation
@@ -188,7 +204,8 @@ class Belief:
     def settle(self) -> None:
         """Multiply the prior by what was learnt."""
         shape, slow, slower = self.shape, self.prefill.factor, self.step.factor
-        self.token_s, self.pair_s = slow * (shape.token_s + shape.wire_s), slow * shape.pair_s
+        self.area_s = self.pairs.factor * shape.pair_s
+        self.token_s, self.pair_s = slow * (shape.token_s + shape.wire_s), slow * self.area_s
         self.layers_s = self.layers.factor * shape.step_s
         self.context_s, self.sequence_s = slower * shape.context_s, slower * (shape.sequence_s + shape.wire_s)
         self.flop_s, self.floor_s = slower * shape.token_s, slower * shape.weights_s

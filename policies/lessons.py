@@ -26,15 +26,15 @@ class Span:
 
     anchor        when they began: at a first token; or, where `entered` is set, at the end of the decode step that a
                   prompt met when it entered then, `wait_s` later in the mean
-    raw_*, steps  seconds by the prior of prompts, of these as far as steps were full (Shape.full), and of decoding
-                  within those steps, and how many they were
+    raw_*, steps  seconds by the prior of prompts, of these as far as steps were full (Shape.full), of their attention
+                  (Belief.area_s), and of decoding within those steps, and how many they were
     tight         a prompt had to wait for KV; foreign  the most prompt tokens that other gateways had waiting
     taught_at, decoded_at  when first tokens, and whole answers, last taught something
     """
 
     __slots__ = (
-        *("anchor", "decoded_at", "entered", "foreign", "raw_decode", "raw_full", "raw_prefill", "steps", "taught_at"),
-        *("tight", "wait_s"),
+        *("anchor", "decoded_at", "entered", "foreign", "raw_decode", "raw_full", "raw_pairs", "raw_prefill", "steps"),
+        *("taught_at", "tight", "wait_s"),
     )
 
     def __init__(self) -> None:
@@ -44,13 +44,14 @@ class Span:
     def begin(self, at: float, wait_s: float = 0.0, entered: float | None = None) -> None:
         """From here on it is measured."""
         self.anchor, self.wait_s, self.entered, self.tight = at, wait_s, entered, False
-        self.raw_prefill = self.raw_full = self.raw_decode = 0.0
+        self.raw_prefill = self.raw_full = self.raw_pairs = self.raw_decode = 0.0
         self.steps = self.foreign = 0
 
-    def add(self, prefill_s: float, full_s: float, decode_s: float, foreign_tokens: int) -> None:
+    def add(self, prefill_s: float, full_s: float, pairs_s: float, decode_s: float, foreign_tokens: int) -> None:
         """One more step."""
         self.raw_prefill += prefill_s
         self.raw_full += full_s
+        self.raw_pairs += pairs_s
         self.raw_decode += decode_s
         self.steps += 1
         if foreign_tokens > self.foreign:
@@ -88,9 +89,19 @@ def _steps(span: Span, load: EndpointLoad, spent: float) -> None:
         belief.layers.observe(seen, (off / layers_s) ** 2)
     else:
         seen, noise_var = max(0.1 * prompts_s, rest - layers_s) / span.raw_prefill, (off / prompts_s) ** 2
-        belief.prefill.observe(seen, noise_var)
         _fullness(belief, seen, span.raw_full / span.raw_prefill, noise_var)
+        _attention(belief, seen, span.raw_pairs / span.raw_prefill, noise_var)
     belief.settle()
+
+
+def _attention(belief: Belief, seen: float, share: float, noise_var: float) -> None:
+    """Prompts took `seen` times as long as by the prior, `share` of it for attention: the factors on all of it and on
+    attention besides learn, each as far as the other is known. Long prompts are mostly attention, short ones hardly."""
+    prefill, pairs = belief.prefill, belief.pairs
+    ratio, prefill_var = seen / prefill.factor, prefill.var
+    prefill.observe(seen, noise_var + share * share * pairs.var)
+    if share > LEAST_PART:
+        pairs.observe(ratio ** (1.0 / share) * pairs.factor, (noise_var + prefill_var) / (share * share))
 
 
 def _fullness(belief: Belief, seen: float, full: float, noise_var: float) -> None:

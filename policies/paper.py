@@ -213,13 +213,14 @@ class Paper:
         self.queued_tokens -= tokens
         self.queued_pairs = max(0.0, self.queued_pairs - pairs) if queue else 0.0
         prefill, weights_s = shape.token_s * tokens, shape.weights_s
-        prefill = (prefill if prefill > weights_s else weights_s) + shape.wire_s * tokens + shape.pair_s * pairs
+        attention = belief.area_s * pairs
+        prefill = (prefill if prefill > weights_s else weights_s) + shape.wire_s * tokens + attention
         decode = shape.context_s * context + (shape.sequence_s + shape.token_s + shape.wire_s) * self.batch
         self.planned += tokens
         self.step_tokens = tokens
         self.busy, self.began = True, at
         self.ends = at + belief.filled(shape.full(tokens)) * prefill + belief.step.factor * decode + belief.layers_s
-        self.span.add(prefill, shape.full(tokens) * prefill, decode, load.others.prefill_tokens)
+        self.span.add(prefill, shape.full(tokens) * prefill, attention, decode, load.others.prefill_tokens)
         return True
 
     def _fits(self, load: EndpointLoad, prompt: Prompt) -> bool:

@@ -139,7 +139,7 @@ class Ledger(RuleBasedStateMachine):
         belief = self.load.belief
         assert 0.0 <= belief.request_s <= 1.0
         assert 0.0 < self.load.timeline.kv_ratio <= 1.0
-        for gauge in (belief.prefill, belief.layers, belief.step):
+        for gauge in (belief.prefill, belief.pairs, belief.layers, belief.step):
             assert exp(-MOST_CORRECTION) * 0.999 <= gauge.factor <= exp(MOST_CORRECTION) * 1.001
 
 

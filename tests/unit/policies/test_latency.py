@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from math import ceil, inf
 
 import pytest
@@ -24,11 +25,14 @@ def request(prompt: int = 8000, output: int = 100) -> Request:
     return Request("id", "m", "t", prompt, output)
 
 
-def serve(load: EndpointLoad, now: float, slowness: float, prompt: int = 6000, tokens: int = 50) -> float:
-    """One request alone on an engine that is `slowness` times the prior; the time when it is over."""
+def serve(
+    load: EndpointLoad, now: float, slowness: float, prompt: int = 6000, tokens: int = 50, attention: float = 1.0
+) -> float:
+    """One request alone on an engine that is `slowness` times the prior, and `attention` times that where attention is
+    computed; the time when it is over."""
     entry: Entry = ledger.book(load, request(prompt), 0, now)
-    work_s = SHAPE.token_s * prompt + SHAPE.wire_s * prompt + SHAPE.pair_s * prompt * prompt / 2 + SHAPE.step_s
-    now += slowness * work_s
+    tokens_s, pairs_s = (SHAPE.token_s + SHAPE.wire_s) * prompt, attention * SHAPE.pair_s * prompt * prompt / 2
+    now += slowness * (tokens_s + pairs_s + SHAPE.step_s * ceil(prompt / SHAPE.budget_tokens))
     entry.first_token(now)
     now += slowness * (tokens - 1) * (SHAPE.weights_s + SHAPE.step_s + SHAPE.context_s * prompt)
     entry.finished(now, tokens)
@@ -58,6 +62,22 @@ def test_an_endpoint_unlike_its_prior_is_known_within_twenty_requests(slowness: 
         now = serve(load, now + 1.0, slowness)
     assert load.belief.filled(SHAPE.full(6000)) == pytest.approx(slowness, rel=0.05)
     assert load.belief.step.factor == pytest.approx(slowness, rel=0.05)
+
+
+@pytest.mark.parametrize("attention", [1.0, 2.5, 0.5])
+def test_attention_is_known_apart_so_that_long_prompts_are_foreseen_as_well_as_short_ones(attention: float) -> None:
+    """A model of another depth or width than it was taken for, or weights of 8 bits, which attention does not have."""
+    load, now, off = load_of(), 0.0, list[float]()
+    for number in range(60):
+        for prompt in (2000, 60_000, 8000, 24_000):
+            began = now + 30.0
+            foreseen = ledger.book(deepcopy(load), request(prompt), 0, began).predicted_ttft_s
+            now = serve(load, began, 1.0, prompt, tokens=1, attention=attention)
+            if number >= 10 and foreseen is not None:
+                off.append(abs(foreseen / (now - began) - 1.0))
+    assert len(off) == 200
+    assert max(off) < 0.1  # 0.31 with one factor for all of a prompt's work
+    assert load.belief.pairs.factor == pytest.approx(attention, rel=0.25)
 
 
 def test_one_that_is_throttled_and_recovers_is_followed_both_ways() -> None:
