@@ -27,7 +27,7 @@ SESSION = "x-session-id"
 PATIENCE = ("x-stainless-read-timeout", "x-stainless-timeout")
 NAMES = frozenset((CLASS, *OBJECTIVES, *TTFT, *TPOT, PRIORITY, SESSION, *PATIENCE))
 
-MOST_MS = 86_400_000
+LEAST_TTFT_MS, LEAST_TPOT_MS, MOST_MS = 1, 0.1, 86_400_000
 MOST_PRIORITY = 8
 HASTY_S = 10.0
 MAX_SESSION = 256  # characters
@@ -122,8 +122,8 @@ class Levels:
         patience_s = _patience_s(found)
         return _wish(
             self._class(found) or usual.slo,
-            _budget_s(found, TTFT),
-            _budget_s(found, TPOT),
+            _budget_s(found, TTFT, LEAST_TTFT_MS),
+            _budget_s(found, TPOT, LEAST_TPOT_MS),
             priority=_priority(found),
             most_priority=usual.most_priority,
             session=_session(found, tenant),
@@ -148,12 +148,12 @@ def _wish(slo: Slo | None, ttft_s: float | None = None, tpot_s: float | None = N
     return replace(wish, usual=slo is None and ttft_s is None and tpot_s is None, ranked=wish.rank(0))
 
 
-def _budget_s(found: Mapping[str, str], names: tuple[str, ...]) -> float | None:
+def _budget_s(found: Mapping[str, str], names: tuple[str, ...], least_ms: float) -> float | None:
     for name in names:
         text = found.get(name)
         if text is not None:
-            if not _MILLISECONDS.fullmatch(text) or not 0 < float(text) <= MOST_MS:
-                raise _wrong(name, text, f"a number of milliseconds above 0 and up to {MOST_MS}")
+            if not _MILLISECONDS.fullmatch(text) or not least_ms <= float(text) <= MOST_MS:
+                raise _wrong(name, text, f"a number of milliseconds from {least_ms} to {MOST_MS}")
             return float(text) / 1000
     return None
 

@@ -24,6 +24,7 @@ from policies.admission import (
     past_deadline,
 )
 from policies.appraisal import Appraisal, appraise, left_s
+from policies.bounds import Amount, Exponent, Positive, Share
 from policies.latency import prefill_s
 from policies.model import STANDARD, Ask, Candidate, Pick, Request
 from policies.pacing import Pace
@@ -37,6 +38,10 @@ LEARN = 0.02
 PASSING = 4.0
 """So many times its burst may all endpoints together be ahead of their pace while no more is asked for than they can
 do: that passes by itself."""
+
+TIGHTER = 10.0
+"""So many times tighter than the typical budget one request's own may count: its client names it, and one that nobody
+could keep must not set a price for all others."""
 
 
 class Priced(AdmissionPreset, frozen=True):
@@ -63,29 +68,29 @@ class Priced(AdmissionPreset, frozen=True):
     weights        shares of tenants in relation to others; 1 for those not named
     """
 
-    queue_share: float = 0.3
-    overload: float = 1.3
-    burst_share: float = 0.8
-    full_load: float = 1.1
-    doubt: float = 1.5
-    steepness: float = 4.0
-    bend: float = 0.8
-    hold_share: float = 0.2
-    hold_least_s: float = 0.6
-    step_share: float = 0.85
-    burst_s: float = 1.5
-    modest: float = 3.0
-    immodest: float = 0.3
-    kv_share: float = 1.0
-    late_value: float = 0.2
-    session_value: float = 20.0
-    weights: Mapping[str, float] = {}
+    queue_share: Positive = 0.3
+    overload: Positive = 1.3
+    burst_share: Positive = 0.8
+    full_load: Positive = 1.1
+    doubt: Amount = 1.5
+    steepness: Exponent = 4.0
+    bend: Share = 0.8
+    hold_share: Amount = 0.2
+    hold_least_s: Amount = 0.6
+    step_share: Positive = 0.85
+    burst_s: Positive = 1.5
+    modest: Positive = 3.0
+    immodest: Positive = 0.3
+    kv_share: Positive = 1.0
+    late_value: Amount = 0.2
+    session_value: Positive = 20.0
+    weights: Mapping[str, Positive] = {}
     sessions: SessionGate = SessionGate()
     returns: ReturnTimes = ReturnTimes()
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.bend <= 1.0:
-            raise ValueError(f"bend is between 0 and 1, not {self.bend}")
+        if not self.full_load < self.overload:
+            raise ValueError(f"overload is more than full_load, and {self.overload} is not above {self.full_load}")
 
     def build(self) -> Admission:
         return PricedAdmission(self)
@@ -291,7 +296,7 @@ class PricedAdmission:
     def _learn(self, ask: Ask, look: Appraisal) -> None:
         """The typical budget and weight (harmonic: tight and light ones count most), and the typical work."""
         slo = ask.request.slo
-        self._budget = _mean(self._budget, 1.0 / slo.ttft_s)
+        self._budget = _typical(self._budget, slo.ttft_s, STANDARD.ttft_s)
         self._typical_s = _mean(self._typical_s, look.work_s)
         self._per_weight = _mean(self._per_weight, 1.0 / slo.weight)
 
@@ -302,7 +307,7 @@ class PricedAdmission:
         context = request.prompt_tokens + request.output_tokens / 2
         work_s = fill_s + request.output_tokens * (load.sequence_s + load.context_s * context)
         self._work_s = _mean(self._work_s, work_s)
-        self._tpot_budget = _mean(self._tpot_budget, 1.0 / request.slo.tpot_s)
+        self._tpot_budget = _typical(self._tpot_budget, request.slo.tpot_s, STANDARD.tpot_s)
         self._usage.offered(request.tenant, work_s, admitted=True)
         if request.session:
             held = max(ask.cached, default=0)
@@ -344,6 +349,12 @@ def _kv_booked(candidates: Sequence[Candidate]) -> float:
     kv_tokens = fleet_kv_tokens(candidates)
     loads = [each.load for each in candidates if each.load.available]
     return sum(load.timeline.kv_ratio * load.kv_booked for load in loads) / kv_tokens if kv_tokens else 0.0
+
+
+def _typical(mean: float | None, budget_s: float, standard_s: float) -> float:
+    """The running mean of 1 / budget with one more in it; the first is held against the standard class's."""
+    known = 1.0 / standard_s if mean is None else mean
+    return _mean(mean, min(1.0 / budget_s, TIGHTER * known))
 
 
 def _mean(mean: float | None, value: float) -> float:

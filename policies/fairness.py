@@ -12,6 +12,7 @@ from math import exp
 
 import msgspec
 
+from policies.bounds import Number, Positive
 from policies.model import Request
 
 FORGIVEN = 1e-3
@@ -28,9 +29,9 @@ class FairShares(msgspec.Struct, frozen=True):
     remembered  tenants with a debt remembered at most
     """
 
-    weights: Mapping[str, float] = {}
-    calm_s: float = 10.0
-    remembered: int = 4096
+    weights: Mapping[str, Positive] = {}
+    calm_s: Positive = 10.0
+    remembered: Number = 4096
 
 
 class Counters:

@@ -19,15 +19,24 @@ BLOCK_COST_BYTES = 192
 """What one remembered block may cost: its dict entry just after growth (55), the key (48), and a holders number of its
 own with up to eight holders. Most blocks share their holders with their neighbours and cost about half."""
 
+HOLDER_COST_BYTES = 9
+"""What each holder beyond the eighth adds to that: 64 bits, of which an int keeps 30 in 4 bytes."""
+
+LEAST_CAP_BYTES = 64 * BLOCK_COST_BYTES
+
 MAX_SLOTS = 1 << 16
 
 _SLOT = MAX_SLOTS - 1
 _LANE_BITS = 64
 _LANE = (1 << _LANE_BITS) - 1
+_HOLDERS_IN_COST = 8
+_MOST_IN_COST = (1 << _HOLDERS_IN_COST * _LANE_BITS) - 1
+_ROOM_FOR_ONE = _MOST_IN_COST >> _LANE_BITS
 _MOST_SHARDS = 256
 _GENERATIONS = 32
 _LEAST_TRUST, _DISTRUST, _TRUST = 1 / 8, 0.95, 1.02
 _TOLERANCE = 0.1
+_NOTHING = 1e-6
 
 
 _Run = tuple[int, int, int, int]
@@ -77,10 +86,17 @@ class _Holder:
         self.held += tokens
 
     def lose(self, stamp: int, tokens: float) -> None:
-        lost = min(tokens, self.tokens.get(stamp, 0.0))
-        if lost:
-            self.tokens[stamp] -= lost
-            self.held -= lost
+        """A generation of which nothing is left goes, unless it gains still or says who is alive, being the oldest."""
+        known = self.tokens.get(stamp, 0.0)
+        if known - tokens > _NOTHING:
+            self.tokens[stamp] = known - tokens
+            self.held -= tokens
+        elif known:
+            self.held -= known
+            if stamp == self.stamp or stamp == next(iter(self.tokens)):
+                self.tokens[stamp] = 0.0
+            else:
+                del self.tokens[stamp]
 
     def oldest_alive(self) -> int:
         """The oldest stamp alive, after beginning a generation if this is full and ending those beyond the room."""
@@ -118,18 +134,20 @@ class PrefixIndex:
     because whoever touches a block touches all before it; so the end of anyone's belief is found by halving.
 
     Memory: entries are spread over up to 256 dicts by key, so that no growth stalls the loop for more than about a
-    millisecond; at `cap_bytes` (counted at BLOCK_COST_BYTES per block) the oldest quarter of one dict is dropped per
-    need. What that loses is belief, never correctness.
+    millisecond; at `cap_bytes` (counted at BLOCK_COST_BYTES per block, and HOLDER_COST_BYTES per holder beyond eight
+    as if no block shared its holders) the oldest quarter of one dict is dropped per need. What that loses is belief,
+    never correctness.
     """
 
     __slots__ = (
-        *("_blocks", "_evictions", "_holders", "_most_blocks", "_next_to_trim", "_oldest_alive"),
-        *("_shard_mask", "_shards"),
+        *("_blocks", "_cap_bytes", "_evictions", "_further", "_holders", "_most_blocks", "_next_to_trim"),
+        *("_oldest_alive", "_shard_mask", "_shards"),
     )
 
     def __init__(self, cap_bytes: int) -> None:
-        if cap_bytes < 64 * BLOCK_COST_BYTES:
-            raise ValueError(f"a prefix index needs at least {64 * BLOCK_COST_BYTES} bytes, not {cap_bytes}")
+        if cap_bytes < LEAST_CAP_BYTES:
+            raise ValueError(f"a prefix index needs at least {LEAST_CAP_BYTES} bytes, not {cap_bytes}")
+        self._cap_bytes = cap_bytes
         self._most_blocks = cap_bytes // BLOCK_COST_BYTES
         shards = _MOST_SHARDS
         while shards > 1 and self._most_blocks < 64 * shards:
@@ -140,6 +158,7 @@ class PrefixIndex:
         self._holders: list[_Holder] = []
         self._oldest_alive: list[int] = []
         self._blocks = 0
+        self._further = 0  # holders beyond the eighth, of all blocks together
         self._evictions = 0
 
     # -- reading
@@ -271,6 +290,8 @@ class PrefixIndex:
                 holder.lose(previous, tokens)
                 if not others and previous < oldest:
                     self._regret(holders, tokens)
+                if holders > _ROOM_FOR_ONE:
+                    self._further += (end - low) * (_beyond(others << _LANE_BITS) - _beyond(holders))
             else:
                 self._blocks += end - low
             low, done = end, lengths[end - 1]
@@ -309,8 +330,10 @@ class PrefixIndex:
         for rung, key in enumerate(keys[first:], first):
             shard = self._shards[key & self._shard_mask]
             if key in shard:
-                others, previous = self._without(shard[key], slot)
+                holders = shard[key]
+                others, previous = self._without(holders, slot)
                 self._holders[slot].lose(previous, self._stride(rung) * tokens_per_block)
+                self._further += _beyond(others) - _beyond(holders)
                 if others:
                     shard[key] = others
                 else:
@@ -358,7 +381,7 @@ class PrefixIndex:
     def stats(self) -> IndexStats:
         """Counts and measured memory; walks the dicts' headers (some 30 us), so for scrapes, not for requests."""
         key_bytes = sys.getsizeof(_LANE) + 12
-        used = sum(map(sys.getsizeof, self._shards)) + self._blocks * key_bytes
+        used = sum(map(sys.getsizeof, self._shards)) + self._blocks * key_bytes + self._further * HOLDER_COST_BYTES
         return IndexStats(used, self._blocks, self._evictions, tuple(int(holder.held) for holder in self._holders))
 
     def _holder(self, slot: int) -> _Holder:
@@ -370,13 +393,22 @@ class PrefixIndex:
         return self._holders[slot]
 
     def _make_room(self, blocks: int) -> None:
-        while self._blocks + blocks > self._most_blocks:
+        while (self._blocks + blocks) * BLOCK_COST_BYTES + self._further * HOLDER_COST_BYTES > self._cap_bytes:
             shard = self._shards[self._next_to_trim]
             dropped = (len(shard) + 3) // 4
+            if self._further and max(islice(shard.values(), dropped), default=0) > _MOST_IN_COST:
+                self._further -= sum(map(_beyond, islice(shard.values(), dropped)))
             self._shards[self._next_to_trim] = dict(islice(shard.items(), dropped, None))
             self._next_to_trim = (self._next_to_trim + 1) & self._shard_mask
             self._blocks -= dropped
             self._evictions += dropped
+
+
+def _beyond(holders: int) -> int:
+    """How many holders beyond the eighth are packed into the number."""
+    if holders <= _MOST_IN_COST:
+        return 0
+    return (holders.bit_length() + _LANE_BITS - 1) // _LANE_BITS - _HOLDERS_IN_COST
 
 
 def _stamps(holders: int) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from policies import filters, pickers, scorers
+from policies.bounds import Amount
 from policies.contract import Filter, Policy, Scorer, Weighted
 
 ORDINARY: tuple[Filter, ...] = (
@@ -45,9 +46,9 @@ class LeastLoaded(Preset, frozen=True):
     fresh_s         how old a scrape may be to be believed, seconds
     """
 
-    output_weight: float = 1.0
-    request_tokens: float = 64.0
-    fresh_s: float = 5.0
+    output_weight: Amount = 1.0
+    request_tokens: Amount = 64.0
+    fresh_s: Amount = 5.0
 
     def build(self) -> Policy:
         return Policy(
@@ -67,10 +68,10 @@ class PrefixAware(Preset, frozen=True):
     fresh_s          how old a scrape may be to be believed, seconds
     """
 
-    harm_weight: float = 2.0
-    patience_tokens: float = 65_536.0
-    decode_weight: float = 0.02
-    fresh_s: float = 5.0
+    harm_weight: Amount = 2.0
+    patience_tokens: Amount = 65_536.0
+    decode_weight: Amount = 0.02
+    fresh_s: Amount = 5.0
 
     def build(self) -> Policy:
         return Policy(
@@ -93,9 +94,9 @@ class DecodeLoad(Preset, frozen=True):
     fresh_s          how old a scrape may be to be believed, seconds
     """
 
-    request_tokens: float = 64.0
-    transfer_weight: float = 0.5
-    fresh_s: float = 5.0
+    request_tokens: Amount = 64.0
+    transfer_weight: Amount = 0.5
+    fresh_s: Amount = 5.0
 
     def build(self) -> Policy:
         return Policy(

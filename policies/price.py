@@ -13,6 +13,7 @@ from math import exp, sqrt
 import msgspec
 
 from policies import pickers
+from policies.bounds import Amount, Factor
 from policies.contract import WHOLE, Part, Policy, Weighted
 from policies.latency import Gauge, prefill_s, room_s
 from policies.model import Ask, Candidate, EndpointLoad, Request
@@ -60,26 +61,17 @@ class Priced(Preset, frozen=True):
     first-order cases; the bend is what JITServe's density does for deadlines that cannot be met.
     """
 
-    late: float = 1.35
-    overdue: float = 0.6
-    tpot_weight: float = 1.0
-    lumps: float = 3.0
-    others_weight: float = 2.0
-    stall: float = 2.0
-    work_weight: float = 1.0
-    regret_weight: float = 3.0
-    kv_weight: float = 0.5
-    alike: float = 1.5
-    fresh_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        if not (1.0 <= self.late <= 1e3 and 1.0 <= self.alike <= 1e3 and self.fresh_s >= 0.0):
-            raise ValueError(f"late and alike are 1 or more and fresh_s is not negative, not {self}")
-        times = (self.overdue, self.tpot_weight, self.others_weight, self.stall)
-        if not 1.0 <= self.lumps <= 1e3 or not all(
-            0.0 <= each <= 1e6 for each in (*times, self.work_weight, self.regret_weight, self.kv_weight)
-        ):
-            raise ValueError(f"weights are neither negative nor above a million, not {self}")
+    late: Factor = 1.35
+    overdue: Amount = 0.6
+    tpot_weight: Amount = 1.0
+    lumps: Factor = 3.0
+    others_weight: Amount = 2.0
+    stall: Amount = 2.0
+    work_weight: Amount = 1.0
+    regret_weight: Amount = 3.0
+    kv_weight: Amount = 0.5
+    alike: Factor = 1.5
+    fresh_s: Amount = 5.0
 
     def build(self) -> Policy:
         prices = Prices(self)

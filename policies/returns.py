@@ -12,12 +12,13 @@ from collections import deque
 
 import msgspec
 
+from policies.bounds import Amount, Number, Positive
 from policies.model import Ask
 
 Key = tuple[int, int]
 
 
-class ReturnTimes(msgspec.Struct, frozen=True):
+class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The parameters of the calendar.
 
     share      of the measured capacity that is promised to those who come back
@@ -27,12 +28,16 @@ class ReturnTimes(msgspec.Struct, frozen=True):
     remembered promises at most
     """
 
-    share: float = 0.45
-    soonest_s: float = 1.0
-    latest_s: float = 58.0
-    early_s: float = 0.5
-    late_s: float = 30.0
-    remembered: int = 16_384
+    share: Positive = 0.45
+    soonest_s: Amount = 1.0
+    latest_s: Positive = 58.0
+    early_s: Amount = 0.5
+    late_s: Amount = 30.0
+    remembered: Number = 16_384
+
+    def __post_init__(self) -> None:
+        if self.soonest_s > self.latest_s:
+            raise ValueError(f"soonest_s is {self.soonest_s} and later than latest_s, {self.latest_s}")
 
 
 class Calendar:

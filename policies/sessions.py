@@ -15,13 +15,14 @@ from typing import Annotated
 import msgspec
 
 from policies.admission import DrainRate
+from policies.bounds import Number, Positive, Share
 from policies.model import Candidate
 
 CONTINUING_SHARE = 0.5
 """A request without a session that finds at least so much of its prompt cached goes on with something."""
 
 
-class SessionGate(msgspec.Struct, frozen=True):
+class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The parameters of the gate.
 
     start, least, most   phi: the share of the fleet's KV that active sessions may fill
@@ -33,17 +34,23 @@ class SessionGate(msgspec.Struct, frozen=True):
     remembered           sessions kept in mind at most, those that are in included
     """
 
-    start: float = 0.7
-    least: float = 0.5
-    most: float = 0.9
-    memory_s: float = 180.0
-    shortest_s: float = 60.0
-    longest_s: float = 600.0
-    returning: float = 0.95
-    lost_most: float = 0.05
-    lost_least: float = 0.01
-    period_s: float = 15.0
-    remembered: int = 65_536
+    start: Positive = 0.7
+    least: Positive = 0.5
+    most: Positive = 0.9
+    memory_s: Positive = 180.0
+    shortest_s: Positive = 60.0
+    longest_s: Positive = 600.0
+    returning: Share = 0.95
+    lost_most: Share = 0.05
+    lost_least: Share = 0.01
+    period_s: Positive = 15.0
+    remembered: Number = 65_536
+
+    def __post_init__(self) -> None:
+        if not (self.least <= self.start <= self.most and self.shortest_s <= self.longest_s):
+            raise ValueError(f"least, start and most ascend, and so do shortest_s and longest_s, not {self}")
+        if self.lost_least > self.lost_most:
+            raise ValueError(f"lost_least is {self.lost_least} and more than lost_most, {self.lost_most}")
 
 
 Name = str | int

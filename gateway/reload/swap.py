@@ -50,7 +50,7 @@ class Swap:
         gateway = self._gateway
         try:
             plan = build(config, gateway.endpoints, gateway.gate, discovered(gateway), gateway.snapshot)
-        except ValueError as error:  # PolicyConfigError is one: the checks know policies' parameters, not their sums
+        except ValueError as error:  # what only building shows; PolicyConfigError is one
             raise CannotServe(("pools",), str(error)) from error
         dry_run(plan, gateway.snapshot)
         return plan

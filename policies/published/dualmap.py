@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from policies.bounds import Amount, Count, Number, Share
 from policies.contract import Policy, Weighted
 from policies.fingerprint import Fingerprint
 from policies.model import Ask, Candidate
@@ -31,10 +32,10 @@ class DualMap(Preset, frozen=True):
     hot_at_least  requests in the window before anything is hot
     """
 
-    ttft_slo_s: float | None = None
-    hot_share: float = 0.0612
-    hot_window: int = 200
-    hot_at_least: int = 20
+    ttft_slo_s: Amount | None = None
+    hot_share: Share = 0.0612
+    hot_window: Number = 200
+    hot_at_least: Count = 20
 
     def build(self) -> Policy:
         pair = TwoHashes(self)

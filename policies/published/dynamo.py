@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
+from policies.bounds import Amount, Number
 from policies.contract import Policy, Scorer, Weighted
 from policies.model import Ask, Candidate
 from policies.presets import ORDINARY, Preset
@@ -29,12 +30,12 @@ class DynamoKv(Preset, frozen=True):
     block_size                    tokens per block
     """
 
-    overlap_score_credit: float = 1.0
-    overlap_score_credit_decay: float = 0.0
-    prefill_load_scale: float = 1.0
-    decode_active_request_weight: float = 0.0
-    router_temperature: float = 0.0
-    block_size: int = 16
+    overlap_score_credit: Amount = 1.0
+    overlap_score_credit_decay: Amount = 0.0
+    prefill_load_scale: Amount = 1.0
+    decode_active_request_weight: Amount = 0.0
+    router_temperature: Amount = 0.0
+    block_size: Number = 16
 
     def build(self) -> Policy:
         return Policy(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from policies.admission import Admission, AdmissionPreset, Cap, RoomView, Shed, Verdict, crowd, no_capacity
 from policies.appraisal import appraise
+from policies.bounds import Amount
 from policies.latency import tpot_s
 from policies.model import Ask, Candidate
 
@@ -19,7 +20,7 @@ class EarlyRejection(AdmissionPreset, frozen=True):
     margin  share of the TTFT and TPOT budgets that the prediction may take
     """
 
-    margin: float = 1.0
+    margin: Amount = 1.0
 
     def build(self) -> Admission:
         return EarlyRejector(self.margin)

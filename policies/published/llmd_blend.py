@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
+from policies.bounds import Amount
 from policies.contract import Policy, Scorer, Weighted
 from policies.model import Ask, Candidate
 from policies.presets import ORDINARY, Preset
@@ -21,11 +22,11 @@ class LlmdBlend(Preset, frozen=True):
     fresh_s                                                how old a scrape may be to be believed, seconds
     """
 
-    prefix_weight: float = 3.0
-    queue_weight: float = 2.0
-    kv_weight: float = 2.0
-    no_hit_weight: float = 2.0
-    fresh_s: float = 5.0
+    prefix_weight: Amount = 3.0
+    queue_weight: Amount = 2.0
+    kv_weight: Amount = 2.0
+    no_hit_weight: Amount = 2.0
+    fresh_s: Amount = 5.0
 
     def build(self) -> Policy:
         turns = ColdTurns()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from policies import pickers
+from policies.bounds import Amount, Share
 from policies.contract import Filter, Policy, Scorer, Weighted
 from policies.latency import tpot_s
 from policies.model import STANDARD, Ask, Candidate
@@ -29,11 +30,11 @@ class LlmdPredictor(Preset, frozen=True):
     explore                   share of requests, by their ids, that ask everybody
     """
 
-    ttft_weight: float = 0.8
-    tpot_weight: float = 0.2
-    warm_share: float = 0.8
-    break_s: float = 5.0
-    explore: float = 0.01
+    ttft_weight: Amount = 0.8
+    tpot_weight: Amount = 0.2
+    warm_share: Share = 0.8
+    break_s: Amount = 5.0
+    explore: Share = 0.01
 
     def build(self) -> Policy:
         return Policy(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from policies import pickers, scorers
+from policies.bounds import Amount, Positive, Share
 from policies.contract import Filter, Policy, Weighted
 from policies.model import Ask, Candidate
 from policies.presets import ORDINARY, Preset
@@ -25,11 +26,11 @@ class LlmdToken(Preset, frozen=True):
     fresh_s            how old a scrape may be to tell of others' requests, seconds
     """
 
-    warm_share: float = 0.8
-    patience_s: float = 18.0
-    peak_tokens_per_s: float | None = None
+    warm_share: Share = 0.8
+    patience_s: Amount = 18.0
+    peak_tokens_per_s: Positive | None = None
     bound: Literal["prefill", "decode"] = "prefill"
-    fresh_s: float = 5.0
+    fresh_s: Amount = 5.0
 
     def build(self) -> Policy:
         return Policy(

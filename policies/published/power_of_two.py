@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from policies import pickers, scorers
+from policies.bounds import Amount
 from policies.contract import Policy, Weighted
 from policies.presets import ORDINARY, Preset
 
@@ -15,7 +16,7 @@ class PowerOfTwo(Preset, frozen=True):
     fresh_s  how old a scrape may be to tell of others' requests, seconds
     """
 
-    fresh_s: float = 5.0
+    fresh_s: Amount = 5.0
 
     def build(self) -> Policy:
         return Policy(

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from policies import pickers
+from policies.bounds import Amount, Count, Positive
 from policies.contract import Policy, Weighted
 from policies.latency import tpot_s
 from policies.model import Ask, Candidate, EndpointLoad
@@ -28,9 +29,9 @@ class Preble(Preset, frozen=True):
     rebalance_after  requests in the window before loads are compared
     """
 
-    window_s: float = 180.0
-    rebalance_ratio: float = 1.5
-    rebalance_after: int = 50
+    window_s: Positive = 180.0
+    rebalance_ratio: Amount = 1.5
+    rebalance_after: Count = 50
 
     def build(self) -> Policy:
         e2 = ExploitExplore(self.window_s, self.rebalance_ratio, self.rebalance_after)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies.admission import Admission, AdmissionPreset, Cap, RoomView, Shed, Verdict, crowd, no_capacity
+from policies.bounds import Amount, Exponent, Positive
 from policies.model import Ask, Candidate
 from policies.published.view import is_fresh, kv_used, queued
+
+BEYOND = 1e3
+"""So many times saturated is as much as any more, and its powers are still numbers."""
 
 
 class GieSaturation(AdmissionPreset, frozen=True):
@@ -20,12 +24,9 @@ class GieSaturation(AdmissionPreset, frozen=True):
     fresh_s      how old a scrape may be to be believed, seconds
     """
 
-    queue_depth: float = 5.0
-    kv_usage: float = 0.8
-    fresh_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        _check(self.queue_depth, self.kv_usage)
+    queue_depth: Positive = 5.0
+    kv_usage: Positive = 0.8
+    fresh_s: Amount = 5.0
 
     def build(self) -> Admission:
         return SheddingBySaturation("gie_saturation", self.queue_depth, self.kv_usage, self.fresh_s, None)
@@ -41,23 +42,15 @@ class Probabilistic(AdmissionPreset, frozen=True):
     queue_depth, kv_usage, fresh_s  as for gie_saturation
     """
 
-    power: float = 5.0
-    k: float = 300.0
-    queue_depth: float = 5.0
-    kv_usage: float = 0.8
-    fresh_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        _check(self.queue_depth, self.kv_usage)
+    power: Exponent = 5.0
+    k: Amount = 300.0
+    queue_depth: Positive = 5.0
+    kv_usage: Positive = 0.8
+    fresh_s: Amount = 5.0
 
     def build(self) -> Admission:
         ramp = (self.power, self.k)
         return SheddingBySaturation("probabilistic", self.queue_depth, self.kv_usage, self.fresh_s, ramp)
-
-
-def _check(queue_depth: float, kv_usage: float) -> None:
-    if queue_depth <= 0 or kv_usage <= 0:
-        raise ValueError("queue_depth and kv_usage are positive: saturation is counted in them")
 
 
 def saturation(
@@ -103,4 +96,4 @@ class SheddingBySaturation(Cap):
         if self._ramp is None:
             return found >= 1.0
         power, k = self._ramp
-        return ask.rng.random() < k * float(found**power)
+        return ask.rng.random() < k * float(min(found, BEYOND) ** power)

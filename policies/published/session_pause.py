@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from policies.admission import Admission, AdmissionPreset, Cap, Outcome, RoomView, Shed, Verdict
+from policies.bounds import Amount, Count, Number, Positive
 from policies.model import Ask, Candidate, Pick, Request
 
 
@@ -26,21 +27,17 @@ class SessionPause(AdmissionPreset, frozen=True):
     most_sessions                    remembered at most
     """
 
-    pause_threshold: float = 0.95
-    pause_target: float = 0.80
-    resume_hysteresis: float = 0.10
-    resume_timeout_s: float = 1800.0
-    scheduler_interval_s: float = 5.0
-    acting_token_weight: float = 1.0
-    acting_decay_tau_s: float = 1.0
-    buffer_per_program: int = 100
-    session_retention_s: float = 1800.0
-    absent_s: float = 60.0
-    most_sessions: int = 65_536
-
-    def __post_init__(self) -> None:
-        if self.acting_decay_tau_s <= 0 or self.scheduler_interval_s <= 0:
-            raise ValueError("acting_decay_tau_s and scheduler_interval_s are positive")
+    pause_threshold: Amount = 0.95
+    pause_target: Amount = 0.80
+    resume_hysteresis: Amount = 0.10
+    resume_timeout_s: Amount = 1800.0
+    scheduler_interval_s: Positive = 5.0
+    acting_token_weight: Amount = 1.0
+    acting_decay_tau_s: Positive = 1.0
+    buffer_per_program: Count = 100
+    session_retention_s: Amount = 1800.0
+    absent_s: Amount = 60.0
+    most_sessions: Number = 65_536
 
     def build(self) -> Admission:
         return SessionPauser(self)
@@ -212,7 +209,7 @@ class SessionPauser(Cap):
 
     def _resident(self, one: Program, now: float) -> float:
         """What an active session counts for when others are to resume: halved for every tau of silence."""
-        idle_s = 0.0 if one.in_flight or one.acting_s is None else now - one.acting_s
+        idle_s = 0.0 if one.in_flight or one.acting_s is None else max(0.0, now - one.acting_s)
         return float(one.tokens * 2.0 ** (-idle_s / self._rule.acting_decay_tau_s)) + self._rule.buffer_per_program
 
 

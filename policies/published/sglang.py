@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
+from policies.bounds import Amount, Count, Share
 from policies.contract import Policy, Scorer, Weighted
 from policies.model import Ask, Candidate, EndpointLoad
 from policies.presets import ORDINARY, Preset
@@ -23,9 +24,9 @@ class SglangCacheAware(Preset, frozen=True):
     balance_rel_threshold  if the most is more than so many times the fewest
     """
 
-    cache_threshold: float = 0.3
-    balance_abs_threshold: int = 64
-    balance_rel_threshold: float = 1.5
+    cache_threshold: Share = 0.3
+    balance_abs_threshold: Count = 64
+    balance_rel_threshold: Amount = 1.5
 
     def build(self) -> Policy:
         return Policy(

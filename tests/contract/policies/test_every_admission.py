@@ -7,8 +7,9 @@ from random import Random
 import pytest
 
 from policies import admissions
-from policies.admission import Admit, DrainRate, Outcome, Shed, Wait, capacity
+from policies.admission import Admission, Admit, DrainRate, Outcome, Shed, Wait, capacity
 from policies.model import Ask, Candidate, Pick, Request, Slo
+from tests.contract.policies.extremes import builds
 from tests.contract.policies.test_every_policy import cases, snapshot
 from tests.unit.policies.builders import View
 
@@ -25,9 +26,9 @@ def view(rng: Random, candidates: list[Candidate]) -> View:
     return View(busy, capacity(candidates), waiting, drain, waiting_s, at_door)
 
 
-def verdicts(name: str, seed: int) -> list[tuple[int, object]]:
+def verdicts(admission: Admission, seed: int) -> list[tuple[int, object]]:
     """Some hundred questions to one admission, with what it is told in between."""
-    admission, found = admissions.build_admission(name, {}), list[tuple[int, object]]()
+    found = list[tuple[int, object]]()
     for number, ask, candidates in cases():
         rng = Random(f"{number} {seed}")
         now = 100.0 + number / 7
@@ -60,15 +61,26 @@ def verdicts(name: str, seed: int) -> list[tuple[int, object]]:
     return found
 
 
+def check(number: int, verdict: object) -> None:
+    """It says all that it must."""
+    if isinstance(verdict, Shed):
+        assert verdict.reason, number
+        assert verdict.detail.endswith("."), number
+        assert verdict.retry_after_s is None or 0.0 <= verdict.retry_after_s < float("inf"), number
+    else:
+        assert isinstance(verdict, Admit | Wait), number
+        assert not isinstance(verdict, Wait) or verdict.timeout_s > 0.0, number
+
+
 def test_a_verdict_is_whole_whatever_is_asked(name: str) -> None:
-    for number, verdict in verdicts(name, 1):
-        if isinstance(verdict, Shed):
-            assert verdict.reason, number
-            assert verdict.detail.endswith("."), number
-            assert verdict.retry_after_s is None or 0.0 <= verdict.retry_after_s < float("inf"), number
-        else:
-            assert isinstance(verdict, Admit | Wait), number
-            assert not isinstance(verdict, Wait) or verdict.timeout_s > 0.0, number
+    for number, verdict in verdicts(admissions.build_admission(name, {}), 1):
+        check(number, verdict)
+
+
+def test_a_verdict_is_whole_whatever_parameters_are_taken(name: str) -> None:
+    for made in builds(admissions.build_admission, name, admissions.params_type(name)):
+        for number, verdict in verdicts(made, 3):
+            check(number, verdict)
 
 
 def test_nobody_is_let_in_where_nobody_serves(name: str) -> None:
@@ -81,7 +93,8 @@ def test_nobody_is_let_in_where_nobody_serves(name: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_verdicts(name: str) -> None:
-    assert verdicts(name, 2) == verdicts(name, 2)
+    first, second = (admissions.build_admission(name, {}) for _ in range(2))
+    assert verdicts(first, 2) == verdicts(second, 2)
 
 
 def test_two_builds_share_no_memory(name: str) -> None:

@@ -12,6 +12,7 @@ from policies import registry
 from policies.fingerprint import Fingerprinter
 from policies.model import STANDARD, Ask, Candidate, Endpoint, EndpointLoad, Request, Slo
 from policies.run import pick, refusal
+from tests.contract.policies.extremes import builds
 
 LIVE = [name for name in EndpointLoad.__slots__ if name not in ("slot", "belief", "timeline")]
 PRINTS = Fingerprinter(b"sixteen bytes at least")
@@ -113,6 +114,14 @@ def test_scorers_rate_every_candidate_with_a_finite_number(name: str) -> None:
                 scores = part.scorer(ask, candidates)
                 assert len(scores) == len(candidates), number
                 assert all(abs(score) < inf for score in scores), number
+
+
+def test_whatever_parameters_are_taken_everybody_is_rated_and_somebody_picked(name: str) -> None:
+    for policy in builds(registry.build, name, registry.params_type(name)):
+        for number, ask, candidates in cases():
+            for part in policy.scorers if candidates else ():
+                assert all(abs(score) < inf for score in part.scorer(ask, candidates)), number
+            assert (pick(policy, ask, candidates) is None) == (not able(ask, candidates)), number
 
 
 def test_a_policy_is_total_on_nobody(name: str) -> None:

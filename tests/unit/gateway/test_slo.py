@@ -93,6 +93,17 @@ def test_a_budget_that_is_none_is_refused_by_name(header: str, value: str) -> No
     assert header in error.message
 
 
+@pytest.mark.parametrize(
+    ("header", "least", "less"), [("x-slo-ttft-ms", "1", "0.999"), ("x-slo-tpot-ms", "0.1", "0.099")]
+)
+def test_a_budget_that_no_engine_could_keep_is_refused_with_the_least_there_is(
+    header: str, least: str, less: str
+) -> None:
+    wish = levels().wish({header: least}, "")
+    assert (wish.ttft_s or wish.tpot_s) == float(least) / 1000
+    assert f"from {least} to 86400000, not '{less}'" in refused({header: less}).message
+
+
 @pytest.mark.parametrize("value", ["9", "-9", "high", "1.5", "", "999999999999"])
 def test_a_priority_out_of_range_is_refused_by_name(value: str) -> None:
     assert refused({"x-priority": value}).param == "x-priority"

@@ -9,9 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from policies.admission import Admit, DrainRate, Outcome, Shed, Wait
+from policies.admissions import build_admission
 from policies.dual import Priced, PricedAdmission
 from policies.fingerprint import of_chain
-from policies.model import Ask, Candidate, Pick, Slo
+from policies.model import STANDARD, Ask, Candidate, Pick, Slo
+from policies.registry import PolicyConfigError
 from tests.unit.policies.builders import View, ask, candidate, draining, shed
 
 NOW = 100.0
@@ -70,6 +72,31 @@ def test_beyond_it_the_more_is_refused_the_longer_the_queue_is() -> None:
     assert shares == sorted(shares)
     assert shares[0] < 0.1
     assert shares[-1] > 0.9
+
+
+@pytest.mark.parametrize("before", [0, 50])
+def test_a_budget_that_nobody_could_keep_sets_no_price_for_the_others(before: int) -> None:
+    made, fleet = admission(), queued(0.2)
+    for _ in range(before):
+        made.judge(asking(), fleet, View())
+    made.judge(asking(slo=Slo(ttft_s=0.001)), fleet, View())
+    assert refused(made, fleet, View()) == 0
+
+
+def test_a_budget_per_token_that_nobody_could_keep_slows_no_prompts_of_the_others() -> None:
+    made, fleet, view = admission(), answering(0.03), View(waiting=20, waiting_s=4.0)
+    for slo in (*(STANDARD for _ in range(50)), Slo(tpot_s=0.0001)):
+        made.booked(asking(slo=slo), Pick(fleet[0], 0, 0.0, 2, "test"))
+    made.tick(NOW, fleet)
+    assert refused(made, fleet, view) == 0
+
+
+def test_budgets_up_to_ten_times_as_tight_as_the_typical_one_count_in_full() -> None:
+    made, fleet, mean = admission(), queued(0.0), 0.2
+    for ttft_s in (5.0, 60.0, 2.0, 0.5, 86_400.0, 1.0):
+        made.judge(asking(slo=Slo(ttft_s=ttft_s)), fleet, View())
+        mean += 0.02 * (1.0 / ttft_s - mean)
+    assert made._budget == pytest.approx(mean, rel=1e-12)
 
 
 def test_in_lasting_overload_the_queue_must_be_shorter() -> None:
@@ -173,8 +200,23 @@ def test_a_price_is_the_same_whatever_scale_the_weights_of_classes_have() -> Non
 
 @pytest.mark.parametrize("bend", [-0.1, 1.1, float("nan")])
 def test_a_bend_that_favours_work_or_is_no_number_is_refused(bend: float) -> None:
-    with pytest.raises(ValueError, match="bend is between 0 and 1"):
-        Priced(bend=bend)
+    with pytest.raises(PolicyConfigError, match=r"priced\.bend: Expected `float`") as wrong:
+        build_admission("priced", {"bend": bend})
+    assert wrong.value.param == "bend"
+
+
+def test_overload_begins_above_full_load() -> None:
+    with pytest.raises(PolicyConfigError, match=r"overload is more than full_load, and 1\.1 is not above 1.1"):
+        build_admission("priced", {"overload": 1.1})
+
+
+def test_a_nested_parameter_is_judged_as_the_others_are() -> None:
+    with pytest.raises(PolicyConfigError, match="contains unknown field `strat`"):
+        build_admission("priced", {"sessions": {"strat": 0.7}})
+    with pytest.raises(PolicyConfigError, match="least, start and most ascend"):
+        build_admission("priced", {"sessions": {"start": 0.95}})
+    with pytest.raises(PolicyConfigError, match=r"soonest_s is 60\.0 and later than latest_s"):
+        build_admission("priced", {"returns": {"soonest_s": 60}})
 
 
 def test_weight_priority_and_a_conversation_under_way_are_worth_more() -> None:

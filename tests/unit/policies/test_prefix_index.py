@@ -219,3 +219,71 @@ def test_a_restarted_endpoint_regrets_nothing() -> None:
     index.forget(0)
     asked_in_turn(index, range(20), 1)
     assert index.regret(0) == 0.0
+
+
+def test_a_prompt_that_comes_again_and_again_leaves_nothing_behind_in_the_books() -> None:
+    index, prompt = PrefixIndex(1 << 20), prompt_of(1, 20)
+    index.set_capacity(0, 1000)
+    index.insert(prompt_of(2, 1), 0, 5)
+    for _ in range(200):
+        index.insert(prompt, 0, 100)
+    assert len(index._holders[0].tokens) <= 3
+    assert index.held_tokens(0) == pytest.approx(105)
+    assert index.match(prompt, 100) == [100]
+    assert index.match(prompt_of(2, 1), 5) == [5]
+
+
+@pytest.mark.parametrize("endpoints", [8, 9, 12, 33, 64, 200])
+def test_the_cap_holds_however_many_endpoints_hold_each_block(endpoints: int) -> None:
+    cap = 256 << 10
+    prompts = [prompt_of(name, 1) for name in range(cap // BLOCK_COST_BYTES)]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        index = PrefixIndex(cap)
+        index.set_capacity(endpoints - 1, None)
+        books = tracemalloc.get_traced_memory()[0] - before
+        for slot in range(endpoints):
+            for prompt in prompts:
+                index.insert(prompt, slot, 128)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before - books <= cap
+    finally:
+        tracemalloc.stop()
+    assert index.stats().bytes <= cap
+
+
+def test_room_that_many_holders_took_is_given_back_when_they_are_gone() -> None:
+    index, prompt = PrefixIndex(1 << 20), prompt_of(1, 4)
+    index.insert(prompt, 0, 4)
+    narrow = index.stats().bytes
+    for slot in range(1, 40):
+        index.insert(prompt, slot, 4)
+    assert index.stats().bytes > narrow
+    for slot in range(20, 40):
+        index.trim(prompt, slot, kept_tokens=0, prompt_tokens=4)
+    for slot in range(20):
+        index.forget(slot)
+    index.insert(prompt, 0, 4)
+    assert index.stats().bytes == narrow
+
+
+def test_blocks_that_many_held_give_back_their_room_when_they_are_dropped() -> None:
+    cap = 128 << 10
+    index = PrefixIndex(cap)
+    for slot in range(64):
+        for name in range(100):
+            index.insert(prompt_of(name, 1), slot, 128)
+    for name in range(1000, 4000):
+        index.insert(prompt_of(name, 1), 0, 128)
+    assert index.stats().blocks > 0.9 * cap / BLOCK_COST_BYTES
+
+
+def test_a_prompt_that_was_estimated_longer_the_second_time_takes_no_belief_from_its_contemporaries() -> None:
+    index, again, other = PrefixIndex(1 << 20), prompt_of(1, 10), prompt_of(2, 10)
+    index.set_capacity(0, 3200)
+    index.insert(again, 0, 100)
+    index.insert(other, 0, 100)
+    index.insert(again, 0, 250)
+    assert index.match(other, 100) == [100]

@@ -253,5 +253,5 @@ def test_sessions_that_are_refused_are_not_remembered_without_bound_and_push_nob
     ],
 )
 def test_a_parameter_that_would_be_divided_by_is_refused_when_it_is_zero(name: str, params: dict[str, object]) -> None:
-    with pytest.raises(PolicyConfigError, match=f"{name}: .* positive"):
+    with pytest.raises(PolicyConfigError, match=rf"{name}\.\w+: Expected `float` >= 1e-09"):
         build_admission(name, params)

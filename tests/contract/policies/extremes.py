@@ -1,0 +1,52 @@
+"""Parameters at the edges of what their types admit: whatever a configuration may say must work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from random import Random
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from policies.registry import PolicyConfigError
+
+T = TypeVar("T")
+
+
+def edges(kind: inspect.Type, rng: Random) -> list[Any]:
+    """The least and the most of a type, or all that it admits. Every number must have both."""
+    match kind:
+        case inspect.FloatType() | inspect.IntType():
+            assert kind.ge is not None, f"{kind} has no least"
+            assert kind.le is not None, f"{kind} has no most"
+            return [kind.ge, kind.le]
+        case inspect.UnionType():
+            return [value for each in kind.types for value in edges(each, rng)]
+        case inspect.DictType():
+            return [{"tenant": value, "other": 1.0} for value in edges(kind.value_type, rng)]
+        case inspect.LiteralType():
+            return list(kind.values)
+        case inspect.NoneType():
+            return [None]
+        case inspect.StructType():
+            return [parameters(kind.cls, rng)]
+    raise AssertionError(f"{kind} is new here")
+
+
+def parameters(kind: type[msgspec.Struct], rng: Random) -> dict[str, Any]:
+    """Of each parameter one of its edges, or nothing."""
+    found = {field.name: edges(inspect.type_info(field.type), rng) for field in msgspec.structs.fields(kind)}
+    return {name: rng.choice(values) for name, values in found.items() if rng.random() < 0.5}
+
+
+def builds(build: Callable[[str, Mapping[str, object]], T], name: str, kind: type[msgspec.Struct]) -> list[T]:
+    """A dozen built from parameters that were taken, though at their edges; many draws break a rule over several."""
+    made, rng = list[T](), Random(name)
+    for _ in range(2000):
+        with suppress(PolicyConfigError):
+            made.append(build(name, parameters(kind, rng)))
+        if len(made) == 12:
+            return made
+    raise AssertionError(f"{name} takes hardly anything: {len(made)} of 2000")
