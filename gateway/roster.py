@@ -6,18 +6,21 @@ connections and slot stay with it whatever else a configuration says of it. One 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from itertools import count
 from time import monotonic
 
 import msgspec
 
-from gateway.config import Config, EndpointSpec, Pool
+from gateway.config import Config, EndpointSpec
 from gateway.outbox import Outbox
 from gateway.upstream import Patience, Upstream
 from policies.health import Health, State
 from policies.latency import Belief, shape_for
 from policies.model import Candidate, Endpoint, EndpointLoad, Layout, Role
+
+log = logging.getLogger("penstock")
 
 HEALTHY = Health()  # nothing ever went wrong: a success has nothing to tell it
 
@@ -74,12 +77,14 @@ class Member(msgspec.Struct, frozen=True, eq=False):
 
 
 class Adoption(msgspec.Struct, frozen=True, eq=False):
-    """What a configuration makes of the table. `pools` are candidates by pool; it holds until the table changes."""
+    """What a configuration makes of the table. `pools` are candidates by pool; it holds until the table changes.
+    `passed_over` are those who were found and whose name is another's, with their pools."""
 
     config: Config
     patience: Patience
     members: tuple[Member, ...]
     pools: Mapping[str, tuple[Candidate, ...]]
+    passed_over: tuple[tuple[str, EndpointSpec], ...] = ()
 
     def serving(self, model: str, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Those of the candidates whose engine lists the model."""
@@ -106,6 +111,7 @@ class Roster:
         self._free: set[int] = set()
         self._outbox = outbox
         self._first = True
+        self._passed_over: frozenset[tuple[str, str]] = frozenset()
         self.found: dict[str, tuple[EndpointSpec, ...]] = {}
 
     def all(self) -> tuple[LiveEndpoint, ...]:
@@ -118,8 +124,9 @@ class Roster:
         known = {(live.endpoint.pool, live.endpoint.url): live for live in self.all()}
         slots = self._slots()
         members = []
+        found, passed_over = self._found(config)
         for pool, spec in config.pools.items():
-            for each in self._members(pool, spec):
+            for each in (*spec.endpoints, *found.get(pool, ())):
                 endpoint = described(pool, each)
                 live = known.get((pool, endpoint.url))
                 if live is None:
@@ -129,14 +136,26 @@ class Roster:
         pools: dict[str, list[Candidate]] = {pool: [] for pool in config.pools}
         for member in members:
             pools[member.endpoint.pool].append(Candidate(member.endpoint, member.live.load))
-        return Adoption(config, patience, tuple(members), {pool: tuple(found) for pool, found in pools.items()})
+        candidates = {pool: tuple(each) for pool, each in pools.items()}
+        return Adoption(config, patience, tuple(members), candidates, tuple(passed_over))
 
-    def _members(self, pool: str, spec: Pool) -> tuple[EndpointSpec, ...]:
-        """Those that the configuration names, and those that were found besides."""
-        if spec.discover is None:
-            return spec.endpoints
-        named = {each.url for each in spec.endpoints}
-        return (*spec.endpoints, *(each for each in self.found.get(pool, ()) if each.url not in named))
+    def _found(self, config: Config) -> tuple[dict[str, list[EndpointSpec]], list[tuple[str, EndpointSpec]]]:
+        """By pool, those that were found besides those that the configuration names; and those whose name is another's,
+        in whatever pool. They are in once nobody else is called so: their source would not tell of them again."""
+        taken = {each.shown_name for spec in config.pools.values() for each in spec.endpoints}
+        found: dict[str, list[EndpointSpec]] = {}
+        passed_over = []
+        for pool, spec in config.pools.items():
+            named = {each.url for each in spec.endpoints}
+            for each in self.found.get(pool, ()) if spec.discover is not None else ():
+                if each.url in named:
+                    continue
+                if each.shown_name in taken:
+                    passed_over.append((pool, each))
+                else:
+                    taken.add(each.shown_name)
+                    found.setdefault(pool, []).append(each)
+        return found, passed_over
 
     def _slots(self) -> Iterator[int]:
         """Slots to give, in order: the freed ones, then new ones."""
@@ -157,8 +176,17 @@ class Roster:
         for live in left:
             live.leaving = True
         names = set(before.values()) - {member.endpoint.name for member in adoption.members}
+        self._tell(adoption.passed_over)
         self._first = False
         return Moves(tuple(came), tuple(left), tuple(sorted(names)))
+
+    def _tell(self, passed_over: tuple[tuple[str, EndpointSpec], ...]) -> None:
+        """Once of each, for as long as it is passed over."""
+        before, self._passed_over = self._passed_over, frozenset((pool, each.url) for pool, each in passed_over)
+        for pool, each in passed_over:
+            if (pool, each.url) not in before:
+                name = each.shown_name
+                log.warning("pool %s: %s is passed over: another endpoint is called %s", pool, each.url, name)
 
     def _has(self, live: LiveEndpoint) -> bool:
         slot = live.load.slot
@@ -194,9 +222,16 @@ def described(pool: str, spec: EndpointSpec) -> Endpoint:
         layout=Layout(layout.tp, layout.pp, layout.ep, layout.dp),
         labels=dict(spec.labels),
         max_concurrency=spec.max_concurrency,
-        bootstrap=spec.bootstrap,
+        bootstrap=_bootstrap(spec),
         context_tokens=spec.context_tokens,
     )
+
+
+def _bootstrap(spec: EndpointSpec) -> str | None:
+    """A port alone is of the endpoint's own host."""
+    if spec.bootstrap is None or not spec.bootstrap.startswith(":"):
+        return spec.bootstrap
+    return spec.url.removeprefix("http://").rpartition(":")[0] + spec.bootstrap
 
 
 def expected(config: Config, endpoint: Endpoint) -> Belief:

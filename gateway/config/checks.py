@@ -14,8 +14,9 @@ import msgspec
 from gateway.config import pairing
 from gateway.config.findings import Finding, get, items
 from gateway.config.problems import Path, did_you_mean, show_path
-from gateway.config.source import Substituted, number_if_substituted
+from gateway.config.source import Substituted, numbers_if_substituted
 from gateway.config.tree import Slos
+from gateway.config.values import http_url
 from policies import admissions, registry
 
 
@@ -85,6 +86,7 @@ def _leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
     yield (("admin",), get(data, "admin"), "key")
+    yield (("observability", "traces"), get(get(data, "observability"), "traces"), "key")
     shared = get(data, "shared")
     yield (("shared",), shared, "key")
     yield (("shared", "redis"), get(shared, "redis"), "password")
@@ -147,13 +149,23 @@ def _endpoints(data: Any) -> Iterator[Finding]:
         elif get(pool, "endpoints") == [] and get(pool, "discover") is None:
             yield Finding((*path, "endpoints"), "is empty; it needs at least one item")
     specs = [(path, spec) for path, spec in _specs(data) if isinstance(get(spec, "url"), str)]
-    yield from _unique((((*path, "url"), _bare(spec["url"])) for path, spec in specs), "this url")
-    named = [(path, spec) for path, spec in specs if isinstance(get(spec, "name"), str)]
-    yield from _unique((((*path, "name"), spec["name"]) for path, spec in named), "this name")
+    urls = [((*path, "url"), _bare(spec["url"])) for path, spec in specs]
+    yield from _unique(iter(urls), "this url")
+    given = [((*path, "name"), spec["name"]) for path, spec in specs if isinstance(get(spec, "name"), str)]
+    others = [
+        (at, url.removeprefix("http://"))
+        for (at, url), (_, spec) in zip(urls, specs, strict=True)
+        if get(spec, "name") is None
+    ]
+    yield from _unique(iter(others + given), "this name")  # a name that was given is what can be changed
 
 
 def _bare(url: str) -> str:
-    return str(url).rstrip("/").lower()
+    """As the tree has it; one that it refuses as it was written."""
+    try:
+        return http_url(str(url))
+    except ValueError:
+        return str(url)
 
 
 def _ports(data: Any) -> Iterator[Finding]:
@@ -236,8 +248,14 @@ def _named(kind: _Registry, spec: Any, path: Path) -> Iterator[Finding]:
         return
     parameters = get(spec, "parameters")
     fields = {field.name: field for field in msgspec.structs.fields(kind.params_type(name))}
-    for key, value in parameters.items() if isinstance(parameters, dict) else ():
-        yield from _parameter(name, key, value, fields, (*path, "parameters", key))
+    if not isinstance(parameters, dict):
+        return
+    found = [
+        finding
+        for key, value in parameters.items()
+        for finding in _parameter(name, key, value, fields, (*path, "parameters", key))
+    ]
+    yield from found or _together(kind.params_type(name), parameters, (*path, "parameters"))
 
 
 def _tried(data: Any, pool: Any, path: Path) -> Iterator[Finding]:
@@ -261,9 +279,17 @@ def _parameter(owner: str, key: str, value: Any, fields: Mapping[str, Any], path
         yield Finding(path, f"{owner} has no parameter {key}{known}", on_key=True)
         return
     try:
-        msgspec.convert(number_if_substituted(value), fields[key].type)
+        msgspec.convert(numbers_if_substituted(value), fields[key].type)
     except msgspec.ValidationError as error:
         yield Finding(path, str(error))
+
+
+def _together(params: type[msgspec.Struct], given: Mapping[str, Any], path: Path) -> Iterator[Finding]:
+    """What the parameters' own rule says of them all, where each may be what it is."""
+    try:
+        msgspec.convert(numbers_if_substituted(given), params)
+    except msgspec.ValidationError as error:
+        yield Finding(path, str(error), on_key=True)
 
 
 def _is_local(host: str) -> bool:

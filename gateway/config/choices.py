@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validat
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from gateway.config.source import number_if_substituted
+from gateway.config.source import number_if_substituted, numbers_if_substituted
 from gateway.config.values import Name, Section, setting
 
 
@@ -20,7 +20,7 @@ class PolicySpec(Section):
     """Who serves a request: a policy by name, alone or with parameters."""
 
     name: Name = Field(description="prefix_aware, priced, or another of the table below.")
-    params: Mapping[str, Annotated[Any, BeforeValidator(number_if_substituted)]] = Field(
+    params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
         default={}, alias="parameters", description="The policy's own parameters; unknown ones are refused."
     )
 
@@ -29,7 +29,7 @@ class AdmissionSpec(Section):
     """Who may enter, wait, or is refused: an admission by name, alone or with parameters."""
 
     name: Name = Field(description="none, cap, priced, or another of the table below.")
-    params: Mapping[str, Annotated[Any, BeforeValidator(number_if_substituted)]] = Field(
+    params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
         default={}, alias="parameters", description="The admission's own parameters; unknown ones are refused."
     )
 

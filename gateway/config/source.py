@@ -25,6 +25,7 @@ NODE_CAP = 100_000
 DEPTH_CAP = 32
 _START = Mark(1, 1)
 _REFERENCE = re.compile(r"\$(\$)?\{([^{}]*)\}")
+_OPEN = re.compile(r"(?<!\$)\$\{")
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?", re.DOTALL)
 
 
@@ -81,9 +82,18 @@ def number_if_substituted(value: object) -> object:
     if not isinstance(value, Substituted):
         return value
     text = str(value).strip()
-    if re.fullmatch(r"[0-9]{1,18}", text):
+    if re.fullmatch(r"-?[0-9]{1,18}", text):
         return int(text)
-    return float(text) if re.fullmatch(r"[0-9]{1,18}\.[0-9]{1,18}", text) else value
+    return float(text) if re.fullmatch(r"-?[0-9]{1,18}\.[0-9]{1,18}", text) else value
+
+
+def numbers_if_substituted(value: Any) -> Any:
+    """The same of all that is in a mapping or a list, however deep."""
+    if isinstance(value, dict):
+        return {key: numbers_if_substituted(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [numbers_if_substituted(each) for each in value]
+    return number_if_substituted(value)
 
 
 class Source:
@@ -254,6 +264,9 @@ class _Reading:
         if "${" not in text:
             return text
         filled = _REFERENCE.sub(lambda match: self._reference(match, path), text)
+        if _OPEN.search(_REFERENCE.sub(" ", text)):
+            told = "a ${ is not closed, or another reference is inside of it; write $${ for a literal ${"
+            self._source.fail(path, told)
         answer = Substituted(filled)
         answer.written = text
         return answer

@@ -13,6 +13,8 @@ from pydantic import (
     BeforeValidator,
     Field,
     StringConstraints,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -28,6 +30,7 @@ from gateway.config.values import (
     Duration,
     Host,
     HttpPath,
+    Interval,
     Label,
     Name,
     Port,
@@ -36,11 +39,13 @@ from gateway.config.values import (
     Section,
     Size,
     Url,
+    Weight,
     sendable,
     setting,
 )
 from policies import admissions
 from policies.model import EngineKind, Role
+from policies.prefix_index import LEAST_CAP_BYTES
 
 
 class Listener(Section):
@@ -88,12 +93,22 @@ class Layout(Section):
         return self
 
 
+def _own_host(text: object, checked: ValidatorFunctionWrapHandler) -> object:
+    """A port alone is of the endpoint's own host."""
+    if isinstance(text, str) and text.startswith(":"):
+        checked(f"host{text}")
+        return text
+    return checked(text)
+
+
 class EndpointTraits(Section):
     """What may be said of a TP group besides where it is."""
 
     role: Role = setting("both", "prefill, decode, or both (serves whole requests).")
-    bootstrap: Bootstrap | None = setting(
-        None, "host:port of a prefill endpoint's bootstrap server, as decode endpoints reach it (mooncake, sglang)."
+    bootstrap: Annotated[Bootstrap, WrapValidator(_own_host)] | None = setting(
+        None,
+        "host:port of a prefill endpoint's bootstrap server, as decode endpoints reach it (mooncake, sglang); :port "
+        "where the host is the endpoint's own.",
     )
     engine: EngineKind = setting("vllm", "Whose dialect it speaks: vllm, sglang or trtllm.")
     served_model: Name | None = setting(None, "The model name the engine knows; the asked one unless given.")
@@ -144,13 +159,19 @@ class Discover(Section):
         None, "Path of a YAML or JSON list of URLs, or of mappings as under endpoints; it is followed."
     )
     kubernetes: Kubernetes | None = setting(None, "A Service whose ready endpoints are followed.")
-    interval: Duration = setting("10s", "How often DNS is asked, with jitter.")
+    interval: Interval = setting("10s", "How often DNS is asked, with jitter.")
     endpoint: EndpointTraits = setting({}, "What is said of each of them, as under endpoints.")
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Discover:
         if sum(each is not None for each in (self.dns, self.file, self.kubernetes)) != 1:
             raise ValueError("needs one of dns, file and kubernetes")
+        bootstrap = self.endpoint.bootstrap
+        if self.file is None and bootstrap is not None and not bootstrap.startswith(":"):
+            port = bootstrap.rpartition(":")[2]
+            raise ValueError(
+                f"endpoint.bootstrap would be one server for all that are found; write ':{port}' for each one's own"
+            )
         return self
 
 
@@ -225,7 +246,7 @@ class Retries(Section):
 class Health(Section):
     """When an endpoint is ejected and when it comes back."""
 
-    interval: Duration = setting("1s", "Time between two active probes.")
+    interval: Interval = setting("1s", "Time between two active probes.")
     timeout: Duration = setting("1s", "Time for a probe to be answered.")
     failures: Count = setting(3, "Failures in a row, of probes or requests, that eject an endpoint.")
     backoff: Duration = setting("1s", "First time out; it doubles with every ejection in a row, with jitter.")
@@ -248,7 +269,7 @@ class Health(Section):
 class Scrape(Section):
     """Reading the engines' own load from their /metrics."""
 
-    interval: Duration = setting("1s", "Time between two readings of one endpoint.")
+    interval: Interval = setting("1s", "Time between two readings of one endpoint.")
     timeout: Duration = setting("1s", "Time for a reading to be answered.")
     stale: Duration = setting("5s", "Age at which a reading is no longer believed.")
 
@@ -261,15 +282,20 @@ class Prefix(Section):
         int, Field(strict=True, ge=16, le=65536, multiple_of=8), BeforeValidator(number_if_substituted)
     ] = setting(512, "Prompt bytes per block, a multiple of 8; smaller is finer and larger in memory.")
 
+    @field_validator("index")
+    @classmethod
+    def _large_enough(cls, index: int) -> int:
+        if index < LEAST_CAP_BYTES:
+            raise ValueError(f"is too small to remember anything; it must be at least {LEAST_CAP_BYTES >> 10}KiB")
+        return index
+
 
 class SloClass(Section):
     """A service class: what its requests are promised, and what keeping the promise to one of them is worth."""
 
     ttft: Duration = Field(description="From its last byte to the first token of the answer.")
     tpot: Duration = Field(description="From there on for each further token, in the mean.")
-    weight: Annotated[float, Field(gt=0, le=1000), BeforeValidator(number_if_substituted)] = setting(
-        1.0, "Worth of one request in relation to those of other classes."
-    )
+    weight: Weight = setting(1.0, "Worth of one request in relation to those of other classes.")
 
 
 class Slos(Section):
@@ -301,9 +327,7 @@ class Tenant(Section):
     name: Name = Field(description="How logs and metrics call it.")
     key: Secret = Field(description="Its API key, by reference: ${NAME} or ${file:/path}.")
     slo: Name | None = setting(None, "The service class of its requests that name none.")
-    weight: Annotated[float, Field(gt=0, le=1000), BeforeValidator(number_if_substituted)] = setting(
-        1.0, "Its share of a pool that many want at once, in relation to other tenants."
-    )
+    weight: Weight = setting(1.0, "Its share of a pool that many want at once, in relation to other tenants.")
     priority: Annotated[int, Field(strict=True, ge=-8, le=8), BeforeValidator(number_if_substituted)] = setting(
         0, "Highest priority that its requests may claim; more counts as this."
     )
@@ -363,7 +387,7 @@ class Shared(Section):
     fleet: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z._-]{1,64}$")] = setting(
         "penstock", "Name of the fleet, so that several may use one Redis: its keys begin with it."
     )
-    flush: Duration = setting("75ms", "How long news is gathered before it is told.")
+    flush: Interval = setting("75ms", "How long news is gathered before it is told.")
     memory: Size = setting("16MiB", "Memory for what a gateway that starts is told by the others.")
 
     @field_validator("key")

@@ -23,6 +23,8 @@ from pydantic import (
 from gateway import units
 from gateway.config.source import number_if_substituted
 
+LEAST_INTERVAL_S = 0.01
+
 _PARAMETERS = re.compile(r"^([0-9]{1,6}(?:\.[0-9]{1,3})?)([MBT])$")
 
 
@@ -46,6 +48,12 @@ def _from_duration(value: object) -> float:
     seconds = units.duration_s(value)
     if seconds <= 0:
         raise ValueError(f"{value!r} is no time at all; it must be longer than 0s")
+    return seconds
+
+
+def _interval(seconds: float) -> float:
+    if seconds < LEAST_INTERVAL_S:
+        raise ValueError(f"leaves too little time between two rounds; it must be at least {LEAST_INTERVAL_S * 1e3:g}ms")
     return seconds
 
 
@@ -73,7 +81,8 @@ def _findable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _http_url(url: str) -> str:
+def http_url(url: str) -> str:
+    """An engine's URL, its port always told. Raises ValueError for what is none."""
     parts = urlsplit(url)
     try:
         port = parts.port
@@ -131,6 +140,9 @@ Duration = Annotated[
 ]
 """Seconds, written with a unit."""
 
+Interval = Annotated[Duration, AfterValidator(_interval)]
+"""The time between two rounds of something that never ends: not so short that nothing else is done."""
+
 Size = Annotated[
     int,
     BeforeValidator(_from_size),
@@ -146,12 +158,13 @@ Parameters = Annotated[
 """Billions of parameters, written with a unit."""
 
 Count = Annotated[int, Field(strict=True, ge=1, le=2**40), BeforeValidator(number_if_substituted)]
+Weight = Annotated[float, Field(ge=1e-6, le=1000), BeforeValidator(number_if_substituted)]
 Port = Annotated[int, Field(strict=True, ge=0, le=65535), BeforeValidator(number_if_substituted)]
 Name = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f\x7f\"\\]+$", max_length=200)]
 RedisUrl = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_redis_url)]
 CollectorUrl = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_collector_url)]
 Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:_-]+$", max_length=253)]
-Url = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_http_url)]
+Url = Annotated[str, StringConstraints(max_length=2048), AfterValidator(http_url)]
 HttpPath = Annotated[str, StringConstraints(pattern=r"^/[!-~]*$", max_length=200)]
 Label = Annotated[str, StringConstraints(max_length=200)]
 Bootstrap = Annotated[str, StringConstraints(max_length=300), AfterValidator(_host_and_port)]

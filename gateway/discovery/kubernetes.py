@@ -1,7 +1,8 @@
 """Endpoints by Kubernetes: the ready addresses of a Service's EndpointSlices, listed once and then watched.
 
 Over the API server's HTTP with the service account that is mounted into the pod, which needs `list` and `watch` on
-endpointslices. A watch that ends goes on from where it was; one that came too late (410) begins with a list again.
+endpointslices. A watch that ends goes on from where it was; one that came too late (410), or failed twice without a
+word, begins with a list again.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ ANSWER_BYTES, LINE_BYTES = 32 << 20, 4 << 20
 WATCH_S = 300.0  # the API server ends a watch then; one that it does not end is dead
 FIRST_S, LONGEST_S = 0.5, 30.0  # between two tries
 GONE = 410
+FAILURES = 2  # in a row without a word: whatever is wrong may be the version, as of an API server that was restored
 
 
 class Expired(Exception):
@@ -82,6 +84,7 @@ class Slices:
 
     async def watch(self) -> AsyncIterator[Found]:
         said: Found | None = None
+        failures = 0
         tls = await asyncio.to_thread(self._account.tls)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=WATCH_S + 30)
         connector = aiohttp.TCPConnector(ssl=tls)
@@ -105,6 +108,11 @@ class Slices:
                     self._version = ""
                 except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                     log.warning("EndpointSlices of %s: %s; whom they last named stay", self._where.service, error)
+                    failures = 0 if heard else failures + 1
+                    if failures == FAILURES:
+                        self._version, failures = "", 0
+                else:
+                    failures = 0
                 if not heard:  # else it ended as watches do, and goes on from there
                     await self._sleep(self._wait_s * self._rng.uniform(0.5, 1.0))
                     self._wait_s = min(LONGEST_S, 2 * self._wait_s)

@@ -62,6 +62,8 @@ class Listed:
             found = tuple(self._one(each) for each in listed)
             if len({each.url for each in found}) < len(found):
                 raise ValueError("two of its endpoints have one url")
+            if len({each.shown_name for each in found}) < len(found):
+                raise ValueError("two of its endpoints have one name")
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             place = ".".join(map(str, first["loc"]))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from gateway.config import Config, ConfigError, Secret, examine, from_engines, json_schema, load
+from gateway.config import Config, ConfigError, Secret, checks, examine, from_engines, json_schema, load
+from policies.admissions import build_admission
 from policies.model import EngineKind, Role
+from policies.prefix_index import PrefixIndex
 
 ROOT = Path(__file__).parents[3]
 SHORTEST = "version: 1\npools:\n  chat:\n    endpoints:\n      - url: http://127.0.0.1:9000\n"
@@ -179,3 +184,87 @@ def test_what_gateways_share_a_secret_by_comes_from_files_and_is_doubted_in_clea
     clear = examine(tmp_path / "clear.yaml", {})
     assert {problem.path for problem in clear.warnings} == {"shared.key", "shared.redis.password"}
     assert clear.in_clear
+
+
+def secrets_of(annotation: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Where the tree has secrets: in a list as its first item, in a mapping under "any"."""
+    if isinstance(annotation, type) and issubclass(annotation, Secret):
+        yield path
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, field in annotation.model_fields.items():
+            yield from secrets_of(field.annotation, (*path, field.alias or name))
+    else:
+        inside = {tuple: (0,), Mapping: ("any",)}.get(get_origin(annotation), ())
+        for each in get_args(annotation):
+            yield from secrets_of(each, (*path, *inside))
+
+
+def put(data: Any, path: tuple[str | int, ...], value: str) -> None:
+    """A value at a path of plain data, in whose lists there is one item."""
+    for part, after in pairwise(path):
+        new: Any = [{}] if after == 0 else {}
+        data = data[part] if part == 0 else data.setdefault(part, new)
+    data[path[-1]] = value
+
+
+def test_every_secret_of_the_tree_is_known_to_the_rules_about_secrets() -> None:
+    data: dict[str, Any] = {}
+    found = set(secrets_of(Config))
+    assert ("tenants", 0, "key") in found
+    for path in found:
+        put(data, path, "in clear")
+    assert set(checks.secrets_in_clear(data)) == found
+
+
+def test_a_collectors_key_comes_from_a_file_and_is_doubted_in_clear(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("by-file\n")
+    traces = "observability: {{traces: {{endpoint: 'http://127.0.0.1:4318/v1/traces', key: '{0}'}}}}\n"
+    by_file = config(tmp_path, SHORTEST + traces.format("${file:token}")).observability.traces
+    assert by_file is not None
+    assert by_file.key == Secret("by-file")
+    (tmp_path / "clear.yaml").write_text(SHORTEST + traces.format("written-out"))
+    clear = examine(tmp_path / "clear.yaml", {})
+    assert [problem.path for problem in clear.warnings] == ["observability.traces.key"]
+    assert clear.in_clear
+
+
+def test_a_reference_may_lead_to_any_number_however_deep(tmp_path: Path) -> None:
+    read = config(
+        tmp_path,
+        SHORTEST
+        + "    admission: {name: priced, parameters: {bend: '${BEND}', sessions: {start: '${START}'}, "
+        + "weights: {a: '${SHARE}'}}}\n"
+        + "tenants: [{name: a, key: '${KEY}', priority: '${LOW}'}]\n",
+        {"BEND": "0.5", "START": "0.8", "SHARE": "2", "KEY": "sk", "LOW": "-3"},
+    )
+    params = read.pools["chat"].admission.params
+    assert params == {"bend": 0.5, "sessions": {"start": 0.8}, "weights": {"a": 2}}
+    assert read.tenants[0].priority == -3
+
+
+def test_a_literal_brace_is_no_open_reference_and_neither_is_one_in_a_value(tmp_path: Path) -> None:
+    text = SHORTEST + "tenants: [{name: '$${A}', key: '$${', slo: standard}, {name: b, key: '${KEY}'}]\n"
+    read = config(tmp_path, text, {"KEY": "a${b"})
+    assert [tenant.key.reveal() for tenant in read.tenants] == ["$${", "a${b"]
+    assert read.tenants[0].name == "${A}"
+
+
+@pytest.mark.parametrize("url", ["http://H:80", "http://h/", "http://h"])
+def test_an_endpoint_may_have_the_name_that_it_would_have_anyway(tmp_path: Path, url: str) -> None:
+    endpoints = f"[{{url: '{url}', name: 'h:80'}}, {{url: 'http://g:80'}}]"
+    read = config(tmp_path, f"version: 1\npools: {{chat: {{endpoints: {endpoints}}}}}\n")
+    assert [endpoint.shown_name for endpoint in read.pools["chat"].endpoints] == ["h:80", "g:80"]
+
+
+def test_the_least_that_is_allowed_is_allowed(tmp_path: Path) -> None:
+    read = config(
+        tmp_path,
+        SHORTEST
+        + "    discover: {dns: 'engines:8000', interval: 10ms}\n    admission: priced\n"
+        + "prefix: {index: 12KiB}\nhealth: {interval: 10ms}\nscrape: {interval: 10ms}\n"
+        + "tenants: [{name: a, key: '${KEY}', weight: 1.0e-6}]\n",
+        {"KEY": "sk"},
+    )
+    PrefixIndex(read.prefix.index)
+    build_admission("priced", {"weights": {tenant.name: tenant.weight for tenant in read.tenants}})
+    assert read.health.interval == read.scrape.interval == 0.01

@@ -5,6 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
+from gateway.config import Config
+from gateway.config.tree import Discover, EndpointSpec
+from gateway.discovery.listed import Listed
+from gateway.discovery.source import specs
+from gateway.outbox import Outbox
+from gateway.roster import Roster, described
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
 
@@ -68,7 +76,45 @@ async def test_what_discovery_cannot_be_is_said_with_its_place(tmp_path: Path) -
             ("{dns: 'a:1', file: b}", "one of dns, file and kubernetes"),
             ("{dns: nowhere}", "host:port"),
             ("{kubernetes: {service: UPPER}}", "service"),
+            ("{dns: 'a:1', endpoint: {bootstrap: 'a:8998'}}", "write ':8998' for each one's own"),
+            ("{kubernetes: {service: a}, endpoint: {bootstrap: 'a:8998'}}", "write ':8998' for each one's own"),
+            ("{file: a, endpoint: {bootstrap: ':port'}}", "host:port"),
         ):
             status, told = await made.put(made.text().replace(HEAD, f"    discover: {part}\n{HEAD}"))
             assert status == 400, part
             assert any(words in each["text"] and "discover" in each["path"] for each in told["problems"]), told
+
+
+def test_each_that_is_found_has_its_bootstrap_server_on_its_own_host(tmp_path: Path) -> None:
+    like = Discover.model_validate({"dns": "engines:8000", "endpoint": {"bootstrap": ":8998"}}).endpoint
+    found = specs([("10.0.0.1", 8000), ("10.0.0.2", 8000), ("fd00::1", 8000)], like)
+    assert [described("p", each).bootstrap for each in found] == ["10.0.0.1:8998", "10.0.0.2:8998", "[fd00::1]:8998"]
+    listed = Listed(tmp_path, like)._read(b"- http://h:1\n- {url: http://h:2, bootstrap: 'other:9000'}\n")
+    assert listed is not None
+    assert [described("p", each).bootstrap for each in listed] == ["h:8998", "other:9000"]
+
+
+def names(roster: Roster, config: Config) -> list[tuple[str, str]]:
+    """Who is in once the configuration is carried out: names and URLs."""
+    adoption = roster.plan(config)
+    roster.take(adoption)
+    return [(each.endpoint.name, each.endpoint.url) for each in adoption.members]
+
+
+async def test_one_who_is_found_with_anothers_name_is_passed_over_for_as_long_as_that_one_has_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    roster = Roster(Outbox(asyncio.get_running_loop()))
+    found = {"discover": {"file": "engines.yaml"}, "endpoints": []}
+    named = {"endpoints": [{"url": "http://h:1", "name": "a"}]}
+    config = Config.model_validate({"version": 1, "pools": {"x": found, "y": found, "z": named}})
+    one, two, three = (EndpointSpec(url=f"http://h:{port}", name=name) for port, name in ((2, "a"), (3, "b"), (4, "b")))
+    roster.found = {"x": (one, two), "y": (three,)}
+    for _ in range(2):
+        assert names(roster, config) == [("b", "http://h:3"), ("a", "http://h:1")]
+    assert [each.getMessage() for each in caplog.records] == [
+        "pool x: http://h:2 is passed over: another endpoint is called a",
+        "pool y: http://h:4 is passed over: another endpoint is called b",
+    ]
+    roster.found["x"] = (one,)
+    assert names(roster, config) == [("b", "http://h:4"), ("a", "http://h:1")], "its source does not tell of it again"

@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from gateway.config.discover import Kubernetes
@@ -89,6 +90,8 @@ async def test_a_file_is_followed_and_what_is_wrong_in_it_changes_nothing(tmp_pa
         "- http://127.0.0.1:9001\n- {url: http://127.0.0.1:9002, max_concurrency: 3, name: two}\n",
         "- not a url\n",
         "- http://127.0.0.1:9001\n- http://127.0.0.1:9001\n",
+        "- {url: http://127.0.0.1:9001, name: a}\n- {url: http://127.0.0.1:9002, name: a}\n",
+        "- http://127.0.0.1:9001\n- {url: http://127.0.0.1:9002, name: '127.0.0.1:9001'}\n",
         "a mapping: 1\n",
         "[unclosed\n",
         "- {url: http://127.0.0.1:9001, unknown: 1}\n",
@@ -242,11 +245,27 @@ async def test_a_watch_that_came_too_late_begins_with_a_list_again(tmp_path: Pat
 
 async def test_a_connection_that_breaks_loses_nobody_and_the_watch_goes_on_from_where_it_was(tmp_path: Path) -> None:
     async with api(tmp_path) as (server, source, naps):
-        server.lists = [{"metadata": {"resourceVersion": "5"}, "items": [piece("a", 4, "10.0.0.1")]}]
+        server.lists = [{"metadata": {"resourceVersion": "5"}, "items": [piece("a", 4, "10.0.0.1")]}] * 2
         server.watches = [breaks, 500, breaks, says(event("ADDED", piece("b", 6, "10.0.0.2")))]
         said = await first(source, 2)
         assert said == [["http://10.0.0.1:8000"], ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]]
-        assert {each.get("resourceVersion") for each in server.asked} == {None, "5"}
+        assert [each.get("resourceVersion") for each in server.asked] == [None, "5", "5", None, "5", "5"]
         assert [most / 2 <= each <= most for each, most in zip(naps.asked_s, (0.5, 1.0, 2.0), strict=True)] == [
             True
         ] * 3
+
+
+@pytest.mark.parametrize("refusal", [504, says(event("ERROR", {"code": 500}))])
+async def test_a_version_that_the_server_does_not_know_is_not_asked_for_for_ever(
+    tmp_path: Path, refusal: Script | int
+) -> None:
+    """As of one that was restored from a backup, whose versions count from further back."""
+    async with api(tmp_path) as (server, source, naps):
+        server.lists = [
+            {"metadata": {"resourceVersion": "9000"}, "items": [piece("a", 9000, "10.0.0.1")]},
+            {"metadata": {"resourceVersion": "100"}, "items": [piece("a", 100, "10.0.0.2")]},
+        ]
+        server.watches = [refusal, refusal]
+        assert await first(source, 2) == [["http://10.0.0.1:8000"], ["http://10.0.0.2:8000"]]
+        assert [each.get("resourceVersion") for each in server.asked] == [None, "9000", "9000", None]
+        assert len(naps.asked_s) == 2
