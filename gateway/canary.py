@@ -34,7 +34,8 @@ class Chosen(msgspec.Struct, frozen=True):
     def takes(self, request: Request) -> bool:
         if self.tenants:
             return request.tenant in self.tenants
-        return xxhash.xxh3_64_intdigest(f"{self.pool}\0{request.session or request.id}".encode()) < self.below
+        whose = f"{self.pool}\0{request.session or request.id}"  # as sent: its bytes need not be UTF-8
+        return xxhash.xxh3_64_intdigest(whose.encode("utf-8", "surrogatepass")) < self.below
 
 
 def chosen(pool: str, spec: Canary) -> Chosen:

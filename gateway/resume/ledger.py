@@ -124,6 +124,8 @@ class Ledger:
         """Why it cannot be continued as it stands; "" when it can."""
         if self.obstacle or not self.prompt:
             return self.obstacle or "untold"
+        if self.terms.chat and not self.said and self.finish is None:
+            return "untold"  # whether thoughts come first, only the chat's own parser knows; a completion has none
         return "" if self._alone or self.finish else "seam"
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 
 import msgspec
 
@@ -33,7 +34,21 @@ _BEFORE = frozenset(
     )
 )
 _BOUNDS = frozenset(("max_tokens", "max_completion_tokens", "min_tokens", "stream_options"))
-_SAYS_NOTHING = frozenset((b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""', b'"none"', b'{"type":"text"}'))
+# With these values they say nothing. No other member's false or 0 can be trusted to: it may turn something off, or ask
+# for the log probabilities of the drawn tokens alone, as a completion's `logprobs: 0` does. A null says nothing of any:
+# engines take it for the member's absence, or refuse it.
+_SAYS_NOTHING: Mapping[str, tuple[bytes, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("n", "best_of"), (b"1",)),
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), (b"0", b"0.0")),
+        **dict.fromkeys(("stop", "bad_words", "tools", "functions"), (b"[]",)),
+        **dict.fromkeys(("tool_choice", "function_call"), (b'"none"',)),
+        **dict.fromkeys(("echo", "parallel_tool_calls", "use_beam_search", "return_token_ids"), (b"false",)),
+        **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids"), (b"false",)),
+        **dict.fromkeys(("top_logprobs", "priority"), (b"0",)),
+        "response_format": (b'{"type":"text"}',),
+    }
+)
 _BLANK = re.compile(rb"[ \t\r\n]+")
 _NO_TEXT = re.compile(rb'"type"\s*:\s*"(?!text")')  # an image's place in the prompt is more than its ids
 _MANY = re.compile(rb'\s*\[\s*["\[]')
@@ -80,9 +95,11 @@ class Terms(msgspec.Struct, frozen=True):
 def terms_of(call: Call) -> Terms | None:
     """None: an answer to it could not be continued exactly."""
     members = call.members
-    if not call.request.stream or call.request.choices != 1 or not all(map(_continuable, members.items())):
-        return None
     chat = call.api is Api.CHAT
+    if not call.request.stream or call.request.choices != 1:
+        return None
+    if not all(_continuable(name, raw, chat=chat) for name, raw in members.items()):
+        return None
     if _NO_TEXT.search(members["messages"]) if chat else _MANY.match(members["prompt"]):
         return None
     if any(len(members.get(name, b"")) > _LONGEST for name in ("stream_options", "min_tokens")):
@@ -102,12 +119,13 @@ def telling(call: Call, model: str) -> Call:
     return msgspec.structs.replace(call, body=edited(call.body, call.members, _TELLING, model), members={})
 
 
-def _continuable(member: tuple[str, msgspec.Raw]) -> bool:
-    name, raw = member
+def _continuable(name: str, raw: msgspec.Raw, *, chat: bool) -> bool:
     if name in _SAMPLING or name in _BEFORE or name in _BOUNDS:
         return True
     value = _BLANK.sub(b"", bytes(raw)) if len(raw) < 64 else b""
-    return value in _SAYS_NOTHING or (value == b"1" and name in ("n", "best_of"))
+    if name == "logprobs" and chat:
+        return value in (b"null", b"false")  # a completion's is a number
+    return value == b"null" or value in _SAYS_NOTHING.get(name, ())
 
 
 def _most(members: Members, chat: bool) -> int | None:

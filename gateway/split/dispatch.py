@@ -39,6 +39,7 @@ async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Cli
             decision, ask = _decide(work, recompute)
             if decision.pair is None:
                 problem = await _whole(work, ask, decision, problem)
+                recompute = False  # that was tried: a pair of others may do better than nobody
             else:
                 problem, recompute = await _pair(work, ask, decision.pair)
             if problem is None:

@@ -1,12 +1,14 @@
 """Changing the configuration of all workers or of none: everybody tries it first, then everybody takes it.
 
-Who fails at taking what it had tried makes all others go back. A worker that starts is given what is in force.
+Who fails at taking what it had tried makes all others go back. A worker that starts is given what is in force. A
+version has one number in all of them: who counts otherwise begins anew with the number that holds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import time
@@ -17,6 +19,8 @@ from gateway.reload.reloader import SENT, Say
 from gateway.reload.versions import Versions, made
 from gateway.workers.process import LOST, Answer, Worker
 
+log = logging.getLogger("penstock")
+
 GOOD = ("applied", "unchanged")
 TRIED = ("dry_run", "unchanged")
 
@@ -24,7 +28,7 @@ TRIED = ("dry_run", "unchanged")
 class Configured:
     """What is in force in all workers. `running` is what a worker that starts is given; one change at a time.
 
-    lost  is told of a worker that may not have taken what the others took: it must begin anew
+    lost  is told of a worker that may not have taken what the others took, or counts otherwise: it must begin anew
     """
 
     def __init__(
@@ -100,9 +104,13 @@ class Configured:
 
     async def put(self, text: bytes, headers: Mapping[str, str], *, dry_run: bool = False) -> Answer:
         """Take over a text that somebody sent, if `If-Match` holds for the eldest worker."""
-        name = str((self.file.parent if self.file is not None else Path()) / SENT)
         match = {"If-Match": headers["If-Match"]} if "If-Match" in headers else {}
-        return await self._change("/config", text, match, lambda: examine_text(text, name, self._env), dry_run=dry_run)
+        return await self._change("/config", text, match, lambda: self._sent(text), dry_run=dry_run)
+
+    def _sent(self, text: bytes) -> Loaded:
+        """As the workers read what is put to them: a version is known by its file's name, too."""
+        name = str((self.file.parent if self.file is not None else Path()) / SENT)
+        return examine_text(text, name, self._env)
 
     async def rollback(self, number: int | None) -> Answer:
         """Take over an older version: that number, or the one before the one in force."""
@@ -114,8 +122,8 @@ class Configured:
         if wanted.text is None:
             told = f"the text of version {wanted.number} was not kept: a secret stands in it"
             return _answer(409, "nothing", told)
-        text, name = wanted.text.encode(), wanted.file
-        return await self._change("/config", text, {}, lambda: examine_text(text, name, self._env))
+        text = wanted.text.encode()
+        return await self._change("/config", text, {}, lambda: self._sent(text))
 
     async def _change(
         self,
@@ -167,13 +175,32 @@ class Configured:
         failed = [each for each in answers if result_of(each) not in GOOD]
         if failed or not answers:
             moved = [worker for worker, each in told.items() if result_of(each) == "applied"]
-            await self._told(moved, "/config", self.running.text, {})
+            back = await self._told(moved, "/config", self.running.text, {})
+            for worker in back:  # it has counted the change and the way back
+                self._lost(worker)
             message = "a worker could not take over what it had tried; all went back"
             return failed[0] if failed else _answer(503, "nothing", message)
         applied = next((each for each in answers if result_of(each) == "applied"), answers[0])
-        self._now(loaded, self.version + (result_of(applied) == "applied"))
+        numbers = {worker: _number(each) for worker, each in told.items()}
+        self._now(loaded, max(self.version, *numbers.values()))
+        late = [worker for worker, number in numbers.items() if number != self.version]
+        if late:
+            await self._renumber(late, loaded)
         self._tell(applied, bad=False)
         return applied
+
+    async def _renumber(self, late: Sequence[Worker], loaded: Loaded) -> None:
+        """Who had the new configuration already, of a secret read sooner, has counted no version: it begins anew with
+        the number that holds. Number 0 goes by its folder, if there is one, and finds it there."""
+        version = self._versions.find(self.version)
+        assert version is not None
+        if any(worker.number == 0 for worker in late):
+            try:
+                await asyncio.to_thread(self._versions.write, version, in_clear=loaded.in_clear)
+            except OSError as error:
+                log.error("version %d could not be written to reload.state_dir: %s", version.number, error)
+        for worker in late:
+            self._lost(worker)
 
     def _now(self, loaded: Loaded, version: int) -> None:
         """All workers have this; whoever starts begins with it."""
@@ -211,6 +238,12 @@ class Configured:
 def result_of(answer: Answer) -> str:
     """What came of it, as a worker calls it."""
     return str(_json(answer).get("result", ""))
+
+
+def _number(answer: Answer) -> int:
+    """Of the version that is in force there."""
+    told = _json(answer).get("version")
+    return told if isinstance(told, int) else 0
 
 
 def _json(answer: Answer) -> dict[str, object]:

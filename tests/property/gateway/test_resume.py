@@ -144,6 +144,21 @@ def test_where_several_ids_came_at_once_nobody_knows_which_are_shown(chat: bool)
     assert list(ledger.said) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize(("chat", "standing"), [(True, "untold"), (False, "")])
+def test_a_chat_of_which_no_text_was_shown_is_not_continued_since_it_may_begin_with_thoughts(
+    chat: bool, standing: str
+) -> None:
+    ledger = Ledger(terms(chat, False, 9), 1000)
+    part = {"delta": {"role": "assistant", "content": ""}} if chat else {"text": ""}
+    ledger.first(
+        {"choices": [{"token_ids": [1]} | part], "prompt_token_ids": PROMPT, "usage": {"completion_tokens": 1}}
+    )
+    assert ledger.standing == standing
+    part["finish_reason"] = "stop"
+    ledger.first({"choices": [{"token_ids": [2]} | part], "usage": {"completion_tokens": 2}})
+    assert (ledger.standing, ledger.whole) == ("", True), "nothing is missing but the end"
+
+
 @pytest.mark.parametrize(
     ("chunk", "obstacle"),
     [

@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 from gateway.config import ConfigError, examine, examine_text
+from gateway.reload.reloader import SENT
 from gateway.reload.versions import Versions, made
 from gateway.workers.configure import Configured
 from gateway.workers.process import Answer, Worker
@@ -21,35 +22,40 @@ OLD, NEW, BAD = TEXT.format("round_robin"), TEXT.format("least_loaded"), TEXT.fo
 
 
 class Stub:
-    """A worker's admin server: what it has in force, and the paths that it was asked for."""
+    """A worker's admin server: what it has in force, by which number, and the paths that it was asked for."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, number: int, file: Path) -> None:
+        self.number = number
         self._file = file
+        self.version = 1
         self.text, self.digest = file.read_bytes(), examine(file, {}).digest
         self.asked: list[str] = []
         self.before: Callable[[], None] = lambda: None
-        self.lost_at = ""
+        self.lost_at = self.refuses_at = ""
 
     async def ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Answer:
         self.before()
         self.asked.append(path)
         if path == self.lost_at:
             raise TimeoutError
+        if path == self.refuses_at:
+            return self._answer("rejected", "not this time")
         text = self._file.read_bytes() if body is None else body
         try:
             digest = examine_text(text, str(self._file), {}).digest
         except ConfigError as error:
-            return _answer("rejected", str(error))
+            return self._answer("rejected", str(error))
         if digest == self.digest:
-            return _answer("unchanged")
+            return self._answer("unchanged")
         if "dry_run" in path:
-            return _answer("dry_run")
+            return self._answer("dry_run")
         self.text, self.digest = text, digest
-        return _answer("applied")
+        self.version += 1
+        return self._answer("applied")
 
-
-def _answer(result: str, message: str = "") -> Answer:
-    return Answer(200, {}, json.dumps({"result": result, "message": message}).encode())
+    def _answer(self, result: str, message: str = "") -> Answer:
+        told = {"result": result, "message": message, "version": self.version}
+        return Answer(200, {}, json.dumps(told).encode())
 
 
 class House:
@@ -59,7 +65,7 @@ class House:
         self.file, self.key = folder / "gateway.yaml", folder / "key"
         self.file.write_text(text)
         self.key.write_text("sk-1")
-        self.workers = [Stub(self.file), Stub(self.file)]
+        self.workers = [Stub(number, self.file) for number in range(2)]
         self.said: list[str] = []
         self.lost: list[Stub] = []
         self.configured = Configured(
@@ -146,7 +152,50 @@ async def test_versions_of_before_a_restart_can_be_gone_back_to(tmp_path: Path) 
     Versions(tmp_path / "state").write(before, in_clear=False)
     house = House(tmp_path, NEW + kept)
     house.configured.numbered(7)
+    for worker in house.workers:
+        worker.version = 7
     assert house.configured.version == 7
     await house.configured.rollback(6)
     assert house.agree(OLD + kept)
     assert house.configured.version == 8
+
+
+async def test_a_worker_that_had_to_go_back_begins_anew_since_it_counts_versions_that_the_others_never_had(
+    house: House,
+) -> None:
+    house.workers[1].refuses_at = "/config"
+    answer = await house.configured.put(NEW.encode(), {})
+    assert json.loads(answer.body)["result"] == "rejected"
+    assert house.agree(OLD)
+    assert [each.version for each in house.workers] == [3, 1]
+    assert (house.lost, house.configured.version) == ([house.workers[0]], 1)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_a_version_has_one_number_in_all_workers_though_one_had_read_a_new_secret_sooner(
+    tmp_path: Path, number: int
+) -> None:
+    state = tmp_path / "state"
+    house = House(tmp_path, OLD + f"reload: {{state_dir: {state}}}\n")
+    house.key.write_text("sk-2")
+    sooner = house.workers[number]
+    sooner.digest = examine(house.file, {}).digest  # it has begun anew in the meantime
+    await house.configured.changed()
+    assert sooner.version == 1
+    assert (house.lost, house.configured.version) == ([sooner], 2)
+    assert [each.number for each in Versions(state).all()] == ([2] if number == 0 else []), (
+        "number 0 goes by its folder"
+    )
+
+
+async def test_numbers_that_differ_all_the_same_become_the_largest_of_them_with_the_next_change(house: House) -> None:
+    house.workers[1].version = 5
+    await house.configured.put(NEW.encode(), {})
+    assert (house.lost, house.configured.version) == ([house.workers[0]], 6)
+
+
+async def test_what_is_gone_back_to_is_called_as_the_workers_call_it(house: House) -> None:
+    await house.configured.put(NEW.encode(), {})
+    await house.configured.rollback(1)
+    assert house.agree(OLD)
+    assert Path(house.configured.running.file).name == SENT

@@ -25,6 +25,7 @@ def call(body: dict[str, Any]) -> Call:
         {},
         {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 3, "repetition_penalty": 1.1},
         {"n": 1, "logprobs": False, "tools": None, "stop": [], "tool_choice": "none", "presence_penalty": 0},
+        {"logprobs": None, "top_logprobs": 0, "parallel_tool_calls": False, "unheard_of": None},
         {"response_format": {"type": "text"}, "stream_options": {"include_usage": True}, "user": "somebody"},
         {"max_completion_tokens": 9, "min_tokens": 3, "stop_token_ids": [7], "ignore_eos": True},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": 'say {"type": "image_url"}'}]}]},
@@ -54,6 +55,10 @@ def test_what_depends_on_tokens_alone_can_be_continued(more: dict[str, Any]) -> 
         {"stream_options": [1]},
         {"min_tokens": "3"},
         {"unheard_of": 1},
+        {"unheard_of": False},
+        {"include_reasoning": False},
+        {"thinking_token_budget": 0},
+        {"prompt_logprobs": 0},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
     ],
 )
@@ -66,6 +71,11 @@ def test_a_completion_is_continued_if_it_is_one(prompt: object, one: bool) -> No
     assert (terms_of(call(TEXT | {"prompt": prompt})) is not None) == one
     assert terms_of(call(TEXT | {"echo": True})) is None
     assert terms_of(call(TEXT | {"suffix": "x"})) is None
+
+
+@pytest.mark.parametrize(("logprobs", "none"), [(None, True), (0, False), (False, False), (1, False)])
+def test_a_completion_that_wants_the_drawn_tokens_log_probability_alone_wants_one(logprobs: object, none: bool) -> None:
+    assert (terms_of(call(TEXT | {"logprobs": logprobs})) is not None) == none
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ async def front(
     engine: str = "vllm",
     bootstrap: str | None = None,
     split: Mapping[str, Any] | None = None,
-    decode_role: str = "decode",
+    decode_role: str | Sequence[str] = "decode",
     max_concurrency: int | None = None,
     contexts: Sequence[int] = (),
     policy: str = "prefix_aware",
@@ -344,7 +344,8 @@ async def front(
         for half in halves:
             await half.start()
             stack.callback(half.stop)
-        roles = ["prefill"] * len(prefill) + [decode_role] * len(decode)
+        decoders = [decode_role] * len(decode) if isinstance(decode_role, str) else list(decode_role)
+        roles = ["prefill"] * len(prefill) + decoders
         endpoints: list[dict[str, Any]] = [
             {"url": half.url, "role": role, "engine": engine} for half, role in zip(halves, roles, strict=True)
         ]

@@ -126,6 +126,19 @@ async def test_short_requests_are_split_where_nobody_serves_them_alone() -> None
         assert (refused.status, refused.json["error"]["type"]) == (400, "invalid_request_error")
 
 
+async def test_a_pair_of_others_is_asked_when_the_only_one_who_serves_alone_broke_too() -> None:
+    decoder = each(refuses(500), decodes)  # whichever of the two is asked first
+    roles = ["decode", "decode", "both"]
+    async with sglang([holds] * 2, [decoder, decoder, resets], decode_role=roles, retries={"attempts": 5}) as f:
+        alone = f.app.gateway.endpoints.all()[4].load
+        alone.in_flight += 1  # so that a decoder is chosen first
+        assert (await f.ask()).text == WHOLE
+        alone.in_flight -= 1
+        assert [len(half.asked) for half in (*f.prefill, *f.decode)] == [1] * 5
+        assert f.metric("penstock_split_decisions_total", reason="recompute") == 1
+        await f.at_rest()
+
+
 async def test_a_refused_prefill_closes_its_waiting_decoder_and_takes_a_new_room_elsewhere() -> None:
     gate = asyncio.Event()
     async with sglang([after(gate, refuses(503)), decodes], [each(holds, decodes)]) as f:

@@ -52,6 +52,12 @@ def test_more_percent_keep_the_sessions_that_were_chosen_before() -> None:
     assert all(more.takes(each) for each in sessions if few.takes(each))
 
 
+def test_a_session_that_is_no_utf_8_has_a_side_too() -> None:
+    part = canary(percent=50)
+    sessions = [bytes([255, number]).decode("utf-8", "surrogateescape") for number in range(200)]
+    assert {part.takes(request(0, each)) for each in [*sessions, "\ud800"]} == {True, False}
+
+
 def test_named_tenants_are_on_its_side_and_nobody_else() -> None:
     part = canary(tenants=["a", "b"])
     assert [part.takes(request(1, tenant=name)) for name in ("a", "b", "c", "")] == [True, True, False, False]
