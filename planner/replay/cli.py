@@ -1,6 +1,6 @@
 """`penstock replay`: options to a Contest, and its outcome to the terminal, as JSON or as a page.
 
-Exit status: 0 done, 1 a file could not be read or nothing was served, 2 wrong usage.
+Exit status: 0 done, 1 a file could not be read or nothing was served or counted, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from planner.replay.options import Clients, Options
 from planner.replay.record import End
 from planner.replay.report import HEADS, cells_of, page
 from planner.replay.spec import FleetError, FleetSpec, preset, read_fleet
-from planner.replay.sweep import Contest, Standing, compare
+from planner.replay.sweep import Contest, NothingCountedError, Standing, compare
 from planner.traces import READERS, TraceError, TraceRequest, read_trace, sliced
 from policies import registry
 from policies.admissions import build_admission
@@ -112,7 +112,11 @@ def replay(
     except TraceError as error:
         typer.echo(f"penstock replay: {error}", err=True)
         raise typer.Exit(1) from None
-    standing = _carried_out(contest, quiet=as_json)
+    try:
+        standing = _carried_out(contest, quiet=as_json)
+    except NothingCountedError as error:
+        typer.echo(f"penstock replay: {error}; a shorter --warmup leaves some", err=True)
+        raise typer.Exit(1) from None
     if report is not None:
         report.write_text(page(standing, trace.name))
     _print(standing, as_json)

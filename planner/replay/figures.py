@@ -31,7 +31,7 @@ class Share(msgspec.Struct, frozen=True):
 class Figures(msgspec.Struct, frozen=True):
     """One replay in numbers. Rates are per second of the span in which requests arrived.
 
-    attainment      share of all offered requests that were served within both budgets
+    attainment      share of all offered requests that were served within both budgets; 0 where none were offered
     goodput         good requests a second; `token_goodput`: prompt and output tokens of good requests a second
     good_input      prompt tokens of good requests a second
     hit_ratio       prompt tokens found cached; `of_ideal`: as a share of what an endless cache in common would have had
@@ -106,7 +106,7 @@ def figures(run: Run, from_s: float = 0.0, to_s: float | None = None) -> Figures
         ends=dict(Counter(str(one.end) for one in counted)),
         reasons=dict(Counter(one.reason for one in counted if one.reason)),
         span_s=span_s,
-        attainment=len(good) / len(counted) if counted else 1.0,
+        attainment=len(good) / len(counted) if counted else 0.0,
         goodput=len(good) * per_s,
         token_goodput=sum(one.prompt_tokens + one.output_tokens for one in good) * per_s,
         good_input=sum(one.prompt_tokens for one in good) * per_s,

@@ -22,6 +22,10 @@ Progress = Callable[[str, float], None]
 """Told of a replay under way: which one it is, and the share of its requests that are over."""
 
 
+class NothingCountedError(ValueError):
+    """A capacity was looked for at a load at which no request comes after the warm-up."""
+
+
 class Contest(msgspec.Struct, frozen=True):
     """What is compared.
 
@@ -79,7 +83,7 @@ def one_run(contest: Contest, policy: str, load: float, watch: Callable[[float, 
 
 
 def compare(contest: Contest, tell: Progress | None = None) -> Standing:
-    """Everything the contest asks for, one replay after another."""
+    """Everything the contest asks for, one replay after another. Raises NothingCountedError."""
     points = []
     capacities: dict[str, tuple[Capacity, ...]] = {}
     for policy in contest.policies:
@@ -108,10 +112,17 @@ def _capacity(contest: Contest, policy: str, target: float, tell: Progress | Non
         offered = _users_at(load) if contest.by_users else load
         if offered not in known:
             watch = _watch(contest, f"{policy}, capacity at {target:.0%}: {offered:.3g}", tell)
-            known[offered] = figures(one_run(contest, policy, offered, watch), contest.warmup_s).attainment
+            seen = figures(one_run(contest, policy, offered, watch), contest.warmup_s)
+            if not seen.offered:
+                raise NothingCountedError(
+                    f"at load {offered:.3g} no request counts after a warm-up of {contest.warmup_s:g} s"
+                )
+            known[offered] = seen.attainment
         return known[offered]
 
-    return capacity(attainment, target, contest.loads[0])
+    start = contest.loads[0]
+    least = 1.0 if contest.by_users else min(1.0, start) / 64
+    return capacity(attainment, target, start, least=least, most=64 * max(1.0, start))
 
 
 def _watch(contest: Contest, name: str, tell: Progress | None) -> Callable[[float, int], None] | None:

@@ -141,11 +141,47 @@ def test_a_number_of_users_is_replayed_once_however_closely_capacity_is_looked_f
     monkeypatch.setattr("planner.replay.sweep.one_run", replay)
     attained = {1: 1.0, 2: 0.95, 3: 0.85}
     monkeypatch.setattr(
-        "planner.replay.sweep.figures", lambda run, from_s: SimpleNamespace(attainment=attained.get(run, 0.0))
+        "planner.replay.sweep.figures",
+        lambda run, from_s: SimpleNamespace(attainment=attained.get(run, 0.0), offered=1),
     )
     found = _capacity(Contest(preset("F1"), (), ("any",), loads=(1.0,), by_users=True), "any", 0.9, None)
     assert 2 <= found.load < 3
     assert len(found.tried) > len(replayed) == len(set(replayed))
+
+
+@pytest.mark.parametrize(
+    ("start", "by_users", "truth"),
+    [
+        (1.0, True, 40),
+        (50.0, True, 1000),
+        (100.0, True, 1000),
+        (100.0, True, 3),
+        (3.0, True, 0),
+        (100.0, False, 1000),
+        (1.0, False, 0.02),
+    ],
+)
+def test_capacity_is_looked_for_far_above_and_below_the_first_load(
+    monkeypatch: pytest.MonkeyPatch, start: float, by_users: bool, truth: float
+) -> None:
+    monkeypatch.setattr("planner.replay.sweep.one_run", lambda contest, policy, load, watch: load)
+    monkeypatch.setattr(
+        "planner.replay.sweep.figures",
+        lambda run, from_s: SimpleNamespace(attainment=1.0 if run <= truth else 0.0, offered=1),
+    )
+    contest = Contest(preset("F1"), (), ("any",), loads=(start,), by_users=by_users)
+    found = _capacity(contest, "any", 0.9, None)
+    assert truth * 0.95 <= found.load <= (truth + 1 if by_users else truth * 1.05)
+    assert not by_users or min(load for load, _ in found.tried) > 0.5
+
+
+def test_a_capacity_beyond_what_the_warm_up_leaves_is_not_made_up(trace: Path) -> None:
+    """The trace of a minute is over within the warm-up at six times its rate."""
+    asked = (trace, "--policy", "least_loaded", "--capacity", "90", "--warmup", "10s")
+    result = call(*asked)
+    assert result.exit_code == 1
+    assert "at load 7.59 no request counts after a warm-up of 10 s; a shorter --warmup leaves some" in result.output
+    assert call(*asked[:-1], "1h").exit_code == 1
 
 
 def test_the_curve_of_a_distribution_ends_at_its_largest_sample() -> None:

@@ -58,6 +58,10 @@ def test_warm_up_does_not_count() -> None:
     assert figures(run(record(0.0, ttft=9.0), record(10.0)), from_s=5.0).attainment == 1.0
 
 
+def test_where_nothing_counts_no_promise_was_kept() -> None:
+    assert figures(run(record(0.0), record(10.0)), from_s=60.0).attainment == 0.0
+
+
 def test_hits_are_told_of_all_prompts_and_of_what_an_endless_cache_had() -> None:
     told = figures(
         run(record(0.0, cached_tokens=200, ideal_tokens=400), record(1.0, cached_tokens=100, ideal_tokens=200))
