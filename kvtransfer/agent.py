@@ -216,7 +216,7 @@ class Agent:
         Returns at once; raises ValueError. Until it has `ended` the blocks are nobody's but the transfer's.
         """
         wish = Wish(
-            address, name, np.array(blocks, np.int64), tokens, skip_tokens, timeout_s, Klass[klass.upper()], ticket
+            address, name, np.array(blocks, np.int64), tokens, skip_tokens, timeout_s, Klass.named(klass), ticket
         )
         self._sink.check(wish)
         with self._lock:

@@ -17,6 +17,14 @@ class Klass(IntEnum):
     BULK = 1
     MIGRATION = 2
 
+    @classmethod
+    def named(cls, word: str) -> Klass:
+        """Raises ValueError for a word that names none."""
+        try:
+            return cls[word.upper()]
+        except KeyError:
+            raise ValueError(f"a transfer is {', '.join(cls.__members__).lower()}, not {word!r}") from None
+
 
 class Credits:
     """Bytes that may be under way to one peer: its landing windows. Taken when a window is queued, given back when it

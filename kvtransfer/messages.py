@@ -6,6 +6,7 @@ message has one direction, and who says the other's lines is out. Not here: proo
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated, Any
 
 import msgspec
@@ -161,6 +162,12 @@ def check_words(name: str, ticket: str | None = None) -> None:
     if not 1 <= len(name) <= _MOST_NAME or len(ticket or "") > _MOST_TICKET:
         raise ValueError(f"a name has 1 to {_MOST_NAME} characters, a ticket at most {_MOST_TICKET}")
     (name + (ticket or "")).encode()  # a lone surrogate is no text
+
+
+def check_seconds(what: str, seconds: float) -> None:
+    """ValueError for a time that never ends: not a number compares with nothing, and would hold blocks for good."""
+    if not 0.0 <= seconds < inf:
+        raise ValueError(f"{what} lasts some seconds, not {seconds}")
 
 
 def stop(transfer: int, reason: Reason, detail: str) -> Stop:

@@ -31,6 +31,7 @@ from kvtransfer.messages import (
     ProtocolError,
     Stop,
     Unwanted,
+    check_seconds,
     check_words,
     pack_blocks,
     stop,
@@ -258,6 +259,7 @@ class SinkBook:
     def check(self, wish: Wish) -> None:
         """Raises ValueError for a wish that cannot be: blocks that are not, tokens that do not fit. Needs no lock."""
         check_words(wish.name, wish.ticket)
+        check_seconds("a landing", wish.timeout_s)
         if not 0 <= wish.skip_tokens < wish.tokens:
             raise ValueError(f"tokens {wish.skip_tokens} to {wish.tokens} are none")
         if wish.blocks.size * self._layout.block_tokens < wish.tokens:

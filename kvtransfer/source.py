@@ -29,6 +29,7 @@ from kvtransfer.messages import (
     ProtocolError,
     Stop,
     Unwanted,
+    check_seconds,
     check_words,
     pack_blocks,
     stop,
@@ -111,7 +112,9 @@ class SourceBook:
         return self._pumped(self._outlets[offer.link], now)
 
     def renew(self, number: int, ttl_s: float, now: float) -> str | None:
-        """A later deadline, and a ticket that lives as long; None if the offer is gone or it is too late."""
+        """A later deadline, and a ticket that lives as long; None if the offer is gone or it is too late. Raises
+        ValueError for seconds that are none."""
+        check_seconds("an offer", ttl_s)
         offer = self._offers.get(number)
         if offer is None or not self._renew(offer, now + ttl_s, now):
             return None
@@ -238,6 +241,7 @@ class SourceBook:
 
     def _check(self, ware: Ware) -> None:
         check_words(ware.name)
+        check_seconds("an offer", ware.ttl_s)
         size = self._card.layout.block_tokens
         if ware.name in self._names:
             raise ValueError(f"{ware.name} is on offer already")

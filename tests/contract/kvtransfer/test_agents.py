@@ -425,7 +425,16 @@ async def test_what_cannot_be_is_refused_at_once(transport: str) -> None:
                 sink.agent.fetch(source.agent.address, "r", blocks, tokens)
         with pytest.raises(ValueError, match="twice"):
             sink.agent.fetch(source.agent.address, "r", [1, 1], 32)
-        source.agent.offer("r", [0], 16)
+        for seconds in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match="an offer lasts some seconds"):
+                source.agent.offer("r", [0], 16, ttl_s=seconds)
+            with pytest.raises(ValueError, match="a landing lasts some seconds"):
+                sink.agent.fetch(source.agent.address, "r", [1], 16, timeout_s=seconds)
+        with pytest.raises(ValueError, match="a transfer is interactive, bulk, migration, not 'urgent'"):
+            sink.agent.fetch(source.agent.address, "r", [1], 16, klass="urgent")
+        offer = source.agent.offer("r", [0], 16)
+        with pytest.raises(ValueError, match="an offer lasts some seconds"):
+            offer.renew(float("nan"))
         with pytest.raises(ValueError, match="already"):
             source.agent.offer("r", [0], 16)
 
