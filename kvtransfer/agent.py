@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 import msgspec
@@ -124,17 +125,28 @@ class Agent:
         A better way that does not start is left out, and the log says so. Raises TransportError if the first does not.
         """
         self._bell = bell
-        addresses: dict[str, str] = {}
-        for name, transport in list(self._transports.items()):
+        first, *better = self._transports
+        try:
+            ways = self._ways(better)
+            # Peers know the first way alone, so whoever dials it finds the rest ready.
+            self._board.card = msgspec.structs.replace(self._card, addresses=ways)
+            self.address = self._transports[first].start(self, self._regions)
+        except BaseException:
+            for transport in self._transports.values():
+                transport.close()
+            raise
+        self._board.open(msgspec.structs.replace(self._card, addresses={first: self.address, **ways}))
+
+    def _ways(self, names: Sequence[str]) -> dict[str, str]:
+        """Start the transports of these names: where each is reached, those left out that do not start."""
+        ways: dict[str, str] = {}
+        for name in names:
             try:
-                addresses[name] = transport.start(self, self._regions)
+                ways[name] = self._transports[name].start(self, self._regions)
             except TransportError as wrong:
-                if not addresses:
-                    raise
                 log.warning("kv %s: no %s here: %s", self._name, name, wrong)
                 del self._transports[name]
-        self.address = next(iter(addresses.values()))
-        self._board.open(msgspec.structs.replace(self._card, addresses=addresses))
+        return ways
 
     async def close(self) -> None:
         """End everything, behind the fence; blocks are the engine's again when this returns. May be called twice."""
@@ -189,7 +201,8 @@ class Agent:
         sink had waited for it and given up.
         """
         layers = self._layout.layers if ready_layers is None else ready_layers
-        ware = Ware(name, np.array(blocks, np.int64), tokens, ttl_s, layers, secrets.token_bytes(16), sink, public)
+        numbers, nonce = np.array(blocks, np.int64), secrets.token_bytes(16)
+        ware = Ware(name, numbers, index(tokens), ttl_s, index(layers), nonce, sink, public)
         with self._lock:
             offer = Offer(self, self._number(), name)
             offer.ticket, commands = self._source.offer(offer.number, ware, self._clock.now())
@@ -215,9 +228,8 @@ class Agent:
         klass      interactive, bulk or migration
         Returns at once; raises ValueError. Until it has `ended` the blocks are nobody's but the transfer's.
         """
-        wish = Wish(
-            address, name, np.array(blocks, np.int64), tokens, skip_tokens, timeout_s, Klass.named(klass), ticket
-        )
+        span = index(tokens), index(skip_tokens)  # numpy's integers, and no others, are integers to a peer as well
+        wish = Wish(str(address), name, np.array(blocks, np.int64), *span, timeout_s, Klass.named(klass), ticket)
         self._sink.check(wish)
         with self._lock:
             landing = Landing(self, self._number(), name)

@@ -62,11 +62,14 @@ _KINDS = (Kind.MESSAGE, *Kind)  # by number; there is no 0
 _PROOFS = tuple(Proof)
 
 
+MOST_PAYLOAD = 64 << 20
+
+
 class FrameLimits(msgspec.Struct, frozen=True):
     """The largest frame that is read or written. A peer cannot make us hold more than one header."""
 
     header_bytes: int = 16 << 10
-    payload_bytes: int = 64 << 20
+    payload_bytes: int = MOST_PAYLOAD
 
 
 class Opening(NamedTuple):

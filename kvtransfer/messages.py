@@ -31,7 +31,8 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Blocks = Annotated[bytes, msgspec.Meta(max_length=4 * MOST_BLOCKS)]
 GrantBytes = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
-Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+MOST_TOKENS = (1 << 32) - 1
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
+from kvtransfer.frame import MOST_PAYLOAD
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """
-    beat_s, misses   a link is lost when the peer has been silent for so many beats
+    beat_s, misses   a link is lost when the peer has been silent for so many beats, which must be the peer's as well
     handshake_s      until then both ends of a new link have proven who they are
     window_bytes     the most that is sent at once; a link may want less
     budget_bytes     what a source may have under way to this agent on one link
     patience_s       how long an invitation may wait here for its offer
-    memory_s         how long a name is remembered that was declined, revoked, or given up by who waited for it or was
+    memory_s         how long a name is remembered whose offer ended, that was declined, or given up by who waited for it or was
                      about to ask
     most_waiting     invitations that wait here, all in all
     most_strangers   links on which nobody has proven anything yet
@@ -31,6 +33,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     most_strangers: int = 64
     family: str = ""
     host: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.beat_s >= 0.001 and self.misses >= 1 and self.handshake_s > 0.0):
+            raise ValueError(f"a peer is heard every so often, and given up after some silence, not {self}")
+        if not 0 < self.window_bytes <= MOST_PAYLOAD or self.budget_bytes < 1:
+            raise ValueError(f"windows have 1 to {MOST_PAYLOAD} bytes and a peer takes some, not {self}")
 
     @property
     def silence_s(self) -> float:

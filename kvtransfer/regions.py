@@ -66,8 +66,8 @@ class Region:
     @classmethod
     def attach(cls, fd: int, blocks: int, block_bytes: int, *, name: str) -> Region:
         """A peer's region, read-only; takes over `fd`. Raises RegionError (and closes it) unless it is sealed so."""
-        size = _file_bytes(blocks, block_bytes)
         try:
+            size = _file_bytes(blocks, block_bytes)
             _check_file(fd, size)
             memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         except BaseException:

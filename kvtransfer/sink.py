@@ -24,6 +24,7 @@ from kvtransfer.lattice import distinct
 from kvtransfer.layout import KvLayout, fingerprint_of
 from kvtransfer.messages import (
     MOST_BLOCKS,
+    MOST_TOKENS,
     Accept,
     Credit,
     Invite,
@@ -260,7 +261,7 @@ class SinkBook:
         """Raises ValueError for a wish that cannot be: blocks that are not, tokens that do not fit. Needs no lock."""
         check_words(wish.name, wish.ticket)
         check_seconds("a landing", wish.timeout_s)
-        if not 0 <= wish.skip_tokens < wish.tokens:
+        if not 0 <= wish.skip_tokens < wish.tokens <= MOST_TOKENS:
             raise ValueError(f"tokens {wish.skip_tokens} to {wish.tokens} are none")
         if wish.blocks.size * self._layout.block_tokens < wish.tokens:
             raise ValueError(f"{wish.tokens} tokens do not fit into {wish.blocks.size} blocks")
@@ -287,7 +288,9 @@ class SinkBook:
             window_bytes=min(self._options.window_bytes, link.window_bytes),
             ticket=wish.ticket,
         )
-        return SendInvite(link, invite, wish.blocks)
+        block_tokens = self._layout.block_tokens
+        written = wish.blocks[wish.skip_tokens // block_tokens : -(-wish.tokens // block_tokens)]
+        return SendInvite(link, invite, written)  # those before are cached: others may be reading them
 
     def _plan(self, reservation: Reservation, message: Accept) -> Arrivals | str:
         """What the source plans as well: from its blocks and layout, and ours. Or why that cannot be. Without the lock,

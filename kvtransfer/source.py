@@ -363,8 +363,7 @@ class SourceBook:
         if reason is Reason.LANDED and offer.lease.state is LeaseState.EXPIRED:
             reason = Reason.LEASE_EXPIRED
         del self._offers[offer.number], self._names[offer.ware.name]
-        if reason in (Reason.REVOKED, Reason.LEASE_EXPIRED):
-            self._guests.ended(offer.ware.name, Reason.GONE, now)
+        self._guests.ended(offer.ware.name, Reason.GONE, now)
         commands: list[Command] = []
         others: list[Command] = []
         transport = ""

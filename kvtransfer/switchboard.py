@@ -45,6 +45,8 @@ class Switchboard:
         self._sink, self._source, self._tally = books
         self._lock, self._do = lock, do
         self._lines: dict[Link, Line] = {}
+        self._dials = 0  # under way
+        self._short_lived: dict[Link, str] = {}  # links that ended before whoever dialled them could say so
         self._pulse: Timer | None = None
         self._closed = False
 
@@ -117,6 +119,8 @@ class Switchboard:
         with self._lock:
             line = self._lines.pop(link, None)
             if line is None:
+                if self._dials:
+                    self._short_lived[link] = detail
                 return
             now = self._clock.now()
             log.info("kv %s: link to %s (%s) ends: %s %s", self.card.agent, line.peer, link.transport, reason, detail)
@@ -135,23 +139,40 @@ class Switchboard:
 
     def _seek(self, transport: Transport, where: str, address: str, fallback: Line | None = None) -> None:
         """Under the lock: dial on a thread that may wait."""
+        self._dials += 1
         try:
             self._clock.aside(lambda: self._dial(transport, where, address, fallback))
         except RuntimeError as wrong:  # there is no thread to be had
+            self._dialled(None)
             self._do(self._settle(address, fallback, Reason.UNREACHABLE, str(wrong)))
+
+    def _dialled(self, link: Link | None) -> str | None:
+        """A dial is over. Why its link has ended already, if it has."""
+        self._dials -= 1
+        detail = None if link is None else self._short_lived.pop(link, None)
+        if not self._dials:
+            self._short_lived.clear()
+        return detail
 
     def _dial(self, transport: Transport, where: str, address: str, fallback: Line | None) -> None:
         """Aside: a link to the peer that engines know as `address`."""
         try:
             link = transport.dial(where)
-        except (TransportError, RuntimeError) as wrong:
+        except Exception as wrong:  # whatever it is, somebody waits to hear of it
+            if not isinstance(wrong, TransportError | RuntimeError):
+                log.exception("kv %s: dialling %s by %s", self.card.agent, address, transport.name)
             with self._lock:
+                self._dialled(None)
                 self._do(self._settle(address, fallback, Reason.UNREACHABLE, str(wrong)))
             return
         line = Line(link, self._session(dialled=True), address, self._clock.now(), fallback)
         with self._lock:
+            ended = self._dialled(link)
             if self._closed:
                 link.close()
+                return
+            if ended is not None:
+                self._do(self._settle(address, fallback, Reason.UNREACHABLE, ended))
                 return
             self._lines[link] = line
         link.send(line.session.hello())
@@ -236,7 +257,8 @@ class Switchboard:
         try:
             for line in list(self._lines.values()):
                 if line.silent(now, late_s, self.options):
-                    self.lose(line.link, Reason.SILENT, f"nothing heard for {self.options.silence_s} s")
+                    limit_s = self.options.silence_s if line.up else self.options.handshake_s
+                    self.lose(line.link, Reason.SILENT, f"nothing heard for {limit_s} s")
                 elif line.up and say:
                     line.say(Beat())
         finally:

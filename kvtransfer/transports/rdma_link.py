@@ -78,7 +78,12 @@ class RdmaLink:
         self.window_bytes = _WINDOW_BYTES
         self.refused = 0
         self._side, self._owner, self._options, self._when_gone = side, owner, options, gone
-        self._pairs = Pairs(domain)  # all that can fail here
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._pairs = Pairs(domain)
+        except BaseException:
+            os.close(self._wake)
+            raise
         self._arrivals = Arrivals(domain, options.most_keys)
         gather = domain.device.gather
         self._departures = Departures(domain.key_of, self._departed, gather=gather, checksums=options.checksums)
@@ -91,7 +96,6 @@ class RdmaLink:
         self._fences: deque[int] = deque()
         self._gate = threading.Lock()
         self._closing = self._gone = False
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._news = select.poll()
         for each in (side.fileno(), self._wake, self._pairs.completions.fd):
             self._news.register(each, select.POLLIN)

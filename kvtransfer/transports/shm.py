@@ -203,8 +203,12 @@ class Shm:
         self._regions = regions
         listener = _socket()
         name = f"penstock-kv-{os.getpid()}-{secrets.token_hex(8)}"
-        listener.bind(f"\0{name}")
-        listener.listen(128)
+        try:
+            listener.bind(f"\0{name}")
+            listener.listen(128)
+        except OSError as wrong:  # a policy that denies such sockets
+            listener.close()
+            raise TransportError(f"shm cannot listen: {wrong}") from wrong
         self._listening.start(owner, listener, "kv-shm-listen")
         return f"@{name}"
 

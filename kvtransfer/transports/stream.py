@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from kvtransfer.frame import FrameError, FrameLimits, Kind, frame
+from kvtransfer.frame import MOST_PAYLOAD, FrameError, FrameLimits, Kind, frame
 from kvtransfer.regions import Region
 from kvtransfer.reshard import Blocks
 from kvtransfer.transports.base import STRANGER_BYTES, LinkOwner, Slice, TransportError, Verdict, WindowHead
@@ -51,6 +51,10 @@ class Manner(msgspec.Struct, frozen=True):
     sealed: bool = False
     spin_s: float = 50e-6
     window_bytes: int = 8 << 20
+
+    def __post_init__(self) -> None:
+        if not 0 < self.window_bytes <= MOST_PAYLOAD or not 0.0 <= self.spin_s < 1.0:
+            raise ValueError(f"windows have 1 to {MOST_PAYLOAD} bytes and nobody spins for a second, not {self}")
 
 
 class StreamLink:

@@ -70,8 +70,15 @@ class World:
                 case Dial(address):
                     assert address not in self.dialling
                     self.dialling.add(address)
-                case SendInvite(link, invite, _):
+                case SendInvite(link, invite, written):
                     assert invite.transfer not in self.invited
+                    wish = self.wishes[invite.transfer]  # the rest of its blocks is cached, and perhaps others' as well
+                    spans = range(0, wish.tokens, LAYOUT.block_tokens)
+                    assert list(written) == [
+                        block
+                        for block, begin in zip(wish.blocks, spans, strict=False)
+                        if begin + LAYOUT.block_tokens > wish.skip_tokens
+                    ]
                     self.invited[invite.transfer] = link  # type: ignore[assignment]
                     if self.rng.random() < 0.5:
                         self.say(invite.transfer)

@@ -19,6 +19,7 @@ from kvtransfer.handles import Doorbell, Handle
 from kvtransfer.lattice import Runs
 from kvtransfer.layout import fingerprint_of
 from kvtransfer.messages import Accept, pack_blocks
+from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.transports import shm
 from kvtransfer.transports.base import LinkOwner, TransportError, WindowHead
@@ -149,6 +150,80 @@ def test_a_better_way_that_does_not_start_is_left_out_and_the_first_must(caplog:
     alone = Agent("x", SMALL, regions(), key=KEY, transports=[Absent(wire)], clock=end.agent_clock)
     with pytest.raises(TransportError, match="no device"):
         alone.open()
+
+
+def test_who_dials_while_an_agent_starts_finds_all_of_it() -> None:
+    """Its better ways may take a while; until they stand nobody reaches it, for the first way is the last to begin."""
+    clock, begun = VirtualClock(), list[str]()
+    wire = Wire(clock)
+
+    class First(Inproc):
+        def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
+            assert made._board.card.addresses == {"slow": "far"}
+            begun.append("first")
+            return super().start(owner, regions)
+
+    class Slow(Absent):
+        name = "slow"
+
+        def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
+            begun.append("slow")
+            return "far"
+
+    end = First(wire)
+    made = Agent("p", SMALL, regions(), key=KEY, transports=[end, Slow(wire)], clock=end.agent_clock)
+    made.open()
+    assert begun == ["slow", "first"]
+    assert list(made._board.card.addresses) == ["inproc", "slow"]
+
+
+def test_an_agent_that_cannot_be_reached_leaves_no_way_open() -> None:
+    clock, closed = VirtualClock(), list[str]()
+    wire = Wire(clock)
+
+    class Better(Absent):
+        name = "better"
+
+        def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
+            return "far"
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    end = Inproc(wire)
+    made = Agent("p", SMALL, regions(), key=KEY, transports=[Absent(wire), Better(wire)], clock=end.agent_clock)
+    with pytest.raises(TransportError, match="no device"):
+        made.open()
+    assert closed == ["better"]
+
+
+def test_tokens_may_be_numpys_integers_and_nothing_else() -> None:
+    """What no peer could read would end the link for all that is on it."""
+    clock, source, sink, _ = in_simulation()
+    source.offer("r", [1], np.int64(16), public=True)  # type: ignore[arg-type]
+    landing = sink.fetch(source.address, "r", [2], np.int64(16), skip_tokens=np.int64(0))  # type: ignore[arg-type]
+    assert clock.run(1, lambda: landing.end is not None)
+    assert landing.end is not None
+    assert landing.end.landed
+    for wrong in (16.0, "16", None):
+        with pytest.raises(TypeError):
+            source.offer("s", [1], wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            sink.fetch(source.address, "s", [2], wrong)  # type: ignore[arg-type]
+    assert sum(sink.figures()["reservations"].values()) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"beat_s": 0.0}, {"misses": 0}, {"handshake_s": 0.0}, {"window_bytes": 0}, {"window_bytes": 65 << 20},
+     {"budget_bytes": -1}],
+)  # fmt: skip
+def test_options_that_no_link_could_live_with_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="not Options"):
+        Options(**wrong)  # type: ignore[arg-type]
+    if "window_bytes" in wrong:
+        with pytest.raises(ValueError, match="not Manner"):
+            Manner(**wrong)  # type: ignore[arg-type]
 
 
 async def test_an_agent_that_cannot_start_keeps_no_doorbell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,16 @@ def test_a_file_that_could_shrink_or_is_of_another_size_is_refused(region: Regio
         os.fstat(loose)
 
 
+@pytest.mark.parametrize("blocks", [0, -1])
+def test_a_file_of_no_blocks_is_closed_as_every_other_that_is_refused(region: Region, blocks: int) -> None:
+    assert region.fd is not None
+    theirs = os.dup(region.fd)
+    with pytest.raises(RegionError):
+        Region.attach(theirs, blocks, 1000, name="peer")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(theirs)
+
+
 def test_current_holds_until_one_of_the_blocks_changes_hands(region: Region) -> None:
     blocks = np.array([7, 2, 5])
     promised = region.generations_of(blocks)

@@ -157,13 +157,23 @@ def test_a_name_that_is_on_offer_again_is_not_refused_for_what_was() -> None:
     assert book.held["moving"] == 1
 
 
+@pytest.mark.parametrize("reason", [Reason.CANCELLED, Reason.CORRUPT, Reason.CLOSED, Reason.REVOKED])
+def test_who_asks_for_an_offer_that_has_ended_is_told_so_however_it_ended(reason: Reason) -> None:
+    book, link = book_and_link("d1")
+    book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.0)
+    book.revoke(7, reason, "", 0.1)
+    assert refusals(book.invited(link, invite(1), 0.2)) == [Reason.GONE]  # type: ignore[arg-type]
+    book.offer(8, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.3)
+    assert refusals(book.invited(link, invite(2), 0.4)) == []  # type: ignore[arg-type]
+
+
 def test_an_offer_that_its_sink_has_given_up_waiting_for_ends_at_once() -> None:
     book, link = book_and_link("d1")
     book.invited(link, invite(1), 0.0)  # type: ignore[arg-type]
     book.stopped(link, Stop(1, Reason.CANCELLED), 0.1)  # type: ignore[arg-type]
     _, other = book.offer(6, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), "d2"), 0.2)
     assert other == [], "this one is for somebody else"
-    book.revoke(6, Reason.CLOSED, "", 0.2)
+    book, link = book_and_link("d1")
     book.invited(link, invite(2), 0.3)  # type: ignore[arg-type]
     book.stopped(link, Stop(2, Reason.CANCELLED), 0.4)  # type: ignore[arg-type]
     _, commands = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.5)

@@ -7,16 +7,20 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 
 from kvtransfer.clock import ThreadClock
 from kvtransfer.ends import Reason
+from kvtransfer.hold import Hold
 from kvtransfer.lines import Line
 from kvtransfer.messages import Card, Message
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.session import Session
+from kvtransfer.switchboard import Switchboard
+from kvtransfer.tally import Tally
 from kvtransfer.transports.base import Link, LinkOwner, TransportError
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
@@ -47,6 +51,37 @@ def test_who_has_proven_nothing_buys_no_time_by_a_byte_now_and_then() -> None:
     assert line.silent(12.0, 0.0, options)
     line.up = True
     assert not line.silent(12.0, 0.0, options)
+
+
+def switchboard(transport: object) -> tuple[Switchboard, list[tuple[str, Reason, str]]]:
+    """One whose sink's book writes down what it hears of links that did not come up."""
+    heard: list[tuple[str, Reason, str]] = []
+    book = Mock()
+    book.unlinked = lambda address, reason, detail, now: heard.append((address, reason, detail)) or []
+    clock = Mock(now=lambda: 0.0, aside=lambda work: work())
+    made = Switchboard(KEY, {"tcp": transport}, clock, Options(), (book, Mock(), Tally()), Hold(), lambda _: None)  # type: ignore[dict-item]
+    made.card = Card("d", bytes(16), SMALL)
+    return made, heard
+
+
+def test_a_link_that_ends_before_its_dialler_knows_it_is_no_silence() -> None:
+    link = Mock(spec=FakeLink, transport="tcp")
+
+    def dial(where: str) -> object:
+        made.lose(link, Reason.LINK_LOST, "the peer closed the link")
+        return link
+
+    made, heard = switchboard(Mock(dial=dial))
+    made.dial("h:1")
+    assert heard == [("h:1", Reason.UNREACHABLE, "the peer closed the link")]
+    assert len(made) == 0
+    assert not made._short_lived
+
+
+def test_whatever_goes_wrong_in_a_dial_somebody_hears_of_it() -> None:
+    made, heard = switchboard(Mock(dial=Mock(side_effect=AttributeError("a bug"))))
+    made.dial("h:1")
+    assert heard == [("h:1", Reason.UNREACHABLE, "a bug")]
 
 
 def test_a_peer_whose_message_waits_for_us_is_not_silent() -> None:

@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -225,3 +226,11 @@ def test_where_there_is_no_socket_to_be_had_it_says_so_as_transports_do(
     monkeypatch.setattr(socket, "socket", no_more)
     with pytest.raises(TransportError, match="Too many open files"):
         way.dial("@x") if does == "dial" else way.start(Owner(), [])
+
+
+def test_a_machine_whose_policy_denies_such_sockets_has_no_shm(monkeypatch: pytest.MonkeyPatch) -> None:
+    denied = Mock(bind=Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    monkeypatch.setattr("kvtransfer.transports.shm._socket", lambda: denied)
+    with pytest.raises(TransportError, match=r"shm cannot listen: .*Permission denied"):
+        Shm().start(Owner(), [])
+    denied.close.assert_called_once_with()
