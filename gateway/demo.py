@@ -92,8 +92,13 @@ def _run(demo: Demo, console: Console) -> int:
 def _begun(demo: Demo, running: ExitStack) -> tuple[Path, Loaded]:
     """The configuration, as a file and read, whose mocks answer; they end with `running`."""
     first = _free_run(demo.groups + demo.halves + _DOORS)  # behind the groups: bootstrap servers, doors for chaos
-    FOLDER.mkdir(exist_ok=True)
-    file = _write_config(demo, first)
+    try:
+        FOLDER.mkdir(exist_ok=True)
+        running.enter_context(_alone())
+        file = _write_config(demo, first)
+        _log().open("ab").close()
+    except OSError as error:
+        raise DemoError(f"{FOLDER} cannot be written ({error.strerror}); start the demo in another folder") from None
     try:
         loaded = examine(file, os.environ)
     except ConfigError as error:
@@ -110,6 +115,17 @@ def _one_at_a_time() -> Iterator[None]:
     """Another demo that starts meanwhile waits: it would find the same ports free, and take our mocks for its own."""
     with open(__file__, "rb") as held:  # any file would do that is there for both
         fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """No other demo in this folder: its configuration would be followed by the gateway of this one."""
+    with (FOLDER / "lock").open("wb") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DemoError(f"another demo runs in this folder ({FOLDER}); start this one in another") from None
         yield
 
 

@@ -289,7 +289,8 @@ P prefills, D decodes (docs/life-of-a-split-request.md). The table is `gateway/s
 _CLI_INTRO = """\
 # Command line
 
-`penstock COMMAND --help` says the same. Exit codes: 0 done, 1 failed, 2 wrong usage. `NO_COLOR` is honoured.
+`penstock COMMAND --help` says the same. Exit codes: 0 done, 1 failed, 2 wrong usage; `plan` has 3 besides, and what
+Ctrl-C ends early 130. `NO_COLOR` is honoured.
 """
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
+from math import ceil
 from time import monotonic
 from types import MappingProxyType
 
@@ -361,5 +362,4 @@ class Gate:
     @property
     def retries_left(self) -> int:
         limits = self._retries.limits
-        allowed = limits.floor + limits.share * self.active
-        return max(0, int(allowed) - self._retries.running)
+        return max(0, ceil(limits.floor + limits.share * self.active) - self._retries.running)

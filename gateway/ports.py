@@ -5,13 +5,15 @@ The first is asked before anything is started, so that the answer can name the p
 
 from __future__ import annotations
 
+import errno
 import socket
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a listener could take `host`:`port` now.
+    """Whether nobody else listens on `host`:`port` now.
 
-    Port 0 is always free; a host that does not resolve counts as free, because its listener will say so better.
+    Port 0 is always free; a host that does not resolve or is not this machine's counts as free, and so does a port that
+    this user may not take, because the listener will say so better.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -22,8 +24,8 @@ def is_free(host: str, port: int) -> bool:
         try:
             probe.bind(address)
             probe.listen(1)
-        except OSError:
-            return False
+        except OSError as error:  # what is wrong besides the listener says better
+            return error.errno != errno.EADDRINUSE
         return True
 
 

@@ -29,6 +29,7 @@ class Listed:
         self, path: Path, traits: EndpointTraits, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
         self._path, self._traits, self._sleep = path, traits, sleep
+        self._failing = False
 
     async def watch(self) -> AsyncIterator[Found]:
         said: Found | None = None
@@ -47,9 +48,14 @@ class Listed:
     def _look(self) -> bytes | None:
         try:
             with self._path.open("rb") as file:
-                return file.read(CAP_BYTES + 1)
-        except (OSError, ValueError):  # no file can be called so
+                text = file.read(CAP_BYTES + 1)
+        except (OSError, ValueError) as error:  # no file can be called so
+            if not self._failing:
+                log.warning("%s cannot be read, whom it last named stay: %s", self._path, error)
+            self._failing = True
             return None
+        self._failing = False
+        return text
 
     def _read(self, text: bytes) -> Found | None:
         """None, and a line in the log, when something is wrong in it."""

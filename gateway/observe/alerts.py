@@ -55,6 +55,22 @@ JUDGED = rate("penstock_goodput_total", "class", "5m", **{"class": "!batch"})
 SHED = rate("penstock_goodput_total", "class", "5m", **{"class": "!batch", "kept": "shed"})
 SHED_SHARE = f"({SHED} or 0 * {JUDGED}) / {JUDGED}"
 
+# Half of a pool is picked however dead it is, and so is its last endpoint: who is ejected or dead serves nobody.
+SERVING = (
+    "penstock_endpoint_up * on (instance, endpoint) "
+    'sum by (instance, endpoint) (penstock_endpoint_state{state=~"up|returning"})'
+)
+
+
+def _endpoint(name: str, up: str, serving: str) -> Series:
+    """One endpoint: whether it may be picked, and whether it is neither ejected nor dead."""
+    return (
+        (f'penstock_endpoint_up{{instance="g", endpoint="{name}"}}', up),
+        (f'penstock_endpoint_state{{instance="g", endpoint="{name}", state="up"}}', serving),
+        (f'penstock_endpoint_state{{instance="g", endpoint="{name}", state="returning"}}', "0x60"),
+    )
+
+
 ALERTS = (
     Alert(
         "PenstockDown",
@@ -69,27 +85,24 @@ ALERTS = (
     ),
     Alert(
         "PenstockAllEndpointsEjected",
-        "sum by (instance) (penstock_endpoint_up)",
+        f"sum by (instance) ({SERVING})",
         "== 0",
         "30s",
         "page",
-        "A gateway has no endpoint left that it may pick.",
-        (('penstock_endpoint_up{instance="g", endpoint="a"}', "0x60"),),
-        (
-            ('penstock_endpoint_up{instance="g", endpoint="a"}', "0x60"),
-            ('penstock_endpoint_up{instance="g", endpoint="b"}', "1x60"),
-        ),
+        "A gateway has no endpoint left that serves.",
+        (*_endpoint("a", "0x60", "0x60"), *_endpoint("b", "1x60", "0x60"), *_endpoint("c", "0x60", "1x60")),
+        (*_endpoint("a", "0x60", "0x60"), *_endpoint("b", "1x60", "1x60")),
         (("instance", "g"),),
     ),
     Alert(
         "PenstockEndpointEjected",
-        "min by (endpoint) (penstock_endpoint_up)",
+        f"min by (endpoint) ({SERVING})",
         "== 0",
         "5m",
         "ticket",
         "An endpoint has been out of rotation for minutes.",
-        (('penstock_endpoint_up{instance="g", endpoint="a"}', "0x60"),),
-        (('penstock_endpoint_up{instance="g", endpoint="a"}', "1 1 0 0 1 1 0 1x60"),),
+        _endpoint("a", "1x60", "0x60"),
+        _endpoint("a", "1 1 0 0 1 1 0 1x60", "1x60"),
         (("endpoint", "a"),),
     ),
     Alert(

@@ -215,7 +215,7 @@ INTERNALS = Board(
         Row.CONFIGURATION: (
             Panel(
                 "Version in force",
-                _one("max by (version, hash) (penstock_config_version_info)", "v{{version}} {{hash}}"),
+                _one("max by (hash) (penstock_config_version_info)", "{{hash}}"),
                 text="Two lines: gateways of one fleet run different configurations.",
             ),
             Panel("Offered configurations", _one(rate("penstock_config_reload_total", "result"), "{{result}}")),

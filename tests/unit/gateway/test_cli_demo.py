@@ -163,6 +163,26 @@ def test_a_demo_whose_policy_is_unknown_says_so_and_starts_nothing(tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
+def test_a_second_demo_in_one_folder_says_so_and_leaves_the_first_its_configuration(tmp_path: Path) -> None:
+    """The first would follow it to engines that are not its own."""
+    with demo(tmp_path, "--groups", "1") as (_, _, _port):
+        before = (tmp_path / "penstock-demo" / "gateway.yaml").read_bytes()
+        done = failing_demo(tmp_path, "--groups", "1")
+        assert done.returncode == 1
+        assert "another demo runs in this folder" in done.stderr
+        assert (tmp_path / "penstock-demo" / "gateway.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("taken", ["penstock-demo", "penstock-demo/gateway.yaml/x", "penstock-demo/mock.log/x"])
+def test_a_demo_that_cannot_write_its_folder_says_which(tmp_path: Path, taken: str) -> None:
+    (tmp_path / taken).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / taken).touch()
+    done = failing_demo(tmp_path)
+    assert done.returncode == 1
+    assert "penstock-demo cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_mocks_that_do_not_start_are_shown_with_their_last_words(tmp_path: Path) -> None:
     done = failing_demo(tmp_path, "--model", "no-such-model")
     assert done.returncode == 1

@@ -118,7 +118,7 @@ async def test_a_file_is_followed_and_what_is_wrong_in_it_changes_nothing(tmp_pa
     ]
 
 
-async def test_a_file_that_goes_away_leaves_what_it_said(tmp_path: Path) -> None:
+async def test_a_file_that_goes_away_leaves_what_it_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "engines.yaml"
     file.write_text("- http://127.0.0.1:9001\n")
     naps = 0
@@ -136,6 +136,7 @@ async def test_a_file_that_goes_away_leaves_what_it_said(tmp_path: Path) -> None
         async for found in Listed(file, TRAITS, nap).watch():
             said.append(urls(found))  # noqa: PERF401  # what was said before the end counts
     assert said == [["http://127.0.0.1:9001"]]
+    assert [f"{file} cannot be read, whom it last named stay" in line for line in caplog.messages] == [True]
 
 
 def piece(name: str, version: int, *addresses: str, **endpoint: Any) -> dict[str, Any]:
