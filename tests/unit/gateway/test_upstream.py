@@ -99,6 +99,14 @@ class Engines:
         self.accepted = accepted
         self.react: Callable[[Engine], None] = answer
 
+    async def asked(self) -> Engine:
+        """An engine's connection on which a request has come."""
+        async with asyncio.timeout(PATIENCE_S):
+            engine = await self.accepted.get()
+            while not engine.requests:
+                await asyncio.sleep(0)
+        return engine
+
     async def ask(self, client: Client | None = None) -> Relay:
         relay = Relay(b"")
         head = self.upstream.head("/v1/completions") + b"content-length: 2\r\n\r\n"
@@ -214,10 +222,7 @@ async def test_a_client_that_leaves_closes_the_engines_connection(second_try: bo
         else:
             made.react = silence
         asking = asyncio.create_task(made.ask())
-        async with asyncio.timeout(PATIENCE_S):
-            engine = await made.accepted.get()
-            while not engine.requests:
-                await asyncio.sleep(0)
+        engine = await made.asked()
             asking.cancel()
             await engine.gone.wait()
         assert not made.upstream.connections
@@ -239,10 +244,7 @@ async def test_a_connection_that_was_called_off_is_given_back_by_no_answer() -> 
         made.react = silence
         client = Client()
         asking = asyncio.create_task(made.ask(client))
-        async with asyncio.timeout(PATIENCE_S):
-            engine = await made.accepted.get()
-            while not engine.requests:
-                await asyncio.sleep(0)
+        engine = await made.asked()
         engine.eof_received = lambda: True  # type: ignore[attr-defined]  # it is slow to see that nobody asks any more
         assert client.source is not None
         client.source.call_off()
@@ -256,10 +258,7 @@ async def test_interim_answers_and_heads_are_no_sign_of_life() -> None:
     async with engines() as made:
         made.react = silence
         asking = asyncio.create_task(made.ask())
-        async with asyncio.timeout(PATIENCE_S):
-            engine = await made.accepted.get()
-            while not engine.requests:
-                await asyncio.sleep(0)
+        engine = await made.asked()
         (connection,) = made.upstream.connections
         asked_at = connection.heard_at
         relay = connection._relay
@@ -282,10 +281,7 @@ async def test_silence_before_and_within_an_answer_has_limits_of_its_own() -> No
     async with engines() as made:
         made.react = silence
         asking = asyncio.create_task(made.ask())
-        async with asyncio.timeout(PATIENCE_S):
-            engine = await made.accepted.get()
-            while not engine.requests:
-                await asyncio.sleep(0)
+        engine = await made.asked()
         now = monotonic()
         made.upstream.sweep(now + 4.5)
         engine.transport.write(ANSWER[:-1])
@@ -306,10 +302,7 @@ async def test_silence_is_counted_from_the_last_byte_of_any_answer_and_heads_are
     async with engines() as made:
         made.react = lambda engine: engine.transport.write(ANSWER[:-2])
         asking = asyncio.create_task(made.ask())
-        async with asyncio.timeout(PATIENCE_S):
-            engine = await made.accepted.get()
-            while not engine.requests:
-                await asyncio.sleep(0)
+        engine = await made.asked()
         (connection,) = made.upstream.connections
         assert made.upstream.heard_at == 0.0
         assert made.upstream.silence_s(connection.heard_at + 3.0) == pytest.approx(3.0, abs=0.2)
