@@ -122,7 +122,8 @@ class Agent:
     def open(self, bell: Bell | None = None) -> None:
         """Listen, without an event loop: handles can be looked at, not awaited, and `bell` hears of every change.
 
-        A better way that does not start is left out, and the log says so. Raises TransportError if the first does not.
+        A better way that does not start is left out, and the log says so. Raises TransportError if the first does not:
+        then the others are closed, and left out should this be called again.
         """
         self._bell = bell
         first, *better = self._transports
@@ -132,8 +133,8 @@ class Agent:
             self._board.card = msgspec.structs.replace(self._card, addresses=ways)
             self.address = self._transports[first].start(self, self._regions)
         except BaseException:
-            for transport in self._transports.values():
-                transport.close()
+            for name in list(self._transports)[1:]:
+                self._transports.pop(name).close()
             raise
         self._board.open(msgspec.structs.replace(self._card, addresses={first: self.address, **ways}))
 
@@ -202,7 +203,7 @@ class Agent:
         """
         layers = self._layout.layers if ready_layers is None else ready_layers
         numbers, nonce = np.array(blocks, np.int64), secrets.token_bytes(16)
-        ware = Ware(name, numbers, index(tokens), ttl_s, index(layers), nonce, sink, public)
+        ware = Ware(name, numbers, index(tokens), float(ttl_s), index(layers), nonce, sink, public)
         with self._lock:
             offer = Offer(self, self._number(), name)
             offer.ticket, commands = self._source.offer(offer.number, ware, self._clock.now())
@@ -228,8 +229,8 @@ class Agent:
         klass      interactive, bulk or migration
         Returns at once; raises ValueError. Until it has `ended` the blocks are nobody's but the transfer's.
         """
-        span = index(tokens), index(skip_tokens)  # numpy's integers, and no others, are integers to a peer as well
-        wish = Wish(str(address), name, np.array(blocks, np.int64), *span, timeout_s, Klass.named(klass), ticket)
+        span = index(tokens), index(skip_tokens), float(timeout_s)  # no peer could be told of numpy's own numbers
+        wish = Wish(str(address), name, np.array(blocks, np.int64), *span, Klass.named(klass), ticket)
         self._sink.check(wish)
         with self._lock:
             landing = Landing(self, self._number(), name)
@@ -264,7 +265,7 @@ class Agent:
 
     def renew(self, number: int, ttl_s: float) -> str | None:
         with self._lock:
-            return self._source.renew(number, ttl_s, self._clock.now())
+            return self._source.renew(number, float(ttl_s), self._clock.now())
 
     def revoke(self, number: int, detail: str) -> None:
         with self._lock:

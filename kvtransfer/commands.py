@@ -87,8 +87,13 @@ class Reckon(msgspec.Struct, frozen=True):
 Command = Send | SendInvite | Admit | Put | Drop | Fence | Bump | Resolve | Progress | Dial | Reckon
 
 _AT_ONCE_BLOCKS = 4096  # a plan of so many is made in a millisecond
+_AT_ONCE_PAIRS = 1024  # and one between so many ranks
 
 
-def reckoned(blocks: int, work: Callable[[], Callable[[float], list[Command]]], now: float) -> list[Command]:
-    """What `work` comes to: at once where it is short, else what it takes to have it done."""
-    return [Reckon(work)] if blocks > _AT_ONCE_BLOCKS else work()(now)
+def reckoned(
+    blocks: int, pairs: int, work: Callable[[], Callable[[float], list[Command]]], now: float
+) -> list[Command]:
+    """What `work` comes to, a plan of so many blocks and pairs of ranks: at once where it is short, else what it takes
+    to have it done."""
+    short = blocks <= _AT_ONCE_BLOCKS and pairs <= _AT_ONCE_PAIRS
+    return work()(now) if short else [Reckon(work)]

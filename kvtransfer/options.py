@@ -14,8 +14,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     window_bytes     the most that is sent at once; a link may want less
     budget_bytes     what a source may have under way to this agent on one link
     patience_s       how long an invitation may wait here for its offer
-    memory_s         how long a name is remembered whose offer ended, that was declined, or given up by who waited for it or was
-                     about to ask
+    memory_s         how long a name is remembered whose offer ended, that was declined, or that was given up by who
+                     waited for it or was about to ask
     most_waiting     invitations that wait here, all in all
     most_strangers   links on which nobody has proven anything yet
     family           what must be equal on both sides besides the layout: weights, quantisation

@@ -184,6 +184,14 @@ def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYT
     return min(layout.layers, max(1, -(-group_bytes // max(1, layer_bytes))))
 
 
+def most_pairs(src: KvLayout, dst: KvLayout, group_layers: int) -> int:
+    """How many pairs of stages and of ranks a plan looks at, at most: a microsecond each, whatever its blocks."""
+    bands = -(-src.layers // group_layers)
+    common = bands + src.pp + dst.pp - 2  # each layer at which a group or a stage begins divides once more
+    copies = max(1, src.tp // src.kv_heads)
+    return bands * src.pp * dst.pp + common * src.tp // copies * dst.tp
+
+
 def _checked(blocks: Blocks, layout: KvLayout, tokens: int, side: str) -> Offsets:
     numbers = np.asarray(blocks)
     count = -(-tokens // layout.block_tokens)

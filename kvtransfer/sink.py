@@ -40,7 +40,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
-from kvtransfer.reshard import LayoutMismatch, Plan, plan
+from kvtransfer.reshard import LayoutMismatch, Plan, most_pairs, plan
 from kvtransfer.tally import Tally
 from kvtransfer.transports.base import Link, Slice, Verdict, WindowHead
 
@@ -173,7 +173,9 @@ class SinkBook:
             made = self._plan(reservation, message)
             return lambda now: self._begin(reservation, made, now)
 
-        return reckoned(max(reservation.wish.blocks.size, len(message.blocks) // 4), work, now)
+        assert reservation.layout is not None
+        pairs = most_pairs(reservation.layout, self._layout, message.group_layers)
+        return reckoned(max(reservation.wish.blocks.size, len(message.blocks) // 4), pairs, work, now)
 
     def _begin(self, reservation: Reservation, made: Arrivals | str, now: float) -> list[Command]:
         """Windows may come. Unless the landing is over by now."""

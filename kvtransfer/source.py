@@ -38,7 +38,7 @@ from kvtransfer.messages import (
 from kvtransfer.options import Options
 from kvtransfer.outlet import Offer, Outlet, Ware
 from kvtransfer.regions import Region
-from kvtransfer.reshard import LayoutMismatch, Plan, plan
+from kvtransfer.reshard import LayoutMismatch, Plan, layers_per_group, most_pairs, plan
 from kvtransfer.tally import Tally
 from kvtransfer.ticket import Ticket, renewed
 from kvtransfer.transports.base import Link
@@ -275,7 +275,10 @@ class SourceBook:
             made = self._plan(offer, outlet.card, invite)
             return lambda now: self._claim(offer, link, invite, ticket, made, now)
 
-        return reckoned(max(offer.ware.blocks.size, len(invite.blocks) // 4), work, now)
+        layout = self._card.layout
+        group_layers = layers_per_group(layout, invite.tokens - invite.skip_tokens)
+        pairs = most_pairs(layout, outlet.card.layout, group_layers)
+        return reckoned(max(offer.ware.blocks.size, len(invite.blocks) // 4), pairs, work, now)
 
     def _claim(
         self, offer: Offer, link: Link, invite: Invite, ticket: Ticket | None, made: Plan | str, now: float

@@ -172,6 +172,7 @@ class Switchboard:
                 link.close()
                 return
             if ended is not None:
+                link.close()
                 self._do(self._settle(address, fallback, Reason.UNREACHABLE, ended))
                 return
             self._lines[link] = line

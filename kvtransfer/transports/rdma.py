@@ -1,6 +1,6 @@
 """RDMA: links over reliable queue pairs, with a TCP connection beside each on which its ends talk.
 
-The sink hands out keys that cover a transfer's reserved blocks and takes them back before the blocks change hands: its
+The sink hands out keys that cover the blocks a transfer writes and takes them back before the blocks change hands: its
 device then refuses a late write, whatever the peer does. Not here: a link's life (rdma_link.py), the verbs (verbs.py).
 """
 

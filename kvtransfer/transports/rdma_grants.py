@@ -1,4 +1,4 @@
-"""Grants: which memory a peer may write, as keys that cover a transfer's reserved blocks and not one byte more.
+"""Grants: which memory a peer may write, as keys that cover the blocks a transfer writes and not one byte more.
 
 In place: a key for each stretch of neighbouring blocks of each rank. Where that would be too many keys, one staging
 arena instead, from which the sink copies what has arrived; a device can only refuse what no key covers, so a key over

@@ -85,7 +85,7 @@ class ShmLink(StreamLink):
         self._shared_out = SharedOutbound(sock, self._sent)
         self._out = self._shared_out
         self._regions = regions
-        self._shared = False
+        self._shared = self._proven = False
         self._fds: list[int] = []
         self._theirs: list[Region] = []
         self._copying: int | None = None
@@ -103,7 +103,13 @@ class ShmLink(StreamLink):
         self._shared_out.hand_over(fds, sizes)
         self._wake()
 
+    def secure(self, window_key: bytes) -> None:
+        super().secure(window_key)
+        self._proven = True
+
     def framed(self, kind: Kind, header: bytes) -> None:
+        if kind is not Kind.MESSAGE and not self._proven:
+            raise FrameError("the peer has proven nothing, and wants more than to be known")
         if kind is Kind.SHARED:
             self._take_in(header)
         elif kind is Kind.TAKEN:
@@ -114,7 +120,8 @@ class ShmLink(StreamLink):
             super().framed(kind, header)
 
     def _receive(self, buffer: memoryview) -> int:
-        space = socket.CMSG_SPACE(_MOST_REGIONS * 4) if not self._theirs else 0
+        wanted = self._proven and not self._theirs  # a descriptor from a stranger would be held until its link ends
+        space = socket.CMSG_SPACE(_MOST_REGIONS * 4) if wanted else 0
         count, others, flags, _ = self._sock.recvmsg_into([buffer], space, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in others:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

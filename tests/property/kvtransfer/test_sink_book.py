@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvtransfer.commands import Command, Dial, Fence, Progress, Reckon, Resolve, Send, SendInvite
 from kvtransfer.credits import Klass
@@ -290,6 +291,18 @@ def test_told_anything_in_any_order_it_ends_every_landing_once_behind_its_fence(
     assert set(world.resolved) == set(range(1, world.numbers + 1))
     assert sum(world.book.held.values()) == 0
     assert world.book.due() is None
+
+
+def test_a_plan_between_very_many_ranks_is_long_however_few_its_blocks() -> None:
+    link, many = FakeLink(), replace(LAYOUT, tp=512, pp=4)
+    book = SinkBook(many, [World(0).region], Options(), Tally())
+    book.fetch(1, Wish("a:1", "r", np.array([3]), 4, 0, 9.0), 0.0)
+    book.linked("a:1", link, LAYOUT, "p", 0.0)  # type: ignore[arg-type]
+    accept = Accept(1, pack_blocks([1]), 4, WINDOW, fingerprint_of(LAYOUT, many))
+    (long,) = book.accepted(link, accept, 0.1)  # type: ignore[arg-type]
+    assert isinstance(long, Reckon)
+    assert long.work()(0.2) == []
+    assert book.held["moving"] == 1
 
 
 def test_any_order_reaches_every_end() -> None:

@@ -222,7 +222,8 @@ async def test_a_client_that_leaves_closes_the_engines_connection(second_try: bo
         else:
             made.react = silence
         asking = asyncio.create_task(made.ask())
-        engine = await made.asked()
+        async with asyncio.timeout(PATIENCE_S):
+            engine = await made.asked()
             asking.cancel()
             await engine.gone.wait()
         assert not made.upstream.connections

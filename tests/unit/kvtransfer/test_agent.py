@@ -190,18 +190,50 @@ def test_an_agent_that_cannot_be_reached_leaves_no_way_open() -> None:
         def close(self) -> None:
             closed.append(self.name)
 
-    end = Inproc(wire)
-    made = Agent("p", SMALL, regions(), key=KEY, transports=[Absent(wire), Better(wire)], clock=end.agent_clock)
-    with pytest.raises(TransportError, match="no device"):
+    class Late(Inproc):
+        """The second time its port is free."""
+
+        def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
+            if not closed:
+                raise TransportError("the port is taken")
+            return super().start(owner, regions)
+
+        def close(self) -> None:
+            assert made.address
+            super().close()
+
+    end = Late(wire)
+    made = Agent("p", SMALL, regions(), key=KEY, transports=[end, Better(wire)], clock=end.agent_clock)
+    with pytest.raises(TransportError, match="the port is taken"):
         made.open()
     assert closed == ["better"]
+    made.open()
+    assert list(made._board.card.addresses) == ["inproc"], "what was closed is not to be had"
 
 
-def test_tokens_may_be_numpys_integers_and_nothing_else() -> None:
+def test_what_is_no_address_at_all_is_unreachable_at_once() -> None:
+    clock, _, sink, _ = in_simulation()
+    landing = sink.fetch(None, "r", [2], 16)  # type: ignore[arg-type]
+    assert clock.run(1, lambda: landing.end is not None)
+    assert landing.end is not None
+    assert landing.end.reason is Reason.UNREACHABLE
+    assert "None" in landing.end.detail
+
+
+@pytest.mark.parametrize("seconds", [np.float32(9), np.float64(9), np.int64(9)])
+def test_tokens_may_be_numpys_integers_and_nothing_else_and_seconds_any_number(seconds: float) -> None:
     """What no peer could read would end the link for all that is on it."""
     clock, source, sink, _ = in_simulation()
-    source.offer("r", [1], np.int64(16), public=True)  # type: ignore[arg-type]
-    landing = sink.fetch(source.address, "r", [2], np.int64(16), skip_tokens=np.int64(0))  # type: ignore[arg-type]
+    offer = source.offer("r", [1], np.int64(16), ttl_s=seconds, public=True)  # type: ignore[arg-type]
+    assert offer.renew(seconds)
+    landing = sink.fetch(
+        source.address,
+        "r",
+        [2],
+        np.int64(16),
+        skip_tokens=np.int64(0),
+        timeout_s=seconds,  # type: ignore[arg-type]
+    )
     assert clock.run(1, lambda: landing.end is not None)
     assert landing.end is not None
     assert landing.end.landed

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvtransfer import messages
+from kvtransfer import messages, reshard
 from kvtransfer.lattice import Pair
 from kvtransfer.layout import KvDtype, KvLayout, KvOrder
-from kvtransfer.reshard import MOST_RUNS, LayoutMismatch, Plan, Window, layers_per_group, plan
+from kvtransfer.reshard import MOST_RUNS, LayoutMismatch, Plan, Window, layers_per_group, most_pairs, plan
 
 SMALL = KvLayout(layers=4, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tokens=16)
 BLOCK = SMALL.rank_block_bytes(0)
@@ -23,6 +23,28 @@ BLOCK = SMALL.rank_block_bytes(0)
 def shape(made: Plan, group: int = 0) -> list[tuple[Pair, list[int]]]:
     """(pair, lengths) of a group."""
     return [(pair, made.runs(group, i).length.tolist()) for i, pair in enumerate(made.pairs(group))]
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [((1, 1), (1, 1)), ((8, 1), (8, 1)), ((2, 3), (4, 2)), ((16, 2), (2, 4)), ((1, 4), (64, 4)), ((64, 1), (1, 3))],
+)
+@pytest.mark.parametrize("group_layers", [1, 3, 4])
+def test_how_many_pairs_a_plan_looks_at_is_known_beforehand(
+    src: tuple[int, int], dst: tuple[int, int], group_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, overlap = [0], reshard._overlap
+
+    def counted(one: range, other: range) -> range:
+        looks[0] += 1
+        return overlap(one, other)
+
+    monkeypatch.setattr(reshard, "_overlap", counted)
+    layouts = [replace(SMALL, tp=tp, pp=pp) for tp, pp in (src, dst)]
+    plan(*layouts, [0], [0], 16, group_layers=group_layers)
+    most = most_pairs(*layouts, group_layers)
+    assert looks[0] <= 2 * most
+    assert most <= 2 * looks[0]
 
 
 def test_equal_layouts_move_one_run_per_scattered_block() -> None:

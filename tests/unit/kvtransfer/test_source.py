@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvtransfer.commands import Command, Reckon, Resolve, Send
 from kvtransfer.ends import Reason
@@ -93,6 +94,18 @@ def test_while_a_long_plan_is_made_the_offer_is_taken_and_whatever_ends_it_ends_
             assert due == []
         assert book.held["moving"] == (end == "nothing")
         assert book.held["offered"] == book.held["claimed"] == 0
+
+
+def test_a_plan_between_very_many_ranks_is_long_however_few_its_blocks() -> None:
+    book, link = book_and_link("d1")
+    ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 1.0, 4, bytes(16)), 0.0)
+    many = FakeLink()
+    book.linked(many, Card("d2", b"e" * 16, replace(LAYOUT, tp=512, pp=4)), 1 << 20)  # type: ignore[arg-type]
+    (long,) = book.invited(many, invite(1, ticket), 0.1)  # type: ignore[arg-type]
+    assert isinstance(long, Reckon)
+    assert refusals(book.invited(link, invite(1, ticket), 0.2)) == [Reason.NAME_TAKEN]  # type: ignore[arg-type]
+    assert not refusals(long.work()(0.3))
+    assert book.held["moving"] == 1
 
 
 @pytest.mark.parametrize("reason", [Reason.LANDED, Reason.LEASE_EXPIRED])

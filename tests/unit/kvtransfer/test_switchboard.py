@@ -65,7 +65,7 @@ def switchboard(transport: object) -> tuple[Switchboard, list[tuple[str, Reason,
 
 
 def test_a_link_that_ends_before_its_dialler_knows_it_is_no_silence() -> None:
-    link = Mock(spec=FakeLink, transport="tcp")
+    link = Mock(transport="tcp")
 
     def dial(where: str) -> object:
         made.lose(link, Reason.LINK_LOST, "the peer closed the link")
@@ -76,6 +76,7 @@ def test_a_link_that_ends_before_its_dialler_knows_it_is_no_silence() -> None:
     assert heard == [("h:1", Reason.UNREACHABLE, "the peer closed the link")]
     assert len(made) == 0
     assert not made._short_lived
+    link.close.assert_called_once_with()
 
 
 def test_whatever_goes_wrong_in_a_dial_somebody_hears_of_it() -> None:

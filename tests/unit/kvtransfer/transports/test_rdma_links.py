@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import repeat
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -251,6 +252,36 @@ class Dialled:
         self.link.join()
         self.theirs.close()
         self.memory.close()
+
+
+@pytest.mark.parametrize("fails", ["eventfd", "pairs"])
+def test_a_link_that_cannot_be_made_leaves_neither_queue_nor_descriptor(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eventfd, made, queues = os.eventfd, list[int](), list[Domain]()
+
+    def wake(*args: int) -> int:
+        if fails == "eventfd":
+            raise OSError(24, "too many open files")
+        made.append(eventfd(*args))
+        return made[-1]
+
+    def pairs(domain: Domain) -> Mock:
+        if fails == "pairs":
+            raise TransportError("the device has no more queues")
+        queues.append(domain)
+        return Mock()
+
+    monkeypatch.setattr(rdma_link, "Pairs", pairs)
+    monkeypatch.setattr(os, "eventfd", wake)
+    ours, theirs = socket.socketpair()
+    peered = type("Side", (), {"getpeername": lambda self: ("h", 1), "fileno": ours.fileno})()
+    with ours, theirs, pytest.raises((OSError, TransportError), match=r"too many open files|no more queues"):
+        RdmaLink(peered, Domain(), Owner(), RdmaOptions(), lambda link: None)  # type: ignore[arg-type]
+    assert not queues
+    for fd in made:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import numpy as np
@@ -47,8 +48,8 @@ class Source:
         return str(self.hears.wait("lost")[0])
 
 
-@pytest.fixture
-def source() -> Iterator[Source]:
+@contextmanager
+def dialled(*, proven: bool) -> Iterator[Source]:
     hears, into, end = Owner(), Region.create(BLOCKS, BLOCK_BYTES, name="into"), Shm()
     end.start(hears, [into])
     with socket.socket(socket.AF_UNIX) as listener:
@@ -56,11 +57,18 @@ def source() -> Iterator[Source]:
         listener.listen()
         link = end.dial("@" + listener.getsockname()[1:].decode())
         sock, _ = listener.accept()
-        link.secure(bytes(32))
+        if proven:
+            link.secure(bytes(32))
         hears.place = lambda head: Slice(RUNS, into, 0, 0)
         with sock:
             yield Source(sock, hears, into)
     end.close()
+
+
+@pytest.fixture
+def source() -> Iterator[Source]:
+    with dialled(proven=True) as made:
+        yield made
 
 
 def naive(runs: Runs, memory: np.ndarray) -> np.ndarray:
@@ -122,6 +130,27 @@ def test_descriptors_must_be_what_their_frame_says(source: Source, wrong: str) -
             source.share(fd, blocks=1 << 62, block_bytes=1 << 63)
     assert source.lost()
     assert len(os.listdir("/proc/self/fd")) < 200
+
+
+@pytest.mark.parametrize("says", ["regions", "window", "taken"])
+def test_what_only_a_member_may_say_ends_a_strangers_link(says: str) -> None:
+    with dialled(proven=False) as stranger:
+        match says:
+            case "regions":
+                stranger.sock.sendall(frame(Kind.REGIONS, bytes(16)))
+            case "window":
+                stranger.announce(0)
+            case "taken":
+                stranger.sock.sendall(frame(Kind.TAKEN, pack_head(HEAD)))
+        assert "proven nothing" in stranger.lost()
+        assert not stranger.hears.all("incoming") + stranger.hears.all("sent")
+
+
+def test_no_descriptor_is_taken_from_a_stranger() -> None:
+    with dialled(proven=False) as stranger:
+        rights = array.array("i", [stranger.memory.fd or 0])
+        stranger.sock.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        assert "more than it may" in stranger.lost()
 
 
 def test_regions_are_shared_once(source: Source) -> None:
