@@ -140,6 +140,11 @@ class Gauge:
         self.factor, self.log, self.last = 1.0, 0.0, 0.0
         self.var = self.most_var = prior_var
 
+    def opened(self, seen: float) -> float:
+        """The variance it has where it sees that, as another who learns of the same observation has to reckon with."""
+        surprise = max(-1.0, min(1.0, log(seen) - self.log)) if seen > 0 else -1.0
+        return self.var + DRIFT_VAR + max(0.0, 0.2 * surprise * self.last)
+
     def observe(self, seen: float, noise_var: float) -> None:
         """`seen` is the factor that would have explained an observation whose logarithm has that variance."""
         surprise = log(seen) - self.log if seen > 0 else -1.0

@@ -96,9 +96,12 @@ def _steps(span: Span, load: EndpointLoad, spent: float) -> None:
 
 def _attention(belief: Belief, seen: float, share: float, noise_var: float) -> None:
     """Prompts took `seen` times as long as by the prior, `share` of it for attention: the factors on all of it and on
-    attention besides learn, each as far as the other is known. Long prompts are mostly attention, short ones hardly."""
+    attention besides learn, each as far as the other is known. Long prompts are mostly attention, short ones hardly.
+
+    An engine that has become slower is so in all it does: the first to open up to that is the factor on all.
+    """
     prefill, pairs = belief.prefill, belief.pairs
-    ratio, prefill_var = seen / prefill.factor, prefill.var
+    ratio, prefill_var = seen / prefill.factor, prefill.opened(seen)
     prefill.observe(seen, noise_var + share * share * pairs.var)
     if share > LEAST_PART:
         pairs.observe(ratio ** (1.0 / share) * pairs.factor, (noise_var + prefill_var) / (share * share))

@@ -15,7 +15,7 @@ import msgspec
 from policies import pickers
 from policies.bounds import Amount, Factor
 from policies.contract import WHOLE, Part, Policy, Weighted
-from policies.latency import Gauge, prefill_s, room_s
+from policies.latency import Gauge, room_s
 from policies.model import Ask, Candidate, EndpointLoad, Request
 from policies.presets import ORDINARY, Preset
 
@@ -87,6 +87,10 @@ class Priced(Preset, frozen=True):
         )
 
 
+Factors = tuple[list[float], list[float], list[float]]
+"""On prefill, on its attention besides, on decode steps; each aligned with the candidates."""
+
+
 class Terms(msgspec.Struct, frozen=True):
     """The parts of one price, in requests lost."""
 
@@ -120,16 +124,16 @@ class Prices:
 
     def prices(self, ask: Ask, candidates: Sequence[Candidate], part: Part = WHOLE) -> list[float]:
         """Prices aligned with the candidates: the totals of `explain`."""
-        return _Asked(self.weights, ask, part).prices(candidates, ask.cached, *self.speeds(candidates))
+        return _Asked(self.weights, ask, part).prices(candidates, ask.cached, self.speeds(candidates))
 
     def explain(self, ask: Ask, candidates: Sequence[Candidate], index: int, part: Part = WHOLE) -> Terms:
         """The price of candidates[index] in its parts; the same arithmetic as `prices`, to be read."""
         weights, request, load = self.weights, ask.request, candidates[index].load
-        fast, slow = (factors[index] for factors in self.speeds(candidates))
+        fast, even, slow = (factors[index] for factors in self.speeds(candidates))
         slo, answer = request.slo, max(SHORTEST, load.expected_tokens / (load.answers or 1))
         held = ask.cached[load.slot] if load.slot < len(ask.cached) else 0
         new, room = request.prompt_tokens - held, load.kv_tokens or UNKNOWN_KV_TOKENS
-        fill_s = fast * prefill_s(load, new, held)
+        fill_s = fast * new * (load.token_s + even * (held + 0.5 * new) * load.pair_s)
         work_s = part.prefills * fill_s
         wait_s, share = max(0.0, load.ready_at - ask.now), load.kv_booked / room
         if load.strangers and load.scraped_at is not None and load.scraped_at >= ask.now - weights.fresh_s:
@@ -151,12 +155,17 @@ class Prices:
             kv=weights.kv_weight * (fuller**3 - share**3),
         )
 
-    def speeds(self, candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
-        """Factors on each candidate's times of prefill and of decode steps, by which those believed alike become so."""
+    def speeds(self, candidates: Sequence[Candidate]) -> Factors:
+        """Factors on each candidate's times of prefill, of its attention besides, and of decode steps, by which those
+        believed alike become so."""
         if not candidates:
-            return [], []
+            return [], [], []
         beliefs, alike = [candidate.load.belief for candidate in candidates], self.weights.alike
-        return level([belief.prefill for belief in beliefs], alike), level([belief.step for belief in beliefs], alike)
+        return (
+            level([belief.prefill for belief in beliefs], alike),
+            level([belief.pairs for belief in beliefs], alike),
+            level([belief.step for belief in beliefs], alike),
+        )
 
     def _loss(self, share: float) -> float:
         """What using up that share of a budget costs, in requests lost."""
@@ -186,10 +195,9 @@ class _Asked:
         self._work, self._regretted = weights.work_weight / slo.ttft_s, weights.regret_weight
         self._kv_weight, self._lumps = weights.kv_weight, weights.lumps - 1.0
 
-    def prices(
-        self, candidates: Sequence[Candidate], cached: Sequence[int], fasts: Sequence[float], slows: Sequence[float]
-    ) -> list[float]:
+    def prices(self, candidates: Sequence[Candidate], cached: Sequence[int], factors: Factors) -> list[float]:
         """The totals of `explain`, unrolled, because every request pays for it: one call for all candidates."""
+        fasts, evens, slows = factors
         known, found = len(cached), []
         prompt: float = self._prompt
         late: float = self._late
@@ -198,6 +206,7 @@ class _Asked:
         for at, candidate in enumerate(candidates):
             load = candidate.load
             fast: float = fasts[at]
+            even: float = evens[at]
             slow: float = slows[at]
             held: float = cached[load.slot] if load.slot < known else 0
             token_s: float = load.token_s
@@ -215,7 +224,7 @@ class _Asked:
             regret: float = load.regret
             share: float = booked / room
             new = prompt - held
-            fill_s = fast * new * (token_s + (held + 0.5 * new) * pair_s)
+            fill_s = fast * new * (token_s + even * (held + 0.5 * new) * pair_s)
             work_s = self._prefills * fill_s
             wait_s: float = ready_at - self._now if ready_at > self._now else 0.0
             if load.strangers and load.scraped_at is not None and load.scraped_at >= self._oldest:

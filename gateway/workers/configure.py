@@ -75,7 +75,7 @@ class Configured:
         if self.file is not None and await asyncio.to_thread(self._edited, self.file):
             await self.reload()
         if self.running.text != self._file_text and await asyncio.to_thread(self._moved):
-            await self._change("/config", self.running.text, {}, self._once_more)
+            await self._change("/config", self.running.text, {}, lambda: self._sent(self.running.text))
 
     def _edited(self, file: Path) -> bool:
         """Whether the file is to be looked at: it is in force, or is not what it was when it was taken over last."""

@@ -89,6 +89,20 @@ def test_one_that_is_throttled_and_recovers_is_followed_both_ways() -> None:
         assert load.belief.step.factor == pytest.approx(slowness, rel=0.1)
 
 
+@pytest.mark.parametrize("prompt", [60_000, 120_000])
+def test_one_that_is_throttled_is_followed_without_swinging_where_prompts_are_mostly_attention(prompt: int) -> None:
+    """The factor on all of a prompt's work and the one on its attention may not both take the same surprise."""
+    load, now = load_of(), 0.0
+    for slowness in (1.0, 3.0, 1.0):
+        off = list[float]()
+        for _ in range(20):
+            foreseen = ledger.book(deepcopy(load), request(prompt), 0, now + 1.0).predicted_ttft_s
+            began, now = now + 1.0, serve(load, now + 1.0, slowness, prompt, tokens=1)
+            assert foreseen is not None
+            off.append(abs(foreseen / (now - began) - 1.0))
+        assert max(off[3:]) < 0.15
+
+
 def test_one_odd_first_token_hardly_moves_a_settled_belief() -> None:
     load, now = load_of(), 0.0
     for _ in range(60):

@@ -233,6 +233,20 @@ def test_weights_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None
         registry.build("priced", wrong)
 
 
+def test_equal_endpoints_cost_a_long_prompt_the_same_although_each_has_learnt_from_prompts_of_its_own() -> None:
+    """One from short ones that all of its work is slower, others from long ones that attention is: both are right of
+    what they saw, and levelling one factor alone would pull them apart."""
+    fleet = [outlook(slot) for slot in range(3)]
+    for each, (prefill, pairs) in zip(fleet, ((1.02, 1.88), (1.6, 1.02), (1.68, 0.99)), strict=True):
+        belief = each.load.belief
+        for gauge, factor in ((belief.prefill, prefill), (belief.pairs, pairs)):
+            gauge.factor = factor
+        belief.settle()
+        each.load.token_s, each.load.pair_s = belief.token_s, belief.pair_s
+    scores = PRICES.scores(ask(90_000, 100), fleet)
+    assert max(scores) / min(scores) == pytest.approx(1.0, abs=0.02)
+
+
 def test_equal_endpoints_share_the_picks() -> None:
     policy, rng, counts = registry.build("priced", {}), Random(3), [0] * 4
     fleet = [outlook(slot) for slot in range(4)]
