@@ -89,10 +89,11 @@ class Body(Protocol):
 
     between is True where another chunk could be written in place of an unfinished size line, `partial`; surplus counts
     bytes past the end. last_chunk is where the terminal chunk begins, in what was `partial` and the bytes fed last, and
-    trailers says that there is more behind it than an end.
+    trailers says that there is more behind it than an end. rested is what `between` was before what makes no sense.
     """
 
     ended: bool
+    rested: bool
     surplus: int
     trailers: bool
     last_chunk: int
@@ -106,10 +107,11 @@ class Body(Protocol):
 class ChunkedBody:
     """Follows Transfer-Encoding: chunked through any splitting of the bytes."""
 
-    __slots__ = ("_clean", "_crlf_due", "_need", "ended", "last_chunk", "partial", "surplus", "trailers")
+    __slots__ = ("_clean", "_crlf_due", "_need", "ended", "last_chunk", "partial", "rested", "surplus", "trailers")
 
     def __init__(self) -> None:
         self.ended = self.trailers = False
+        self.rested = True
         self.surplus = 0
         self.last_chunk = -1
         self._clean = True  # a size line is next: none of the three below is pending
@@ -152,6 +154,7 @@ class ChunkedBody:
                     at = self._size(data, at)
         self.surplus = end - at if self.ended else 0
         self._clean = not (self._need or self._crlf_due or self.partial)
+        self.rested = self.between
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _crlf(self, data: bytes, at: int) -> int:
@@ -204,7 +207,7 @@ class LengthBody:
     """Counts down a Content-Length."""
 
     __slots__ = ("_left", "ended", "last_chunk", "partial", "surplus", "trailers")
-    between = False
+    between = rested = False
 
     def __init__(self, length: int) -> None:
         self._left = length
@@ -227,7 +230,7 @@ class RawBody:
     """A body that ends with its connection: whole only if the peer closed cleanly, which cannot be known better."""
 
     __slots__ = ("ended", "last_chunk", "partial", "surplus", "trailers")
-    between = True
+    between = rested = True
 
     def __init__(self) -> None:
         self.partial = b""

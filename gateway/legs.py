@@ -47,7 +47,7 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
     x.sent_at = monotonic()
     await booking.upstream.send(head, sent, relay, client)
     if relay.refused:
-        pass_on(x, client, relay)
+        pass_on(x, client, relay, endpoint.name)
     elif relay.failed_in_stream:
         x.interrupted("engine_error")
         booking.failed(UpstreamBroke("engine_error", "error event in the stream"))
@@ -56,13 +56,11 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
         booking.served(relay.usage)
 
 
-def pass_on(x: Exchange, client: Client, relay: Relay) -> None:
-    """An engine's 4xx is about the request, so it goes to the client. Raises UpstreamBroke for what is not."""
+def pass_on(x: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
+    """The 4xx of an engine is about the request, so it goes to the client. Raises UpstreamBroke for what is not."""
     status = refusal(relay)
     x.status, x.outcome, x.reason = status, "refused", "engine"
-    told = [("x-request-id", x.id), ("x-should-retry", "false")]
-    if x.booking is not None:
-        told.append(("x-penstock-endpoint", x.booking.endpoint.name))
+    told = [("x-request-id", x.id), ("x-should-retry", "false"), ("x-penstock-endpoint", endpoint)]
     client.answer(status, reshaped(status, relay.refusal), told)
 
 

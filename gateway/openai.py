@@ -341,7 +341,7 @@ def _token_ids(prompt: msgspec.Raw) -> int | None:
 def _longest(prompt: msgspec.Raw) -> int:
     """The token ids of the longest of some prompts, or of the only one: each must fit the context by itself."""
     text = bytes(prompt)
-    if text.count(b"]") > MAX_PROMPTS:
+    if text.count(b"]") > MAX_PROMPTS + 1:  # the list's own is one of them
         raise GatewayError(Failure.BAD_REQUEST, f"'prompt' has more than {MAX_PROMPTS} prompts.", param="prompt")
     return max(part.lstrip(b"[, \t\r\n").count(b",") + 1 for part in text.split(b"]"))
 

@@ -7,6 +7,7 @@ accounting needs is looked for: first token, events, usage, finish reason and a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import Enum, auto
 
@@ -37,9 +38,9 @@ from gateway.told import (
     REASON,
     USAGE,
     Usage,
-    begins_with_error,
     clients_fault,
-    first_event,
+    error_in,
+    error_said,
     last_end,
     reason_in,
     told_all,
@@ -171,7 +172,7 @@ class Relay:
         try:
             payload = body.feed(data)
         except FramingError as error:
-            self._torn = not self._rebuild  # what was good of it was followed, and not shown
+            self._torn = not self._rebuild and not body.rested  # what was good of it was followed, and not shown
             raise UpstreamBroke("framing", str(error)) from error
         if self._sse:
             if payload:
@@ -197,8 +198,7 @@ class Relay:
             raise UpstreamBroke("truncated", "the engine closed before its answer began")
         self._body.ended = True
         if self.state is REFUSED:
-            self.state = DONE
-            return b""
+            return self._collect(b"")
         out = self._end(self._rebuilt(b""))
         self.bytes_out += len(out)
         return out
@@ -301,12 +301,12 @@ class Relay:
         if self._body.ended:
             self.state = DONE
             if self._sse:
-                self.refusal = first_event(self.refusal)
+                self.refusal = error_said(self.refusal)
         return b""
 
-    def _judge_error(self, data: bytes) -> bytes:
+    def _judge_error(self, data: bytes, error: re.Match[bytes]) -> bytes:
         """A stream that begins with an error: what is about the request is the client's to hear, as any 4xx."""
-        status = clients_fault(data)
+        status = clients_fault(data, error)
         if status is None:
             raise UpstreamBroke("engine_error", "the engine answered with an error event")
         self.refused, self.status, self.state = True, status, REFUSED
@@ -315,8 +315,8 @@ class Relay:
     def _commit(self, data: bytes, now: float) -> bytes:
         """The first body byte: from here the client sees this engine, unless these bytes break the answer."""
         assert self.head is not None
-        if self._sse and (ERROR_EVENT.search(data) if self.patient else begins_with_error(data)):
-            return self._judge_error(data)
+        if self._sse and (error := error_in(data, self.patient)) is not None:
+            return self._judge_error(data, error)
         self.state = FLOWING
         self.first_byte_at = now
         on_first, self.on_first = self.on_first, None  # it has the request let go of, which a broken beginning needs

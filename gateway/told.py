@@ -16,9 +16,12 @@ REASON = b'"finish_reason":"'
 LAST_WORD = b"[DONE]"
 ENDS = (b"\n\n", b"\r\n\r\n")
 """Of an event: engines write the first, what stands before them may write the other."""
-_LAST = tuple(LAST_WORD + end for end in (b"\n", b"\r\n"))  # no JSON has a line's end behind a word
-FIRST_EVENT, ERROR_KEPT = 256, 64 * 1024
-"""Bytes of a stream that are waited for, to see whether it begins with an error, and for all of that error."""
+_LAST = tuple(LAST_WORD + end for end in ENDS)  # no JSON has a line's end behind a word
+FIRST_EVENT, ERROR_HELD = 256, 1024 * 1024
+"""Bytes of a stream that are waited for, to see whether it begins with an error, and for all of that error: engines
+repeat a bad request in what they say of it."""
+ERROR_KEPT = 64 * 1024
+"""Bytes that are kept of what an engine says of a refusal."""
 HELD_BYTES, HELD_EVENTS = 64 * 1024, 3
 """An engine that says more before its first token says what we do not know."""
 
@@ -65,23 +68,25 @@ def reason_in(text: bytes) -> str | None:
 def undecided(stream: bytes, patient: bool) -> bool:
     """Whether its first bytes do not tell yet what the answer is: it is judged by its whole first event or, where there
     is patience, by its first token."""
+    error = error_in(stream, patient)
+    if error is not None:
+        return len(stream) < ERROR_HELD and not any(stream.find(end, error.end()) >= 0 for end in ENDS)
     if patient:
         few = len(stream) < HELD_BYTES and stream.count(b"\ndata:") <= HELD_EVENTS
         return few and _TELLS.search(stream) is None and not stream.endswith(LAST_CHUNK)
-    if any(end in stream for end in ENDS):
-        return False
-    return len(stream) < FIRST_EVENT or (len(stream) < ERROR_KEPT and begins_with_error(stream))
+    return len(stream) < FIRST_EVENT and not any(end in stream for end in ENDS)
 
 
-def begins_with_error(stream: bytes) -> bool:
-    """Whether the first event of a stream, as it came, is an error."""
-    return ERROR_EVENT.search(stream, 0, FIRST_EVENT) is not None
+def error_in(stream: bytes, patient: bool) -> re.Match[bytes] | None:
+    """The error that a stream begins with, as it came: its first event or, where there is patience, what comes before
+    the first token."""
+    return ERROR_EVENT.search(stream) if patient else ERROR_EVENT.search(stream, 0, FIRST_EVENT)
 
 
-def clients_fault(events: bytes) -> int | None:
+def clients_fault(events: bytes, error: re.Match[bytes]) -> int | None:
     """The status of an error event that is about the request. SGLang and vLLM find some faults, such as a prompt that
     is too long, when they have said 200 already (engines.md A.6). None for trouble of the engine's own."""
-    code = _CODE.search(events)
+    code = _CODE.search(events, error.start())
     return None if code is None else int(code[1])
 
 
@@ -90,10 +95,10 @@ def told_all(events: bytes) -> bool:
     return any(events.find(last) >= 0 for last in _LAST)
 
 
-def first_event(stream: bytes) -> bytes:
-    """What the first event of a stream says, or a beginning of one."""
-    at = stream.find(b"data:")
-    return stream[at + 5 :].lstrip().partition(b"\n")[0].rstrip()
+def error_said(said: bytes) -> bytes:
+    """What an error event among them says, or a beginning of it; of what is no event, all."""
+    found = ERROR_EVENT.search(said)
+    return said if found is None else said[said.index(b"{", found.start()) :].partition(b"\n")[0].rstrip()
 
 
 def last_end(events: bytes) -> int:

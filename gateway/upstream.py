@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 from time import monotonic
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -189,7 +190,8 @@ class Connection:
         """
         self._quick = False
         if QUICKACK is not None and self.open and self._transport is not None:
-            self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
+            with suppress(OSError):  # a kernel that has no such option: one packet for each, then
+                self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
 
     def catch_up(self, relay: Relay, data: bytes) -> None:
         """What came for this relay and was put off."""

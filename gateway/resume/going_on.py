@@ -50,7 +50,7 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
     x.sent_at = monotonic()
     await booking.upstream.send(head, sent, relay, client)
     if relay.refused:
-        legs.pass_on(x, client, relay)
+        legs.pass_on(x, client, relay, booking.endpoint.name)
     else:
         x.status = 200
         booking.served(relay.usage)

@@ -310,8 +310,10 @@ class PairAttempt:
         x.status = 200
 
     def _pass_on(self) -> None:
-        assert self._refused is not None
-        legs.pass_on(self.x, self.work.client, self._refused)
+        refused, first = self._refused, self.prefill
+        assert refused is not None
+        pick = self.pair.prefill if first is not None and first.relay is refused else self.pair.decode
+        legs.pass_on(self.x, self.work.client, refused, pick.candidate.endpoint.name)
 
     # The end
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.answer import Failure
 from gateway.relay import ERROR_MOST, Relay, State, UpstreamBroke
 from gateway.rename import Renamer
-from gateway.told import ERROR_KEPT, FIRST_EVENT, Usage
+from gateway.told import ERROR_KEPT, FIRST_EVENT, Usage, last_end
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 OURS = b"x-request-id: req_1\r\n"
@@ -332,16 +332,78 @@ def test_a_fault_of_the_clients_that_a_stream_begins_with_is_a_refusal(
     assert relay.reusable
 
 
+def fault(message: str, end: str = "\n\n") -> str:
+    """As vLLM tells a fault of a request in its stream: the code behind the message."""
+    error = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
+    return "data: " + json.dumps({"error": error}) + end
+
+
+@pytest.mark.parametrize("patient", [False, True])
+@pytest.mark.parametrize("before", ["", ROLE])
+@pytest.mark.parametrize(("length", "step"), [(40, 7), (400, 300), (90_000, 16_384)])
+def test_a_clients_fault_is_one_however_long_it_is_and_wherever_the_network_cuts_it(
+    patient: bool, before: str, length: int, step: int
+) -> None:
+    """Before the first token it is looked for where there is patience, else in the first event alone."""
+    if before and not patient:
+        return
+    wire = HEAD + chunked((before + fault("x" * length) + DONE).encode(), [len(before) or 10**6])
+    relay = Relay(OURS, patient=patient)
+    out = b"".join(relay.feed(wire[at : at + step], 0.0) for at in range(0, len(wire), step))
+    assert (out, relay.refused, relay.status, relay.state) == (b"", True, 400, State.DONE)
+    if length < ERROR_KEPT:
+        assert json.loads(relay.refusal)["error"]["message"] == "x" * length
+
+
+def test_a_fault_that_ends_with_its_connection_says_what_it_is() -> None:
+    relay = Relay(OURS)
+    relay.feed(HEAD.replace(b"transfer-encoding: chunked\r\n", b"") + fault("no").encode(), 0.0)
+    assert relay.eof() == b""
+    assert json.loads(relay.refusal)["error"]["message"] == "no"
+
+
+def test_a_refusal_in_plain_words_is_kept_whole_although_it_says_that_it_is_a_stream() -> None:
+    body = b'{"error":{"message":"nope"}}'
+    lines = b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n" % len(body)
+    relay = Relay(OURS)
+    relay.feed(lines + body, 0.0)
+    assert relay.refusal == body
+
+
+@pytest.mark.parametrize("held", [b"", b"4"])
+def test_a_stream_that_breaks_between_two_chunks_ends_with_an_error_event(held: bytes) -> None:
+    relay = Relay(OURS)
+    relay.feed(HEAD + chunked(delta("a").encode(), [])[:-5], 0.0)
+    relay.feed(held, 0.0)
+    with pytest.raises(UpstreamBroke, match="bad chunk size line"):
+        relay.feed(b"zz\r\n", 0.0)
+    assert b"stream_interrupted" in relay.break_off(Failure.UPSTREAM_FAILED, "gone")
+
+
+def test_a_last_event_that_lacks_its_blank_line_is_not_told_yet() -> None:
+    """Under an alias the client has nothing of it."""
+    relay = Relay(OURS, None, False, Renamer("served", "my-alias"))
+    relay.feed(HEAD + chunked(delta("a").encode(), [])[:-5] + chunked(b"data: [DONE]\n", [])[:-5], 0.0)
+    assert b"stream_interrupted" in relay.break_off(Failure.UPSTREAM_FAILED, "gone")
+
+
 @given(TEXTS, CUTS, st.sampled_from([None, "my-alias"]), st.booleans())
 def test_events_may_end_in_crlf(texts: list[str], cuts: list[int], alias: str | None, http_1_0: bool) -> None:
     payload = story(texts).replace("\n\n", "\r\n\r\n").encode()
-    pieces = [chunked(event, [])[:-5] for event in payload.split(b"\r\n\r\n")]
     wire = HEAD + chunked(payload, [len(payload) // 3] * 2)
     seen = feed(wire, cuts, alias=alias, http_1_0=http_1_0)
     got = seen.out.partition(b"\r\n\r\n")[2] if http_1_0 else read(seen.out)[1]
     assert got == (payload.replace(b'"model":"served"', b'"model":"my-alias"') if alias else payload)
     assert (seen.usage, seen.events, seen.failed) == (Usage(17, 2, 16), len(texts) + 4, False)
-    assert len(pieces) == len(texts) + 5
+
+
+@pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
+def test_of_events_cut_anywhere_the_last_one_alone_is_carried_on(end: str) -> None:
+    events = f"data: a{end}data: b{end}".encode()
+    assert [events[last_end(events[:cut]) :].strip() for cut in (len(events), len(events) // 2 + 3)] == [
+        b"",
+        b"data: b",
+    ]
 
 
 def test_an_event_that_ends_in_crlf_is_shown_when_it_is_whole_under_an_alias_too() -> None:
@@ -353,11 +415,11 @@ def test_an_event_that_ends_in_crlf_is_shown_when_it_is_whole_under_an_alias_too
     assert relay.at_seam
 
 
-@given(TEXTS, CUTS, st.sampled_from([b"\n", b": ping\n\n", b"\r\n"]))
+@given(TEXTS, CUTS, st.sampled_from([b"\n", b": ping\n\n", b"\r\n"]), st.sampled_from(["\n\n", "\r\n\r\n"]))
 def test_what_follows_the_last_event_makes_no_whole_answer_a_failed_one(
-    texts: list[str], cuts: list[int], behind: bytes
+    texts: list[str], cuts: list[int], behind: bytes, end: str
 ) -> None:
-    payload = story(texts).encode()
+    payload = story(texts).replace("\n\n", end).encode()
     seen = feed(HEAD + chunked(payload + behind, [len(payload)]), [*cuts, len(HEAD) + len(payload) + 12])
     assert not seen.failed
     assert b"stream_interrupted" not in seen.out

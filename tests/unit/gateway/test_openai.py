@@ -207,6 +207,8 @@ def test_extra_arguments_and_prompts_are_counted_before_they_are_read() -> None:
         "'vllm_xargs' has more than 256 members"
         in refusal(b'{"model":"demo","messages":[{"role":"user","content":"hi"}],"vllm_xargs":{%b}}' % many).message
     )
+    most = b'{"model":"demo","prompt":[' + b"[1]," * (MAX_PROMPTS - 1) + b"[1]]}"
+    assert parsed(most, Api.COMPLETIONS, context_tokens=10).request.prompt_tokens == MAX_PROMPTS
     ids = b'{"model":"demo","prompt":[' + b"[1]," * MAX_PROMPTS + b"[1]]}"
     assert "more than 16384 prompts" in refusal(ids, Api.COMPLETIONS, context_tokens=10).message
 

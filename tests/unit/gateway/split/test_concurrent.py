@@ -170,10 +170,12 @@ async def test_a_refused_decode_closes_the_prefill() -> None:
 
 async def test_a_request_that_one_half_calls_wrong_is_answered_once() -> None:
     async with sglang([refuses(400)], [holds]) as f:
-        assert (await f.ask()).status == 400
+        refused = await f.ask()
+        assert (refused.status, refused.headers["x-penstock-endpoint"]) == (400, f.prefill[0].name)
         await within(1, f.decode[0].asked[0].closed.wait())
     async with sglang([holds], [refuses(400)]) as f:
-        assert (await f.ask()).status == 400
+        refused = await f.ask()
+        assert (refused.status, refused.headers["x-penstock-endpoint"]) == (400, f.decode[0].name)
         await within(1, f.prefill[0].asked[0].closed.wait())
         await f.at_rest()
 
