@@ -1,6 +1,17 @@
-"""`python -m gateway ...` is `penstock ...`."""
+"""`python -m gateway ...` is `penstock ...`. Light: Ctrl-C counts from here on, while the rest still loads."""
 
-from gateway.cli import main
+import sys
+
+
+def main() -> None:
+    """The entry point of the command `penstock`."""
+    try:
+        from gateway import cli
+
+        cli.main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

@@ -8,6 +8,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from time import monotonic
@@ -21,7 +22,7 @@ from gateway import admin, api
 from gateway.account import AccessLog, Accounts
 from gateway.begin import Beginning
 from gateway.config import Config, Listener, Loaded
-from gateway.discovery.discovery import Discovery
+from gateway.discovery.discovery import Discovery, made
 from gateway.endpoints import EndpointTable
 from gateway.front import Front
 from gateway.gate import Gate
@@ -30,7 +31,7 @@ from gateway.lobby import Lobby
 from gateway.metrics import Metrics
 from gateway.observe.export import Tracer
 from gateway.outbox import Outbox
-from gateway.ports import http_url
+from gateway.ports import http_url, named
 from gateway.prefixes import Prefixes
 from gateway.reload.follow import Follow
 from gateway.reload.reloader import Reloader, Say
@@ -144,7 +145,8 @@ class App:
         """What puts another configuration in force while it runs, and what asks for that."""
         self.swap = Swap(self.gateway, self._watcher, self.metrics)
         kept = None if origin.local is None else _versions(self.config, origin.local)
-        self._discovery = Discovery(self._endpoints.found, self._found, rng)
+        folder = Path(origin.loaded.file).parent  # where relative paths of every text that is offered start from
+        self._discovery = Discovery(self._endpoints.found, self._found, rng, partial(made, folder))
         self.swap.discover = self._discovery.follow
         self.reloader = Reloader(origin.loaded, origin.file, self.swap, self.metrics, origin.env, origin.say, kept)
         self._follow = Follow(self.reloader)
@@ -164,8 +166,11 @@ class App:
         if self._local is None:  # else somebody follows the file for all
             await self._follow.start()
             self._trial.start()
-        self.url = await self._listen_api(self.config.listeners.api)
-        self.admin_url = await self._listen_admin(self.config.listeners.admin)
+        listeners = self.config.listeners
+        with named("listeners.api", listeners.api.host, listeners.api.port):
+            self.url = await self._listen_api(listeners.api)
+        with named("listeners.admin", listeners.admin.host, listeners.admin.port):
+            self.admin_url = await self._listen_admin(listeners.admin)
         self._litter.settle()
 
     async def stop(self) -> None:
@@ -324,7 +329,7 @@ class App:
 
     def _follow_gauges(self) -> None:
         metrics, prefixes = self.metrics, self._prefixes
-        metrics.retry_budget_remaining.follow(lambda: float(self._gate.retries_left))
+        metrics.retry_budget_remaining.follow(lambda: self._gate.retries_left)
         metrics.open_streams.follow(lambda: float(self._gate.active))
         metrics.prefix_index_bytes.follow(lambda: float(prefixes.index.stats().bytes))
         inside, handoffs = metrics.inside, self.gateway.handoffs
@@ -367,8 +372,8 @@ async def _run(origin: Origin, ready: Callable[[App], None] | None, *, hangup_re
         loop.add_signal_handler(number, stop, number)
     try:
         app = App(origin.loaded.config, origin)
-    except OSError as error:  # the access log's file
-        log.error("cannot start: %s", error)
+    except OSError as error:
+        log.error("cannot start: observability.access_log: %s", error)
         return 1
     app.end = stopping.set
     reloads: set[asyncio.Task[Any]] = set()

@@ -71,6 +71,10 @@ def chaos(
     server = Server(admin, None)
     fleet = {each["name"]: each for each in server.ask("GET", "/endpoints")["endpoints"]}
     names = list(target or (name for name in fleet if action is Action.RESTORE and LABEL in fleet[name]["labels"]))
+    if not names and action is Action.RESTORE:
+        fail(
+            f"the gateway has no mock that may be broken: no endpoint has a label {LABEL!r}, as `penstock demo`'s have"
+        )
     if not names:
         raise typer.BadParameter("name an endpoint: " + (", ".join(fleet) or "the gateway has none"))
     spec = _spec(action, factor, rank, hang, None if lasting is None else _lasting_s(lasting))

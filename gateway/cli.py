@@ -6,10 +6,13 @@ planner) and everything heavy are imported when a command needs them, never befo
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import platform
+import sys
 from collections.abc import Mapping
+from io import TextIOWrapper
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -21,7 +24,7 @@ import typer.main
 from rich.console import Console
 
 from gateway.build import is_compiled, own_version
-from gateway.commands import HERE, Admin, Json, fail, print_json, say
+from gateway.commands import HERE, Admin, Json, all_letters, fail, print_json, say
 
 if TYPE_CHECKING:
     from gateway.config import ConfigError, Loaded, Problem
@@ -71,11 +74,23 @@ _DIALECTS = "vllm_nixl, vllm_push, mooncake, sglang or trtllm."
 PolicyName = Annotated[str | None, typer.Option("--policy", help=_POLICIES)]
 AdminPort = Annotated[int | None, typer.Option("--admin-port", min=0, max=65535, help="Port of the admin server.")]
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""How a disk says that it takes nothing more."""
+
 
 def main() -> None:
-    """The entry point of the command `penstock`."""
+    """Runs the command that was typed, and ends the process."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy hashes prompts here; its matrix threads would only idle
-    app(prog_name="penstock")
+    if isinstance(sys.stdout, TextIOWrapper) and not all_letters():
+        sys.stdout.reconfigure(errors="replace")  # question marks for what it cannot show
+    try:
+        app(prog_name="penstock")
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        say(f"the output cannot be written: {error.strerror}", style="red", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else what is left would be tried once more
+        sys.exit(1)
 
 
 @app.command()
@@ -159,7 +174,8 @@ def plan(
     model: Annotated[str | None, typer.Option("--model", help="What mock groups serve, as in penstock mock.")] = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="What they run on, where endpoints have no label.")] = None,
     fail_if_worse: Annotated[
-        float | None, typer.Option("--fail-if-worse", metavar="POINTS", help="Exit 3 if a class loses more than this.")
+        float | None,
+        typer.Option("--fail-if-worse", min=0, metavar="POINTS", help="Exit 3 if a class loses more than this."),
     ] = None,
     as_json: Json = False,
 ) -> None:

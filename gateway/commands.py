@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated, NoReturn
 
 import typer
@@ -29,5 +30,10 @@ def say(text: str, *, style: str | None = None, err: bool = False) -> None:
     Console(stderr=err, highlight=False).print(shown(text), style=style, markup=False, soft_wrap=True)
 
 
+def all_letters() -> bool:
+    """Whether stdout takes every letter."""
+    return (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
+
+
 def print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=not all_letters()))

@@ -360,6 +360,9 @@ class Gate:
         return self._retries.running
 
     @property
-    def retries_left(self) -> int:
+    def retries_left(self) -> int | None:
+        """How many more would be granted now. None: the configuration allows none at all, so none can be used up."""
         limits = self._retries.limits
+        if not limits.floor and not limits.share:
+            return None
         return max(0, ceil(limits.floor + limits.share * self.active) - self._retries.running)

@@ -1,4 +1,4 @@
-"""Addresses: whether a port is free, and how a host and a port are written as a URL.
+"""Addresses: whether a port is free, which key asked for it, and how a host and a port are written as a URL.
 
 The first is asked before anything is started, so that the answer can name the port and the flag to change it.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def is_free(host: str, port: int) -> bool:
@@ -27,6 +29,15 @@ def is_free(host: str, port: int) -> bool:
         except OSError as error:  # what is wrong besides the listener says better
             return error.errno != errno.EADDRINUSE
         return True
+
+
+@contextmanager
+def named(key: str, host: str, port: int) -> Iterator[None]:
+    """Where `host`:`port` cannot be listened on, the OSError says which key of the configuration asked for it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{key}, {http_url(host, port)}: {error.strerror or error}") from error
 
 
 def http_url(host: str, port: int) -> str:

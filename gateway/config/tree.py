@@ -156,7 +156,9 @@ class Discover(Section):
 
     dns: Bootstrap | None = setting(None, "name:port; every address of the name is an endpoint.")
     file: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = setting(
-        None, "Path of a YAML or JSON list of URLs, or of mappings as under endpoints; it is followed."
+        None,
+        "Path of a YAML or JSON list of URLs, or of mappings as under endpoints; it is followed. A relative one starts "
+        "at the configuration's folder.",
     )
     kubernetes: Kubernetes | None = setting(None, "A Service whose ready endpoints are followed.")
     interval: Interval = setting("10s", "How often DNS is asked, with jitter.")

@@ -29,12 +29,12 @@ AGAIN_S = 10.0
 Make = Callable[[Discover, Random], Source]
 
 
-def made(spec: Discover, rng: Random) -> Source:
-    """The source that a configuration names."""
+def made(folder: Path, spec: Discover, rng: Random) -> Source:
+    """The source that a configuration names; its relative path starts from `folder`."""
     if spec.dns is not None:
         return Dns(spec.dns, spec.interval, spec.endpoint, rng)
     if spec.file is not None:
-        return Listed(Path(spec.file), spec.endpoint)
+        return Listed(folder / spec.file, spec.endpoint)
     assert spec.kubernetes is not None
     return Slices(spec.kubernetes, spec.endpoint, rng, mounted())
 
@@ -42,7 +42,7 @@ def made(spec: Discover, rng: Random) -> Source:
 class Discovery:
     """`found` by pool, as the endpoint table reads it. `changed` is called when it has."""
 
-    def __init__(self, found: dict[str, Found], changed: Callable[[], None], rng: Random, make: Make = made) -> None:
+    def __init__(self, found: dict[str, Found], changed: Callable[[], None], rng: Random, make: Make) -> None:
         self.found = found
         self._changed, self._rng, self._make = changed, rng, make
         self._tasks: dict[str, tuple[Discover, asyncio.Task[None]]] = {}

@@ -81,6 +81,7 @@ class Slices:
         self._slices: dict[str, dict[str, Any]] = {}
         self._version = ""
         self._wait_s = FIRST_S
+        self._failing = False
 
     async def watch(self) -> AsyncIterator[Found]:
         said: Found | None = None
@@ -107,15 +108,21 @@ class Slices:
                 except Expired:
                     self._version = ""
                 except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                    log.warning("EndpointSlices of %s: %s; whom they last named stay", self._where.service, error)
+                    self._failed(error, heard=heard)
                     failures = 0 if heard else failures + 1
                     if failures == FAILURES:
                         self._version, failures = "", 0
                 else:
-                    failures = 0
+                    self._failing, failures = False, 0
                 if not heard:  # else it ended as watches do, and goes on from there
                     await self._sleep(self._wait_s * self._rng.uniform(0.5, 1.0))
                     self._wait_s = min(LONGEST_S, 2 * self._wait_s)
+
+    def _failed(self, error: Exception, *, heard: bool) -> None:
+        """One line until it is heard again, or a watch has ended as watches do: tries go on for ever."""
+        if heard or not self._failing:
+            log.warning("EndpointSlices of %s: %s; whom they last named stay", self._where.service, error)
+        self._failing = True
 
     def _at(self) -> tuple[str, dict[str, str]]:
         space = self._where.namespace or self._account.namespace()

@@ -21,7 +21,7 @@ from gateway.commands import Json, print_json, say, shown
 from gateway.config import Config, ConfigError, EndpointSpec, Loaded, examine, from_engines
 from gateway.doctor.checklist import Fleet, Member, points
 from gateway.doctor.engine import judge
-from gateway.doctor.findings import Finding, Verdict, bad, doubtful
+from gateway.doctor.findings import Finding, Verdict, bad, doubtful, unknown
 from gateway.doctor.probe import Probed, decode_s, models_of, probe
 from gateway.roster import described
 from kvtransfer.dialects import by_itself
@@ -77,6 +77,9 @@ def _findings(file: Path | None, urls: Sequence[str], *, measure: bool, token: b
 
 def _examined(loaded: Loaded, *, with_file: bool, measure: bool, token: bool) -> Iterator[Finding]:
     config = loaded.config
+    for pool in [name for name, found in config.pools.items() if found.discover is not None]:
+        fix = "name them with --engine URL, or ask a gateway that runs: penstock status"
+        yield unknown(f"pool {pool}", "discovery", "who is discovered is not examined, who stands in the file is", fix)
     specs = [(pool, spec) for pool, found in config.pools.items() for spec in found.endpoints]
     with ThreadPoolExecutor(THREADS) as threads:
         probes = threads.map(lambda each: _probe(each[1], config.health.path, token=token), specs)

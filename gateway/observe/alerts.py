@@ -17,6 +17,7 @@ class Alert(msgspec.Struct, frozen=True):
     """`value` is compared as `compare` says; `hold` is how long it must be so.
 
     fires, quiet   series with and without it; `labels` are those of the alert that then fires, after 30 minutes
+    besides        what has to be above 0 as well, with the labels of `value`; nothing unless given
     """
 
     name: str
@@ -28,10 +29,11 @@ class Alert(msgspec.Struct, frozen=True):
     fires: Series
     quiet: Series
     labels: tuple[tuple[str, str], ...] = ()
+    besides: str = ""
 
     @property
     def rule(self) -> str:
-        return f"{self.value} {self.compare}"
+        return f"{self.value} {self.compare}" + (f" and {self.besides} > 0" if self.besides else "")
 
 
 def _bucket(name: str, low: str, high: str, inside: str) -> Series:
@@ -57,7 +59,7 @@ SHED_SHARE = f"({SHED} or 0 * {JUDGED}) / {JUDGED}"
 
 # Half of a pool is picked however dead it is, and so is its last endpoint: who is ejected or dead serves nobody.
 SERVING = (
-    "penstock_endpoint_up * on (instance, endpoint) "
+    "min by (instance, endpoint) (penstock_endpoint_up) * on (instance, endpoint) "
     'sum by (instance, endpoint) (penstock_endpoint_state{state=~"up|returning"})'
 )
 
@@ -145,9 +147,15 @@ ALERTS = (
         "1m",
         "page",
         "The fleet's retries are used up: what fails now is not tried elsewhere.",
-        (('penstock_retry_budget_remaining{instance="g"}', "0x60"),),
-        (('penstock_retry_budget_remaining{instance="g"}', "3x60"),),
+        (('penstock_retry_budget_remaining{instance="g"}', "0x60"), ('penstock_open_streams{instance="g"}', "4x60")),
+        (
+            ('penstock_retry_budget_remaining{instance="g"}', "3x60"),
+            ('penstock_open_streams{instance="g"}', "4x60"),
+            ('penstock_retry_budget_remaining{instance="idle"}', "0x60"),  # a share of nothing, and a floor of 0
+            ('penstock_open_streams{instance="idle"}', "0x60"),
+        ),
         (("instance", "g"),),
+        besides="sum by (instance) (penstock_open_streams)",
     ),
     Alert(
         "PenstockShedHighClass",

@@ -52,7 +52,8 @@ def queries() -> Mapping[str, str]:
         for burn in BURNS:
             found[f"{slo.alert} {burn.long}"] = slo.recorded(burn.long)
             found[f"{slo.alert} {burn.short}"] = slo.recorded(burn.short)
-    return found | {alert.name: alert.value for alert in ALERTS}
+    found |= {alert.name: alert.value for alert in ALERTS}
+    return found | {f"{alert.name} besides": alert.besides for alert in ALERTS if alert.besides}
 
 
 def recorded() -> frozenset[str]:

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from gateway.config import Loaded
 from gateway.live.standing import DRAINED
-from gateway.ports import http_url
+from gateway.ports import http_url, named
 from gateway.reload.follow import Follow
 from gateway.reload.reloader import Say
 from gateway.shared.local import Hub
@@ -90,7 +90,8 @@ class Supervisor:
         api, admin = self.configured.running.config.listeners.api, self.configured.running.config.listeners.admin
         port = api.port
         for number in range(self.count):
-            listener = listening(api.host, port)
+            with named("listeners.api", api.host, api.port):
+                listener = listening(api.host, port)
             port = listener.getsockname()[1]
             self._places.append(Place(number, listener))
         self.url = http_url(api.host, port)
@@ -100,7 +101,8 @@ class Supervisor:
             place.task = asyncio.create_task(self._look_after(place), name=f"look after worker {place.number}")
         self._runner = web.AppRunner(pages.application(self), access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, admin.host, admin.port).start()
+        with named("listeners.admin", admin.host, admin.port):
+            await web.TCPSite(self._runner, admin.host, admin.port).start()
         self.admin_url = http_url(admin.host, self._runner.addresses[0][1])
         await self._follow.start()
 

@@ -19,6 +19,7 @@ from cloudcoil.models.prometheus_operator.v1 import PrometheusRule, ServiceMonit
 from helm_python import Chart, chart
 
 from gateway.config import Config, examine
+from gateway.observe.alerts import ALERTS
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "deploy" / "helm" / "penstock"
@@ -134,6 +135,8 @@ def restarts(**config: Any) -> str:
 
 def test_pods_are_replaced_only_by_a_change_that_no_reload_can_make() -> None:
     assert restarts() == restarts(retries={"budget": 0.1}) == restarts(timeouts={"stall": "10s"})
+    assert restarts() == restarts(observability={"traces": {"endpoint": "http://127.0.0.1:4318/v1/traces"}})
+    assert restarts() != restarts(observability={"access_log": "off"})
     assert restarts() != restarts(prefix={"index": "1GiB"})
     assert restarts() != restarts(workers=2)
 
@@ -148,6 +151,7 @@ def test_pods_are_replaced_only_by_a_change_that_no_reload_can_make() -> None:
         {**LEAST, "keda": {"enabled": True}},
         {**LEAST, "networkPolicy": {"adminFrom": []}},
         {"config": {"pools": {"a": {}}, "admin": {"key": "in clear"}}},
+        {**LEAST, "discovery": {"enabled": "yes"}},
     ],
     ids=str,
 )
@@ -174,6 +178,59 @@ def test_the_manifests_without_helm_are_the_charts_defaults() -> None:
         for spread in spec["template"]["spec"]["topologySpreadConstraints"]:
             spread["labelSelector"] = {}
     assert plain == ours
+
+
+def rights(values: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The rules of the Role in every namespace that has one, bound to the gateways' account."""
+    made = {(each["kind"], each["metadata"].get("namespace")): each for each in objects(values)}
+    roles = {space: each["rules"] for (kind, space), each in made.items() if kind == "Role"}
+    for space in roles:
+        bound = made["RoleBinding", space]
+        assert bound["roleRef"]["name"] == made["Role", space]["metadata"]["name"]
+        assert bound["subjects"] == [{"kind": "ServiceAccount", "name": "gw-penstock", "namespace": "llm"}]
+    return roles
+
+
+def test_who_discovers_engines_may_list_and_watch_their_slices_and_everybody_else_nothing() -> None:
+    pools = {
+        "chat": {"discover": {"kubernetes": {"service": "vllm", "namespace": "models"}}},
+        "code": {"discover": {"kubernetes": {"service": "sglang"}}},
+        "rest": {"endpoints": ENGINES},
+    }
+    values = {"config": {"pools": pools}, "discovery": {"enabled": True}}
+    may = [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}]
+    assert rights(values) == {"models": may, "llm": may}
+    assert rights(LEAST) == rights({"config": {"pools": pools}}) == {}
+    for each, token in ((values, True), (LEAST, False)):
+        assert one("Deployment", each)["spec"]["template"]["spec"]["automountServiceAccountToken"] is token
+
+
+def test_what_is_scraped_has_the_name_and_the_labels_that_the_alerts_ask_for() -> None:
+    """Whatever the release is called; and the operator's own label `endpoint` would hide an engine's name."""
+    monitor = one("ServiceMonitor", FULL)["spec"]
+    (service,) = [
+        each
+        for each in objects(FULL)
+        if each["kind"] == "Service"
+        and monitor["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items()
+    ]
+    (down,) = [each for each in ALERTS if each.name == "PenstockDown"]
+    (wanted,) = re.findall(r'job=~"(.*?)"', down.value)
+    assert re.fullmatch(wanted, service["metadata"]["labels"][monitor["jobLabel"]])
+    assert [each["honorLabels"] for each in monitor["endpoints"]] == [True]
+
+
+def test_keda_counts_the_prompts_of_a_pool_by_the_models_that_it_serves() -> None:
+    values = copy.deepcopy(FULL)
+    values["config"]["pools"]["code"] = {"endpoints": ENGINES}
+    values["config"]["models"] += [{"name": "meta/llama-3.1", "pool": "chat"}, {"name": "coder", "pool": "code"}]
+    _, ttft = one("ScaledObject", values)["spec"]["triggers"]
+    of = r'{model=~"llama|meta/llama-3\\.1"}'
+    for counter in ("penstock_prompt_tokens_total", "penstock_cached_tokens_total"):
+        assert f"rate({counter}{of}[2m])" in ttft["metadata"]["query"]
+    del values["config"]["models"]
+    _, ttft = one("ScaledObject", values)["spec"]["triggers"]
+    assert "rate(penstock_prompt_tokens_total[2m])" in ttft["metadata"]["query"]
 
 
 def test_what_keda_asks_prometheus_is_understood(tmp_path: Path) -> None:

@@ -188,10 +188,13 @@ def test_probes_tell_alive_from_ready_and_only_the_dead_are_restarted() -> None:
     assert patience_s["readiness"] < patience_s["liveness"] < patience_s["startup"]
 
 
-def test_the_chart_rolls_its_pods_for_every_section_that_needs_a_restart() -> None:
-    (picked,) = re.findall(r"pick \$config (.*?) \|", (CHART / "templates/_helpers.tpl").read_text())
-    needed = {key.split(".")[0] for key in AT_START} - {"reload"}  # its state_dir is the chart's own and never changes
-    assert {name.strip('"') for name in picked.split()} == needed
+def test_the_chart_rolls_its_pods_for_every_key_that_needs_a_restart_and_for_no_other() -> None:
+    text = (CHART / "templates/_helpers.tpl").read_text()
+    (sections,), (inside,) = (
+        re.findall(rf"pick {of} (.*?) -}}}}", text) for of in (r"\$config", r"\(default dict \$config\.observability\)")
+    )
+    picked = {*re.findall(r'"(\w+)"', sections), *(f"observability.{key}" for key in re.findall(r'"(\w+)"', inside))}
+    assert picked == set(AT_START) - {"reload.state_dir"}  # that one is the chart's own and never changes
 
 
 def test_scaling_asks_for_metrics_that_exist() -> None:

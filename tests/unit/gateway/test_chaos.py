@@ -67,6 +67,14 @@ async def test_every_word_is_a_fault_that_the_mock_knows(broken: Broken) -> None
     assert (code, "took a GPU from a" in said, "(engine_dead)" in said) == (0, True, True)
 
 
+async def test_where_no_endpoint_may_be_broken_there_is_none_to_restore(broken: Broken) -> None:
+    for live in broken.home.app.gateway.endpoints.all():
+        live.endpoint = type(live.endpoint)(live.endpoint.name, live.endpoint.url, "main", "")
+    code, said = await broken.types("restore")
+    assert (code, "has no mock that may be broken" in " ".join(said.split())) == (1, True), said
+    assert (await broken.types("kill"))[0] == 2
+
+
 async def test_who_is_no_mock_with_a_door_is_left_alone(broken: Broken) -> None:
     live = broken.home.app.gateway.endpoints.all()[0]
     for labels, why in (

@@ -118,6 +118,7 @@ def test_version_prints_the_version(runner: CliRunner) -> None:
         ["check"],
         ["nonsense"],
         ["version", "--nonsense"],
+        ["plan", "x.yaml", "--fail-if-worse", "-5"],
     ],
 )
 def test_wrong_usage_exits_2(runner: CliRunner, arguments: list[str]) -> None:
@@ -138,8 +139,21 @@ def test_serve_says_which_access_log_cannot_be_written(
 ) -> None:
     (tmp_path / "g.yaml").write_text(f"{ENGINES}observability: {{access_log: {tmp_path / 'no' / 'a.log'}}}\n")
     assert runner.invoke(cli.app, ["serve", "--config", str(tmp_path / "g.yaml")]).exit_code == 1
-    assert "cannot start: " in caplog.text
+    assert "cannot start: observability.access_log: " in caplog.text
     assert "a.log" in caplog.text
+
+
+@pytest.mark.parametrize("listener", ["api", "admin"])
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_serve_says_which_key_names_an_address_that_is_not_here(
+    runner: CliRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture, listener: str, workers: str
+) -> None:
+    port = free_port()  # and an address that is kept for documents
+    text = ENGINES.replace(f"{listener}: {{port: 0}}", f"{listener}: {{host: 192.0.2.1, port: {port}}}")
+    (tmp_path / "g.yaml").write_text(f"{text}observability: {{access_log: 'off'}}\n")
+    result = runner.invoke(cli.app, ["serve", "--config", str(tmp_path / "g.yaml"), "--workers", workers])
+    assert result.exit_code == 1
+    assert f": listeners.{listener}, http://192.0.2.1:{port}: " in caplog.text
 
 
 def test_serve_takes_no_changes_back_by_itself_with_workers(runner: CliRunner, tmp_path: Path) -> None:
@@ -171,6 +185,33 @@ def test_help_imports_neither_the_data_plane_nor_the_configuration() -> None:
     code = f"import sys, gateway.cli; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["version", "schema"])
+def test_a_full_disk_behind_stdout_is_one_line_and_no_traceback(command: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "gateway", command], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, "the output cannot be written: No space left on device\n")
+
+
+CTRL_C = """
+import runpy, sys
+class Now:
+    def find_spec(self, name, path, target=None):
+        if name == {name!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Now())
+sys.argv = ["penstock", "top"]
+runpy.run_module("gateway", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", ["gateway.cli", "typer", "rich", "gateway.top.cli"])
+def test_ctrl_c_while_a_command_still_loads_ends_it_without_a_traceback(name: str) -> None:
+    done = subprocess.run([sys.executable, "-c", CTRL_C.format(name=name)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_no_colour_is_written_when_no_color_is_set(tmp_path: Path) -> None:

@@ -145,6 +145,14 @@ async def test_real_probes_of_engines_without_a_file_tell_who_is_not_there() -> 
         assert "decode speed at batch 1 and 16" in ours
 
 
+def test_who_is_discovered_is_said_not_to_be_examined(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text("version: 1\npools: {chat: {discover: {file: engines.yaml}}}\n")
+    done = CliRunner().invoke(cli.app, ["doctor", "--config", str(file), "--json"])
+    told = [(each["subject"], each["check"], each["verdict"]) for each in json.loads(done.output)["findings"]]
+    assert (done.exit_code, ("pool chat", "discovery", "unknown") in told) == (0, True), done.output
+
+
 async def test_a_bad_file_is_told_with_line_and_column(tmp_path: Path) -> None:
     file = tmp_path / "gateway.yaml"
     file.write_text("version: 1\npools:\n  chat:\n    endpoints: [{url: 'gpu1:8000'}]\n")

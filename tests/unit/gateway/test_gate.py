@@ -270,6 +270,24 @@ async def test_retries_beyond_the_budget_wait_for_a_turn() -> None:
     assert made.retries_running == 0
 
 
+@pytest.mark.parametrize("active", [0, 1, 3, 4])
+async def test_as_many_retries_are_said_to_be_left_as_are_granted(active: int) -> None:
+    made = gate(retries={"floor": 0, "budget": 0.3})
+    place = made.room("main")
+    place.configure(WaitingRoom(), (candidate(0, 24),))
+    made.open(place)
+    for _ in range(active):
+        await place.enter(ask())
+    left = made.retries_left
+    granted = sum(made.retry_at_once() for _ in range(10))
+    assert (granted, made.retries_left) == (left, 0)
+
+
+def test_a_gateway_that_is_to_retry_nothing_has_no_number_of_retries_left() -> None:
+    made = gate(retries={"floor": 0, "budget": 0})
+    assert (made.retries_left, made.retry_at_once()) == (None, False)
+
+
 async def test_who_gives_up_waiting_for_a_turn_keeps_none() -> None:
     made = gate(retries={"floor": 1})
     await made.retry_turn()

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import json
 from collections.abc import Iterator
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from queue import Queue
 from typing import Any
 
@@ -83,13 +83,21 @@ def test_a_sparkline_shows_the_largest_of_each_part() -> None:
     assert spark([]) == ""
 
 
-async def test_once_and_json_ask_a_running_gateway_and_need_no_terminal() -> None:
+async def test_once_and_json_ask_a_running_gateway_and_need_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     async with house(2) as home:
         for words, wanted in (((), "2 of 2 serve"), (("--once",), "2 of 2 serve"), (("--json",), '"endpoints"')):
             asked = ("top", *words, "--admin", home.app.admin_url)
             done = await asyncio.to_thread(CliRunner().invoke, cli.app, asked)
             assert (done.exit_code, wanted in done.output) == (0, True), done.output
         assert len(json.loads(done.output)["endpoints"]) == 2
+        letters = TextIOWrapper(BytesIO(), encoding="ascii")
+        monkeypatch.setattr("sys.stdout", letters)
+        monkeypatch.setattr("sys.argv", ["penstock", "top", "--once", "--admin", home.app.admin_url])
+        with pytest.raises(SystemExit, match="0"):
+            await asyncio.to_thread(cli.main)
+        monkeypatch.undo()
+        letters.seek(0)
+        assert "2 of 2 serve" in letters.read()
     gone = await asyncio.to_thread(CliRunner().invoke, cli.app, ["top", "--once", "--admin", home.app.admin_url])
     assert (gone.exit_code, "no gateway answers" in gone.output) == (1, True)
 

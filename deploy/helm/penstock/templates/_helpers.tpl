@@ -50,5 +50,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- /* What a gateway takes over only by a restart: a change of it rolls the pods, any other change does not. */ -}}
 {{- define "penstock.restarts" -}}
 {{- $config := fromYaml (include "penstock.config" .) -}}
-{{- pick $config "listeners" "prefix" "observability" "shared" "workers" | toJson | sha256sum -}}
+{{- $log := pick (default dict $config.observability) "access_log" "access_flush" "access_blocks" -}}
+{{- $rest := pick $config "listeners" "prefix" "shared" "workers" -}}
+{{- dict "observability" $log | mergeOverwrite $rest | toJson | sha256sum -}}
+{{- end -}}
+
+{{- /* The namespaces of the Services whose endpoints are discovered, as a list; its own where `config` names none. */ -}}
+{{- define "penstock.discovered" -}}
+{{- $found := list -}}
+{{- range .Values.config.pools -}}
+{{- $where := dig "discover" "kubernetes" dict . -}}
+{{- if $where -}}
+{{- $found = append $found (default $.Release.Namespace $where.namespace) -}}
+{{- end -}}
+{{- end -}}
+{{- default (list .Release.Namespace) $found | uniq | sortAlpha | toJson -}}
 {{- end -}}

@@ -69,6 +69,13 @@ async def test_a_pool_may_have_nobody_but_those_who_are_found(tmp_path: Path) ->
         assert {live.endpoint.max_concurrency for live in made.app.gateway.endpoints.all() if not live.leaving} == {5}
 
 
+async def test_a_listed_file_is_looked_for_beside_the_configuration(tmp_path: Path) -> None:
+    async with running(tmp_path, groups=2, more="health: {interval: 100ms}\n") as made:
+        listing(made, made.file.parent / "engines.yaml", 1)
+        made.write(made.text(0).replace(HEAD, f"    discover: {{file: engines.yaml}}\n{HEAD}"))
+        await serving(made, "group-0", "found-1")
+
+
 async def test_what_discovery_cannot_be_is_said_with_its_place(tmp_path: Path) -> None:
     async with running(tmp_path) as made:
         for part, words in (

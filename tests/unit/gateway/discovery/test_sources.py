@@ -256,6 +256,21 @@ async def test_a_connection_that_breaks_loses_nobody_and_the_watch_goes_on_from_
         ] * 3
 
 
+async def test_an_api_server_that_fails_is_told_of_once_until_it_is_heard_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with api(tmp_path) as (server, source, _):
+        server.lists = [{"metadata": {"resourceVersion": "5"}, "items": [piece("a", 4, "10.0.0.1")]}] * 2
+        server.watches = [500, 500, 500, says(event("ADDED", piece("b", 6, "10.0.0.2")))]
+        server.watches += [503, 503, says(event("ADDED", piece("c", 7, "10.0.0.3")))]
+        server.lists.append({"metadata": {"resourceVersion": "6"}, "items": [piece("b", 6, "10.0.0.2")]})
+        assert [len(said) for said in await first(source, 4)] == [1, 2, 1, 2]
+        assert [line for line in caplog.messages if line.startswith("EndpointSlices of engines: ")] == [
+            f"EndpointSlices of engines: the API server answers {status}; whom they last named stay"
+            for status in (500, 503)
+        ]
+
+
 @pytest.mark.parametrize("refusal", [504, says(event("ERROR", {"code": 500}))])
 async def test_a_version_that_the_server_does_not_know_is_not_asked_for_for_ever(
     tmp_path: Path, refusal: Script | int

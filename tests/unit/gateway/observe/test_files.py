@@ -155,3 +155,20 @@ def test_labels_of_the_catalogue_do_not_clash_with_those_that_prometheus_adds() 
     for spec in Metrics().catalogue():
         assert not {label.name for label in spec.labels} & {"instance", "job", "le", "quantile", "__name__"}
         assert all(isinstance(label, Label) for label in spec.labels)
+
+
+def test_retries_are_called_used_up_only_while_there_are_requests() -> None:
+    """A share of nothing and a floor of 0 leave none: that is a quiet gateway."""
+    (alert,) = [each for each in ALERTS if each.name == "PenstockRetryBudgetExhausted"]
+    assert alert.rule.endswith(" == 0 and sum by (instance) (penstock_open_streams) > 0")
+    assert alert.besides in queries().values()
+
+
+def test_endpoints_are_paired_with_their_states_one_to_one_however_often_they_are_scraped() -> None:
+    """Two jobs that scrape one gateway give every series twice: a pairing would be refused by Prometheus."""
+    paired = [each.value for each in ALERTS if " * on (instance, endpoint) " in each.value]
+    assert len(paired) == 2
+    for value in paired:
+        left, right = value.split(" * on (instance, endpoint) ")
+        assert left.endswith("(min by (instance, endpoint) (penstock_endpoint_up)")
+        assert right.startswith("sum by (instance, endpoint) (")
