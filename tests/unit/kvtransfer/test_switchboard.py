@@ -79,6 +79,14 @@ def test_a_link_that_ends_before_its_dialler_knows_it_is_no_silence() -> None:
     link.close.assert_called_once_with()
 
 
+def test_who_never_answers_is_given_up_for_the_limit_that_it_has_passed() -> None:
+    made, heard = switchboard(Mock(dial=lambda where: Mock(transport="tcp", received_bytes=0)))
+    made.dial("h:1")
+    made._clock.now = lambda: 2.5  # type: ignore[method-assign]
+    made._beat(2.5)
+    assert heard == [("h:1", Reason.SILENT, "nothing heard for 2.0 s")]
+
+
 def test_whatever_goes_wrong_in_a_dial_somebody_hears_of_it() -> None:
     made, heard = switchboard(Mock(dial=Mock(side_effect=AttributeError("a bug"))))
     made.dial("h:1")
