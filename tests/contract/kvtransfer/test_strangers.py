@@ -56,6 +56,7 @@ class Stranger:
         assert isinstance(welcome, bytes)
         _, ready = self.session.answer(welcome)
         assert ready is not None
+        self.link.secure(self.session.window_key)  # as a member does before it invites: else its own end hangs up
         self.link.send(ready)
 
     def say(self, message: Message) -> None:
