@@ -41,9 +41,9 @@ HOT = (
 )
 DECISIONS = (
     *("admission", "appraisal", "dual", "fairness", "filters", "fingerprint", "fold", "foreign", "foresight"),
-    *("health", "held", "latency", "ledger", "lengths", "lessons", "model", "outlook", "pacing", "paper", "pickers"),
-    *("prefix_index", "price", "quota", "returns", "run", "rungs", "scorers", "sessions", "split", "timeline"),
-    *("usage", "waiting"),
+    *("health", "held", "kalman", "latency", "ledger", "lengths", "lessons", "model", "outlook", "pacing", "paper"),
+    *("pickers", "prefix_index", "price", "quota", "returns", "run", "rungs", "scorers", "sessions", "split"),
+    *("timeline", "usage", "waiting"),
 )
 MODULES = tuple(f"gateway/{name}.py" for name in HOT) + tuple(f"policies/{name}.py" for name in DECISIONS)
 NOT_AN_ARGUMENT = object()

@@ -7,11 +7,14 @@ say about a request. Not here: what the engine is doing right now (paper.py), wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import exp, log, sqrt
+from math import sqrt
+from operator import mul
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
+
+from policies.kalman import Kalman
 
 if TYPE_CHECKING:
     from policies.model import Candidate, EndpointLoad
@@ -36,11 +39,6 @@ class Shape(msgspec.Struct, frozen=True):
     step_s: float
     request_s: float = 0.005
     budget_tokens: int = 8192
-
-    def full(self, tokens: float) -> float:
-        """How much of a full step's pace one with so many prompt tokens has, 0 to 1: it is lost to the smallest."""
-        fill = tokens / self.budget_tokens
-        return fill * fill
 
 
 class _Gpu(msgspec.Struct, frozen=True):
@@ -116,63 +114,34 @@ def shape_for(
 
 
 NEUTRAL = shape_for(tp=4)
-MOST_CORRECTION = 4.0  # |ln| of a correction: from 1/55 to 55 times the prior
 PRIOR_VAR = 0.25  # a prior is believed within a factor of e^0.5 or so
-PAIRS_VAR = (
-    0.1  # attention's share of a prompt's work follows from depth and width, which are guessed where nobody says
-)
 PART_VAR = 0.02  # steps that are not full are believed to be as fast per token as full ones within 15 % or so
-NOISE_VAR = 0.02**2  # of one observation beyond what is known of it
+# What attention and context cost beside the rest follows from depth and width, which are guessed where nobody says.
+PAIRS_VAR, CONTEXT_VAR = 0.1, 0.05
+FILLS = 4  # parts of a full step, at whose ends the pace of prompts is known; between them it is drawn straight
+MIX_GAIN = 0.1  # weight of one observation in what steps usually are
 REACH_GAIN, MOST_REACH_S = 0.05, 1.0  # least weight of one observation of the API's cost, and the most it may be
-DRIFT_VAR = 0.003**2  # by which a truth may move between two observations
 
 
-class Gauge:
-    """One correction factor: a scalar Kalman filter on its logarithm, which widens when it is surprised twice alike.
+class Speed:
+    """How many times its prior a kind of work takes at an endpoint, as it usually comes; `var` of the logarithm. Prices
+    compare endpoints by it."""
 
-    `factor` multiplies the prior. One observation far off is mistrusted; two in a row in the same direction are a GPU
-    that was throttled, or set free, and the filter opens up to follow.
-    """
+    __slots__ = ("factor", "var")
 
-    __slots__ = ("factor", "last", "log", "most_var", "var")
-
-    def __init__(self, prior_var: float = PRIOR_VAR) -> None:
-        self.factor, self.log, self.last = 1.0, 0.0, 0.0
-        self.var = self.most_var = prior_var
-
-    def opened(self, seen: float) -> float:
-        """The variance it has where it sees that, as another who learns of the same observation has to reckon with."""
-        surprise = max(-1.0, min(1.0, log(seen) - self.log)) if seen > 0 else -1.0
-        return self.var + DRIFT_VAR + max(0.0, 0.2 * surprise * self.last)
-
-    def observe(self, seen: float, noise_var: float) -> None:
-        """`seen` is the factor that would have explained an observation whose logarithm has that variance."""
-        surprise = log(seen) - self.log if seen > 0 else -1.0
-        if not -1.0 < surprise < 1.0:
-            surprise = 1.0 if surprise > 0 else -1.0
-        noise = noise_var + NOISE_VAR
-        agreed, self.last = surprise * self.last, surprise
-        var = self.var + DRIFT_VAR
-        if agreed > 0.0:
-            var += 0.2 * agreed
-        most = 9.0 * (var + noise)
-        if surprise * surprise > most:
-            surprise = sqrt(most) if surprise > 0 else -sqrt(most)
-        gain = var / (var + noise)
-        var *= 1.0 - gain
-        self.var = var if var < self.most_var else self.most_var
-        learnt = self.log + gain * surprise
-        if not -MOST_CORRECTION < learnt < MOST_CORRECTION:
-            learnt = MOST_CORRECTION if learnt > 0 else -MOST_CORRECTION
-        self.log, self.factor = learnt, exp(learnt)
+    def __init__(self, var: float) -> None:
+        self.factor, self.var = 1.0, var
 
 
 class Belief:
     """What is believed of one endpoint's speed: a prior, and factors learnt. Written by its timeline and ledger.
 
-    prefill  factor on what prompts add to steps, as these come; pairs  times this on their attention
-    whole    the same for full steps alone; part  times this in the smallest, whose matrices do not fill the GPU
-    step  factor on what decoding takes
+    prompts  factors on what prompts add to steps: all of it; besides, what they add to steps that are 0, 1, 2 and 3
+             quarters full, whose matrices do not fill the GPU; and attention
+    decodes  factors on steps without prompts: all of it, and reading the context besides
+    layers   factor on what a step with prompts pays whatever its size
+    prefill, pairs, step  the same as one factor each, for prompts and steps as they usually come
+    paces    factors on what prompts add to steps, by FILLS
     request_s  what the API costs a request before the engine sees it
     error    running mean square of ln(actual TTFT / predicted)
     The rest is the shape with its factors, multiplied once: `flop_s` is what a decoding sequence computes, `layers_s`
@@ -181,45 +150,64 @@ class Belief:
     """
 
     __slots__ = (
-        *(
-            "area_s",
-            "base_s",
-            "context_s",
-            "error",
-            "floor_s",
-            "flop_s",
-            "layers",
-            "layers_s",
-            "pair_s",
-            "pairs",
-            "part",
-        ),
-        *("_reached", "prefill", "request_s", "room", "sequence_s", "shape", "step", "token_s", "whole"),
+        *("area_s", "base_s", "context_s", "decodes", "error", "floor_s", "flop_s", "layers", "layers_s", "pair_s"),
+        *("_context", "_mix", "_reached", "paces", "pairs", "prefill", "prompts", "request_s", "room", "sequence_s"),
+        *("shape", "step", "token_s"),
     )
 
     def __init__(self, shape: Shape = NEUTRAL) -> None:
         self.shape = shape
-        self.prefill, self.layers, self.step = Gauge(), Gauge(), Gauge()
-        self.whole, self.pairs, self.part = Gauge(), Gauge(PAIRS_VAR), Gauge(PART_VAR)
+        self.prompts = Kalman(PRIOR_VAR, *FILLS * (PART_VAR,), PAIRS_VAR)
+        self.decodes, self.layers = Kalman(PRIOR_VAR, CONTEXT_VAR), Kalman(PRIOR_VAR)
+        self.prefill, self.pairs, self.step = Speed(PRIOR_VAR), Speed(PAIRS_VAR), Speed(PRIOR_VAR)
         self.error = PRIOR_VAR
         self.request_s, self.room = shape.request_s, shape.budget_tokens
         self._reached = 1.0  # a prior counts as one observation
+        self._mix, self._context = [*FILLS * (0.0,), 1.0], 0.0
         self.settle()
 
     def settle(self) -> None:
         """Multiply the prior by what was learnt."""
-        shape, slow, slower = self.shape, self.prefill.factor, self.step.factor
-        self.area_s = self.pairs.factor * shape.pair_s
+        shape, (whole, *parts, pairs), (slower, context) = self.shape, self.prompts.factors, self.decodes.factors
+        self.paces = [whole * part for part in parts] + [whole]
+        self.prefill.factor = slow = sum(map(mul, self._mix, self.paces))
+        self.prefill.var = self.prompts.var((1.0, *self._mix[:FILLS], 0.0))
+        self.pairs.factor, self.pairs.var = pairs, self.prompts.covar[-1][-1]
+        self.step.factor = slower * (1.0 - self._context + self._context * context)
+        self.step.var = self.decodes.var((1.0, self._context))
+        self.area_s = pairs * shape.pair_s
         self.token_s, self.pair_s = slow * (shape.token_s + shape.wire_s), slow * self.area_s
-        self.layers_s = self.layers.factor * shape.step_s
-        self.context_s, self.sequence_s = slower * shape.context_s, slower * (shape.sequence_s + shape.wire_s)
+        self.layers_s = self.layers.factors[0] * shape.step_s
+        self.context_s, self.sequence_s = slower * context * shape.context_s, slower * (shape.sequence_s + shape.wire_s)
         self.flop_s, self.floor_s = slower * shape.token_s, slower * shape.weights_s
         self.base_s = slower * shape.step_s
 
-    def filled(self, full: float) -> float:
-        """The factor on what the prompts of one step add to it; `full` is the shape's."""
-        part = self.part.factor
-        return self.whole.factor * (part + full * (1.0 - part))
+    def pace(self, tokens: float) -> float:
+        """The factor on what so many prompt tokens add to a step that they are computed in."""
+        full = FILLS * tokens / self.shape.budget_tokens
+        if full >= FILLS:
+            return self.paces[FILLS]
+        part = int(full)
+        less = self.paces[part]
+        return less + (full - part) * (self.paces[part + 1] - less)
+
+    def prompted(self, ratio: float, fills: Sequence[float], pairs_s: float, noise_var: float) -> None:
+        """Prompts took `ratio` times as long as believed. fills: their seconds by the prior as `pace` shares them out
+        among FILLS; pairs_s: those of attention."""
+        raw_s = sum(fills)
+        parts_s = [*map(mul, fills, self.paces)]
+        believed_s = sum(parts_s)
+        shares = (1.0, *(part_s / believed_s for part_s in parts_s[:FILLS]), pairs_s / raw_s)
+        self.prompts.observe(ratio, shares, noise_var)
+        self._mix = [each + MIX_GAIN * (seen_s / raw_s - each) for each, seen_s in zip(self._mix, fills, strict=True)]
+
+    def decoded(self, seen_s: float, base_s: float, context_s: float, noise_var: float) -> None:
+        """Steps without prompts took so long that by the prior take `base_s`, and `context_s` to read the context."""
+        slower, context = self.decodes.factors
+        context_s *= context
+        share = context_s / (base_s + context_s)
+        self.decodes.observe(seen_s / (slower * (base_s + context_s)), (1.0, share), noise_var)
+        self._context += MIX_GAIN * (share - self._context)
 
     def reached(self, seen_s: float, weight: float = 1.0) -> None:
         """How long a request was on its way to the engine's scheduler; how much one first token tells of it, 0 to 1."""

@@ -7,17 +7,18 @@ themselves (paper.py), how one observation moves a factor (latency.py).
 from __future__ import annotations
 
 from math import inf
+from operator import mul
 from typing import TYPE_CHECKING
 
+from policies.latency import FILLS
+
 if TYPE_CHECKING:
-    from policies.latency import Belief
     from policies.model import EndpointLoad
     from policies.paper import Paper, Prompt
 
 SHORT_S = 0.1  # first tokens within so much of an idle queue tell of what every step, or the API, costs
 LEARN_S = 1.0  # first tokens in a row are judged together until they span so much
 LESSON_S = 0.1  # between two lessons of a kind: where requests come by the hundred, each tells next to nothing
-LEAST_PART = 0.1  # share of the prompts' time in steps that were not full, for these to learn anything
 KV_GAIN, LEAST_KV = 0.1, 0.05  # weight of one scrape, and the share of KV that must be held for it to tell anything
 
 
@@ -26,15 +27,16 @@ class Span:
 
     anchor        when they began: at a first token; or, where `entered` is set, at the end of the decode step that a
                   prompt met when it entered then, `wait_s` later in the mean
-    raw_*, steps  seconds by the prior of prompts, of these as far as steps were full (Shape.full), of their attention
-                  (Belief.area_s), and of decoding within those steps, and how many they were
+    fills         seconds of the prompts in them by the prior, by how full the steps were (latency.FILLS)
+    pairs_s, decode_s, steps  of these, what attention takes (Belief.area_s); what was decoded in between, as believed;
+                  and how many steps they were
     tight         a prompt had to wait for KV; foreign  the most prompt tokens that other gateways had waiting
     taught_at, decoded_at  when first tokens, and whole answers, last taught something
     """
 
     __slots__ = (
-        *("anchor", "decoded_at", "entered", "foreign", "raw_decode", "raw_full", "raw_pairs", "raw_prefill", "steps"),
-        *("taught_at", "tight", "wait_s"),
+        *("anchor", "decode_s", "decoded_at", "entered", "fills", "foreign", "pairs_s", "steps", "taught_at", "tight"),
+        "wait_s",
     )
 
     def __init__(self) -> None:
@@ -44,15 +46,18 @@ class Span:
     def begin(self, at: float, wait_s: float = 0.0, entered: float | None = None) -> None:
         """From here on it is measured."""
         self.anchor, self.wait_s, self.entered, self.tight = at, wait_s, entered, False
-        self.raw_prefill = self.raw_full = self.raw_pairs = self.raw_decode = 0.0
+        self.fills = [0.0] * (FILLS + 1)
+        self.pairs_s = self.decode_s = 0.0
         self.steps = self.foreign = 0
 
-    def add(self, prefill_s: float, full_s: float, pairs_s: float, decode_s: float, foreign_tokens: int) -> None:
-        """One more step."""
-        self.raw_prefill += prefill_s
-        self.raw_full += full_s
-        self.raw_pairs += pairs_s
-        self.raw_decode += decode_s
+    def add(self, prefill_s: float, full: float, pairs_s: float, decode_s: float, foreign_tokens: int) -> None:
+        """One more step; `full` is how much of one its prompt tokens filled, 0 to 1."""
+        place = FILLS * full
+        part = min(FILLS - 1, int(place))
+        self.fills[part] += prefill_s * (part + 1 - place)
+        self.fills[part + 1] += prefill_s * (place - part)
+        self.pairs_s += pairs_s
+        self.decode_s += decode_s
         self.steps += 1
         if foreign_tokens > self.foreign:
             self.foreign = foreign_tokens
@@ -81,41 +86,15 @@ def _steps(span: Span, load: EndpointLoad, spent: float) -> None:
     """The size of a short step tells of what every step costs, of a long one, of its tokens."""
     belief = load.belief
     foreign_s = span.foreign * belief.token_s
-    rest = max(0.01 * spent, spent - belief.step.factor * span.raw_decode - foreign_s)
+    rest = max(0.01 * spent, spent - span.decode_s - foreign_s)
     off = 0.6 * span.wait_s + 0.1 * spent / span.steps + foreign_s
-    layers_s, prompts_s = span.steps * belief.layers_s, belief.prefill.factor * span.raw_prefill
+    layers_s, prompts_s = span.steps * belief.layers_s, sum(map(mul, span.fills, belief.paces))
     if spent < SHORT_S:
-        seen = max(0.1 * layers_s, rest - prompts_s) / (span.steps * belief.shape.step_s)
-        belief.layers.observe(seen, (off / layers_s) ** 2)
+        belief.layers.observe(max(0.1 * layers_s, rest - prompts_s) / layers_s, (1.0,), (off / layers_s) ** 2)
     else:
-        seen, noise_var = max(0.1 * prompts_s, rest - layers_s) / span.raw_prefill, (off / prompts_s) ** 2
-        _fullness(belief, seen, span.raw_full / span.raw_prefill, noise_var)
-        _attention(belief, seen, span.raw_pairs / span.raw_prefill, noise_var)
+        ratio = max(0.1 * prompts_s, rest - layers_s) / prompts_s
+        belief.prompted(ratio, span.fills, span.pairs_s, (off / prompts_s) ** 2)
     belief.settle()
-
-
-def _attention(belief: Belief, seen: float, share: float, noise_var: float) -> None:
-    """Prompts took `seen` times as long as by the prior, `share` of it for attention: the factors on all of it and on
-    attention besides learn, each as far as the other is known. Long prompts are mostly attention, short ones hardly.
-
-    An engine that has become slower is so in all it does: the first to open up to that is the factor on all.
-    """
-    prefill, pairs = belief.prefill, belief.pairs
-    ratio, prefill_var = seen / prefill.factor, prefill.opened(seen)
-    prefill.observe(seen, noise_var + share * share * pairs.var)
-    if share > LEAST_PART:
-        pairs.observe(ratio ** (1.0 / share) * pairs.factor, (noise_var + prefill_var) / (share * share))
-
-
-def _fullness(belief: Belief, seen: float, full: float, noise_var: float) -> None:
-    """Prompts took `seen` times as long as by the prior, where `full` of them was in full steps: the factors of full
-    steps and of others learn, each as far as the other is known."""
-    whole, partly = belief.whole, belief.part
-    ratio, whole_var = seen / belief.filled(full), whole.var
-    part = partly.factor * (1.0 - full) / (full + partly.factor * (1.0 - full))
-    whole.observe(ratio * whole.factor, noise_var + part * part * partly.var)
-    if part > LEAST_PART:
-        partly.observe(ratio ** (1.0 / part) * partly.factor, (noise_var + whole_var) / (part * part))
 
 
 def decoded(paper: Paper, load: EndpointLoad, prompt: Prompt, output_tokens: int, now: float) -> None:
@@ -125,12 +104,13 @@ def decoded(paper: Paper, load: EndpointLoad, prompt: Prompt, output_tokens: int
         return
     prefills = paper.prefill_steps - prompt.prefill_steps
     steps = output_tokens / prompt.sequences - 1 - prefills
-    raw_s = paper.decode_raw_s - prompt.decode_raw_s
+    base_s = paper.decode_base_s - prompt.decode_base_s
+    context_s = paper.decode_context_s - prompt.decode_context_s
     believed = paper.tick - prompt.tick - prefills
     spent_s = now - prompt.began - (paper.prefill_s - prompt.prefill_s)
-    if steps >= 8 and believed > 0 and raw_s > 0 and spent_s > 0:
+    if steps >= 8 and believed > 0 and base_s > 0 and spent_s > 0:
         span.decoded_at = now
-        load.belief.step.observe(spent_s * believed / (steps * raw_s), 1.0 / (steps * steps))
+        load.belief.decoded(spent_s * believed / steps, base_s, context_s, 1.0 / (steps * steps))
         load.belief.settle()
 
 

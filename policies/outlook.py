@@ -72,7 +72,8 @@ def refresh(timeline: Timeline, load: EndpointLoad, now: float) -> None:
     flops, floor = belief.flop_s * batch, belief.floor_s
     timeline.over_s = over = decode + flops + belief.layers_s
     timeline.decode_s = step_s = (floor if floor > flops else flops) + belief.base_s + decode
-    timeline.raw_step_s = step_s / belief.step.factor
+    timeline.raw_base_s = (step_s - belief.context_s * context) / belief.decodes.factors[0]
+    timeline.raw_context_s = belief.shape.context_s * context
     room = belief.room - batch
     load.token_s = belief.token_s + over / (room if room > 1 else 1)
     load.pair_s = belief.pair_s

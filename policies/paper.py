@@ -40,14 +40,15 @@ class Prompt:
     """
 
     __slots__ = (
-        *("at", "began", "coming", "decode_raw_s", "decoding", "enters", "had", "left", "locked", "output_tokens"),
-        *("planned", "prefill_s", "prefill_steps", "prompt_tokens", "sequences", "tick", "told"),
+        *("at", "began", "coming", "decode_base_s", "decode_context_s", "decoding", "enters", "had", "left", "locked"),
+        *("output_tokens", "planned", "prefill_s", "prefill_steps", "prompt_tokens", "sequences", "tick", "told"),
     )
 
     at: int
     began: float
     coming: bool
-    decode_raw_s: float
+    decode_base_s: float
+    decode_context_s: float
     decoding: bool
     enters: float
     had: int
@@ -88,16 +89,17 @@ class Paper:
     kv_prompts, kv_coming         prompt tokens that have KV and do not decode; those whose KV is computed elsewhere
     prefixes                      what of all who have KV was cached, and how much of that the engine really holds
     kv_ratio                      the same for all KV that is held on paper, as a mean of some seconds, for the outlook
-    decode_s, raw_step_s          a decode step as things stand, and by the prior (outlook.py)
+    decode_s                      a decode step as things stand (outlook.py)
+    raw_base_s, raw_context_s     what it takes by the prior, and to read the context
     planned, prefill_*, decode_*  prompt tokens put in steps since anybody asked; steps with prompts and their time, and
-                                  the time of steps without by the prior, ever
+                                  the time of steps without by the prior in those two parts, ever
     span                          the steps since somebody knew the clock: what the next first token judges
     """
 
     __slots__ = (
-        *("batch", "began", "busy", "decode_raw_s", "decode_s", "ends", "finishing", "kv_coming", "kv_prompts"),
-        *("kv_ratio", "planned", "prefill_s", "prefill_steps", "prefixes", "queue", "queued_pairs", "queued_tokens"),
-        *("raw_step_s", "since", "span", "starts", "step_tokens", "tick", "told_at"),
+        *("batch", "began", "busy", "decode_base_s", "decode_context_s", "decode_s", "ends", "finishing", "kv_coming"),
+        *("kv_prompts", "kv_ratio", "planned", "prefill_s", "prefill_steps", "prefixes", "queue", "queued_pairs"),
+        *("queued_tokens", "raw_base_s", "raw_context_s", "since", "span", "starts", "step_tokens", "tick", "told_at"),
     )
 
     def __init__(self, now: float = 0.0) -> None:
@@ -111,7 +113,8 @@ class Paper:
         self.starts = self.tick = self.since = 0.0
         self.kv_ratio = 1.0
         self.prefixes = Prefixes()
-        self.prefill_s = self.decode_raw_s = self.decode_s = self.raw_step_s = 0.0
+        self.prefill_s = self.decode_s = 0.0
+        self.decode_base_s = self.decode_context_s = self.raw_base_s = self.raw_context_s = 0.0
         self.span = lessons.Span()
 
     def advance(self, load: EndpointLoad, now: float) -> None:
@@ -185,7 +188,8 @@ class Paper:
         if steps > 0:
             self.tick += steps
             self.began += steps * self.decode_s
-            self.decode_raw_s += steps * self.raw_step_s
+            self.decode_base_s += steps * self.raw_base_s
+            self.decode_context_s += steps * self.raw_context_s
 
     def _plan(self, load: EndpointLoad, at: float) -> bool:
         """Begin a step with the prompts that have entered by then; False when there are none that fit."""
@@ -215,12 +219,12 @@ class Paper:
         prefill, weights_s = shape.token_s * tokens, shape.weights_s
         attention = belief.area_s * pairs
         prefill = (prefill if prefill > weights_s else weights_s) + shape.wire_s * tokens + attention
-        decode = shape.context_s * context + (shape.sequence_s + shape.token_s + shape.wire_s) * self.batch
+        decode = belief.context_s * context + (belief.sequence_s + belief.flop_s) * self.batch
         self.planned += tokens
         self.step_tokens = tokens
         self.busy, self.began = True, at
-        self.ends = at + belief.filled(shape.full(tokens)) * prefill + belief.step.factor * decode + belief.layers_s
-        self.span.add(prefill, shape.full(tokens) * prefill, attention, decode, load.others.prefill_tokens)
+        self.ends = at + belief.pace(tokens) * prefill + decode + belief.layers_s
+        self.span.add(prefill, tokens / shape.budget_tokens, attention, decode, load.others.prefill_tokens)
         return True
 
     def _fits(self, load: EndpointLoad, prompt: Prompt) -> bool:
@@ -294,7 +298,7 @@ class Paper:
         prompt.began, prompt.tick = now, self.tick
         self.since = self.tick
         prompt.prefill_steps, prompt.prefill_s = self.prefill_steps, self.prefill_s
-        prompt.decode_raw_s = self.decode_raw_s
+        prompt.decode_base_s, prompt.decode_context_s = self.decode_base_s, self.decode_context_s
         if prompt.coming:
             self.come(prompt)
         if prompt.locked:
@@ -336,7 +340,8 @@ class Paper:
             steps = min(int((self.ends - self.began) / self.decode_s + 0.5), self.tick - self.since)
             self.tick -= steps
             self.began -= steps * self.decode_s
-            self.decode_raw_s -= steps * self.raw_step_s
+            self.decode_base_s -= steps * self.raw_base_s
+            self.decode_context_s -= steps * self.raw_context_s
 
     def remove(self, prompt: Prompt) -> None:
         """Out of the queue, if it is there."""

@@ -15,7 +15,7 @@ import msgspec
 from policies import pickers
 from policies.bounds import Amount, Factor
 from policies.contract import WHOLE, Part, Policy, Weighted
-from policies.latency import Gauge, room_s
+from policies.latency import Speed, room_s
 from policies.model import Ask, Candidate, EndpointLoad, Request
 from policies.presets import ORDINARY, Preset
 
@@ -265,7 +265,7 @@ def ahead(load: EndpointLoad) -> int:
     return min(load.strangers, load.waiting or 0)
 
 
-def level(gauges: Sequence[Gauge], alike: float) -> list[float]:
+def level(found: Sequence[Speed], alike: float) -> list[float]:
     """What to multiply each factor with to bring it to the median: either way by `alike` at most, and by what the
     factor itself may be off.
 
@@ -274,11 +274,11 @@ def level(gauges: Sequence[Gauge], alike: float) -> list[float]:
     yet where the others turned out slower than their label, and it would show nothing under so much of it either, since
     decoding is only seen between prompts.
     """
-    factors = [gauge.factor for gauge in gauges]
+    factors = [each.factor for each in found]
     ordered = sorted(factors)
     middle = ordered[len(ordered) // 2]
     times = [middle / factor for factor in factors]
     if ordered[-1] <= alike * middle <= alike * alike * ordered[0]:
         return times
-    bounds = [alike * exp(SIGMAS * sqrt(gauge.var)) for gauge in gauges]
+    bounds = [alike * exp(SIGMAS * sqrt(each.var)) for each in found]
     return [min(most, max(1.0 / most, each)) for each, most in zip(times, bounds, strict=True)]

@@ -1,8 +1,8 @@
 """The keys of a chain that a prefix index has entries for: what is looked up, booked, and told other gateways.
 
-Keys are cumulative, so any subset of a chain is a chain. Every one of the first 64 has an entry, every second up to
-128, every fourth up to 256, and so on: a believed length falls short by less than 1/32, and a prompt of 100,000 tokens
-takes some 180 entries in place of 800. Not here: how keys are made (fingerprint.py).
+Keys are cumulative, so any subset of a chain is a chain. Every one of the first 256 has an entry, every second up to
+512, every fourth up to 1024, and so on: a believed length falls short by less than 1/128, and a prompt of 100,000
+tokens takes some 450 entries in place of 800. Not here: how keys are made (fingerprint.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Keys: TypeAlias = "array[int]"
 MAX_BLOCKS = 16_384
 """Blocks fingerprinted at most: 8 MiB of prompt at the default block size. Work per request is bounded by it."""
 
-_FINE_BLOCKS = 64
+_FINE_BLOCKS = 256
 
 
 def rungs(chain: Keys) -> Keys:

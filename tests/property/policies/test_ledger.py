@@ -10,7 +10,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from policies import ledger
 from policies.foreign import foreign, own
-from policies.latency import MOST_CORRECTION, Gauge, backlog_s, spread, tpot_s, ttft_s
+from policies.kalman import MOST_CORRECTION
+from policies.latency import backlog_s, spread, tpot_s, ttft_s
 from policies.ledger import Entry
 from policies.model import EndpointLoad, Request
 
@@ -139,8 +140,13 @@ class Ledger(RuleBasedStateMachine):
         belief = self.load.belief
         assert 0.0 <= belief.request_s <= 1.0
         assert 0.0 < self.load.timeline.kv_ratio <= 1.0
-        for gauge in (belief.prefill, belief.pairs, belief.layers, belief.step):
-            assert exp(-MOST_CORRECTION) * 0.999 <= gauge.factor <= exp(MOST_CORRECTION) * 1.001
+        for learnt in (belief.prompts, belief.decodes, belief.layers):
+            assert all(
+                exp(-MOST_CORRECTION) * 0.999 <= factor <= exp(MOST_CORRECTION) * 1.001 for factor in learnt.factors
+            )
+        for speed in (belief.prefill, belief.pairs, belief.step):
+            assert exp(-2 * MOST_CORRECTION) * 0.999 <= speed.factor <= exp(2 * MOST_CORRECTION) * 1.001
+            assert speed.var >= 0.0
 
 
 TestLedger = Ledger.TestCase
@@ -186,12 +192,3 @@ def test_the_queue_grows_with_every_booking(prompts: list[tuple[int, int]]) -> N
         ledger.book(load, Request("id", "m", "t", uncached + cached, 100), cached, 5.0)
         assert load.ready_at > before[0]
         assert ttft_s(load, 1000, 0, 5.0) > before[1]
-
-
-@given(st.lists(st.tuples(st.floats(1e-6, 1e6), st.floats(0, 10)), max_size=60))
-def test_a_gauge_stays_within_its_bounds_whatever_it_sees(seen: list[tuple[float, float]]) -> None:
-    gauge = Gauge()
-    for factor, noise in seen:
-        gauge.observe(factor, noise)
-        assert abs(gauge.log) <= MOST_CORRECTION
-        assert gauge.var > 0

@@ -170,8 +170,8 @@ def test_steps_that_are_not_full_have_a_pace_of_their_own() -> None:
         entry.dropped(now + 1.0)
         now += 2.0
     belief = load.belief
-    assert belief.filled(1.0) == pytest.approx(1.0, abs=0.03)
-    assert belief.filled(SHAPE.full(2048)) == pytest.approx(1.15, abs=0.03)
+    assert belief.pace(8192) == pytest.approx(1.0, abs=0.03)
+    assert belief.pace(2048) == pytest.approx(1.15, abs=0.03)
 
 
 def test_behind_a_queue_too_long_to_be_played_a_prompt_is_told_nearly_what_playing_would_tell() -> None:

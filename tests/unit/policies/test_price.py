@@ -11,7 +11,7 @@ import pytest
 
 from policies import registry
 from policies.contract import DECODE, WHOLE, Part
-from policies.latency import PRIOR_VAR, Gauge
+from policies.latency import PRIOR_VAR, Speed
 from policies.model import Ask, Candidate, Request, Slo
 from policies.price import Priced, Prices, level, patience_s
 from policies.run import pick
@@ -42,10 +42,10 @@ def term(question: Ask, one: Candidate, name: str) -> float:
 
 def levelled(factors: Sequence[float], unknown: Sequence[int] = ()) -> list[float]:
     """These factors as the price sees them, of endpoints that have shown their speed but for the unknown ones."""
-    gauges = [Gauge(PRIOR_VAR if place in unknown else 0.0) for place in range(len(factors))]
-    for gauge, factor in zip(gauges, factors, strict=True):
-        gauge.factor = factor
-    return [factor * times for factor, times in zip(factors, level(gauges, 1.5), strict=True)]
+    speeds = [Speed(PRIOR_VAR if place in unknown else 0.0) for place in range(len(factors))]
+    for speed, factor in zip(speeds, factors, strict=True):
+        speed.factor = factor
+    return [factor * times for factor, times in zip(factors, level(speeds, 1.5), strict=True)]
 
 
 def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
@@ -239,8 +239,7 @@ def test_equal_endpoints_cost_a_long_prompt_the_same_although_each_has_learnt_fr
     fleet = [outlook(slot) for slot in range(3)]
     for each, (prefill, pairs) in zip(fleet, ((1.02, 1.88), (1.6, 1.02), (1.68, 0.99)), strict=True):
         belief = each.load.belief
-        for gauge, factor in ((belief.prefill, prefill), (belief.pairs, pairs)):
-            gauge.factor = factor
+        belief.prompts.factors[0], belief.prompts.factors[-1] = prefill, pairs
         belief.settle()
         each.load.token_s, each.load.pair_s = belief.token_s, belief.pair_s
     scores = PRICES.scores(ask(90_000, 100), fleet)
