@@ -34,7 +34,7 @@ async def test_after_a_reload_to_priced_beliefs_start_from_the_prior_with_what_i
         assert (waits.predicted_ttft_s, waits.predicted_tpot_s) == (None, None)
         assert (await made.put(made.text().replace(PLAIN, PRICED)))[0] == 200
         belief, timeline = load.belief, load.timeline
-        assert [gauge.factor for gauge in (belief.prefill, belief.layers, belief.step)] == [1.0, 1.0, 1.0]
+        assert [belief.prefill.factor, belief.step.factor, *belief.layers.factors] == [1.0, 1.0, 1.0]
         assert (list(timeline.queue), timeline.batch) == ([waits], 1)
         assert load.ready_at > monotonic()
         assert waits.predicted_ttft_s is not None
