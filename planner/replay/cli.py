@@ -1,6 +1,6 @@
 """`penstock replay`: options to a Contest, and its outcome to the terminal, as JSON or as a page.
 
-Exit status: 0 done, 1 a file could not be read or nothing was served or counted, 2 wrong usage.
+Exit status: 0 done, 1 a file could not be read, nothing was served, or a capacity could not be judged, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from planner.replay.options import Clients, Options
 from planner.replay.record import End
 from planner.replay.report import HEADS, cells_of, page
 from planner.replay.spec import FleetError, FleetSpec, preset, read_fleet
-from planner.replay.sweep import Contest, NothingCountedError, Standing, compare
+from planner.replay.sweep import Contest, Standing, Unjudged, compare
 from planner.traces import READERS, TraceError, TraceRequest, read_trace, sliced
 from policies import registry
 from policies.admissions import build_admission
@@ -112,15 +112,15 @@ def replay(
     except TraceError as error:
         typer.echo(f"penstock replay: {error}", err=True)
         raise typer.Exit(1) from None
-    try:
-        standing = _carried_out(contest, quiet=as_json)
-    except NothingCountedError as error:
-        typer.echo(f"penstock replay: {error}; a shorter --warmup leaves some", err=True)
-        raise typer.Exit(1) from None
+    standing = _carried_out(contest, quiet=as_json)
     if report is not None:
         report.write_text(page(standing, trace.name))
     _print(standing, as_json)
-    raise typer.Exit(0 if any(End.SERVED in point.figures.ends for point in standing.points) else 1)
+    missing = _missing(standing)
+    for line in missing:
+        typer.echo(f"penstock replay: {line}", err=True)
+    served = any(End.SERVED in point.figures.ends for point in standing.points)
+    raise typer.Exit(0 if served and not missing else 1)
 
 
 def _fleet(text: str) -> FleetSpec:
@@ -165,6 +165,16 @@ def _carried_out(contest: Contest, quiet: bool) -> Standing:
         return compare(contest, lambda name, share: bar.update(task, description=name, completed=share))
 
 
+def _missing(standing: Standing) -> list[str]:
+    """Whose capacity could not be judged, and why."""
+    return [
+        f"{name}: no capacity at {each.target:.0%}: {each.reason}; a shorter --warmup leaves some"
+        for name, found in standing.capacities.items()
+        for each in found
+        if isinstance(each, Unjudged)
+    ]
+
+
 def _print(standing: Standing, as_json: bool) -> None:
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(as_plain(standing)), indent=2).decode())
@@ -176,7 +186,8 @@ def _print(standing: Standing, as_json: bool) -> None:
     rows = [[cells_of(point)[cell] for cell in shown] for point in standing.points]
     console.print(_table([HEADS[cell] for cell in shown], rows))
     for number, target in enumerate(standing.contest.targets):
-        rows = [[name, f"{standing.capacities[name][number].load:.3g}"] for name in standing.contest.policies]
+        loads = [(name, standing.capacities[name][number].load) for name in standing.contest.policies]
+        rows = [[name, "–" if load is None else f"{load:.3g}"] for name, load in loads]
         console.print(_table(("policy", f"capacity at {target:.0%}"), rows))
 
 

@@ -7,7 +7,7 @@ from html import escape
 
 from planner.bench.stats import Summary
 from planner.replay.chart import Axis, Series, bars, chart, legend
-from planner.replay.sweep import Contest, Point, Standing
+from planner.replay.sweep import Contest, Point, Standing, Unjudged
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #d9dee6; --ground: #ffffff; --card: #f6f8fa }
@@ -134,11 +134,14 @@ def _shares(ordered: Sequence[float], factor: float) -> list[tuple[float, float]
 
 
 def _capacities(standing: Standing, names: Sequence[str]) -> str:
-    drawn = []
+    drawn, missing = [], []
     for number, target in enumerate(standing.contest.targets):
-        values = [(name, standing.capacities[name][number].load, names.index(name)) for name in names]
+        found = [(place, name, standing.capacities[name][number]) for place, name in enumerate(names)]
+        values = [(name, each.load, place) for place, name, each in found if each.load is not None]
         drawn.append(bars(f"Capacity at {target:.0%} attainment", values, "{:.3g}".format))
-    return f'<h2>Capacity</h2><div class="charts">{"".join(drawn)}</div>' if drawn else ""
+        missing += [f"{name}, {target:.0%}: {each.reason}." for _, name, each in found if isinstance(each, Unjudged)]
+    told = "".join(f'<p class="lead">{escape(line)}</p>' for line in missing)
+    return f'<h2>Capacity</h2>{told}<div class="charts">{"".join(drawn)}</div>' if drawn else ""
 
 
 def _table(points: Sequence[Point]) -> str:

@@ -23,7 +23,20 @@ Progress = Callable[[str, float], None]
 
 
 class NothingCountedError(ValueError):
-    """A capacity was looked for at a load at which no request comes after the warm-up."""
+    """A capacity was looked for at a load at which no request comes after the warm-up. `tried`: what was until then."""
+
+    def __init__(self, message: str, tried: tuple[tuple[float, float], ...]) -> None:
+        super().__init__(message)
+        self.tried = tried
+
+
+class Unjudged(msgspec.Struct, frozen=True):
+    """In place of a Capacity that could not be found: `reason` says why, `tried` is as there."""
+
+    reason: str
+    target: float
+    tried: tuple[tuple[float, float], ...]
+    load: None = None
 
 
 class Contest(msgspec.Struct, frozen=True):
@@ -58,11 +71,11 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """The outcome: every point, and every policy's capacities by target."""
+    """The outcome: every point, and every policy's capacities by target, as far as there are any."""
 
     contest: Contest
     points: tuple[Point, ...]
-    capacities: dict[str, tuple[Capacity, ...]]
+    capacities: dict[str, tuple[Capacity | Unjudged, ...]]
 
 
 def load_of(contest: Contest, load: float) -> Traffic:
@@ -83,12 +96,12 @@ def one_run(contest: Contest, policy: str, load: float, watch: Callable[[float, 
 
 
 def compare(contest: Contest, tell: Progress | None = None) -> Standing:
-    """Everything the contest asks for, one replay after another. Raises NothingCountedError."""
+    """Everything the contest asks for, one replay after another."""
     points = []
-    capacities: dict[str, tuple[Capacity, ...]] = {}
+    capacities: dict[str, tuple[Capacity | Unjudged, ...]] = {}
     for policy in contest.policies:
         points += [_point(contest, policy, load, tell) for load in contest.loads]
-        capacities[policy] = tuple(_capacity(contest, policy, target, tell) for target in contest.targets)
+        capacities[policy] = tuple(_judged(contest, policy, target, tell) for target in contest.targets)
     return Standing(contest, tuple(points), capacities)
 
 
@@ -104,6 +117,14 @@ def _point(contest: Contest, policy: str, load: float, tell: Progress | None) ->
     )
 
 
+def _judged(contest: Contest, policy: str, target: float, tell: Progress | None) -> Capacity | Unjudged:
+    """What cannot be judged for one does not take the others' outcome with it."""
+    try:
+        return _capacity(contest, policy, target, tell)
+    except NothingCountedError as error:
+        return Unjudged(str(error), target, error.tried)
+
+
 def _capacity(contest: Contest, policy: str, target: float, tell: Progress | None) -> Capacity:
     known: dict[float, float] = {}
 
@@ -114,9 +135,8 @@ def _capacity(contest: Contest, policy: str, target: float, tell: Progress | Non
             watch = _watch(contest, f"{policy}, capacity at {target:.0%}: {offered:.3g}", tell)
             seen = figures(one_run(contest, policy, offered, watch), contest.warmup_s)
             if not seen.offered:
-                raise NothingCountedError(
-                    f"at load {offered:.3g} no request counts after a warm-up of {contest.warmup_s:g} s"
-                )
+                text = f"at load {offered:.3g} no request counts after a warm-up of {contest.warmup_s:g} s"
+                raise NothingCountedError(text, tuple(known.items()))
             known[offered] = seen.attainment
         return known[offered]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,9 @@ from typer.testing import CliRunner, Result
 
 from gateway import cli
 from planner.replay import preset
+from planner.replay.capacity import Capacity
 from planner.replay.report import _shares
-from planner.replay.sweep import Contest, _capacity
+from planner.replay.sweep import Contest, NothingCountedError, _capacity
 
 
 @pytest.fixture
@@ -182,6 +184,36 @@ def test_a_capacity_beyond_what_the_warm_up_leaves_is_not_made_up(trace: Path) -
     assert result.exit_code == 1
     assert "at load 7.59 no request counts after a warm-up of 10 s; a shorter --warmup leaves some" in result.output
     assert call(*asked[:-1], "1h").exit_code == 1
+
+
+def test_a_capacity_that_cannot_be_judged_leaves_what_was_found_of_everybody_else(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def capacity(contest: Contest, policy: str, target: float, tell: object) -> Capacity:
+        if policy == "least_loaded":
+            raise NothingCountedError("at load 7.59 nothing counts", ((1.0, 0.95),))
+        return Capacity(2.5, target, ((1.0, 1.0),))
+
+    monkeypatch.setattr("planner.replay.sweep._capacity", capacity)
+    page = tmp_path / "out.html"
+    asked = (trace, "--policy", "least_loaded,round_robin", "--capacity", "90", "--report", page)
+    result = call(*asked, "--json")
+    told = json.loads(result.stdout)
+    assert [point["policy"] for point in told["points"]] == ["least_loaded", "round_robin"]
+    ((missing,), (found,)) = (told["capacities"][name] for name in ("least_loaded", "round_robin"))
+    assert (missing["load"], missing["reason"], missing["tried"]) == (
+        None,
+        "at load 7.59 nothing counts",
+        [[1.0, 0.95]],
+    )
+    assert found["load"] == 2.5
+    assert "least_loaded, 90%: at load 7.59 nothing counts." in page.read_text()
+    assert "round_robin" in page.read_text()
+    assert result.exit_code == 1
+    result = call(*asked)
+    assert re.search(r"least_loaded +│ +– ", result.stdout)
+    assert re.search(r"round_robin +│ +2\.5 ", result.stdout)
+    assert "least_loaded: no capacity at 90%: at load 7.59 nothing counts; a shorter --warmup leaves" in result.stderr
 
 
 def test_the_curve_of_a_distribution_ends_at_its_largest_sample() -> None:
