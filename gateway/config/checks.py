@@ -7,6 +7,7 @@ Whatever has the wrong type here has been reported already and is passed over.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from os.path import normpath
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ def errors(data: Any) -> Iterator[Finding]:
     yield from _model_names(data)
     yield from _model_pools(data)
     yield from _endpoints(data)
+    yield from _sources(data)
     yield from _ports(data)
     yield from _tenants(data)
     yield from _files_elsewhere(data)
@@ -158,6 +160,28 @@ def _endpoints(data: Any) -> Iterator[Finding]:
         if get(spec, "name") is None
     ]
     yield from _unique(iter(others + given), "this name")  # a name that was given is what can be changed
+
+
+def _sources(data: Any) -> Iterator[Finding]:
+    """Names are unique over all pools, so a pool would never get anybody whom another one finds in the same place."""
+    found = []
+    for path, pool in items(get(data, "pools"), ("pools",)):
+        discover = get(pool, "discover")
+        for kind in ("dns", "file", "kubernetes"):
+            place = _place(kind, get(discover, kind))
+            if place is not None:
+                found.append(((*path, "discover", kind), place))
+    yield from _unique(iter(found), "whoever is found here")
+
+
+def _place(kind: str, told: Any) -> str | None:
+    """Where is looked, in words that are equal for the same place; None: it is not told, or not rightly."""
+    if kind == "kubernetes":
+        service = get(told, "service")
+        return f"{kind} {service} {get(told, 'namespace')} {get(told, 'port')}" if isinstance(service, str) else None
+    if not isinstance(told, str):
+        return None
+    return f"{kind} {told.lower() if kind == 'dns' else normpath(told)}"
 
 
 def _bare(url: str) -> str:
