@@ -220,7 +220,9 @@ class Metrics:
         )
         self.endpoint_up: Family[Gauge] = meters.gauge(
             "penstock_endpoint_up",
-            "1 while an endpoint may be picked, 0 while it is ejected or draining.",
+            "1 while an endpoint may be picked, 0 while it is dead, drained by hand, ejected, or new and not yet found "
+            "well. Of the ejected and new ones at most half a pool stays out: the others may be picked and count 1. "
+            "One that left the configuration or was not found again keeps its value until its last answer has ended.",
             ENDPOINT,
             merge=Merge.MIN,
         )

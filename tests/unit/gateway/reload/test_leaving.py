@@ -12,6 +12,7 @@ import pytest
 
 from gateway.roster import LiveEndpoint
 from mockgpu.group import TpGroup
+from policies.health import Event, State
 from tests.unit.gateway.reload.running import Running, running
 
 
@@ -89,6 +90,26 @@ async def test_a_request_that_is_accounted_late_brings_no_series_of_a_gone_endpo
         await until(lambda: not made.app.swap.retiring)
         accounts.settle()
         assert f'endpoint="group-{number}"' not in page(made)
+
+
+async def test_the_gauge_of_who_may_be_picked_is_1_for_the_ejected_beyond_half_a_pool_as_its_help_says(
+    tmp_path: Path,
+) -> None:
+    def up() -> list[str]:
+        return sorted(line[-3:] for line in page(made).splitlines() if line.startswith("penstock_endpoint_up{"))
+
+    async with running(tmp_path, more="health: {interval: 60s, slow_start: 10s}\n") as made:
+        table = made.app.gateway.endpoints
+        for live in table.all():
+            table.happened(live, Event.CONNECT_FAILED)
+        assert [live.health.state for live in table.all()] == [State.EJECTED, State.EJECTED]
+        assert up() == ["0.0", "1.0"]
+        for live in table.all():
+            table.drain(live, wanted=True)
+        assert up() == ["0.0", "0.0"]
+        (told,) = [line for line in page(made).splitlines() if line.startswith("# HELP penstock_endpoint_up ")]
+        assert "0 while it is dead, drained by hand, ejected, or new and not yet found well." in told
+        assert "at most half a pool stays out: the others may be picked and count 1." in told
 
 
 async def test_whoever_drains_a_name_means_the_endpoint_that_has_it_now(tmp_path: Path) -> None:
