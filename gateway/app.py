@@ -67,15 +67,15 @@ def _log_it(line: str, bad: bool) -> None:
 class Local(msgspec.Struct, frozen=True):
     """One of several gateways of this machine, number 0 and up: the socket `hub` at which they meet, the secret that
     they have in common, the descriptor of a `listener` that exists, where its admin server is found, and what it begins
-    with: the number of the version of its configuration, and the names of endpoints that were drained by hand. Number 0
-    alone writes versions to a folder."""
+    with: the number of the version of its configuration (None: it is the first of them, and finds it), and the names of
+    endpoints that were drained by hand. Number 0 alone writes versions to a folder."""
 
     hub: str
     secret: bytes
     number: int
     listener: int
     admin: str
-    version: int
+    version: int | None
     drained: tuple[str, ...]
 
     def __repr__(self) -> str:

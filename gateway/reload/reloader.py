@@ -99,11 +99,13 @@ class Reloader:
         self.version = self._first(loaded)
 
     def _first(self, loaded: Loaded) -> Version:
-        """What is in force at the start: the newest version kept, if it says the same."""
-        kept = self.versions.all()
-        fresh = versions.made(self.versions.next_number, time(), "start", loaded, ())
-        if kept and (kept[-1].hash, kept[-1].file) == (fresh.hash, fresh.file):
-            fresh = msgspec.structs.replace(kept[-1], text=fresh.text)
+        """What is in force at the start: the newest version kept, if it says the same and has the number that was told,
+        if one was: writing may have failed, or a worker may have counted what the others never had."""
+        newest, told = next(reversed(self.versions.all()), None), self.versions.told
+        fresh = versions.made(told or self.versions.next_number, time(), "start", loaded, ())
+        same = newest is not None and (newest.hash, newest.file) == (fresh.hash, fresh.file)
+        if newest is not None and same and told in (None, newest.number):
+            fresh = msgspec.structs.replace(newest, text=fresh.text)
         else:
             self._keep(fresh, in_clear=loaded.in_clear)
         self.versions.add(fresh)

@@ -53,11 +53,13 @@ def made(number: int, at: float, trigger: str, loaded: Loaded, changes: tuple[Ch
 class Versions:
     """The last KEEP versions, oldest first. One writer, the Reloader."""
 
-    def __init__(self, folder: Path | None, first: int = 1) -> None:
-        """`first` is the number of the first version, where none is kept."""
+    def __init__(self, folder: Path | None, told: int | None = None) -> None:
+        """`told` is the number of what other workers have in force already, if they do, whatever the folder holds: what
+        it has with a higher one was in force in none of them."""
         self._folder = folder
-        self._first = first
-        self._kept: list[Version] = [] if folder is None else _read_all(folder)
+        self.told = told
+        kept = [] if folder is None else _read_all(folder)
+        self._kept = [each for each in kept if told is None or each.number <= told]
 
     def all(self) -> tuple[Version, ...]:
         return tuple(self._kept)
@@ -67,7 +69,7 @@ class Versions:
 
     @property
     def next_number(self) -> int:
-        return self._kept[-1].number + 1 if self._kept else self._first
+        return self._kept[-1].number + 1 if self._kept else 1
 
     def add(self, version: Version) -> None:
         self._kept = [*(each for each in self._kept if each.number != version.number), version][-KEEP:]

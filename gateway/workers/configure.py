@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import time
@@ -18,8 +17,6 @@ from gateway.config.source import raw_bytes
 from gateway.reload.reloader import SENT, Say
 from gateway.reload.versions import Versions, made
 from gateway.workers.process import LOST, Answer, Worker
-
-log = logging.getLogger("penstock")
 
 GOOD = ("applied", "unchanged")
 TRIED = ("dry_run", "unchanged")
@@ -183,24 +180,11 @@ class Configured:
         applied = next((each for each in answers if result_of(each) == "applied"), answers[0])
         numbers = {worker: _number(each) for worker, each in told.items()}
         self._now(loaded, max(self.version, *numbers.values()))
-        late = [worker for worker, number in numbers.items() if number != self.version]
-        if late:
-            await self._renumber(late, loaded)
+        for worker, number in numbers.items():  # who had it already, of a secret read sooner, has counted no version
+            if number != self.version:
+                self._lost(worker)
         self._tell(applied, bad=False)
         return applied
-
-    async def _renumber(self, late: Sequence[Worker], loaded: Loaded) -> None:
-        """Who had the new configuration already, of a secret read sooner, has counted no version: it begins anew with
-        the number that holds. Number 0 goes by its folder, if there is one, and finds it there."""
-        version = self._versions.find(self.version)
-        assert version is not None
-        if any(worker.number == 0 for worker in late):
-            try:
-                await asyncio.to_thread(self._versions.write, version, in_clear=loaded.in_clear)
-            except OSError as error:
-                log.error("version %d could not be written to reload.state_dir: %s", version.number, error)
-        for worker in late:
-            self._lost(worker)
 
     def _now(self, loaded: Loaded, version: int) -> None:
         """All workers have this; whoever starts begins with it."""

@@ -15,7 +15,8 @@ class Settings(msgspec.Struct, frozen=True):
     """number   its place among the workers            file, text    the configuration and what problems call it
     listener the inherited socket of the API port      hub, admin    sockets in the supervisor's folder
     secret   what workers have in common               reload_file   the file that a reload reads; None: there is none
-    version  the number of the configuration's version   drained  names of endpoints that were drained by hand
+    drained  names of endpoints that were drained by hand
+    version  the number of the configuration's version; None: it is the first worker of all, and finds it
     """
 
     number: int
@@ -26,7 +27,7 @@ class Settings(msgspec.Struct, frozen=True):
     admin: str
     secret: bytes
     reload_file: str | None
-    version: int
+    version: int | None
     drained: tuple[str, ...]
 
     def __repr__(self) -> str:

@@ -109,7 +109,7 @@ class Supervisor:
     async def _begin_all(self) -> None:
         """The first worker tells the number of the version that all begin with. Raises RuntimeError."""
         first, *others = self._places
-        workers = [await self._begin(first)]
+        workers = [await self._begin(first, finds_version=True)]
         if workers[0] is not None:
             self.configured.numbered(json.loads((await workers[0].ask("GET", "/config")).body)["version"])
             workers += await asyncio.gather(*(self._begin(place) for place in others))
@@ -181,7 +181,7 @@ class Supervisor:
     def _drain_s(self) -> float:
         return self.configured.running.config.timeouts.shutdown + DRAIN_MARGIN_S
 
-    async def _begin(self, place: Place) -> Worker | None:
+    async def _begin(self, place: Place, *, finds_version: bool = False) -> Worker | None:
         """A new worker in this place, when it serves. Whoever stops waiting for it leaves no process behind."""
         running, file = self.configured.running, self.configured.file
         self._started += 1
@@ -194,7 +194,7 @@ class Supervisor:
             str(self._path(f"admin-{self._started}")),
             self._secret,
             None if file is None else str(file),
-            self.configured.version,
+            None if finds_version else self.configured.version,
             await self._drained(),
         )
         try:

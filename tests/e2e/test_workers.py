@@ -203,6 +203,26 @@ async def test_replacing_all_workers_under_load_fails_no_request_and_forgets_no_
     assert told(running, f"/endpoints/{name}/undrain", "POST")[1]["drained"] is False
 
 
+def test_workers_that_begin_anew_keep_the_number_of_the_version_though_the_folder_has_an_older_one_alone(
+    tmp_path: Path, engines: list[str]
+) -> None:
+    state = tmp_path / "state"
+    with gateway(tmp_path, config(engines, 2) + f"reload: {{state_dir: {state}}}\n") as running:
+        text = (tmp_path / "gateway.yaml").read_bytes()
+        for policy in (b"round_robin", b"least_loaded"):
+            assert told(running, "/config", "PUT", text.replace(b"prefix_aware", policy))[0] == 200
+        until(lambda: len(list(state.glob("v*.json"))) == 3)
+        for number in (2, 3):  # as if the disk had been full
+            (state / f"v{number:08d}.json").unlink()
+        os.kill(running.pid, signal.SIGUSR2)
+        until(lambda: "were replaced" in running.said)
+        in_force = [line for line in series(page(running), VERSION) if line.endswith("1.0")]
+        assert {line.partition('version="')[2][0] for line in in_force} == {"3"}
+        assert told(running, "/config")[1]["version"] == 3
+        assert told(running, "/config", "PUT", text)[1]["version"] == 4
+        assert told(running, "/config")[1]["version"] == 4
+
+
 def readiness(running: Gateway) -> str:
     """What it tells a load balancer."""
     try:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.app import App, Local, Origin
 from gateway.config import AutoRollback, Loaded, examine_text, from_engines
 from gateway.config.compare import changes, shown
 from gateway.metrics import Metrics
@@ -36,6 +37,7 @@ pools:
       - {name: a, url: "http://h:1"}
       - {name: b, url: "http://h:2"}
 """
+OTHER = BASE.replace("prefix_aware", "least_loaded")
 
 
 def loaded(text: str, **env: str) -> Loaded:
@@ -136,6 +138,44 @@ async def test_versions_go_on_counting_after_a_restart_and_can_be_gone_back_to(t
         assert (status, answer["version"]) == (200, 4)
         assert second.app.gateway.snapshot.policies["chat"].name == "least_loaded"
         assert port in {live.endpoint.url for live in second.app.gateway.endpoints.all()}
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        [],
+        [(3, OTHER)],
+        [(4, OTHER), (3, BASE)],
+        [(4, OTHER), (5, BASE)],
+        [(6, OTHER)],
+        [(7, OTHER), (8, BASE)],
+    ],
+    ids=["nothing", "older", "older_and_equal", "just_before_and_equal", "another", "newer_that_all_went_back_from"],
+)
+async def test_a_worker_that_begins_again_has_its_sisters_number_whatever_the_folder_holds(
+    tmp_path: Path, kept: list[tuple[int, str]]
+) -> None:
+    state = tmp_path / "state"
+    more = f"reload: {{state_dir: {state}}}\n"
+    for number, text in kept:
+        Versions(state).write(made(number, 1.0, "file", loaded(text + more), ()), in_clear=False)
+    running = loaded(BASE + more)
+    workers = [App(running.config, Origin(running, local=local(number, version=6))) for number in range(2)]
+    assert [each.reloader.version.number for each in workers] == [6, 6]
+    assert [each.reloader.versions.next_number for each in workers] == [7, 7]
+    assert [each.hash for each in Versions(state).all() if each.number == 6] == [workers[1].reloader.version.hash]
+
+
+async def test_the_first_worker_of_all_goes_on_counting_where_the_folder_ends(tmp_path: Path) -> None:
+    running = loaded(BASE + f"reload: {{state_dir: {tmp_path}}}\n")
+    Versions(tmp_path).write(made(4, 1.0, "file", loaded(OTHER), ()), in_clear=False)
+    assert App(running.config, Origin(running, local=local(0, None))).reloader.version.number == 5
+    assert App(running.config, Origin(running, local=local(0, None))).reloader.version.number == 5
+
+
+def local(number: int, version: int | None) -> Local:
+    """One of several gateways, which is not started."""
+    return Local("hub", b"secret" * 6, number, -1, "admin", version, ())
 
 
 def snapshot(generation: int) -> Snapshot:
