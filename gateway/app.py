@@ -310,6 +310,7 @@ class App:
                 for front in tuple(self.fronts):
                     front.sweep(now)
                 self._endpoints.sweep(now)
+                self.gateway.handoffs.sweep(now)
                 self.gateway.accounts.settle()  # before the series go that it would bring back
                 self.swap.sweep()
                 self._litter.sweep(now, self._gate.active)

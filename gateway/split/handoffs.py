@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from random import Random
+from typing import Protocol
 
 import msgspec
 
@@ -79,8 +80,17 @@ class PairFigures(msgspec.Struct):
         return _patience(SEEN_S, self.handoff_s)
 
 
+class Transfer(Protocol):
+    """Who fetches KV."""
+
+    def overdue(self) -> None:
+        """It has lasted too long."""
+        ...
+
+
 class Handoffs:
-    """`splitting` is the mode of each model's rule (policies.split.SplitRule.hysteresis); `pairs` by names, P and D."""
+    """`splitting` is the mode of each model's rule (policies.split.SplitRule.hysteresis); `pairs` by names, P and D;
+    `transfers` are under way, and until when each may last."""
 
     def __init__(self, metrics: Metrics, rng: Random, outbox: Outbox) -> None:
         self.metrics = metrics
@@ -88,6 +98,7 @@ class Handoffs:
         self.bootstraps = Bootstraps(outbox)
         self.splitting: dict[str, bool] = {}
         self.pairs: dict[tuple[str, str], PairFigures] = {}
+        self.transfers: dict[Transfer, float] = {}
         self._legs: dict[tuple[str, str], Counter] = {}
         self._decisions: dict[tuple[bool, Reason], Counter] = {}
         self._rng = rng
@@ -124,6 +135,12 @@ class Handoffs:
     def under_way(self) -> int:
         """Split requests that are not over: each may hold a lease."""
         return len(self._numbers)
+
+    def sweep(self, now: float) -> None:
+        """Tell those whose transfers are overdue, once."""
+        for transfer in [transfer for transfer, until in self.transfers.items() if until <= now]:
+            if self.transfers.pop(transfer, None) is not None:
+                transfer.overdue()
 
     # Who prefill engines are
 

@@ -90,7 +90,7 @@ class Owner(StrEnum):
 class Deadline(StrEnum):
     """How long a state may last; in the words of the configuration, where it has one.
 
-    Connecting holds CONNECT, upstream's sweep FIRST_BYTE and STALL, the pair TRANSFER, the query BOOTSTRAP.
+    Connecting holds CONNECT, the gateway's sweep FIRST_BYTE, STALL and TRANSFER, the query BOOTSTRAP.
     """
 
     TURN = "the turn of the event loop in which it began"

@@ -9,7 +9,7 @@ wrong (mishaps.py).
 from __future__ import annotations
 
 import logging
-from asyncio import CancelledError, TimerHandle
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from functools import partial
 from time import monotonic
@@ -44,7 +44,7 @@ class PairAttempt:
     """
 
     __slots__ = (
-        *("_acting", "_bug", "_events", "_finished", "_number", "_query", "_refused", "_timer", "_waiting"),
+        *("_acting", "_bug", "_events", "_finished", "_number", "_query", "_refused", "_waiting"),
         *("decode", "decode_place", "dialect", "figures", "handoffs", "handover", "inbox", "pair", "prefill"),
         *("prefill_place", "problem", "recompute", "record", "state", "suspects", "words", "work", "x"),
     )
@@ -69,7 +69,6 @@ class PairAttempt:
         self._query: Query | None = None
         self._finished: Finished | None = None
         self._refused: Relay | None = None
-        self._timer: TimerHandle | None = None
         self._waiting: Landing | None = None
         place = endpoints.book(pair.prefill, one_token(request), work.fingerprint)
         self.prefill_place: Booking | None = place
@@ -144,15 +143,13 @@ class PairAttempt:
             self._waiting.land()
 
     def _watch(self) -> None:
-        """Fetching KV is not watched by upstream's sweep: it has a timer of its own."""
-        self._timer = self.handoffs.outbox.loop.call_later(self.work.split.transfer_timeout_s, self._overdue)
+        self.handoffs.transfers[self] = monotonic() + self.work.split.transfer_timeout_s
 
     def _watch_no_more(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self.handoffs.transfers.pop(self, None)
 
-    def _overdue(self) -> None:
+    def overdue(self) -> None:
+        """Fetching KV has lasted too long: told once by the sweep."""
         if self.x.committed:
             return  # it flows: what the relay does not know for a token is one all the same
         self.problem = UpstreamBroke("transfer_timeout", f"{self.state} for too long")
