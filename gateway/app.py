@@ -307,10 +307,10 @@ class App:
             self.metrics.loop_lag_seconds.observe(max(0.0, now - due))
             due = now + SWEEP_S
             try:
+                self.gateway.handoffs.sweep(now)
                 for front in tuple(self.fronts):
                     front.sweep(now)
                 self._endpoints.sweep(now)
-                self.gateway.handoffs.sweep(now)
                 self.gateway.accounts.settle()  # before the series go that it would bring back
                 self.swap.sweep()
                 self._litter.sweep(now, self._gate.active)

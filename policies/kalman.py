@@ -11,7 +11,8 @@ from operator import mul
 
 MOST_CORRECTION = 4.0  # |ln| of a correction: from 1/55 to 55 times the prior
 NOISE_VAR = 0.02**2  # of one observation beyond what is known of it
-DRIFT_VAR = 0.003**2  # by which a truth may move between two observations
+DRIFT_VAR = 0.003**2  # by which the truth of everything may move between two observations
+PART_DRIFT_VAR = 0.002**2  # and that of a part: an engine that is brought up to date, or another kernel
 
 
 class Kalman:
@@ -23,16 +24,17 @@ class Kalman:
     and the filter opens up to follow.
 
     factors  what to multiply the prior with; covar  variances and covariances of their logarithms
+    var      of the logarithm of what was observed last, as it is known since; the prior's before anything was
     """
 
-    __slots__ = ("_last", "_logs", "_most_var", "covar", "factors")
+    __slots__ = ("_last", "_logs", "_most_vars", "covar", "factors", "var")
 
     def __init__(self, *prior_vars: float) -> None:
         places = range(len(prior_vars))
         self.covar = [[prior_vars[row] if row == column else 0.0 for column in places] for row in places]
         self.factors = [1.0 for _ in places]
         self._logs = [0.0 for _ in places]
-        self._most_var = prior_vars[0]
+        self._most_vars, self.var = prior_vars, prior_vars[0]
         self._last = 0.0
 
     def observe(self, ratio: float, shares: Sequence[float], noise_var: float) -> None:
@@ -42,17 +44,19 @@ class Kalman:
         surprise = max(-1.0, min(1.0, log(ratio))) if ratio > 0 else -1.0
         opened = DRIFT_VAR + max(0.0, 0.2 * surprise * self._last)
         self._last = surprise
-        covar[0][0] += max(0.0, min(opened, self._most_var - covar[0][0]))
+        for place, most_var in enumerate(self._most_vars):  # up to the prior's: what nobody observes does not run away
+            covar[place][place] += max(0.0, min(opened, most_var - covar[place][place]))
+            opened = PART_DRIFT_VAR
         gains = [sum(map(mul, row, shares)) for row in covar]
-        var = sum(map(mul, gains, shares)) + noise_var + NOISE_VAR
+        believed, noise = max(0.0, sum(map(mul, gains, shares))), noise_var + NOISE_VAR
+        var = believed + noise
         most = 3.0 * sqrt(var)
         surprise = max(-most, min(most, surprise)) / var
         for row, gain in enumerate(gains):
-            learnt = max(-MOST_CORRECTION, min(MOST_CORRECTION, logs[row] + gain * surprise))
+            learnt = logs[row] + gain * surprise
+            if not -MOST_CORRECTION < learnt < MOST_CORRECTION:
+                learnt = MOST_CORRECTION if learnt > 0 else -MOST_CORRECTION
             logs[row], self.factors[row] = learnt, exp(learnt)
-            covar[row] = [each - gain * other / var for each, other in zip(covar[row], gains, strict=True)]
-
-    def var(self, shares: Sequence[float]) -> float:
-        """The variance of the logarithm of what the factors are on by these shares."""
-        found = sum(share * sum(map(mul, row, shares)) for share, row in zip(shares, self.covar, strict=True))
-        return max(0.0, float(found))
+            told = gain / var
+            covar[row] = [each - told * other for each, other in zip(covar[row], gains, strict=True)]
+        self.var = believed * noise / var

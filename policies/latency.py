@@ -168,16 +168,23 @@ class Belief:
 
     def settle(self) -> None:
         """Multiply the prior by what was learnt."""
-        shape, (whole, *parts, pairs), (slower, context) = self.shape, self.prompts.factors, self.decodes.factors
+        self._settle_prompts()
+        self._settle_decodes()
+
+    def _settle_prompts(self) -> None:
+        shape, (whole, *parts, pairs) = self.shape, self.prompts.factors
         self.paces = [whole * part for part in parts] + [whole]
-        self.prefill.factor = slow = sum(map(mul, self._mix, self.paces))
-        self.prefill.var = self.prompts.var((1.0, *self._mix[:FILLS], 0.0))
+        slow = sum(map(mul, self._mix, self.paces))
+        self.prefill.factor, self.prefill.var = slow, self.prompts.var
         self.pairs.factor, self.pairs.var = pairs, self.prompts.covar[-1][-1]
-        self.step.factor = slower * (1.0 - self._context + self._context * context)
-        self.step.var = self.decodes.var((1.0, self._context))
         self.area_s = pairs * shape.pair_s
         self.token_s, self.pair_s = slow * (shape.token_s + shape.wire_s), slow * self.area_s
         self.layers_s = self.layers.factors[0] * shape.step_s
+
+    def _settle_decodes(self) -> None:
+        shape, (slower, context) = self.shape, self.decodes.factors
+        self.step.factor = slower * (1.0 - self._context + self._context * context)
+        self.step.var = self.decodes.var
         self.context_s, self.sequence_s = slower * context * shape.context_s, slower * (shape.sequence_s + shape.wire_s)
         self.flop_s, self.floor_s = slower * shape.token_s, slower * shape.weights_s
         self.base_s = slower * shape.step_s
@@ -200,6 +207,12 @@ class Belief:
         shares = (1.0, *(part_s / believed_s for part_s in parts_s[:FILLS]), pairs_s / raw_s)
         self.prompts.observe(ratio, shares, noise_var)
         self._mix = [each + MIX_GAIN * (seen_s / raw_s - each) for each, seen_s in zip(self._mix, fills, strict=True)]
+        self._settle_prompts()
+
+    def layered(self, ratio: float, noise_var: float) -> None:
+        """What steps with prompts pay whatever their size was `ratio` times what was believed."""
+        self.layers.observe(ratio, (1.0,), noise_var)
+        self._settle_prompts()
 
     def decoded(self, seen_s: float, base_s: float, context_s: float, noise_var: float) -> None:
         """Steps without prompts took so long that by the prior take `base_s`, and `context_s` to read the context."""
@@ -208,6 +221,7 @@ class Belief:
         share = context_s / (base_s + context_s)
         self.decodes.observe(seen_s / (slower * (base_s + context_s)), (1.0, share), noise_var)
         self._context += MIX_GAIN * (share - self._context)
+        self._settle_decodes()
 
     def reached(self, seen_s: float, weight: float = 1.0) -> None:
         """How long a request was on its way to the engine's scheduler; how much one first token tells of it, 0 to 1."""

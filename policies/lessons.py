@@ -90,11 +90,10 @@ def _steps(span: Span, load: EndpointLoad, spent: float) -> None:
     off = 0.6 * span.wait_s + 0.1 * spent / span.steps + foreign_s
     layers_s, prompts_s = span.steps * belief.layers_s, sum(map(mul, span.fills, belief.paces))
     if spent < SHORT_S:
-        belief.layers.observe(max(0.1 * layers_s, rest - prompts_s) / layers_s, (1.0,), (off / layers_s) ** 2)
+        belief.layered(max(0.1 * layers_s, rest - prompts_s) / layers_s, (off / layers_s) ** 2)
     else:
         ratio = max(0.1 * prompts_s, rest - layers_s) / prompts_s
         belief.prompted(ratio, span.fills, span.pairs_s, (off / prompts_s) ** 2)
-    belief.settle()
 
 
 def decoded(paper: Paper, load: EndpointLoad, prompt: Prompt, output_tokens: int, now: float) -> None:
@@ -108,10 +107,10 @@ def decoded(paper: Paper, load: EndpointLoad, prompt: Prompt, output_tokens: int
     context_s = paper.decode_context_s - prompt.decode_context_s
     believed = paper.tick - prompt.tick - prefills
     spent_s = now - prompt.began - (paper.prefill_s - prompt.prefill_s)
-    if steps >= 8 and believed > 0 and base_s > 0 and spent_s > 0:
+    # Steps that were none have been taken back, at what they would take by then.
+    if steps >= 8 and believed > 0 and base_s > 0 and context_s >= 0 and spent_s > 0:
         span.decoded_at = now
         load.belief.decoded(spent_s * believed / steps, base_s, context_s, 1.0 / (steps * steps))
-        load.belief.settle()
 
 
 def scraped(paper: Paper, load: EndpointLoad, kv_usage: float) -> None:

@@ -26,7 +26,7 @@ def test_factors_stay_within_their_bounds_and_nothing_is_known_better_than_certa
         assert np.allclose(covar, covar.T, atol=1e-12)
         assert np.linalg.eigvalsh(covar).min() > -1e-9
         assert 0.0 < learnt.covar[0][0] <= PRIORS[0] * 1.001
-        assert learnt.var((1.0, second, third)) >= 0.0
+        assert 0.0 <= learnt.var <= 1.0
 
 
 @given(st.floats(0.2, 5.0), st.floats(0.5, 2.0), st.integers(0, 1000))
@@ -40,3 +40,15 @@ def test_two_truths_that_are_seen_in_all_mixtures_are_both_found(whole: float, p
         learnt.observe(noise * truth / believed, (1.0, raw * second / (1.0 - raw + raw * second)), 0.01**2)
     assert abs(learnt.factors[0] / whole - 1.0) < 0.05
     assert abs(learnt.factors[1] / part - 1.0) < 0.1
+
+
+def test_a_part_that_changes_after_years_of_one_truth_is_followed_and_leaves_the_rest_alone() -> None:
+    learnt, rng = Kalman(0.25, 0.1), np.random.default_rng(7)
+    for part, times in ((1.0, 5000), (0.5, 500)):
+        for _ in range(times):
+            raw = rng.uniform(0.1, 0.9)
+            first, second = learnt.factors
+            believed = first * (1.0 - raw + raw * second)
+            learnt.observe((1.0 - raw + raw * part) / believed, (1.0, raw * second * first / believed), 0.01**2)
+        assert abs(learnt.factors[0] - 1.0) < 0.05
+        assert abs(learnt.factors[1] / part - 1.0) < 0.1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from math import ceil, inf
+from random import Random
 
 import pytest
 
@@ -294,3 +295,25 @@ def test_an_engine_that_other_gateways_use_too_is_learnt_of_more_slowly_and_stil
             assert shared.belief.prefill.var > 2 * alone.belief.prefill.var
     assert alone.belief.prefill.factor == pytest.approx(2.0, rel=0.1)
     assert 1.0 < shared.belief.prefill.factor < 3.0
+
+
+def test_steps_that_are_taken_back_at_the_load_of_other_gateways_teach_nothing_of_reading_the_context() -> None:
+    """First tokens that come too soon take decode steps back, at what these would take by now: more than ever was."""
+    rng, load, now = Random(53), EndpointLoad(0, Belief(shape_for("h100", 4, 1, 70))), 1.0
+    waiting, decoding = list[Entry](), list[tuple[Entry, float]]()
+    for _ in range(300):
+        now += rng.expovariate(5.0)
+        what = rng.random()
+        if what < 0.3:
+            waiting.append(ledger.book(load, request(rng.choice((200, 4000, 60_000)), 300), 0, now))
+        elif what < 0.45:
+            context = rng.choice((0, 10_000, 1_000_000, 4_000_000))
+            foreign(load, b"peer", Share(10, 10, 0, context, 1000, 1000, 10), now)
+        elif what < 0.75 and waiting:
+            entry = waiting.pop(rng.randrange(len(waiting)))
+            entry.first_token(now)
+            decoding.append((entry, now))
+        elif decoding:
+            entry, began = decoding.pop(rng.randrange(len(decoding)))
+            entry.finished(now, max(1, int((now - began) / 0.03)))
+        assert 0.0 < load.belief.step.factor < 10.0
