@@ -130,10 +130,8 @@ class Play:
     def _step_s(self, tokens: float, pairs: float) -> float:
         """Seconds that a step with prompts takes."""
         belief = self.load.belief
-        shape = belief.shape
-        prompts_s = max(tokens * shape.token_s, shape.weights_s) + tokens * shape.wire_s + pairs * belief.area_s
-        decode_s = belief.context_s * self.context + (belief.sequence_s + belief.flop_s) * self.batch
-        return prompts_s * belief.pace(tokens) + decode_s + belief.layers_s
+        prompts_s, beside_s = belief.prompts_s(tokens, pairs), belief.beside_s(self.batch, self.context)
+        return prompts_s * belief.pace(tokens) + beside_s + belief.layers_s
 
     def _decode_s(self) -> float:
         """Seconds that a step without prompts takes."""

@@ -40,6 +40,12 @@ class Shape(msgspec.Struct, frozen=True):
     request_s: float = 0.005
     budget_tokens: int = 8192
 
+    def filling(self, tokens: float) -> tuple[int, float]:
+        """How full a step with so many prompt tokens is: which of its FILLS parts is the last, and how much of that."""
+        place = FILLS * tokens / self.budget_tokens
+        part = min(FILLS - 1, int(place))
+        return part, min(1.0, place - part)
+
 
 class _Gpu(msgspec.Struct, frozen=True):
     """Public peaks of one GPU kind, and what engines reach of them (perfmodel 3.3, 3.4).
@@ -124,8 +130,8 @@ REACH_GAIN, MOST_REACH_S = 0.05, 1.0  # least weight of one observation of the A
 
 
 class Speed:
-    """How many times its prior a kind of work takes at an endpoint, as it usually comes; `var` of the logarithm. Prices
-    compare endpoints by it."""
+    """How many times its prior a kind of work takes at an endpoint, as it usually comes; `var` of the logarithm, as it
+    came last. Prices compare endpoints by it."""
 
     __slots__ = ("factor", "var")
 
@@ -169,6 +175,7 @@ class Belief:
     def settle(self) -> None:
         """Multiply the prior by what was learnt."""
         self._settle_prompts()
+        self._settle_layers()
         self._settle_decodes()
 
     def _settle_prompts(self) -> None:
@@ -179,7 +186,9 @@ class Belief:
         self.pairs.factor, self.pairs.var = pairs, self.prompts.covar[-1][-1]
         self.area_s = pairs * shape.pair_s
         self.token_s, self.pair_s = slow * (shape.token_s + shape.wire_s), slow * self.area_s
-        self.layers_s = self.layers.factors[0] * shape.step_s
+
+    def _settle_layers(self) -> None:
+        self.layers_s = self.layers.factors[0] * self.shape.step_s
 
     def _settle_decodes(self) -> None:
         shape, (slower, context) = self.shape, self.decodes.factors
@@ -191,12 +200,19 @@ class Belief:
 
     def pace(self, tokens: float) -> float:
         """The factor on what so many prompt tokens add to a step that they are computed in."""
-        full = FILLS * tokens / self.shape.budget_tokens
-        if full >= FILLS:
-            return self.paces[FILLS]
-        part = int(full)
+        part, beyond = self.shape.filling(tokens)
         less = self.paces[part]
-        return less + (full - part) * (self.paces[part + 1] - less)
+        return less + beyond * (self.paces[part + 1] - less)
+
+    def prompts_s(self, tokens: float, pairs: float) -> float:
+        """Seconds by the prior, but for attention's own factor, that so many prompt tokens and query-key pairs add to a
+        step; `pace` is the factor on them."""
+        compute_s, weights_s = self.shape.token_s * tokens, self.shape.weights_s
+        return (compute_s if compute_s > weights_s else weights_s) + self.shape.wire_s * tokens + self.area_s * pairs
+
+    def beside_s(self, batch: int, context: float) -> float:
+        """Seconds that so many sequences, decoding over so much context, add to a step with prompts."""
+        return self.context_s * context + (self.sequence_s + self.flop_s) * batch
 
     def prompted(self, ratio: float, fills: Sequence[float], pairs_s: float, noise_var: float) -> None:
         """Prompts took `ratio` times as long as believed. fills: their seconds by the prior as `pace` shares them out
@@ -212,7 +228,7 @@ class Belief:
     def layered(self, ratio: float, noise_var: float) -> None:
         """What steps with prompts pay whatever their size was `ratio` times what was believed."""
         self.layers.observe(ratio, (1.0,), noise_var)
-        self._settle_prompts()
+        self._settle_layers()
 
     def decoded(self, seen_s: float, base_s: float, context_s: float, noise_var: float) -> None:
         """Steps without prompts took so long that by the prior take `base_s`, and `context_s` to read the context."""

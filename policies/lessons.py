@@ -50,12 +50,13 @@ class Span:
         self.pairs_s = self.decode_s = 0.0
         self.steps = self.foreign = 0
 
-    def add(self, prefill_s: float, full: float, pairs_s: float, decode_s: float, foreign_tokens: int) -> None:
-        """One more step; `full` is how much of one its prompt tokens filled, 0 to 1."""
-        place = FILLS * full
-        part = min(FILLS - 1, int(place))
-        self.fills[part] += prefill_s * (part + 1 - place)
-        self.fills[part + 1] += prefill_s * (place - part)
+    def add(
+        self, prefill_s: float, filling: tuple[int, float], pairs_s: float, decode_s: float, foreign_tokens: int
+    ) -> None:
+        """One more step; `filling` is how full its prompt tokens made it (Shape.filling)."""
+        part, beyond = filling
+        self.fills[part] += prefill_s * (1.0 - beyond)
+        self.fills[part + 1] += prefill_s * beyond
         self.pairs_s += pairs_s
         self.decode_s += decode_s
         self.steps += 1

@@ -216,15 +216,12 @@ class Paper:
             return False
         self.queued_tokens -= tokens
         self.queued_pairs = max(0.0, self.queued_pairs - pairs) if queue else 0.0
-        prefill, weights_s = shape.token_s * tokens, shape.weights_s
-        attention = belief.area_s * pairs
-        prefill = (prefill if prefill > weights_s else weights_s) + shape.wire_s * tokens + attention
-        decode = belief.context_s * context + (belief.sequence_s + belief.flop_s) * self.batch
+        prefill, decode = belief.prompts_s(tokens, pairs), belief.beside_s(self.batch, context)
         self.planned += tokens
         self.step_tokens = tokens
         self.busy, self.began = True, at
         self.ends = at + belief.pace(tokens) * prefill + decode + belief.layers_s
-        self.span.add(prefill, tokens / shape.budget_tokens, attention, decode, load.others.prefill_tokens)
+        self.span.add(prefill, shape.filling(tokens), belief.area_s * pairs, decode, load.others.prefill_tokens)
         return True
 
     def _fits(self, load: EndpointLoad, prompt: Prompt) -> bool:
