@@ -85,8 +85,9 @@ def error_in(stream: bytes, patient: bool) -> re.Match[bytes] | None:
 
 def clients_fault(events: bytes, error: re.Match[bytes]) -> int | None:
     """The status of an error event that is about the request. SGLang and vLLM find some faults, such as a prompt that
-    is too long, when they have said 200 already (engines.md A.6). None for trouble of the engine's own."""
-    code = _CODE.search(events, error.start())
+    is too long, when they have said 200 already (engines.md A.6). None for trouble of the engine's own, as any is that
+    comes behind a token: there the request was understood."""
+    code = None if CONTENT.search(events, 0, error.start()) else _CODE.search(events, error.start())
     return None if code is None else int(code[1])
 
 

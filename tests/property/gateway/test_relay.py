@@ -355,6 +355,14 @@ def test_a_clients_fault_is_one_however_long_it_is_and_wherever_the_network_cuts
         assert json.loads(relay.refusal)["error"]["message"] == "x" * length
 
 
+@pytest.mark.parametrize("patient", [False, True])
+def test_an_error_behind_a_token_that_came_with_it_is_the_engines_whatever_its_code(patient: bool) -> None:
+    """Nothing of it was shown, so another engine may answer; the client has nothing to mend."""
+    with pytest.raises(UpstreamBroke, match="error event") as broke:
+        Relay(OURS, patient=patient).feed(HEAD + chunked((delta("a") + fault("no") + DONE).encode(), []), 0.0)
+    assert broke.value.kind == "engine_error"
+
+
 def test_a_fault_that_ends_with_its_connection_says_what_it_is() -> None:
     relay = Relay(OURS)
     relay.feed(HEAD.replace(b"transfer-encoding: chunked\r\n", b"") + fault("no").encode(), 0.0)
