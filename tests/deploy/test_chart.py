@@ -205,6 +205,43 @@ def test_who_discovers_engines_may_list_and_watch_their_slices_and_everybody_els
         assert one("Deployment", each)["spec"]["template"]["spec"]["automountServiceAccountToken"] is token
 
 
+def test_releases_that_discover_engines_in_one_namespace_do_not_take_each_others_rights() -> None:
+    pools = {"chat": {"discover": {"kubernetes": {"service": "vllm", "namespace": "models"}}}}
+    values = {"config": {"pools": pools}, "discovery": {"enabled": True}}
+    with Chart.load(PATH) as loaded:
+        loaded.validate_schema(values)
+        made = [loaded.render(values, name="gw", namespace=space) for space in ("a", "b")]
+    names = [
+        {
+            (each["kind"], each["metadata"]["name"])
+            for name, text in texts.items()
+            if not name.endswith("NOTES.txt")
+            for each in yaml.safe_load_all(text)
+            if each and each["metadata"].get("namespace") == "models"
+        }
+        for texts in made
+    ]
+    assert [len(each) for each in names] == [2, 2]
+    assert names[0].isdisjoint(names[1])
+
+
+def test_who_is_told_to_set_discovery_has_a_pool_that_discovers_by_kubernetes() -> None:
+    found = {"discover": {"kubernetes": {"service": "vllm"}}}
+    others = {"discover": None, "endpoints": [{"url": "http://kubernetes:8000", "name": "kubernetes: the engine"}]}
+    told = []
+    for pool in (found, others):
+        with Chart.load(PATH) as loaded:
+            texts = loaded.render({"config": {"pools": {"chat": pool}}}, name="gw", namespace="llm")
+        (notes,) = [text for name, text in texts.items() if name.endswith("NOTES.txt")]
+        told.append("set discovery.enabled" in notes)
+    assert told == [True, False]
+
+
+def test_a_pool_may_say_that_it_discovers_nobody() -> None:
+    values = {"config": {"pools": {"chat": {"discover": None, "endpoints": ENGINES}}}, "discovery": {"enabled": True}}
+    assert rights(values).keys() == {"llm"}
+
+
 def test_what_is_scraped_has_the_name_and_the_labels_that_the_alerts_ask_for() -> None:
     """Whatever the release is called; and the operator's own label `endpoint` would hide an engine's name."""
     monitor = one("ServiceMonitor", FULL)["spec"]

@@ -55,14 +55,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- dict "observability" $log | mergeOverwrite $rest | toJson | sha256sum -}}
 {{- end -}}
 
-{{- /* The namespaces of the Services whose endpoints are discovered, as a list; its own where `config` names none. */ -}}
+{{- /* The namespaces of the Services whose endpoints are discovered, as a list; `config` may name none. */ -}}
 {{- define "penstock.discovered" -}}
 {{- $found := list -}}
 {{- range .Values.config.pools -}}
-{{- $where := dig "discover" "kubernetes" dict . -}}
+{{- $where := (default dict (default dict .).discover).kubernetes -}}
 {{- if $where -}}
 {{- $found = append $found (default $.Release.Namespace $where.namespace) -}}
 {{- end -}}
 {{- end -}}
-{{- default (list .Release.Namespace) $found | uniq | sortAlpha | toJson -}}
+{{- $found | uniq | sortAlpha | toJson -}}
 {{- end -}}
