@@ -271,6 +271,20 @@ async def test_an_api_server_that_fails_is_told_of_once_until_it_is_heard_again(
         ]
 
 
+async def test_a_watch_that_is_heard_and_ends_with_an_error_is_told_of_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with api(tmp_path) as (server, source, _):
+        server.lists = [{"metadata": {"resourceVersion": "5"}, "items": [piece("a", 4, "10.0.0.1")]}]
+        heard = says(event("ADDED", piece("b", 6, "10.0.0.2")), event("ERROR", {"code": 500}))
+        server.watches = [503, heard, 503, says(event("ADDED", piece("c", 7, "10.0.0.3")))]
+        assert [len(said) for said in await first(source, 3)] == [1, 2, 3]
+        assert [line.partition("; ")[0] for line in caplog.messages if line.startswith("EndpointSlices")] == [
+            "EndpointSlices of engines: the API server answers 503",
+            "EndpointSlices of engines: the watch was ended with 500",
+        ]
+
+
 @pytest.mark.parametrize("refusal", [504, says(event("ERROR", {"code": 500}))])
 async def test_a_version_that_the_server_does_not_know_is_not_asked_for_for_ever(
     tmp_path: Path, refusal: Script | int
