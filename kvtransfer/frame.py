@@ -40,7 +40,8 @@ class FrameError(Exception):
 
 
 class Kind(IntEnum):
-    """WINDOW: the bytes follow. SHARED, REGIONS, TAKEN: where they go another way (shm; nixl, with WRITTEN)."""
+    """WINDOW: the bytes follow. SHARED, REGIONS, TAKEN: where they go another way (shm; nixl, with WRITTEN).
+    SPREAD: the windows of a transfer may come by any lane from now on."""
 
     MESSAGE = 1
     WINDOW = 2
@@ -48,6 +49,7 @@ class Kind(IntEnum):
     REGIONS = 4
     TAKEN = 5
     WRITTEN = 6
+    SPREAD = 7
 
 
 class Proof(IntEnum):

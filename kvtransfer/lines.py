@@ -7,26 +7,43 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
+
 from kvtransfer.ends import Reason
 from kvtransfer.messages import VERSION, Card, Message
 from kvtransfer.options import Options
 from kvtransfer.session import Session
-from kvtransfer.transports.base import Link
+from kvtransfer.transports.base import Link, Transport
+
+
+class Dialling(msgspec.Struct, frozen=True, eq=False):
+    """A line to be: to `where` by `transport`, for the peer that engines know as `address`. `fallback`: the line to use
+    in its place if it does not come up. `lane_of`: the line whose windows it is to share."""
+
+    transport: Transport
+    where: str
+    address: str
+    fallback: Line | None = None
+    lane_of: Line | None = None
+
+    @property
+    def led_by(self) -> Line | None:
+        """The line by which we learnt of this way."""
+        return self.fallback or self.lane_of
 
 
 class Line:
-    """`address`: what we dialled; None: we were dialled. `up`: both ends have proven themselves. `linked`: the sink's
-    book uses it. `fallback`: the line to use in its place if it does not come up. `hearing`: its thread has something
-    from the peer in hand, and maybe waits for our lock with it."""
+    """`up`: both ends have proven themselves. `linked`: the sink's
+    book uses it. `hearing`: its thread has something from the peer in hand, and maybe waits for our lock with it.
+    `dialling`: what it was dialled for; None: we were dialled. `lanes`: how many it has been given."""
 
     __slots__ = (
-        "_heard_at", "_received", "_sending", "address", "fallback", "hearing", "link", "linked", "session", "up",
+        "_heard_at", "_received", "_sending", "dialling", "hearing", "lanes", "link", "linked", "session", "up",
     )  # fmt: skip
 
-    def __init__(
-        self, link: Link, session: Session, address: str | None, now: float, fallback: Line | None = None
-    ) -> None:
-        self.link, self.session, self.address, self.fallback = link, session, address, fallback
+    def __init__(self, link: Link, session: Session, dialling: Dialling | None, now: float) -> None:
+        self.link, self.session, self.dialling = link, session, dialling
+        self.lanes = 1
         self.up = self.linked = self.hearing = False
         self._sending = threading.Lock()
         self._received = -1
@@ -34,7 +51,9 @@ class Line:
 
     @property
     def peer(self) -> str:
-        return self.address or self.link.peer if self.session.peer is None else self.session.peer.agent
+        if self.session.peer is not None:
+            return self.session.peer.agent
+        return self.link.peer if self.dialling is None else self.dialling.address
 
     def say(self, message: Message) -> None:
         """Any thread: seals count, so sealing and sending are one step."""
@@ -64,8 +83,10 @@ def unfit(mine: Card, theirs: Card, version: int) -> tuple[Reason, str] | None:
 
 
 def astray(line: Line) -> tuple[Reason, str] | None:
-    """A better way that led to somebody else than the way we learnt of it: an address means little on another host."""
-    peer, meant = line.session.peer, None if line.fallback is None else line.fallback.session.peer
+    """A way that led to somebody else than the line by which we learnt of it: an address means little on another
+    host."""
+    before = None if line.dialling is None else line.dialling.led_by
+    peer, meant = line.session.peer, None if before is None else before.session.peer
     if peer is None or meant is None or (peer.agent, peer.epoch) == (meant.agent, meant.epoch):
         return None
     return Reason.UNREACHABLE, f"{peer.agent} answers there, and not {meant.agent}"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtransfer.ends import Reason
 from kvtransfer.layout import KvLayout
 
-VERSION = 3
+VERSION = 4
 MOST_BLOCKS = 1 << 20
 MOST_MESSAGE_BYTES = 4 * MOST_BLOCKS + (96 << 10)
 _MOST_NAME, _MOST_TICKET = 256, 1024
@@ -53,12 +53,14 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
-    """Sink, first of all. `budget_bytes`: how much the source may have under way on this link."""
+    """Sink, first of all. `budget_bytes`: how much the source may have under way on this link. `lane_of`: the nonce of
+    another link's Hello, which this one is to be a lane of; empty: a link of its own."""
 
     version: Id
     nonce: Nonce
     card: Card
     budget_bytes: Bytes
+    lane_of: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):

@@ -26,13 +26,17 @@ class Unproven(Exception):
 
 
 class Session:
-    """One end of one link. `peer` is None until the other end has proven itself; `version`: what the other speaks."""
+    """One end of one link. `peer` is None until the other end has proven itself; `version`: what the other speaks.
+    `greeting`: the Hello's nonce, by which both ends know the link; `lane_of`: that of the link whose lane this is."""
 
-    def __init__(self, key: bytes, nonce: bytes, card: Card, *, dialled: bool, budget_bytes: int = 0) -> None:
+    def __init__(
+        self, key: bytes, nonce: bytes, card: Card, *, dialled: bool, budget_bytes: int = 0, lane_of: bytes = b""
+    ) -> None:
         self.dialled = dialled
         self.peer: Card | None = None
         self.version = VERSION
         self.budget_bytes = budget_bytes
+        self.greeting, self.lane_of = nonce, lane_of
         self.window_key = b""
         self._key, self._nonce, self._card = key, nonce, card
         self._hello = b""
@@ -42,7 +46,7 @@ class Session:
 
     def hello(self) -> bytes:
         """What the dialling end sends first."""
-        self._hello = encode(Hello(VERSION, self._nonce, self._card, self.budget_bytes))
+        self._hello = encode(Hello(VERSION, self._nonce, self._card, self.budget_bytes, self.lane_of))
         return self._hello
 
     def answer(self, data: bytes) -> tuple[Message | None, bytes | None]:
@@ -74,6 +78,7 @@ class Session:
             raise ProtocolError("Hello was due")
         self._hello, self._claimed = bytes(data), hello.card
         self.version, self.budget_bytes = hello.version, hello.budget_bytes
+        self.greeting, self.lane_of = hello.nonce, hello.lane_of
         welcome = encode(Welcome(VERSION, self._nonce, self._card))
         self._derive(welcome)
         return self._seal(welcome)

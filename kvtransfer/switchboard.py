@@ -9,18 +9,20 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from kvtransfer.clock import Clock, Timer
 from kvtransfer.commands import Command
 from kvtransfer.ends import Reason
 from kvtransfer.hold import Hold
-from kvtransfer.lines import Line, astray, unfit
+from kvtransfer.lines import Dialling, Line, astray, unfit
 from kvtransfer.messages import Accept, Beat, Card, Credit, Invite, Landed, Message, ProtocolError, Stop, Unwanted
 from kvtransfer.options import Options
 from kvtransfer.session import Session, Unproven
 from kvtransfer.sink import SinkBook
 from kvtransfer.source import SourceBook
 from kvtransfer.tally import Tally
-from kvtransfer.transports.base import Link, Transport, TransportError
+from kvtransfer.transports.base import MOST_LANES, Laned, Link, Transport, TransportError
 from kvtransfer.transports.choose import better
 
 log = logging.getLogger("penstock")
@@ -79,15 +81,16 @@ class Switchboard:
 
     def dial(self, address: str) -> None:
         """Aside: a link to the agent there. The sink's book hears `linked` or `unlinked`."""
-        self._seek(next(iter(self._transports.values())), address, address)
+        self._seek(Dialling(next(iter(self._transports.values())), address, address))
 
     def linked(self, link: Link) -> None:
         with self._lock:
-            strangers = sum(line.address is None and not line.up for line in self._lines.values())
+            strangers = sum(line.dialling is None and not line.up for line in self._lines.values())
             if self._closed or strangers >= self.options.most_strangers:
                 self._tally.faults["strangers"] += 1
                 return link.close()
-            self._lines[link] = Line(link, self._session(dialled=False), None, self._clock.now())
+            session = Session(self._key, secrets.token_bytes(16), self.card, dialled=False)
+            self._lines[link] = Line(link, session, None, self._clock.now())
             return None
 
     def message(self, link: Link, data: bytes) -> None:
@@ -124,27 +127,35 @@ class Switchboard:
                 return
             now = self._clock.now()
             log.info("kv %s: link to %s (%s) ends: %s %s", self.card.agent, line.peer, link.transport, reason, detail)
-            if line.address is None:
+            if line.dialling is None:
                 self._do(self._source.lost(link, reason, detail, now))
             elif line.linked:
                 self._do(self._sink.lost(link, reason, detail, now))
             else:
-                self._do(self._settle(line.address, line.fallback, reason, detail))
+                self._do(self._settle(line.dialling, reason, detail))
             link.close()
 
-    def _session(self, *, dialled: bool) -> Session:
+    def _greeting(self, link: Link, dialling: Dialling) -> Session:
+        """What every lane may have under way stands in the Hello of the first."""
+        lane_of = b"" if dialling.lane_of is None else dialling.lane_of.session.greeting
+        budget_bytes = self.options.budget_bytes * (link.lanes if isinstance(link, Laned) else 1)
         return Session(
-            self._key, secrets.token_bytes(16), self.card, dialled=dialled, budget_bytes=self.options.budget_bytes
+            self._key,
+            secrets.token_bytes(16),
+            self.card,
+            dialled=True,
+            budget_bytes=budget_bytes,
+            lane_of=lane_of,
         )
 
-    def _seek(self, transport: Transport, where: str, address: str, fallback: Line | None = None) -> None:
+    def _seek(self, dialling: Dialling) -> None:
         """Under the lock: dial on a thread that may wait."""
         self._dials += 1
         try:
-            self._clock.aside(lambda: self._dial(transport, where, address, fallback))
+            self._clock.aside(lambda: self._dial(dialling))
         except RuntimeError as wrong:  # there is no thread to be had
             self._dialled(None)
-            self._do(self._settle(address, fallback, Reason.UNREACHABLE, str(wrong)))
+            self._do(self._settle(dialling, Reason.UNREACHABLE, str(wrong)))
 
     def _dialled(self, link: Link | None) -> str | None:
         """A dial is over. Why its link has ended already, if it has."""
@@ -154,18 +165,18 @@ class Switchboard:
             self._short_lived.clear()
         return detail
 
-    def _dial(self, transport: Transport, where: str, address: str, fallback: Line | None) -> None:
-        """Aside: a link to the peer that engines know as `address`."""
+    def _dial(self, dialling: Dialling) -> None:
+        """Aside: a link to a peer."""
         try:
-            link = transport.dial(where)
+            link = dialling.transport.dial(dialling.where)
         except Exception as wrong:  # whatever it is, somebody waits to hear of it
             if not isinstance(wrong, TransportError | RuntimeError):
-                log.exception("kv %s: dialling %s by %s", self.card.agent, address, transport.name)
+                log.exception("kv %s: dialling %s by %s", self.card.agent, dialling.address, dialling.transport.name)
             with self._lock:
                 self._dialled(None)
-                self._do(self._settle(address, fallback, Reason.UNREACHABLE, str(wrong)))
+                self._do(self._settle(dialling, Reason.UNREACHABLE, str(wrong)))
             return
-        line = Line(link, self._session(dialled=True), address, self._clock.now(), fallback)
+        line = Line(link, self._greeting(link, dialling), dialling, self._clock.now())
         with self._lock:
             ended = self._dialled(link)
             if self._closed:
@@ -173,7 +184,7 @@ class Switchboard:
                 return
             if ended is not None:
                 link.close()
-                self._do(self._settle(address, fallback, Reason.UNREACHABLE, ended))
+                self._do(self._settle(dialling, Reason.UNREACHABLE, ended))
                 return
             self._lines[link] = line
         link.send(line.session.hello())
@@ -183,40 +194,86 @@ class Switchboard:
         line.up, peer = True, line.session.peer
         assert peer is not None
         reason = unfit(self.card, peer, line.session.version) or astray(line) or self._late(line)
+        reason = reason or self._unwanted_lane(line)
         if reason is not None:
             self._tally.refused[reason[0]] += 1
             self.lose(line.link, *reason)
             return
         line.link.secure(line.session.window_key)
-        if line.address is None:
+        first, dialling = self._first_of(line), line.dialling
+        if first is not None:
+            self._widen(first, line)
+        elif dialling is None:
             self._source.linked(line.link, peer, line.session.budget_bytes)
-            return
-        name = better(self.card, peer, self._transports, line.link.transport)
-        if name is None:
+        elif (name := better(self.card, peer, self._transports, line.link.transport)) is None:
             self._do(self._use(line))
         else:
-            self._seek(self._transports[name], peer.addresses[name], line.address, line)
+            self._seek(Dialling(self._transports[name], peer.addresses[name], dialling.address, line))
 
     def _late(self, line: Line) -> tuple[Reason, str] | None:
-        """A better way that comes up when the line that led to it is gone: nobody waits for it any more, and another
-        may have been dialled meanwhile."""
-        if line.fallback is None or line.fallback.link in self._lines:
+        """A better way, or a lane, that comes up when the line that led to it is gone: nobody waits for it any more,
+        and another may have been dialled meanwhile."""
+        before = None if line.dialling is None else line.dialling.led_by
+        if before is None or before.link in self._lines:
             return None
         return Reason.LINK_LOST, "the link that led here is gone"
 
+    # ---- lanes
+
+    def _first_of(self, line: Line) -> Line | None:
+        """The line whose lane this is, if it is one; at a source by what the Hello says, and the same peer's."""
+        if line.dialling is not None:
+            return line.dialling.lane_of
+        named = [each for each in self._lines.values() if each.session.greeting == line.session.lane_of]
+        for each in named:
+            peer, there = line.session.peer, each.session.peer
+            if each.dialling is None and peer and there and (peer.agent, peer.epoch) == (there.agent, there.epoch):
+                return each
+        return None
+
+    def _unwanted_lane(self, line: Line) -> tuple[Reason, str] | None:
+        if not line.session.lane_of:
+            return None
+        first = self._first_of(line)
+        if first is None or not isinstance(first.link, Laned):
+            return Reason.LINK_LOST, "a lane of no link that is here"
+        return (Reason.PROTOCOL, "too many lanes") if first.lanes >= MOST_LANES else None
+
+    def _widen(self, first: Line, line: Line) -> None:
+        """From now on the first line's link speaks for both."""
+        assert isinstance(first.link, Laned)
+        del self._lines[line.link]
+        first.lanes += 1
+        first.link.widen(line.link)
+
+    def _seek_lanes(self, first: Line) -> None:
+        if isinstance(first.link, Laned) and first.dialling is not None:
+            dialling = msgspec.structs.replace(first.dialling, fallback=None, lane_of=first)
+            for _ in range(first.link.lanes - 1):
+                self._seek(dialling)
+
+    # ---- which line it is
+
     def _use(self, line: Line) -> list[Command]:
         """Sink: this line it is. The one that led to it is not needed any more."""
-        peer = line.session.peer
-        assert line.address is not None
+        peer, dialling = line.session.peer, line.dialling
+        assert dialling is not None
         assert peer is not None
         line.linked = True
-        if line.fallback is not None and self._lines.pop(line.fallback.link, None) is not None:
-            line.fallback.link.close()
+        fallback = dialling.fallback
+        if fallback is not None and self._lines.pop(fallback.link, None) is not None:
+            fallback.link.close()
         log.info("kv %s: %s by %s", self.card.agent, peer.agent, line.link.transport)
-        return self._sink.linked(line.address, line.link, peer.layout, peer.agent, self._clock.now())
+        self._seek_lanes(line)
+        return self._sink.linked(dialling.address, line.link, peer.layout, peer.agent, self._clock.now())
 
-    def _settle(self, address: str, fallback: Line | None, reason: Reason, detail: str) -> list[Command]:
+    def _settle(self, dialling: Dialling, reason: Reason, detail: str) -> list[Command]:
         """Sink: a line did not come up. Take the next best, if there is one."""
+        address, fallback = dialling.address, dialling.fallback
+        if dialling.lane_of is not None:
+            if dialling.lane_of.link in self._lines:
+                log.warning("kv %s: %s has a lane less: %s", self.card.agent, address, detail)
+            return []
         if fallback is None:
             return self._sink.unlinked(address, reason, detail, self._clock.now())
         if fallback.link not in self._lines:
@@ -228,7 +285,7 @@ class Switchboard:
     def _hear(self, line: Line, message: Message, now: float) -> list[Command]:
         """Each end has its lines; who says the other's is out."""
         link = line.link
-        match message, line.address is not None:
+        match message, line.dialling is not None:
             case Beat(), True:
                 return []
             case Beat(), False:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -16,6 +16,7 @@ from kvtransfer.lattice import Runs
 from kvtransfer.regions import Region
 from kvtransfer.reshard import Blocks
 
+MOST_LANES = 16
 STRANGER_BYTES = 24 << 10  # the most that is held of what a peer says that has proven nothing
 
 
@@ -116,8 +117,22 @@ class Link(Protocol):
         ...
 
 
+@runtime_checkable
+class Laned(Protocol):
+    """A link that can share its windows with more links to the same peer."""
+
+    lanes: int
+    """Links that are wanted here, this one among them. Whoever dials decides."""
+
+    def widen(self, lane: Link) -> None:
+        """From now on `lane`, proven and secured by the same peer, carries windows of this link and nothing else. What
+        it tells of them is told as this link's, and with either link the other ends. Called on the lane's thread."""
+        ...
+
+
 class LinkOwner(Protocol):
-    """Who hears from links. Called on the transport's own thread (or the simulation's), one call at a time per link.
+    """Who hears from links. Called on the transport's own thread (or the simulation's), one call at a time per link;
+    of windows one at a time per lane.
 
     None of the transport's locks may be held then: an owner calls links with its own lock held.
     """

@@ -26,8 +26,8 @@ from kvtransfer.transports.base import LinkOwner, Slice, TransportError, Verdict
 from kvtransfer.transports.nixl_arena import Arena, Writer, unavailable
 from kvtransfer.transports.nixl_out import NO_SLOT, POSTED, VERDICTS, WRITTEN, PostedOutbound, part_of
 from kvtransfer.transports.runs import scatter, within
-from kvtransfer.transports.stream import Manner
-from kvtransfer.transports.tcp import Tcp, TcpLink
+from kvtransfer.transports.stream import Manner, StreamLink
+from kvtransfer.transports.tcp import Tcp
 
 SLOTS, SLOT_BYTES = 4, 2 << 20
 _MAC_BYTES = 32
@@ -43,7 +43,7 @@ class _Arrival:
         self.part = self.n_bytes = 0
 
 
-class NixlLink(TcpLink):
+class NixlLink(StreamLink):
     transport = "nixl"
 
     def __init__(

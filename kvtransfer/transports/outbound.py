@@ -27,6 +27,7 @@ _STAGED_PIECES = 64  # unless it is of so many pieces that copying each would co
 _SMALL_BYTES = _FULL_BYTES + _STAGED_BYTES + (4 << 10)
 _AHEAD_BYTES = 256 << 10
 _ZEROS_BYTES = 64 << 10
+_MOST_SHARED = 256  # transfers, the newest: nobody tells when one that has landed is over
 
 
 class _Body:
@@ -68,6 +69,7 @@ class Outbound:
         self._sent = sent
         self._checked = checked
         self._queue: deque[bytes | tuple[WindowHead, Slice]] = deque()
+        self._shared: dict[int, None] = {}
         self._body: _Body | None = None
         small = np.empty(_SMALL_BYTES, np.uint8)
         self._small, self._address = small.data, address_of(small)
@@ -101,6 +103,44 @@ class Outbound:
             body.digest = None
             body.verdict = Verdict.STALE
 
+    def share(self, transfer: int) -> None:
+        """From now on its windows may leave by another way as well. From any thread."""
+        with self._gate:
+            self._shared[transfer] = None
+            if len(self._shared) > _MOST_SHARED:
+                del self._shared[next(iter(self._shared))]
+
+    def keep(self, transfer: int) -> None:
+        """Nobody else sends any more of it. From any thread."""
+        with self._gate:
+            self._shared.pop(transfer, None)
+
+    def spare(self) -> tuple[WindowHead, Slice] | None:
+        """A window to be sent by another way, which is not this one's any more. From any thread."""
+        with self._gate:
+            at = self._spare_at()
+            if at is None:
+                return None
+            found = self._queue[at]
+            del self._queue[at]
+            return found if isinstance(found, tuple) else None
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there is a window to spare."""
+        if not self._queue:
+            return False
+        with self._gate:
+            return self._spare_at() is not None
+
+    def _spare_at(self) -> int | None:
+        """Under the gate: where in the queue. What would be sent next is none, unless something is being sent."""
+        for at, item in enumerate(self._queue):
+            next_up = at == 0 and self._body is None
+            if not next_up and isinstance(item, tuple) and item[0].transfer in self._shared:
+                return at
+        return None
+
     def pump(self) -> bool:
         """Write what there is, one large window at most, or until the socket takes no more (`blocked`).
 
@@ -121,7 +161,8 @@ class Outbound:
     def _next(self) -> bool:
         """Lay out what follows, until there are bytes of a body or the small frames fill their buffer."""
         while self._body is None and self._queue and self._end < _FULL_BYTES:
-            item = self._queue.popleft()
+            with self._gate:
+                item = self._queue.popleft() if self._queue else b""  # it may just have gone another way
             if isinstance(item, tuple):
                 self._begin_window(*item)
             else:

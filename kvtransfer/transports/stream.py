@@ -23,7 +23,15 @@ import msgspec
 from kvtransfer.frame import MOST_PAYLOAD, FrameError, FrameLimits, Kind, frame
 from kvtransfer.regions import Region
 from kvtransfer.reshard import Blocks
-from kvtransfer.transports.base import STRANGER_BYTES, LinkOwner, Slice, TransportError, Verdict, WindowHead
+from kvtransfer.transports.base import (
+    MOST_LANES,
+    STRANGER_BYTES,
+    LinkOwner,
+    Slice,
+    TransportError,
+    Verdict,
+    WindowHead,
+)
 from kvtransfer.transports.inbound import Inbound
 from kvtransfer.transports.outbound import Outbound
 from kvtransfer.transports.seal import Seal, SealBroken
@@ -45,16 +53,20 @@ class Manner(msgspec.Struct, frozen=True):
     spin_s         how long to look for more before sleeping, four times as long where that has just been too short;
                    0 on machines with no core to spare
     window_bytes   what a window should measure here: larger ones cost less, smaller ones are fairer
+    lanes          connections to a peer that is dialled (tcp): one carries what one core can copy (lanes.py)
     """
 
     checked: bool = True
     sealed: bool = False
     spin_s: float = 50e-6
     window_bytes: int = 8 << 20
+    lanes: int = 1
 
     def __post_init__(self) -> None:
         if not 0 < self.window_bytes <= MOST_PAYLOAD or not 0.0 <= self.spin_s < 1.0:
             raise ValueError(f"windows have 1 to {MOST_PAYLOAD} bytes and nobody spins for a second, not {self}")
+        if not 1 <= self.lanes <= MOST_LANES:
+            raise ValueError(f"a link has 1 to {MOST_LANES} lanes, not {self}")
 
 
 class StreamLink:
@@ -190,7 +202,7 @@ class StreamLink:
     def _fenced_late(self, transfer: int) -> None:
         """Nobody writes any more on a link that has ended; the answer is owed all the same."""
         with self._telling:
-            self._owner.fenced(self, transfer)
+            self._fenced(transfer)
 
     # ---- on the link's thread ----
 
@@ -250,7 +262,7 @@ class StreamLink:
             return
         self._asleep = True
         try:
-            if self._orders or not (self._out.idle or self._out.blocked) or self._closing:
+            if self._orders or self._pending() or self._closing or self._broken is not None:
                 return
             if done is None and self._drivers:
                 return
@@ -271,7 +283,7 @@ class StreamLink:
 
         A look at the poll costs a third of a read that finds nothing.
         """
-        clock, look, out = time.perf_counter, self._poll.poll, self._out
+        clock, look = time.perf_counter, self._poll.poll
         self._want_out(False)
         until_s = clock() + self._spin_s
         while clock() < until_s:
@@ -279,9 +291,13 @@ class StreamLink:
             os.sched_yield()
             if look(0):
                 return self._turn()
-            if not out.idle or self._closing or (done is None and self._drivers):
+            if self._pending() or self._closing or (done is None and self._drivers):
                 return True
         return False
+
+    def _pending(self) -> bool:
+        """There is something to send, and room for it."""
+        return not (self._out.idle or self._out.blocked)
 
     def _want_in(self, least: int) -> None:
         """Have a poll tell of so many bytes, not of fewer."""
@@ -329,6 +345,9 @@ class StreamLink:
 
     def _fence(self, transfer: int) -> None:
         self._in.divert(transfer)
+        self._fenced(transfer)
+
+    def _fenced(self, transfer: int) -> None:
         self._owner.fenced(self, transfer)
 
     # ---- what came and went ----

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Link, LinkOwner, TransportError
+from kvtransfer.transports.lanes import LanedLink
 from kvtransfer.transports.listening import Listening
 from kvtransfer.transports.stream import Manner, StreamLink
 
@@ -19,7 +20,7 @@ _DIAL_S = 3.0
 _BACKLOG = 128
 
 
-class TcpLink(StreamLink):
+class TcpLink(LanedLink):
     transport = "tcp"
 
 
@@ -30,14 +31,14 @@ class Tcp:
     """
 
     name = "tcp"
-    _made: type[TcpLink] = TcpLink
+    _made: type[StreamLink] = TcpLink
 
     def __init__(
         self, host: str = "127.0.0.1", port: int = 0, manner: Manner | None = None, *, advertise: str | None = None
     ) -> None:
         self._host, self._port, self._manner, self._advertise = host, port, manner or Manner(), advertise
         self.sealed: bool | None = self._manner.sealed
-        self._listening: Listening[TcpLink] = Listening(self._link)
+        self._listening: Listening[StreamLink] = Listening(self._link)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
         try:
@@ -60,7 +61,7 @@ class Tcp:
     def close(self) -> None:
         self._listening.close()
 
-    def _link(self, sock: socket.socket, owner: LinkOwner, peer: str) -> TcpLink:
+    def _link(self, sock: socket.socket, owner: LinkOwner, peer: str) -> StreamLink:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)

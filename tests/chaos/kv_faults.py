@@ -13,7 +13,7 @@ import msgspec
 from kvtransfer.clock import Clock
 from kvtransfer.regions import Region
 from kvtransfer.reshard import Blocks
-from kvtransfer.transports.base import Link, LinkOwner, Slice, Transport, Verdict, WindowHead
+from kvtransfer.transports.base import Laned, Link, LinkOwner, Slice, Transport, Verdict, WindowHead
 
 
 class Dice(msgspec.Struct, frozen=True):
@@ -94,6 +94,7 @@ class FaultyLink:
         self._inner, self._end = inner, end
         self.transport, self.peer = inner.transport, inner.peer
         self.window_bytes, self.one_sided = inner.window_bytes, inner.one_sided
+        self.lanes = inner.lanes if isinstance(inner, Laned) else 1
 
     @property
     def received_bytes(self) -> int:
@@ -145,6 +146,11 @@ class FaultyLink:
 
     def secure(self, window_key: bytes) -> None:
         self._inner.secure(window_key)
+
+    def widen(self, lane: Link) -> None:
+        assert isinstance(self._inner, Laned)
+        assert isinstance(lane, FaultyLink)
+        self._inner.widen(lane._inner)
 
     def close(self) -> None:
         self._inner.close()

@@ -1,6 +1,6 @@
 """Seeded fault trials of KV transfer: two sources and two sinks, requests that come and go, and something that breaks.
 
-    python -m tests.chaos.kv_trials --trials 10000 --transport inproc,shm,tcp [--seed 0] [--jobs 4]
+    python -m tests.chaos.kv_trials --trials 10000 --transport inproc,shm,tcp,lanes [--seed 0] [--jobs 4]
 
 Whatever is drawn, it must hold that LANDED means the source's bytes of that offer and no other, that nobody writes into
 blocks that were given back, that every offer and landing ends once with a named reason, and that nothing stays held.
@@ -373,7 +373,7 @@ class Trial:
             self.at(self.moment(), lambda: take(None))
 
     def address_of(self, source: Engine) -> str:
-        if self.transport != "tcp" or self.fault not in ("spoil bytes", "truncate", "sever", "stall"):
+        if self.transport not in ("tcp", "lanes") or self.fault not in ("spoil bytes", "truncate", "sever", "stall"):
             return source.agent.address
         proxy = Proxy(source.agent.address, Random(self.rng.random()))
         self.proxies.append(proxy)
@@ -479,7 +479,7 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="the first; a trial is made again by its seed and transport"
     )
-    parser.add_argument("--transport", default="inproc,shm,tcp", help="taken in turn")
+    parser.add_argument("--transport", default="inproc,shm,tcp,lanes", help="taken in turn")
     parser.add_argument("--jobs", type=int, default=4)
     chosen = parser.parse_args()
     names = chosen.transport.split(",")

@@ -75,8 +75,10 @@ def everyone() -> list[Contestant]:
 
 
 OURS: dict[str, dict[str, Any]] = {
-    "ours tcp": {"transport": "tcp"},
+    "ours tcp": {"transport": "tcp", "lanes": 3},
+    "ours tcp, one lane": {"transport": "tcp"},
     "ours tcp xxh3": {"transport": "tcp", "checked": True},
+    "ours tcp xxh3, two lanes": {"transport": "tcp", "checked": True, "lanes": 2},
     "ours tcp aes": {"transport": "tcp", "sealed": True},
     "ours shm": {"transport": "shm"},
 }

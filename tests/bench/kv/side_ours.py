@@ -1,7 +1,7 @@
 """Our transports at the level of a link: windows of runs as an agent would put them, generations checked, bytes proven.
 
 The sink dials, as sinks do. The source puts a pass's windows and waits for the word that all have landed; it moves
-its link meanwhile on its own thread. Settings: transport (tcp or shm), checked (xxh3), sealed (AES-GCM).
+its link meanwhile on its own thread. Settings: transport (tcp or shm), checked (xxh3), sealed (AES-GCM), lanes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pool import Bytes, Draw
 from kvtransfer.lattice import Runs
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
-from kvtransfer.transports.base import Link, Slice, Transport, Verdict, WindowHead
+from kvtransfer.transports.base import Laned, Link, Slice, Transport, Verdict, WindowHead
 from kvtransfer.transports.stream import Manner
 
 BLOCK_BYTES = 64 << 10  # of the region, for its generations
@@ -40,6 +40,8 @@ class Ours:
         self.windows: list[tuple[WindowHead, Slice]] = []
         self.expected: dict[int, Slice] = {}
         self.left = 0
+        self.counting = threading.Lock()
+        self.lanes_left = settings.get("lanes", 1) - 1
         self.each = False
         self.replies = 0
         self.wrong = ""
@@ -53,12 +55,16 @@ class Ours:
         if self.role == "sink":
             self.link = self.transport.dial(peer["address"])
             self.link.secure(SECRET)
+            for _ in range(self.lanes_left):
+                lane = self.transport.dial(peer["address"])
+                lane.secure(SECRET)
+                _laned(self.link).widen(lane)
 
     def prepare(self, what: Draw, each: bool) -> None:
         """The windows of both ends, and the sink's leave to write where they go."""
         self.transfer += 1
         self.each, self.replies = each, 0
-        assert self.link is not None or self.joined.wait(PATIENCE_S)
+        assert self.role == "sink" or self.joined.wait(PATIENCE_S)
         window_bytes = min(self.link.window_bytes, Options().window_bytes)  # type: ignore[union-attr]
         self.windows = self._windows(what, 1 if each else max(1, window_bytes // what.block_bytes))
         if self.role == "sink":
@@ -119,9 +125,15 @@ class Ours:
     # ---- what the link tells (LinkOwner) ----
 
     def linked(self, link: Link) -> None:
+        """Of connections the first is the link, and others are its lanes."""
         link.secure(SECRET)
-        self.link = link
-        self.joined.set()
+        if self.link is None:
+            self.link = link
+        else:
+            self.lanes_left -= 1
+            _laned(self.link).widen(link)
+        if not self.lanes_left:
+            self.joined.set()
 
     def message(self, link: Link, data: bytes) -> None:
         if data.startswith(GRANT):
@@ -136,10 +148,12 @@ class Ours:
     def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
         if verdict is not Verdict.OK:
             self.wrong = f"a window arrived {verdict}"
-        self.left -= 1
+        with self.counting:  # lanes tell each on its own thread
+            self.left -= 1
+            last = not self.left
         if self.each:
             link.send(ONE)
-        elif not self.left:
+        elif last:
             link.send(ALL)
 
     def sent(self, link: Link, head: WindowHead) -> None: ...
@@ -158,8 +172,13 @@ def _region(role: str, pool_bytes: int, transport: str) -> Region:
     return Region.create(pool_bytes // BLOCK_BYTES, BLOCK_BYTES, name=role, populate=True)
 
 
-def _transport(transport: str, checked: bool = False, sealed: bool = False) -> Transport:
-    manner = Manner(checked=checked, sealed=sealed)
+def _laned(link: Link) -> Laned:
+    assert isinstance(link, Laned)
+    return link
+
+
+def _transport(transport: str, checked: bool = False, sealed: bool = False, lanes: int = 1) -> Transport:
+    manner = Manner(checked=checked, sealed=sealed, lanes=lanes)
     if transport == "tcp":
         from kvtransfer.transports.tcp import Tcp
 

@@ -1,6 +1,7 @@
 """Two ends of one link over any transport, and owners that write down what they hear.
 
-PENSTOCK_KV_TRANSPORTS says which transports are tested (inproc,shm,tcp unless set; rdma where there are verbs).
+PENSTOCK_KV_TRANSPORTS says which transports are tested (inproc,shm,tcp,lanes unless set; rdma where there are verbs).
+Lanes are tcp with three connections to a link.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from numpy.typing import NDArray
 from kvtransfer.clock import ThreadClock
 from kvtransfer.lattice import Runs
 from kvtransfer.regions import Region
-from kvtransfer.transports.base import Link, Slice, Transport, Verdict, WindowHead
+from kvtransfer.transports.base import Laned, Link, Slice, Transport, Verdict, WindowHead
 from kvtransfer.transports.inproc import Inproc, Wire
 
-TRANSPORTS = os.environ.get("PENSTOCK_KV_TRANSPORTS", "inproc,shm,tcp").split(",")
+TRANSPORTS = os.environ.get("PENSTOCK_KV_TRANSPORTS", "inproc,shm,tcp,lanes").split(",")
 BLOCKS, BLOCK_BYTES = 64, 32 << 10
+LANES = 3
 # How long something that must happen may take: more on an emulated processor.
 PATIENCE_S = float(os.environ.get("PENSTOCK_PATIENCE_S", "20"))
 
@@ -45,10 +47,11 @@ def make(name: str, wire: Wire, pace: float = 1.0) -> Transport:
     """One end, for a machine that is so much slower. Imports on demand: not every machine has verbs."""
     if name == "inproc":
         return Inproc(wire)
-    if name == "tcp":
+    if name in ("tcp", "lanes"):
+        from kvtransfer.transports.stream import Manner
         from kvtransfer.transports.tcp import Tcp
 
-        return Tcp()
+        return Tcp(manner=Manner(lanes=LANES if name == "lanes" else 1))
     if name == "shm":
         from kvtransfer.transports.shm import Shm
 
@@ -63,6 +66,11 @@ def make(name: str, wire: Wire, pace: float = 1.0) -> Transport:
 
         return Nixl()
     raise ValueError(f"no transport is called {name}")
+
+
+def kind_of(name: str) -> str:
+    """What its links say they are."""
+    return "tcp" if name == "lanes" else name
 
 
 @dataclass
@@ -172,9 +180,22 @@ def linked_pair(name: str) -> Iterator[Pair]:
         far = gives.heard[0].link
         for end in (link, far):
             end.secure(bytes(32))
+        if isinstance(link, Laned) and isinstance(far, Laned):
+            for lane in range(1, link.lanes):
+                _widen(link, far, sink_end.dial(address), gives, lane)
         yield Pair(name, link, far, hears, gives, into, out_of, sink_end, source_end)
     into.close()
     out_of.close()
+
+
+def _widen(link: Laned, far: Laned, lane: Link, gives: Owner, number: int) -> None:
+    """As agents do it, of whom the source is asked first."""
+    gives.wait("linked", number + 1)
+    there = [heard.link for heard in gives.heard if heard.kind == "linked"][number]
+    for end in (lane, there):
+        end.secure(bytes(32))
+    far.widen(there)
+    link.widen(lane)
 
 
 def window(transfer: int, runs: Runs, group: int = 0, first: int = 0) -> WindowHead:

@@ -65,7 +65,7 @@ def switchboard(transport: object) -> tuple[Switchboard, list[tuple[str, Reason,
 
 
 def test_a_link_that_ends_before_its_dialler_knows_it_is_no_silence() -> None:
-    link = Mock(transport="tcp")
+    link = Mock(transport="tcp", lanes=1)
 
     def dial(where: str) -> object:
         made.lose(link, Reason.LINK_LOST, "the peer closed the link")
@@ -80,7 +80,7 @@ def test_a_link_that_ends_before_its_dialler_knows_it_is_no_silence() -> None:
 
 
 def test_who_never_answers_is_given_up_for_the_limit_that_it_has_passed() -> None:
-    made, heard = switchboard(Mock(dial=lambda where: Mock(transport="tcp", received_bytes=0)))
+    made, heard = switchboard(Mock(dial=lambda where: Mock(transport="tcp", lanes=1, received_bytes=0)))
     made.dial("h:1")
     made._clock.now = lambda: 2.5  # type: ignore[method-assign]
     made._beat(2.5)
@@ -222,7 +222,7 @@ async def test_a_heart_that_missed_a_beat_beats_on(monkeypatch: pytest.MonkeyPat
     failed = threading.Event()
 
     def fails(line: Line, *_: object) -> bool:
-        if line.address is not None or failed.is_set():
+        if line.dialling is not None or failed.is_set():
             return False
         failed.set()
         raise RuntimeError("once")
