@@ -85,20 +85,19 @@ class LanedLink(StreamLink):
         """Lanes that sleep may be of use."""
         if self._wide.all and self._out.crowded:
             for lane in self._wide.all:
+                lane._called = True
                 lane._wake()
 
     # ---- on the link's thread ----
 
     def _turn(self) -> bool:
+        self._called = False
         if self._first is not None and self._out.idle:
             found = self._first.spare()
             if found is not None:
                 self.used = True
                 self._out.queue(found)
         return super()._turn()
-
-    def _pending(self) -> bool:
-        return super()._pending() or (self._first is not None and self._out.idle and self._first.crowded)
 
     def framed(self, kind: Kind, header: bytes) -> None:
         if kind is not Kind.SPREAD:

@@ -90,6 +90,7 @@ class StreamLink:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lead, self._gate, self._telling = threading.Lock(), threading.Lock(), threading.Lock()
         self._asleep = self._closing = self._ended = self._dialled = False
+        self._called = False  # another link has work for this one (lanes.py)
         self._drivers, self._driven_s = 0, -_NEVER
         self._spin_s = manner.spin_s
         self._broken: str | None = None
@@ -262,7 +263,9 @@ class StreamLink:
             return
         self._asleep = True
         try:
-            if self._orders or self._pending() or self._closing or self._broken is not None:
+            if self._orders or not (self._out.idle or self._out.blocked) or self._called or self._closing:
+                return
+            if self._broken is not None:
                 return
             if done is None and self._drivers:
                 return
@@ -283,7 +286,7 @@ class StreamLink:
 
         A look at the poll costs a third of a read that finds nothing.
         """
-        clock, look = time.perf_counter, self._poll.poll
+        clock, look, out = time.perf_counter, self._poll.poll, self._out
         self._want_out(False)
         until_s = clock() + self._spin_s
         while clock() < until_s:
@@ -291,13 +294,9 @@ class StreamLink:
             os.sched_yield()
             if look(0):
                 return self._turn()
-            if self._pending() or self._closing or (done is None and self._drivers):
+            if not out.idle or self._called or self._closing or (done is None and self._drivers):
                 return True
         return False
-
-    def _pending(self) -> bool:
-        """There is something to send, and room for it."""
-        return not (self._out.idle or self._out.blocked)
 
     def _want_in(self, least: int) -> None:
         """Have a poll tell of so many bytes, not of fewer."""
