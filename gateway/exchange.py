@@ -29,7 +29,7 @@ class Sent(Protocol):
     def release(self) -> None: ...
 
 
-class SplitRecord(msgspec.Struct, eq=False):
+class SplitRecord:
     """What was decided about splitting, and how it went. Stamps are monotonic seconds; None: not reached.
 
     reason              why it was split or not, in policies.split's word
@@ -41,15 +41,20 @@ class SplitRecord(msgspec.Struct, eq=False):
     transport           how the KV travelled, when an engine said so
     """
 
-    reason: str
-    prefill: str = ""
-    dialect: str = ""
-    prefill_sent_at: float | None = None
-    prefilled_at: float | None = None
-    handed_over_at: float | None = None
-    cached_tokens: int | None = None
-    transport: str | None = None
-    predicted_ttft_s: float | None = None
+    __slots__ = (
+        *("cached_tokens", "dialect", "handed_over_at", "predicted_ttft_s", "prefill", "prefill_sent_at"),
+        *("prefilled_at", "reason", "transport"),
+    )
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        self.prefill = self.dialect = ""
+        self.prefill_sent_at: float | None = None
+        self.prefilled_at: float | None = None
+        self.handed_over_at: float | None = None
+        self.cached_tokens: int | None = None
+        self.transport: str | None = None
+        self.predicted_ttft_s: float | None = None
 
 
 class Exchange:

@@ -9,8 +9,6 @@ from collections import deque
 from random import Random
 from typing import Protocol
 
-import msgspec
-
 from gateway.exchange import SplitRecord
 from gateway.meters import Counter
 from gateway.metrics import Metrics
@@ -33,20 +31,23 @@ WEIGHT = 0.2  # of the newest handoff in a pair's mean
 NEWEST = 64  # handoffs of a pair that its percentile is of
 
 
-class PairFigures(msgspec.Struct):
+class PairFigures:
     """How handoffs between two endpoints went, with moving means; None before the first.
 
     prefill_s  from the prefill request to its answer     handoff_s  from there to the first token
     tokens     of prompts whose KV travelled between them: what was not cached at the decoder, as believed
+    counter    of those that were served; None before the first
     """
 
-    served: int = 0
-    failed: int = 0
-    tokens: int = 0
-    prefill_s: float | None = None
-    handoff_s: float | None = None
-    transport: str | None = None
-    newest_s: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=NEWEST))
+    __slots__ = ("counter", "failed", "handoff_s", "newest_s", "prefill_s", "served", "tokens", "transport")
+
+    def __init__(self) -> None:
+        self.served = self.failed = self.tokens = 0
+        self.prefill_s: float | None = None
+        self.handoff_s: float | None = None
+        self.transport: str | None = None
+        self.newest_s: deque[float] = deque(maxlen=NEWEST)
+        self.counter: Counter | None = None
 
     def took(self, prefill_s: float, handoff_s: float) -> None:
         self.prefill_s = _nearer(self.prefill_s, prefill_s)
@@ -185,14 +186,16 @@ class Handoffs:
 
     def ended(self, pair: Pair, figures: PairFigures, state: State, record: SplitRecord, relay: Relay | None) -> None:
         """A pair's attempt is over."""
-        figures.transport = record.transport or figures.transport
-        names = _names(pair)
+        if record.transport is not None:
+            figures.transport = record.transport
         if state is State.FAILED:
             figures.failed += 1
-            self.metrics.split_pairs_total.labels(*names, "failed").inc()
+            self.metrics.split_pairs_total.labels(*_names(pair), "failed").inc()
         elif state is State.DONE:
             figures.served += 1
-            self.metrics.split_pairs_total.labels(*names, "served").inc()
+            if figures.counter is None:
+                figures.counter = self.metrics.split_pairs_total.labels(*_names(pair), "served")
+            figures.counter.value += 1.0
             began, done = record.prefill_sent_at, record.prefilled_at
             if relay is not None and relay.first_token_at is not None and began is not None and done is not None:
                 figures.took(done - began, max(0.0, relay.first_token_at - done))

@@ -114,7 +114,7 @@ class PairAttempt:
         self._acting = True
         try:
             while True:
-                self.state, end, acts = _ROWS[self.state, event]
+                self.state, end, acts = _ROWS[self.state][event]
                 if end is not None:
                     self.handoffs.count(end)
                 for act in acts:
@@ -373,7 +373,7 @@ def _due(before: State, row: Row) -> tuple[Do, ...]:
     return (PairAttempt._watch if row.state is State.TRANSFERRING else PairAttempt._watch_no_more, *acts)
 
 
-# The table with everything looked up once: the next state, the leg's end that the event is, and what is due.
-_ROWS: Mapping[tuple[State, Event], tuple[State, tuple[str, str] | None, tuple[Do, ...]]] = MappingProxyType(
-    {(state, event): (row.state, LEG_ENDS.get(event), _due(state, row)) for (state, event), row in TABLE.items()}
-)
+# The table by state, with everything looked up once: the next state, the leg's end that the event is, and what is due.
+_ROWS: dict[State, dict[Event, tuple[State, tuple[str, str] | None, tuple[Do, ...]]]] = {state: {} for state in State}
+for (_state, _event), _row in TABLE.items():
+    _ROWS[_state][_event] = (_row.state, LEG_ENDS.get(_event), _due(_state, _row))

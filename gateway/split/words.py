@@ -53,16 +53,23 @@ _SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
-class Work(msgspec.Struct, frozen=True, eq=False):
+class Work:
     """One request of a model that is split, and all that is needed to serve it."""
 
-    gateway: Gateway
-    route: Route
-    split: SplitRoute
-    x: Exchange
-    client: Client
-    call: Call
-    fingerprint: Fingerprint
+    __slots__ = ("call", "client", "fingerprint", "gateway", "route", "split", "x")
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        route: Route,
+        split: SplitRoute,
+        x: Exchange,
+        client: Client,
+        call: Call,
+        fingerprint: Fingerprint,
+    ) -> None:
+        self.gateway, self.route, self.split, self.x = gateway, route, split, x
+        self.client, self.call, self.fingerprint = client, call, fingerprint
 
     @property
     def record(self) -> SplitRecord:

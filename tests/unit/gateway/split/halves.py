@@ -15,7 +15,6 @@ from time import monotonic
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from gateway.app import App
 from gateway.config import Config
@@ -279,8 +278,9 @@ class Front:
     def have_met(self) -> None:
         """All pairs have been seen at work, and are quick."""
         names = itertools.product((half.name for half in self.prefill), (half.name for half in self.decode))
-        quick = PairFigures(served=1, prefill_s=0.01, handoff_s=0.01)
-        self.app.gateway.handoffs.pairs |= {pair: msgspec.structs.replace(quick) for pair in names}
+        for pair in names:
+            figures = self.app.gateway.handoffs.pairs[pair] = PairFigures()
+            figures.served, figures.prefill_s, figures.handoff_s = 1, 0.01, 0.01
 
     async def at_rest(self) -> None:
         async with asyncio.timeout(PATIENCE_S):
