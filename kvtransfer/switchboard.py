@@ -224,11 +224,12 @@ class Switchboard:
         """The line whose lane this is, if it is one; at a source by what the Hello says, and the same peer's."""
         if line.dialling is not None:
             return line.dialling.lane_of
-        named = [each for each in self._lines.values() if each.session.greeting == line.session.lane_of]
-        for each in named:
-            peer, there = line.session.peer, each.session.peer
-            if each.dialling is None and peer and there and (peer.agent, peer.epoch) == (there.agent, there.epoch):
-                return each
+        peer = line.session.peer
+        for each in self._lines.values():
+            if each is not line and each.dialling is None and each.session.greeting == line.session.lane_of:
+                there = each.session.peer
+                same = peer is not None and there is not None and (peer.agent, peer.epoch) == (there.agent, there.epoch)
+                return each if same else None
         return None
 
     def _unwanted_lane(self, line: Line) -> tuple[Reason, str] | None:

@@ -232,14 +232,16 @@ def test_a_lane_that_was_not_used_yet_is_missed_by_nobody(pair: Pair) -> None:
     assert pair.hears.all("lost") == pair.gives.all("lost") == []
 
 
-async def test_a_lane_of_a_link_that_is_not_there_is_refused_and_missed_by_nobody(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("itself", [True, False])
+async def test_a_lane_of_no_other_link_that_is_there_is_refused_and_missed_by_nobody(
+    itself: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     greeting = Switchboard._greeting
 
     def wrong(self: Switchboard, link: Link, dialling: switchboard.Dialling) -> Session:
         session = greeting(self, link, dialling)
-        session.lane_of = b"x" * 16 if session.lane_of else b""
+        if session.lane_of:
+            session.lane_of = session.greeting if itself else b"x" * 16
         return session
 
     monkeypatch.setattr(Switchboard, "_greeting", wrong)
