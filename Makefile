@@ -54,8 +54,8 @@ nixl: $(VENV)/.dev ## KV transfer by NIXL: the contract and seeded faults, in an
 		PENSTOCK_NIXL=1 PENSTOCK_KV_TRANSPORTS=nixl \
 		build/nixl/bin/python -m pytest $(NIXL_TESTS)
 
-kv-trials: $(VENV)/.dev ## 10,000 seeded faults of KV transfer over inproc, shm and tcp (TRIALS="--trials 500 --seed 7")
-	$(PY) -m tests.chaos.kv_trials $(or $(TRIALS),--trials 10000 --transport inproc$(comma)shm$(comma)tcp)
+kv-trials: $(VENV)/.dev ## 10,000 seeded faults of KV transfer over inproc, shm, tcp and its lanes (TRIALS="--trials 500 --seed 7")
+	$(PY) -m tests.chaos.kv_trials $(or $(TRIALS),--trials 10000 --transport inproc$(comma)shm$(comma)tcp$(comma)lanes)
 
 bench: $(VENV)/.dev ## this gateway and its peers on the same load, in alternation (docs/performance.md)
 	$(PY) tests/bench/peers.py
