@@ -33,9 +33,9 @@ class Dialling(msgspec.Struct, frozen=True, eq=False):
 
 
 class Line:
-    """`up`: both ends have proven themselves. `linked`: the sink's
-    book uses it. `hearing`: its thread has something from the peer in hand, and maybe waits for our lock with it.
-    `dialling`: what it was dialled for; None: we were dialled. `lanes`: how many it has been given."""
+    """`up`: both ends have proven themselves. `linked`: the sink's book uses it. `hearing`: its thread has something
+    from the peer in hand, and maybe waits for our lock with it. `dialling`: what it was dialled for; None: we were
+    dialled. `lanes`: connections in all that share its windows."""
 
     __slots__ = (
         "_heard_at", "_received", "_sending", "dialling", "hearing", "lanes", "link", "linked", "session", "up",

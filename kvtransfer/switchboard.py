@@ -236,7 +236,7 @@ class Switchboard:
         if not line.session.lane_of:
             return None
         first = self._first_of(line)
-        if first is None or not isinstance(first.link, Laned):
+        if first is None or not isinstance(first.link, Laned) or first.link.transport != line.link.transport:
             return Reason.LINK_LOST, "a lane of no link that is here"
         return (Reason.PROTOCOL, "too many lanes") if first.lanes >= MOST_LANES else None
 

@@ -79,6 +79,20 @@ def test_a_link_that_ends_before_its_dialler_knows_it_is_no_silence() -> None:
     link.close.assert_called_once_with()
 
 
+def test_a_lane_by_another_transport_than_its_links_is_refused() -> None:
+    made, _ = switchboard(Mock())
+    first, lane = (
+        Line(Mock(transport="tcp", lanes=1), Session(KEY, bytes(16), made.card, dialled=False), None, 0.0)
+        for _ in range(2)
+    )
+    made._lines[first.link] = first
+    first.session.peer = lane.session.peer = made.card
+    first.session.greeting = lane.session.lane_of = b"g" * 16
+    assert made._unwanted_lane(lane) is None
+    lane.link.transport = "rdma"
+    assert made._unwanted_lane(lane) == (Reason.LINK_LOST, "a lane of no link that is here")
+
+
 def test_who_never_answers_is_given_up_for_the_limit_that_it_has_passed() -> None:
     made, heard = switchboard(Mock(dial=lambda where: Mock(transport="tcp", lanes=1, received_bytes=0)))
     made.dial("h:1")
