@@ -37,7 +37,7 @@ HOT = (
     *("account", "attempts", "begin", "canary", "endpoints", "errand", "exchange", "explain", "framing", "front"),
     *("gate", "head", "kept", "legs", "likeness", "meters", "openai", "outbox", "overflow", "prefixes", "quotas"),
     *("relay", "roster", "serve", "shadow", "slo", "talk", "told", "trace", "upstream"),
-    *(f"split/{name}" for name in ("dispatch", "edit", "handoffs", "leg", "life", "pair", "words")),
+    *(f"split/{name}" for name in ("dispatch", "edit", "handoffs", "inbox", "leg", "life", "pair", "words")),
 )
 DECISIONS = (
     *("admission", "appraisal", "dual", "fairness", "filters", "fingerprint", "fold", "foreign", "foresight"),
@@ -45,7 +45,12 @@ DECISIONS = (
     *("pickers", "prefix_index", "price", "quota", "returns", "run", "rungs", "scorers", "sessions", "split"),
     *("timeline", "usage", "waiting"),
 )
-MODULES = tuple(f"gateway/{name}.py" for name in HOT) + tuple(f"policies/{name}.py" for name in DECISIONS)
+DIALECTS = ("contract", "vllm_nixl")
+MODULES = (
+    *(f"gateway/{name}.py" for name in HOT),
+    *(f"policies/{name}.py" for name in DECISIONS),
+    *(f"kvtransfer/dialects/{name}.py" for name in DIALECTS),
+)
 NOT_AN_ARGUMENT = object()
 # None has no attributes, and annotations stay annotations unless they name a C class: a compiled module must behave as
 # its source does, not faster at the price of meaning.

@@ -122,7 +122,8 @@ def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -
     def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
         prompt, cached, known = ask.request.prompt_tokens, ask.cached, len(ask.cached)
         scores = []
-        for load in (candidate.load for candidate in candidates):
+        for candidate in candidates:
+            load = candidate.load
             cost = load.decode_tokens + load.expected_tokens + load.prefill_tokens + request_tokens * load.in_flight
             cost += transfer_weight * (prompt - (cached[load.slot] if load.slot < known else 0))
             scores.append(-cost - prompt * strangers(load, ask.now, fresh_s))

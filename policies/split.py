@@ -38,6 +38,9 @@ class Reason(StrEnum):
     RECOMPUTE = "recompute"  # a handoff failed, and what is left to try is computing it all in one place
 
 
+_LONG = Reason.LONG  # before Python 3.12 an Enum finds its members slowly, and this is every split request's
+
+
 class Shape(msgspec.Struct, frozen=True):
     """What decides whether a request can be split at all.
 
@@ -172,7 +175,7 @@ class Splitter(msgspec.Struct, frozen=True):
         if pair is None:
             return Decision(None, Reason.NO_PAIR, splitting)
         reason, splitting = self._worth(ask.request.prompt_tokens, pair.decode.cached_tokens, shape, splitting)
-        if reason is not Reason.LONG:
+        if reason is not _LONG:
             if _anybody(pools.alone, ask):
                 return Decision(None, reason, splitting)
             reason = Reason.NOBODY_ALONE
@@ -180,16 +183,16 @@ class Splitter(msgspec.Struct, frozen=True):
 
     def pair(self, pools: Pools, ask: Ask) -> Pair | None:
         """The least loaded decode endpoint that has somebody to prefill for it, and the best of those."""
-        groups: Sequence[Group] = pools.groups
-        if len(groups) > 1:
-            groups = [group for group in groups if _anybody(group.prefills, ask)]
-        if not groups or (len(groups) == 1 and not _anybody(groups[0].prefills, ask)):
+        groups = [group for group in pools.groups if _anybody(group.prefills, ask)]
+        if not groups:
             return None
-        decode = run.pick(self.decode, ask, groups[0].decodes if len(groups) == 1 else _together(groups))
+        group, several = groups[0], len(groups) > 1
+        decode = run.pick(self.decode, ask, _together(groups) if several else group.decodes)
         if decode is None:
             return None
         chosen = decode.candidate
-        group = groups[0] if len(groups) == 1 else next(group for group in groups if chosen in group.decodes)
+        if several:
+            group = next(group for group in groups if chosen in group.decodes)
         others: Sequence[Candidate] = group.prefills
         if chosen in others:
             others = [each for each in others if each is not chosen]
@@ -205,7 +208,7 @@ class Splitter(msgspec.Struct, frozen=True):
         width = self.rule.threshold_tokens * self.rule.hysteresis
         bound = self.rule.threshold_tokens + (-width if splitting else width)
         if prompt_tokens - cached_tokens >= bound:
-            return Reason.LONG, True
+            return _LONG, True
         return (Reason.CACHED if prompt_tokens >= bound else Reason.SHORT), False
 
 

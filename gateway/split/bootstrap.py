@@ -77,7 +77,7 @@ class Query:
         self._leg.close()
         self._server.close()
 
-    def _ended(self, problem: UpstreamBroke | None) -> None:
+    def _ended(self, _: Leg, problem: UpstreamBroke | None) -> None:
         self._tell(problem, b"" if self._relay.refused else self._inbox.body)
 
     def _overdue(self) -> None:

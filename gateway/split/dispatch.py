@@ -53,16 +53,16 @@ async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Cli
 
 
 def _decide(work: Work, recompute: bool) -> tuple[Decision, Ask]:
-    gateway, route, pools = work.gateway, work.route, work.split.pools
-    ask = gateway.endpoints.ask(work.call.request, work.fingerprint, work.x.retries)
-    mode = gateway.handoffs.splitting.get(route.name, False)
-    if recompute and any(each.load.available for each in pools.alone):
+    x, call, split, handoffs, name = work.x, work.call, work.split, work.gateway.handoffs, work.route.name
+    ask = work.gateway.endpoints.ask(call.request, work.fingerprint, x.retries)
+    mode = handoffs.splitting.get(name, False)
+    if recompute and any(each.load.available for each in split.pools.alone):
         decision = Decision(None, Reason.RECOMPUTE, mode)
     else:
-        decision = work.split.splitter.decide(pools, ask, shape(work.call.members), mode)
-        gateway.handoffs.splitting[route.name] = decision.splitting
-    gateway.handoffs.decided(decision.pair is not None, decision.reason)
-    work.x.split = SplitRecord(decision.reason)
+        decision = split.splitter.decide(split.pools, ask, shape(call.members), mode)
+        handoffs.splitting[name] = decision.splitting
+    handoffs.decided(decision.reason, split=decision.pair is not None)
+    x.split = SplitRecord(decision.reason)
     return decision, ask
 
 
@@ -99,10 +99,11 @@ def _nobody(work: Work, ask: Ask, decision: Decision, problem: UpstreamBroke | N
 
 async def _pair(work: Work, ask: Ask, pair: Pair) -> tuple[UpstreamBroke | None, bool]:
     """Two endpoints, both places taken in this turn of the loop; what broke, and whether to compute it all in one."""
-    x = work.x
+    x, record = work.x, work.x.split
+    assert record is not None
     x.pick, x.picked_at = pair.decode, monotonic()
-    work.record.prefill, work.record.dialect = pair.prefill.candidate.endpoint.name, work.split.dialect.name
-    attempt = PairAttempt(work, pair)
+    record.prefill, record.dialect = pair.prefill.candidate.endpoint.name, work.split.dialect.name
+    attempt = PairAttempt(work, pair, record)
     problem = await attempt.run(ask)
     x.retries += attempt.suspects if problem is not None else []
     return problem, attempt.recompute

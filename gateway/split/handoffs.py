@@ -13,7 +13,7 @@ from gateway.exchange import SplitRecord
 from gateway.meters import Counter
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
-from gateway.relay import Relay
+from gateway.relay import Relay, UpstreamBroke
 from gateway.split.bootstrap import Bootstraps
 from gateway.split.inbox import Inbox
 from gateway.split.leg import Leg
@@ -29,6 +29,8 @@ MOST_WAIT_S = 5.0  # either, at most: engines that have no core of their own tak
 TAKEN_S = 10.0  # how long a decoder may take to fetch KV that is only to be freed
 WEIGHT = 0.2  # of the newest handoff in a pair's mean
 NEWEST = 64  # handoffs of a pair that its percentile is of
+
+_DONE, _FAILED = State.DONE, State.FAILED  # before Python 3.12 an Enum finds its members slowly
 
 
 class PairFigures:
@@ -93,6 +95,11 @@ class Handoffs:
     """`splitting` is the mode of each model's rule (policies.split.SplitRule.hysteresis); `pairs` by names, P and D;
     `transfers` are under way, and until when each may last."""
 
+    __slots__ = (
+        *("_decisions", "_identities", "_legs", "_numbers", "_rng", "_running"),
+        *("bootstraps", "metrics", "outbox", "pairs", "splitting", "transfers"),
+    )
+
     def __init__(self, metrics: Metrics, rng: Random, outbox: Outbox) -> None:
         self.metrics = metrics
         self.outbox = outbox
@@ -101,7 +108,7 @@ class Handoffs:
         self.pairs: dict[tuple[str, str], PairFigures] = {}
         self.transfers: dict[Transfer, float] = {}
         self._legs: dict[tuple[str, str], Counter] = {}
-        self._decisions: dict[tuple[bool, Reason], Counter] = {}
+        self._decisions: dict[Reason, Counter] = {}
         self._rng = rng
         self._numbers: set[int] = set()
         self._identities: dict[str, tuple[Identity, ...]] = {}
@@ -114,12 +121,12 @@ class Handoffs:
             counter = self._legs[end] = self.metrics.split_legs_total.labels(*end)
         counter.value += 1.0
 
-    def decided(self, split: bool, reason: Reason) -> None:
-        """A request was split, or not."""
-        counter = self._decisions.get((split, reason))
+    def decided(self, reason: Reason, *, split: bool) -> None:
+        """A request was split, or not: the reason says already which."""
+        counter = self._decisions.get(reason)
         if counter is None:
             kind = "split" if split else "whole"
-            counter = self._decisions[split, reason] = self.metrics.split_decisions_total.labels(kind, reason)
+            counter = self._decisions[reason] = self.metrics.split_decisions_total.labels(kind, reason)
         counter.value += 1.0
 
     def number(self) -> int:
@@ -167,10 +174,13 @@ class Handoffs:
     def give_up(self, upstream: Upstream, words: tuple[bytes, bytes], reason: str) -> None:
         """Free a prefiller's KV that nobody will read: only a decoder that fetches it, or declines to, can say so."""
         self.metrics.split_leases_given_up_total.labels(reason).inc()
-        leg = Leg(upstream, *words, Relay(b""), Inbox(keep=False), lambda _: self._running.discard(leg))
+        leg = Leg(upstream, *words, Relay(b""), Inbox(keep=False), self._done_with)
         self._running.add(leg)
         leg.start()
         self.outbox.loop.call_later(TAKEN_S, self._let_go, leg)
+
+    def _done_with(self, leg: Leg, _: UpstreamBroke | None) -> None:
+        self._running.discard(leg)
 
     def _let_go(self, leg: Leg) -> None:
         self._running.discard(leg)
@@ -188,10 +198,10 @@ class Handoffs:
         """A pair's attempt is over."""
         if record.transport is not None:
             figures.transport = record.transport
-        if state is State.FAILED:
+        if state is _FAILED:
             figures.failed += 1
             self.metrics.split_pairs_total.labels(*_names(pair), "failed").inc()
-        elif state is State.DONE:
+        elif state is _DONE:
             figures.served += 1
             if figures.counter is None:
                 figures.counter = self.metrics.split_pairs_total.labels(*_names(pair), "served")

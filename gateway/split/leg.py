@@ -12,11 +12,12 @@ from gateway.upstream import Connection, Downstream, Upstream
 
 log = logging.getLogger("penstock")
 
-Ended = Callable[[UpstreamBroke | None], None]
+Ended = Callable[["Leg", UpstreamBroke | None], None]
 
 
 class Leg(Errand):
-    """start() it; `ended` hears its end unless it is closed before. It is its own payload: so it knows when it left.
+    """start() it; `ended` hears its end, and of which leg, unless it is closed before. It is its own payload: so it
+    knows when it left.
 
     On a connection it is an errand without a coroutine: the answer's end steps it, and that is its own end. Only
     connecting is a coroutine.
@@ -160,14 +161,14 @@ class Leg(Errand):
         ended = self._tell
         self._forget()
         if ended is not None:
-            ended(problem)
+            ended(self, problem)
 
     def _forget(self) -> None:
         """Whom it would tell of anything: they know the pair, which knows this, and no ring may be left."""
         self._tell = self._on_sent = self.relay.on_first = None
 
 
-def _nobody(_: UpstreamBroke | None) -> None:
+def _nobody(_: Leg, __: UpstreamBroke | None) -> None:
     """Hears nothing."""
 
 

@@ -17,6 +17,7 @@ from policies.split import Pair
 if TYPE_CHECKING:
     from gateway.endpoints import Booking
     from gateway.roster import LiveEndpoint
+    from gateway.split.leg import Leg
     from gateway.split.pair import PairAttempt
 
 # A decoder answers so when it could not load the KV (kv_load_failure_policy: fail): whose fault that was, nobody knows.
@@ -97,14 +98,14 @@ def call_off_prefill(attempt: PairAttempt) -> None:
     if leg is None or inbox is None or leg.over or leg.sent_at is None:
         return  # it was still connecting: the attempt closes it as it ends
     step_s = attempt.figures.step_s
-    leg.close_in(2 * step_s, lambda problem: _too_late(attempt, problem))
+    leg.close_in(2 * step_s, lambda leg, problem: _too_late(attempt, leg, problem))
     attempt.handoffs.outbox.loop.call_later(step_s, inbox.call_off)
     attempt.handoffs.count(("prefill", "closed"))
 
 
-def _too_late(attempt: PairAttempt, problem: UpstreamBroke | None) -> None:
-    leg, inbox = attempt.prefill, attempt.inbox
-    if problem is not None or leg is None or inbox is None or leg.relay.refused:
+def _too_late(attempt: PairAttempt, leg: Leg, problem: UpstreamBroke | None) -> None:
+    inbox = attempt.inbox
+    if problem is not None or inbox is None or leg.relay.refused:
         return
     meaning = attempt.words.meaning(read_answer(inbox.body), alone=True)
     if isinstance(meaning, Handover):

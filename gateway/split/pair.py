@@ -11,14 +11,13 @@ from __future__ import annotations
 import logging
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping
-from functools import partial
 from time import monotonic
 from types import MappingProxyType
 
 from gateway import legs
 from gateway.endpoints import Booking
 from gateway.errand import Landing, landing
-from gateway.exchange import Exchange
+from gateway.exchange import Exchange, SplitRecord
 from gateway.relay import Relay, UpstreamBroke
 from gateway.split import mishaps
 from gateway.split.bootstrap import Query
@@ -32,6 +31,11 @@ from policies.model import Ask
 from policies.split import Pair
 
 log = logging.getLogger("penstock")
+
+# Before Python 3.12 an Enum finds its members slowly: those that every split request passes are at hand.
+_BOOKED, _RECOMPUTING, _FAILED = State.BOOKED, State.RECOMPUTING, State.FAILED
+_SEQUENTIAL, _START_PREFILL = Order.SEQUENTIAL, Event.START_PREFILL
+_SENT, _PREFILLED, _FIRST_TOKEN, _DECODED = Event.SENT, Event.PREFILLED, Event.FIRST_TOKEN, Event.DECODED
 
 
 class PairAttempt:
@@ -49,19 +53,19 @@ class PairAttempt:
         *("prefill_place", "problem", "recompute", "record", "state", "suspects", "words", "work", "x"),
     )
 
-    def __init__(self, work: Work, pair: Pair) -> None:
+    def __init__(self, work: Work, pair: Pair, record: SplitRecord) -> None:
         endpoints, request = work.gateway.endpoints, work.call.request
         handoffs = self.handoffs = work.gateway.handoffs
         figures = self.figures = handoffs.figures(pair)
         self.x: Exchange = work.x
-        self.work, self.record, self.pair = work, work.record, pair
+        self.work, self.record, self.pair = work, record, pair
         self.dialect = work.split.dialect
         self.prefill: Leg | None = None
         self.inbox: Inbox | None = None
         self.decode: Leg | None = None
         self.handover: Handover | None = None
         self.problem: UpstreamBroke | None = None
-        self.state = State.BOOKED
+        self.state = _BOOKED
         self.suspects: list[str] = []
         self.recompute = self._acting = False
         self._events: list[Event] = []
@@ -73,14 +77,14 @@ class PairAttempt:
         place = endpoints.book(pair.prefill, one_token(request), work.fingerprint)
         self.prefill_place: Booking | None = place
         self.decode_place = endpoints.reserve(pair.decode, request, work.fingerprint)
-        self.record.predicted_ttft_s = figures.expected_s(place.place.predicted_ttft_s)
+        record.predicted_ttft_s = figures.expected_s(place.place.predicted_ttft_s)
         self._number = handoffs.number()
 
     async def run(self, ask: Ask) -> UpstreamBroke | None:
         """None when the client has been answered, whatever the answer; else what broke. `ask` led to the pair."""
         work, prefill = self.work, self.pair.prefill
         try:
-            self.words = Words(work, prefill.candidate.endpoint, self._number)
+            self.words = Words(work, self.record, prefill.candidate.endpoint, self._number)
             self.x.booked(work.route.room, ask, prefill)
             self.post(self._start())
             if self.state not in ENDS:
@@ -93,12 +97,12 @@ class PairAttempt:
             raise
         finally:
             self._leave()
-        return self.problem if self.state is State.FAILED else None
+        return self.problem if self.state is _FAILED else None
 
     def _start(self) -> Event:
         dialect, known = self.dialect, self.words.terms.identity is not None
-        if dialect.order is Order.SEQUENTIAL or (dialect.needs is Needs.FIRST_ANSWER and not known):
-            return Event.START_PREFILL
+        if dialect.order is _SEQUENTIAL or (dialect.needs is Needs.FIRST_ANSWER and not known):
+            return _START_PREFILL
         return Event.START_ASKING if dialect.needs is Needs.QUERY and not known else Event.START_BOTH
 
     # Events
@@ -109,8 +113,6 @@ class PairAttempt:
         if self._acting:
             self._events.append(event)
             return
-        if self.state in ENDS:
-            return
         self._acting = True
         try:
             while True:
@@ -119,18 +121,19 @@ class PairAttempt:
                     self.handoffs.count(end)
                 for act in acts:
                     act(self)
-                if not self._events or self.state in ENDS:
+                if not self._events:
                     break
                 event = self._events.pop(0)
         except Exception as bug:  # it must not end in the callback of a leg, with the line waiting for ever
             self._bug, self.state = bug, State.FAILED
         self._acting = False
-        self._end_wait()
+        if self.state in ENDS:
+            self._end_wait()
 
-    def _hear(self, read: Callable[[UpstreamBroke | None], Event], problem: UpstreamBroke | None) -> None:
+    def _hear(self, leg: Leg, problem: UpstreamBroke | None) -> None:
         """A leg has ended."""
         try:
-            event = read(problem)
+            event = self._prefilled(leg, problem) if leg is self.prefill else self._decoded(leg, problem)
         except Exception as bug:  # as in post()
             self._bug, self.state = bug, State.FAILED
             if not self._acting:
@@ -139,7 +142,7 @@ class PairAttempt:
             self.post(event)
 
     def _end_wait(self) -> None:
-        if self._waiting is not None and self.state in ENDS:
+        if self._waiting is not None:
             self._waiting.land()
 
     def _watch(self) -> None:
@@ -180,16 +183,12 @@ class PairAttempt:
         assert place is not None
         head, body = self.words.prefill(place)
         inbox = self.inbox = Inbox(keep=self.dialect.reads_answer)
-        leg = self.prefill = Leg(
-            place.upstream, head, body, Relay(b"", http_1_0=True), inbox, partial(self._hear, self._prefilled)
-        )
+        leg = self.prefill = Leg(place.upstream, head, body, Relay(b"", http_1_0=True), inbox, self._hear)
         self.record.prefill_sent_at = now = monotonic()
         self.x.sent_at = self.x.sent_at or now
         leg.start()
 
-    def _prefilled(self, problem: UpstreamBroke | None) -> Event:
-        leg = self.prefill
-        assert leg is not None
+    def _prefilled(self, leg: Leg, problem: UpstreamBroke | None) -> Event:
         leg.release()
         relay = leg.relay
         if problem is None and relay.refused:
@@ -232,7 +231,7 @@ class PairAttempt:
             return self._unusable(meaning)
         self.handover = meaning or self.handover
         self.decode_place.handed_over()
-        return Event.PREFILLED
+        return _PREFILLED
 
     def _unusable(self, answer: Unusable) -> Event:
         log.warning("endpoint %s handed over nothing usable: %s", self.pair.prefill.candidate.endpoint.name, answer.why)
@@ -263,26 +262,28 @@ class PairAttempt:
         relay = self.words.relay(place.endpoint, handover)
         relay.on_first = self._first_token
         x.booking, x.relay = place, relay
-        leg = x.sent = self.decode = Leg(place.upstream, head, body, relay, client, partial(self._hear, self._decoded))
+        leg = x.sent = self.decode = Leg(place.upstream, head, body, relay, client, self._hear)
         self.record.handed_over_at = now = monotonic()
         x.sent_at = x.sent_at or now
-        leg.start(lambda: self.post(Event.SENT))
+        leg.start(self._sent)
+
+    def _sent(self) -> None:
+        self.post(_SENT)
 
     def _first_token(self) -> None:
-        if self.state is not State.RECOMPUTING:
+        if self.state is not _RECOMPUTING:
             self.figures.travelled(self.pair, self.work.call.request.prompt_tokens)
         self.x.first_token()
         self.words.forget()
-        self.post(Event.FIRST_TOKEN)
+        self.post(_FIRST_TOKEN)
 
-    def _decoded(self, problem: UpstreamBroke | None) -> Event:
-        assert self.decode is not None
-        relay, place = self.decode.relay, self.decode_place
+    def _decoded(self, leg: Leg, problem: UpstreamBroke | None) -> Event:
+        relay, place = leg.relay, self.decode_place
         if problem is None and relay.refused:
             problem = self._judged(relay)
         if problem is not None:
             self.problem = problem
-            return Event.UNREACHED if self.decode.sent_at is None else Event.DECODE_BROKE
+            return Event.UNREACHED if leg.sent_at is None else Event.DECODE_BROKE
         if self._refused is not None:
             return Event.DECODE_REFUSED
         if relay.failed_in_stream:
@@ -291,7 +292,7 @@ class PairAttempt:
         else:
             self.x.status = 200
             place.served(relay.usage)
-        return Event.DECODED
+        return _DECODED
 
     # The answer without a decoder
 
@@ -374,6 +375,9 @@ def _due(before: State, row: Row) -> tuple[Do, ...]:
 
 
 # The table by state, with everything looked up once: the next state, the leg's end that the event is, and what is due.
-_ROWS: dict[State, dict[Event, tuple[State, tuple[str, str] | None, tuple[Do, ...]]]] = {state: {} for state in State}
+# Nothing follows an end.
+_ROWS: dict[State, dict[Event, tuple[State, tuple[str, str] | None, tuple[Do, ...]]]] = {
+    state: dict.fromkeys(Event, (state, None, ())) if state in ENDS else {} for state in State
+}
 for (_state, _event), _row in TABLE.items():
     _ROWS[_state][_event] = (_row.state, LEG_ENDS.get(_event), _due(_state, _row))

@@ -22,10 +22,12 @@ NEED_BOOTSTRAP = (Needs.ADDRESS, Needs.QUERY)
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the configuration says of a prefill endpoint: its host, and its bootstrap server if it has one."""
+    """What the configuration says of a prefill endpoint: its host, and its bootstrap server if it has one. `header` is
+    the line that names it to a client."""
 
     host: str
     bootstrap: Bootstrap | None
+    header: bytes
 
 
 class SplitRoute(msgspec.Struct, frozen=True):
@@ -103,4 +105,5 @@ def _facts(candidate: Candidate) -> Facts:
     endpoint = candidate.endpoint
     at = urlsplit(f"//{endpoint.bootstrap}") if endpoint.bootstrap is not None else None
     bootstrap = Bootstrap(at.hostname or "", at.port or 0) if at is not None else None
-    return Facts(urlsplit(endpoint.url).hostname or "", bootstrap)
+    header = b"x-penstock-prefill: %b\r\n" % endpoint.name.encode()
+    return Facts(urlsplit(endpoint.url).hostname or "", bootstrap, header)

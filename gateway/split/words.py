@@ -49,6 +49,9 @@ _WANTED = frozenset(
     ("max_tokens", "stream", "stream_options", "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs")
 )
 
+# Before Python 3.12 an Enum finds its members slowly: those that every split request passes are at hand.
+_CHAT, _FIRST_ANSWER = Api.CHAT, Needs.FIRST_ANSWER
+
 _SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
@@ -71,11 +74,6 @@ class Work:
         self.gateway, self.route, self.split, self.x = gateway, route, split, x
         self.client, self.call, self.fingerprint = client, call, fingerprint
 
-    @property
-    def record(self) -> SplitRecord:
-        assert self.x.split is not None
-        return self.x.split
-
 
 def one_token(request: Request) -> Request:
     """What a prefill endpoint is asked for."""
@@ -88,12 +86,12 @@ class Words:
     What they are made of may be needed when the client has gone, and the call has let go of it.
     """
 
-    __slots__ = ("_corrector", "_lines", "_members", "_prefill", "_work", "terms")
+    __slots__ = ("_corrector", "_facts", "_lines", "_members", "_prefill", "_record", "_work", "terms")
 
-    def __init__(self, work: Work, prefill: Endpoint, number: int) -> None:
+    def __init__(self, work: Work, record: SplitRecord, prefill: Endpoint, number: int) -> None:
         x, facts, headers = work.x, work.split.facts[prefill.name], work.client.headers
-        self._work = work
-        self._prefill = prefill
+        self._work, self._record = work, record
+        self._prefill, self._facts = prefill.name, facts
         self._members = work.call.members
         self._corrector: Corrector | None = None
         request_id = f"{x.id}-{len(x.retries)}" if x.retries else x.id  # a copy of it may still live on an engine
@@ -102,7 +100,7 @@ class Words:
         self.terms = Terms(
             request_id,
             number,
-            work.call.api is Api.CHAT,
+            work.call.api is _CHAT,
             facts.host,
             facts.bootstrap,
             work.gateway.handoffs.identity(prefill.name, number),
@@ -114,8 +112,8 @@ class Words:
 
     def introduced(self, identities: tuple[Identity, ...]) -> None:
         """The prefill engine has told who it is."""
-        self._work.gateway.handoffs.learn(self._prefill.name, identities)
-        identity = self._work.gateway.handoffs.identity(self._prefill.name, self.terms.number)
+        self._work.gateway.handoffs.learn(self._prefill, identities)
+        identity = self._work.gateway.handoffs.identity(self._prefill, self.terms.number)
         self.terms = msgspec.structs.replace(self.terms, identity=identity)
 
     def prefill(self, place: Booking) -> tuple[bytes, bytes]:
@@ -145,21 +143,21 @@ class Words:
         served, asked = endpoint.served_model or work.route.name, work.call.asked_model
         if handover is not None and not handover.reports_own_cache and shows_usage(self._members):
             renamer = self._corrector = Corrector(served, asked)
-            self._corrector.cached_tokens = work.record.cached_tokens
+            self._corrector.cached_tokens = self._record.cached_tokens
         elif served != asked:
             renamer = Renamer(served, asked)
-        headers = answer_headers(work.x, endpoint.name) + b"x-penstock-prefill: %b\r\n" % self._prefill.name.encode()
+        headers = answer_headers(work.x, endpoint.name) + self._facts.header
         return Relay(headers, None, work.client.http_1_0, renamer, handover is not None, work.x.gaps)
 
     def meaning(self, answer: Answer | Unusable, *, alone: bool) -> Handover | Unusable | Finished | None:
         """What a prefill answer means; `alone` while no decoder has the request yet. None: all is as it should be."""
-        dialect, record = self._work.split.dialect, self._work.record
+        dialect, record = self._work.split.dialect, self._record
         if isinstance(answer, Unusable):
             return answer
         record.cached_tokens = answer.cached_tokens or 0
         if self._corrector is not None:
             self._corrector.cached_tokens = record.cached_tokens
-        if dialect.needs is Needs.FIRST_ANSWER:
+        if dialect.needs is _FIRST_ANSWER:
             found, told = dialect.identify(answer.body), self.terms.identity
             if told is None:
                 self.introduced(found)
@@ -182,12 +180,11 @@ class Words:
 
     def _request(self, place: Booking | LiveEndpoint, edits: Edits, role: str) -> tuple[bytes, bytes]:
         """`role` as a trace calls it; "" for what no trace tells of."""
-        work, endpoint, trace = self._work, place.endpoint, self._work.x.trace
-        call, served = work.call, endpoint.served_model or work.route.name
+        work, endpoint = self._work, place.endpoint
+        x, call, served = work.x, work.call, endpoint.served_model or work.route.name
         body = edited(call.body, self._members, edits, None if served == call.request.model else served)
-        lines = f"{self._lines}{len(body)}\r\n"
-        if trace is not None and role:
-            lines += trace.leg(role, endpoint.name, monotonic())
+        more = "" if x.trace is None or not role else x.trace.leg(role, endpoint.name, monotonic())
         for name, value in edits.headers:
-            lines += f"{name}: {value}\r\n"
-        return place.upstream.head(work.x.api) + (lines + "\r\n").encode("utf-8", "surrogateescape"), body
+            more += f"{name}: {value}\r\n"
+        lines = f"{self._lines}{len(body)}\r\n{more}\r\n"
+        return place.upstream.head(x.api) + lines.encode("utf-8", "surrogateescape"), body

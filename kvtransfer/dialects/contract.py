@@ -118,7 +118,6 @@ class Answer(msgspec.Struct, frozen=True):
     handoff: msgspec.Raw
     disaggregated: msgspec.Raw
     prompt_token_ids: msgspec.Raw
-    usage: msgspec.Raw
     finish_reason: str | None
     prompt_tokens: int | None
     cached_tokens: int | None
@@ -175,11 +174,10 @@ class _Answer(msgspec.Struct, frozen=True):
     choices: tuple[_Choice, ...] = ()
     kv_transfer_params: msgspec.Raw = NULL
     prompt_token_ids: msgspec.Raw = NULL
-    usage: msgspec.Raw = NULL
+    usage: _Usage | None = None
 
 
 _read = msgspec.json.Decoder(_Answer).decode
-_read_usage = msgspec.json.Decoder(_Usage | None).decode
 _NO_USAGE = _Usage()
 
 
@@ -187,19 +185,17 @@ def read_answer(body: bytes) -> Answer | Unusable:
     """A prefill endpoint's answer. Whatever is no completion of one choice is Unusable."""
     try:
         found = _read(body)
-        usage = _read_usage(found.usage) or _NO_USAGE
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return Unusable("the prefill answer is not a completion")
     if len(found.choices) != 1:
         return Unusable(f"the prefill answer has {len(found.choices)} choices")
-    choice = found.choices[0]
+    choice, usage = found.choices[0], found.usage or _NO_USAGE
     details = usage.prompt_tokens_details
     return Answer(
         body,
         found.kv_transfer_params,
         choice.disaggregated_params,
         found.prompt_token_ids,
-        found.usage,
         choice.finish_reason,
         usage.prompt_tokens,
         details.cached_tokens if details is not None else None,

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvtransfer.dialects.contract import (
+    NULL,
     Answer,
     Dialect,
     Edits,
@@ -52,7 +53,12 @@ class _Params(msgspec.Struct, frozen=True):
     disagg_request_id: Annotated[int, msgspec.Meta(ge=0)]
 
 
+class _Usage(msgspec.Struct, frozen=True):
+    usage: msgspec.Raw = NULL
+
+
 _params = msgspec.json.Decoder(_Params).decode
+_usage = msgspec.json.Decoder(_Usage).decode
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _tokens = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]).decode
 _any = msgspec.json.Decoder(dict[str, Any]).decode
@@ -83,8 +89,9 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable | Finishe
     if told.disagg_request_id != terms.number or not tokens:
         return Unusable("the context answer is another request's" if tokens else "the context answer names no tokens")
     handed["request_type"] = msgspec.Raw(b'"generation_only"')
-    if not is_null(answer.usage):
-        handed["ctx_usage"] = answer.usage
+    usage = _usage(answer.body).usage
+    if not is_null(usage):
+        handed["ctx_usage"] = usage
     prompt = "prompt_token_ids" if terms.chat else "prompt"
     put = members({"disaggregated_params": json_of(handed), prompt: bytes(answer.prompt_token_ids)})
     return Handover(Edits(put, frozenset({prompt}), CHAT if terms.chat else COMPLETIONS))

@@ -19,7 +19,6 @@ from kvtransfer.dialects.contract import (
     Order,
     Terms,
     Unusable,
-    is_null,
     json_of,
     members,
 )
@@ -33,10 +32,11 @@ Block = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
 
 class Object(msgspec.Struct, frozen=True):
-    """What a decoder relies on in the object, as far as the gateway may know. Further members pass unread."""
+    """What a decoder relies on in the object, as far as the gateway may know. Further members pass unread. Block ids
+    stand in a list per KV-cache group since vLLM 0.18, before that in one list."""
 
     do_remote_prefill: bool
-    remote_block_ids: msgspec.Raw
+    remote_block_ids: list[Block | list[Block]]
     remote_engine_id: Name
     remote_request_id: Name
     remote_host: Name
@@ -48,8 +48,6 @@ class Object(msgspec.Struct, frozen=True):
 
 
 _object = msgspec.json.Decoder(Object).decode
-_grouped = msgspec.json.Decoder(list[list[Block]]).decode  # a list per KV-cache group, since vLLM 0.18
-_flat = msgspec.json.Decoder(list[Block]).decode
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 _ASKS = json_of(
@@ -80,12 +78,12 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
     """The client's request and P's object, if a decoder may see it."""
     if answer is None:
         return Unusable("there is no prefill answer")
-    found = validated(answer.handoff)
+    raw = bytes(answer.handoff)
+    found = validated(raw)
     if isinstance(found, Unusable):
         return found
     if found.transfer_mode not in (None, "pull"):
         return Unusable(f"the prefiller is in {found.transfer_mode[:32]} mode")
-    raw = bytes(answer.handoff)
     host = found.remote_host
     if host != terms.prefill_host and is_loopback(host) and not is_loopback(terms.prefill_host):
         raw = json_of({**_members(raw), "remote_host": terms.prefill_host})
@@ -93,9 +91,9 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
     return Handover(Edits(b',"kv_transfer_params":' + raw), own, found.transport)
 
 
-def validated(raw: msgspec.Raw) -> Object | Unusable:
+def validated(raw: bytes) -> Object | Unusable:
     """The object, if every member that a decoder relies on is there and plausible."""
-    if is_null(raw):
+    if raw == b"null":
         return Unusable("the prefill answer has no kv_transfer_params")
     if len(raw) > MOST_OBJECT_BYTES:
         return Unusable("kv_transfer_params is too large")
@@ -109,12 +107,14 @@ def validated(raw: msgspec.Raw) -> Object | Unusable:
     return found if blocks else Unusable("kv_transfer_params names no blocks")
 
 
-def _blocks(raw: msgspec.Raw) -> int:
-    """How many blocks are named. Raises msgspec.DecodeError for what is no list of block ids."""
+def _blocks(ids: list[int | list[int]]) -> int:
+    """How many blocks are named. Raises msgspec.ValidationError for ids with and without a group."""
     try:
-        return sum(map(len, _grouped(raw)))
-    except msgspec.ValidationError:
-        return len(_flat(raw))
+        return sum(map(len, ids))  # type: ignore[arg-type]
+    except TypeError:
+        if set(map(type, ids)) != {int}:
+            raise msgspec.ValidationError("block ids with and without a group") from None
+        return len(ids)
 
 
 def is_loopback(host: str) -> bool:

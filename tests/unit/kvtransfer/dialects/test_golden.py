@@ -116,6 +116,7 @@ def test_a_loopback_address_becomes_the_host_of_the_prefill_url_where_that_is_no
         {"remote_block_ids": "1,2"},
         {"remote_block_ids": [[-1]]},
         {"remote_block_ids": [1, [2]]},
+        {"remote_block_ids": [[2], 1]},
         {"remote_block_ids": [True]},
         {"remote_engine_id": None},
         {"remote_engine_id": ""},
