@@ -44,8 +44,8 @@ ENV = {
 class Engine:
     """One vLLM server with the NixlConnector. Killed and started again it has the same ports and a new engine id."""
 
-    def __init__(self, name: str, port: int, side_port: int) -> None:
-        self.name, self.port, self.side_port = name, port, side_port
+    def __init__(self, name: str, port: int, side_port: int, place: int) -> None:
+        self.name, self.port, self.side_port, self._place = name, port, side_port, place
         self.url = f"http://127.0.0.1:{port}"
         self.log = REAL / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,12 +65,19 @@ class Engine:
 
     def _command(self) -> list[str]:
         return [
+            *("taskset", "--cpu-list", self._cores()),
             *(str(REAL / "venv" / "bin" / "vllm"), "serve", str(REAL / "model"), "--served-model-name", MODEL),
             *("--host", "127.0.0.1", "--port", str(self.port), "--seed", "7", "--dtype", DTYPE),
             *("--max-model-len", "4096", "--num-gpu-blocks-override", str(BLOCKS)),
             *("--enforce-eager", "--enable-prompt-tokens-details"),
             *("--kv-transfer-config", json.dumps(CONNECTOR)),
         ]
+
+    def _cores(self) -> str:
+        """Half of them, none of the other engine's: one that waits for KV spins, and where the other shared a core with
+        it that one stood still until its leases had ended (seen on two cores, Linux 6.18)."""
+        cores = sorted(os.sched_getaffinity(0))
+        return ",".join(map(str, cores[self._place :: 2] or cores))
 
     async def ready(self) -> None:
         """Until it answers /health. Raises AssertionError with the end of its log when it does not come up."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from tests.real.asking import ask, body, prompt
@@ -14,18 +15,22 @@ TRUNKS, TURNS = 4, 4
 async def test_conversations_return_to_the_engine_that_holds_them(
     engines: tuple[Engine, Engine], tmp_path: Path
 ) -> None:
-    """Four conversations in turn over two engines that serve whole requests."""
+    """Four conversations over two engines that serve whole requests: they begin at once, and then ask in turn."""
     p, d = engines
     served: dict[int, set[str]] = {}
     with gateway(tmp_path, config({"P": (p.url, "both"), "D": (d.url, "both")}, serving="")) as front:
-        for turn in range(TURNS):
+
+        async def ask_of(trunk: int, turn: int) -> None:
+            answer = await ask(front.url, body(f"{prompt(350, seed=5000 + trunk)} turn {turn}"))
+            assert answer.status == 200, answer.error
+            served.setdefault(trunk, set()).add(answer.headers["x-penstock-endpoint"])
+            if turn:
+                assert answer.cached_tokens > answer.prompt_tokens - 2 * BLOCK_TOKENS
+
+        await asyncio.gather(*(ask_of(trunk, 0) for trunk in range(TRUNKS)))
+        for turn in range(1, TURNS):
             for trunk in range(TRUNKS):
-                text = prompt(350, seed=5000 + trunk) + f" turn {turn}"
-                answer = await ask(front.url, body(text))
-                assert answer.status == 200, answer.error
-                served.setdefault(trunk, set()).add(answer.headers["x-penstock-endpoint"])
-                if turn:
-                    assert answer.cached_tokens > answer.prompt_tokens - 2 * BLOCK_TOKENS
+                await ask_of(trunk, turn)
     assert all(len(engines_of_trunk) == 1 for engines_of_trunk in served.values())
     assert len(set().union(*served.values())) == 2
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvtransfer.frame import Kind, frame
 from kvtransfer.lattice import Runs
 from kvtransfer.session import Session
 from kvtransfer.switchboard import Switchboard
+from kvtransfer.transports import lanes
 from kvtransfer.transports.base import Link, Verdict, WindowHead
 from kvtransfer.transports.lanes import LanedLink
 from tests.contract.kvtransfer.groups import SMALL, Cache, Group, groups
@@ -48,6 +50,14 @@ def standing(link: Link) -> Iterator[None]:
             yield
     finally:
         each._count_drivers(-1)
+
+
+def until(seen: Callable[[], bool]) -> None:
+    """Waits for it."""
+    ends = time.monotonic() + PATIENCE_S
+    while not seen():
+        assert time.monotonic() < ends
+        time.sleep(0.002)
 
 
 def blocks(count: int, first: int = 0) -> dict[WindowHead, Runs]:
@@ -230,6 +240,24 @@ def test_a_lane_that_was_not_used_yet_is_missed_by_nobody(pair: Pair) -> None:
     pair.sink.fence(1)
     assert pair.hears.wait("fenced") == [1]
     assert pair.hears.all("lost") == pair.gives.all("lost") == []
+
+
+def test_a_lane_whose_peer_takes_nothing_any_more_is_lost_and_its_link_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "_LOST_MS", 300)
+    with linked_pair("lanes") as pair:
+        rest = begun(pair, 9)
+        for link in (pair.source, pair.sink):
+            for lane in lanes_of(link):
+                for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # so little that no window fits
+                    lane._sock.setsockopt(socket.SOL_SOCKET, buffer, 4096)
+        with ExitStack() as still:
+            for lane in lanes_of(pair.sink):
+                still.enter_context(standing(lane))
+            with standing(pair.source):
+                for each in rest.items():
+                    pair.put(*each)
+                until(lambda: any(lane.used for lane in lanes_of(pair.source)))
+            assert pair.gives.wait("lost") == ["a lane is lost: Connection timed out"]
 
 
 @pytest.mark.parametrize("itself", [True, False])
