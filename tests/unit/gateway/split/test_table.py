@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.split.life import ENDS, KEPT, TABLE, Act, Event, State
+from gateway.split.pair import _ROWS
 
 LIVE = sorted(KEPT)
 
@@ -18,6 +19,11 @@ def test_every_state_has_an_owner_and_a_deadline_and_leads_somewhere(state: Stat
 @pytest.mark.parametrize("state", sorted(ENDS))
 def test_ends_lead_nowhere(state: State) -> None:
     assert not any(at is state for at, _ in TABLE)
+
+
+@pytest.mark.parametrize("state", sorted(ENDS))
+def test_whatever_comes_after_an_end_changes_nothing(state: State) -> None:
+    assert _ROWS[state] == dict.fromkeys(Event, (state, None, ()))
 
 
 def test_every_event_and_every_act_is_used() -> None:
