@@ -248,6 +248,9 @@ class Switchboard:
         first.link.widen(line.link)
 
     def _seek_lanes(self, first: Line) -> None:
+        """Sink: once, when the source has said something. Before, it may not have taken our proof in yet: a lane that
+        overtakes that would be of no link that it knows."""
+        first.wide = True
         if isinstance(first.link, Laned) and first.dialling is not None:
             dialling = msgspec.structs.replace(first.dialling, fallback=None, lane_of=first)
             for _ in range(first.link.lanes - 1):
@@ -265,7 +268,6 @@ class Switchboard:
         if fallback is not None and self._lines.pop(fallback.link, None) is not None:
             fallback.link.close()
         log.info("kv %s: %s by %s", self.card.agent, peer.agent, line.link.transport)
-        self._seek_lanes(line)
         return self._sink.linked(dialling.address, line.link, peer.layout, peer.agent, self._clock.now())
 
     def _settle(self, dialling: Dialling, reason: Reason, detail: str) -> list[Command]:
@@ -286,6 +288,8 @@ class Switchboard:
     def _hear(self, line: Line, message: Message, now: float) -> list[Command]:
         """Each end has its lines; who says the other's is out."""
         link = line.link
+        if line.linked and not line.wide:
+            self._seek_lanes(line)
         match message, line.dialling is not None:
             case Beat(), True:
                 return []

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,7 +21,7 @@ from kvtransfer.switchboard import Switchboard
 from kvtransfer.transports import lanes
 from kvtransfer.transports.base import Link, Verdict, WindowHead
 from kvtransfer.transports.lanes import LanedLink
-from tests.contract.kvtransfer.groups import SMALL, Cache, Group, groups
+from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups
 from tests.contract.kvtransfer.links import BLOCK_BYTES, LANES, PATIENCE_S, Pair, expected, linked_pair, window
 
 
@@ -227,6 +228,26 @@ async def test_agents_open_as_many_as_the_sink_wants() -> None:
             await until_lanes(each, LANES - 1)
             assert each.agent.figures()["links"] == 1
         await moved(source, sink, "b")
+
+
+async def test_no_lane_is_dialled_before_the_source_has_said_something() -> None:
+    """It might overtake the proof on the first link, and be of no link that the source knows."""
+    silent = msgspec.structs.replace(PATIENT, beat_s=60.0)
+    async with groups("lanes", SMALL, SMALL, options=(silent, silent)) as (source, sink):
+        landing = sink.agent.fetch(source.agent.address, "a", [7], 16)  # which nobody offers yet
+        board = sink.agent._board
+        for _ in range(4000):
+            if any(line.linked for line in board._lines.values()):
+                break
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)
+        assert (len(board), board._dials) == (1, 0)
+        await until_lanes(sink, 0)
+        source.agent.offer("a", [1], 16, public=True)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        assert source.agent.figures()["refused"] == {}
 
 
 def test_a_lane_that_was_not_used_yet_is_missed_by_nobody(pair: Pair) -> None:
