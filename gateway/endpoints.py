@@ -143,7 +143,7 @@ class Reservation(Booking):
 
     def served(self, usage: Usage) -> None:
         """The answer was whole. What it says of cached tokens is the transfer, and no news for the index."""
-        Booking.served(self, Usage(completion_tokens=usage.completion_tokens))
+        super().served(Usage(completion_tokens=usage.completion_tokens))
 
 
 class EndpointTable:

@@ -53,16 +53,16 @@ async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Cli
 
 
 def _decide(work: Work, recompute: bool) -> tuple[Decision, Ask]:
-    x, call, split, handoffs, name = work.x, work.call, work.split, work.gateway.handoffs, work.route.name
-    ask = work.gateway.endpoints.ask(call.request, work.fingerprint, x.retries)
-    mode = handoffs.splitting.get(name, False)
-    if recompute and any(each.load.available for each in split.pools.alone):
+    gateway, route, pools = work.gateway, work.route, work.split.pools
+    ask = gateway.endpoints.ask(work.call.request, work.fingerprint, work.x.retries)
+    mode = gateway.handoffs.splitting.get(route.name, False)
+    if recompute and any(each.load.available for each in pools.alone):
         decision = Decision(None, Reason.RECOMPUTE, mode)
     else:
-        decision = split.splitter.decide(split.pools, ask, shape(call.members), mode)
-        handoffs.splitting[name] = decision.splitting
-    handoffs.decided(decision.reason, split=decision.pair is not None)
-    x.split = SplitRecord(decision.reason)
+        decision = work.split.splitter.decide(pools, ask, shape(work.call.members), mode)
+        gateway.handoffs.splitting[route.name] = decision.splitting
+    gateway.handoffs.decided(decision)
+    work.x.split = SplitRecord(decision.reason)
     return decision, ask
 
 

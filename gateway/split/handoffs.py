@@ -20,7 +20,7 @@ from gateway.split.leg import Leg
 from gateway.split.life import State
 from gateway.upstream import Upstream
 from kvtransfer.dialects import Identity
-from policies.split import Pair, Reason
+from policies.split import Decision, Pair, Reason
 
 LEAST_NUMBER = 2**40  # with 63 bits in all: a room of SGLang's, and an id that TensorRT-LLM takes for a snowflake
 SEEN_S = 0.2  # how long a decode request stays open, at least, so that its engine has surely asked for the KV
@@ -121,12 +121,12 @@ class Handoffs:
             counter = self._legs[end] = self.metrics.split_legs_total.labels(*end)
         counter.value += 1.0
 
-    def decided(self, reason: Reason, *, split: bool) -> None:
-        """A request was split, or not: the reason says already which."""
-        counter = self._decisions.get(reason)
+    def decided(self, decision: Decision) -> None:
+        """A request was split, or not; no reason stands for both."""
+        counter = self._decisions.get(decision.reason)
         if counter is None:
-            kind = "split" if split else "whole"
-            counter = self._decisions[reason] = self.metrics.split_decisions_total.labels(kind, reason)
+            labels = "whole" if decision.pair is None else "split", decision.reason
+            counter = self._decisions[decision.reason] = self.metrics.split_decisions_total.labels(*labels)
         counter.value += 1.0
 
     def number(self) -> int:

@@ -180,11 +180,12 @@ class Words:
 
     def _request(self, place: Booking | LiveEndpoint, edits: Edits, role: str) -> tuple[bytes, bytes]:
         """`role` as a trace calls it; "" for what no trace tells of."""
-        work, endpoint = self._work, place.endpoint
-        x, call, served = work.x, work.call, endpoint.served_model or work.route.name
+        work, endpoint, trace = self._work, place.endpoint, self._work.x.trace
+        call, served = work.call, endpoint.served_model or work.route.name
         body = edited(call.body, self._members, edits, None if served == call.request.model else served)
-        more = "" if x.trace is None or not role else x.trace.leg(role, endpoint.name, monotonic())
+        lines = f"{self._lines}{len(body)}\r\n"
+        if trace is not None and role:
+            lines += trace.leg(role, endpoint.name, monotonic())
         for name, value in edits.headers:
-            more += f"{name}: {value}\r\n"
-        lines = f"{self._lines}{len(body)}\r\n{more}\r\n"
-        return place.upstream.head(x.api) + lines.encode("utf-8", "surrogateescape"), body
+            lines += f"{name}: {value}\r\n"
+        return place.upstream.head(work.x.api) + (lines + "\r\n").encode("utf-8", "surrogateescape"), body

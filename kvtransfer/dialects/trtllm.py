@@ -54,6 +54,8 @@ class _Params(msgspec.Struct, frozen=True):
 
 
 class _Usage(msgspec.Struct, frozen=True):
+    """The answer's counts as they came, which nobody else hands on."""
+
     usage: msgspec.Raw = NULL
 
 

@@ -132,6 +132,14 @@ class Owner:
         return self.all(kind)[:count]
 
 
+def until(holds: Callable[[], object]) -> None:
+    """Waits for what happens on other threads."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
 @dataclass
 class Pair:
     """A link: `sink` has dialled, `source` was dialled. Regions: one of each side, of BLOCKS blocks."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import msgspec
@@ -22,7 +21,7 @@ from kvtransfer.transports import lanes
 from kvtransfer.transports.base import Link, Verdict, WindowHead
 from kvtransfer.transports.lanes import LanedLink
 from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups
-from tests.contract.kvtransfer.links import BLOCK_BYTES, LANES, PATIENCE_S, Pair, expected, linked_pair, window
+from tests.contract.kvtransfer.links import BLOCK_BYTES, LANES, PATIENCE_S, Pair, expected, linked_pair, until, window
 
 
 @pytest.fixture
@@ -51,14 +50,6 @@ def standing(link: Link) -> Iterator[None]:
             yield
     finally:
         each._count_drivers(-1)
-
-
-def until(seen: Callable[[], bool]) -> None:
-    """Waits for it."""
-    ends = time.monotonic() + PATIENCE_S
-    while not seen():
-        assert time.monotonic() < ends
-        time.sleep(0.002)
 
 
 def blocks(count: int, first: int = 0) -> dict[WindowHead, Runs]:

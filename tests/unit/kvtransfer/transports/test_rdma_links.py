@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import repeat
 from typing import Any
@@ -21,7 +20,7 @@ from kvtransfer.transports.rdma import Rdma
 from kvtransfer.transports.rdma_link import RdmaLink, RdmaOptions
 from kvtransfer.transports.rdma_side import Control, Ready, Saying, Setup, Trailer, encode
 from kvtransfer.transports.verbs import Card
-from tests.contract.kvtransfer.links import Owner
+from tests.contract.kvtransfer.links import Owner, until
 from tests.unit.kvtransfer.transports.test_rdma_halves import Key, Registry, trailer
 
 CARD = Card(1, 2, "::1", 0, 5)
@@ -89,13 +88,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rdma_link, "Pairs", Pairs)
     monkeypatch.setattr(rdma, "Device", Domain)
     monkeypatch.setattr(rdma, "Domain", Domain)
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.002)
 
 
 class Door:
