@@ -322,7 +322,7 @@ class Switchboard:
                 if line.silent(now, late_s, self.options):
                     limit_s = self.options.silence_s if line.up else self.options.handshake_s
                     self.lose(line.link, Reason.SILENT, f"nothing heard for {limit_s} s")
-                elif line.up and say:
+                elif line.up and say and not line.session.lane_of:  # it may be a lane by now: those carry windows alone
                     line.say(Beat())
         finally:
             self._set_pulse(now + beat_s / 2, not say)

@@ -93,6 +93,20 @@ def test_a_lane_by_another_transport_than_its_links_is_refused() -> None:
     assert made._unwanted_lane(lane) == (Reason.LINK_LOST, "a lane of no link that is here")
 
 
+def test_no_beat_is_said_on_a_lane_that_has_just_come_up() -> None:
+    """The beat goes by the lines that were there when it began, and does not hold the lock."""
+    made, _ = switchboard(Mock())
+    first, lane = (
+        Line(Mock(transport="tcp", received_bytes=0), Mock(lane_of=lane_of), None, 0.0) for lane_of in (b"", b"g" * 16)
+    )
+    for line in (first, lane):
+        line.up = True
+        made._lines[line.link] = line
+    made._beat(0.0)
+    assert first.link.send.call_count == 1  # type: ignore[attr-defined]
+    assert lane.link.send.call_count == 0  # type: ignore[attr-defined]
+
+
 def test_who_never_answers_is_given_up_for_the_limit_that_it_has_passed() -> None:
     made, heard = switchboard(Mock(dial=lambda where: Mock(transport="tcp", lanes=1, received_bytes=0)))
     made.dial("h:1")
