@@ -35,16 +35,20 @@ class Dialling(msgspec.Struct, frozen=True, eq=False):
 class Line:
     """`up`: both ends have proven themselves. `linked`: the sink's book uses it. `hearing`: its thread has something
     from the peer in hand, and maybe waits for our lock with it. `dialling`: what it was dialled for; None: we were
-    dialled. `lanes`: connections in all that share its windows; `wide`: they have been dialled."""
+    dialled. `lanes`: lines that share its windows; `first`: as such a lane, whose. `wide`: lanes have been sought;
+    `seeking`: one is being dialled; `misses`: so many came to nothing."""
 
     __slots__ = (
-        "_heard_at", "_received", "_sending", "dialling", "hearing", "lanes", "link", "linked", "session", "up", "wide",
+        "_heard_at", "_received", "_sending", "dialling", "first", "hearing", "lanes", "link", "linked", "misses",
+        "seeking", "session", "up", "wide",
     )  # fmt: skip
 
     def __init__(self, link: Link, session: Session, dialling: Dialling | None, now: float) -> None:
         self.link, self.session, self.dialling = link, session, dialling
-        self.lanes = 1
-        self.up = self.linked = self.hearing = self.wide = False
+        self.first: Line | None = None
+        self.lanes: list[Line] = []
+        self.misses = 0
+        self.up = self.linked = self.hearing = self.wide = self.seeking = False
         self._sending = threading.Lock()
         self._received = -1
         self._heard_at = now

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtransfer.ends import Reason
 from kvtransfer.layout import KvLayout
 
-VERSION = 4
+VERSION = 5
 MOST_BLOCKS = 1 << 20
 MOST_MESSAGE_BYTES = 4 * MOST_BLOCKS + (96 << 10)
 _MOST_NAME, _MOST_TICKET = 256, 1024
@@ -53,18 +53,26 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
-    """Sink, first of all. `budget_bytes`: how much the source may have under way on this link. `lane_of`: the nonce of
-    another link's Hello, which this one is to be a lane of; empty: a link of its own."""
+    """Sink, first of all: a link of its own. `budget_bytes`: how much the source may have under way on it, its lanes
+    included. It is the same in every version: who is of another must hear just that."""
 
     version: Id
     nonce: Nonce
     card: Card
     budget_bytes: Bytes
-    lane_of: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
+
+
+class Lane(msgspec.Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True):
+    """Sink, in place of Hello: a lane of the link whose Hello had the nonce `lane_of`."""
+
+    version: Id
+    nonce: Nonce
+    card: Card
+    lane_of: Nonce
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """Source, in answer to Hello."""
+    """Source, in answer to Hello or Lane."""
 
     version: Id
     nonce: Nonce
@@ -136,7 +144,7 @@ class Unwanted(msgspec.Struct, frozen=True, array_like=True, tag=10, forbid_unkn
     ticket: TicketText | None = None
 
 
-Message = Hello | Welcome | Ready | Beat | Invite | Accept | Stop | Landed | Credit | Unwanted
+Message = Hello | Lane | Welcome | Ready | Beat | Invite | Accept | Stop | Landed | Credit | Unwanted
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _ENCODER = msgspec.msgpack.Encoder()

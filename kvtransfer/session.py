@@ -1,7 +1,7 @@
 """Session: proof of both ends' identity under the fleet's key, and a seal on every control message after it. Sans-IO.
 
     sink                       source
-    Hello(nonce, card)   ->                              the only message without a seal
+    Hello(nonce, card)   ->                              (or Lane) the only message without a seal
                          <-    Welcome(nonce, card) + seal
     Ready + seal         ->                              from here on each side knows the other
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from kvtransfer.messages import VERSION, Card, Hello, Message, ProtocolError, Ready, Welcome, decode, encode
+from kvtransfer.messages import VERSION, Card, Hello, Lane, Message, ProtocolError, Ready, Welcome, decode, encode
 
 SEAL_BYTES = 16
 MOST_HELLO_BYTES = 16 << 10
@@ -46,7 +46,8 @@ class Session:
 
     def hello(self) -> bytes:
         """What the dialling end sends first."""
-        self._hello = encode(Hello(VERSION, self._nonce, self._card, self.budget_bytes, self.lane_of))
+        who = (VERSION, self._nonce, self._card)
+        self._hello = encode(Lane(*who, self.lane_of) if self.lane_of else Hello(*who, self.budget_bytes))
         return self._hello
 
     def answer(self, data: bytes) -> tuple[Message | None, bytes | None]:
@@ -74,11 +75,14 @@ class Session:
         if len(data) > MOST_HELLO_BYTES:
             raise ProtocolError(f"a Hello of {len(data)} bytes")
         hello = decode(data)
-        if not isinstance(hello, Hello):
+        if isinstance(hello, Hello):
+            self.budget_bytes = hello.budget_bytes
+        elif isinstance(hello, Lane):
+            self.lane_of = hello.lane_of
+        else:
             raise ProtocolError("Hello was due")
         self._hello, self._claimed = bytes(data), hello.card
-        self.version, self.budget_bytes = hello.version, hello.budget_bytes
-        self.greeting, self.lane_of = hello.nonce, hello.lane_of
+        self.version, self.greeting = hello.version, hello.nonce
         welcome = encode(Welcome(VERSION, self._nonce, self._card))
         self._derive(welcome)
         return self._seal(welcome)

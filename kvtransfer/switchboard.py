@@ -25,6 +25,7 @@ from kvtransfer.tally import Tally
 from kvtransfer.transports.base import MOST_LANES, Laned, Link, Transport, TransportError
 from kvtransfer.transports.choose import better
 
+_MOST_MISSES = 3  # lanes of a link that come to nothing; then it has as many as it has
 log = logging.getLogger("penstock")
 
 
@@ -53,7 +54,8 @@ class Switchboard:
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._lines)
+        """Links; lanes are parts of one."""
+        return sum(line.first is None for line in self._lines.values())
 
     def open(self, card: Card) -> None:
         self.card = card
@@ -127,7 +129,12 @@ class Switchboard:
                 return
             now = self._clock.now()
             log.info("kv %s: link to %s (%s) ends: %s %s", self.card.agent, line.peer, link.transport, reason, detail)
-            if line.dialling is None:
+            for lane in line.lanes:
+                self._lines.pop(lane.link, None)
+                lane.link.close()
+            if line.first is not None:
+                self._lose_lane(line, line.first, detail)
+            elif line.dialling is None:
                 self._do(self._source.lost(link, reason, detail, now))
             elif line.linked:
                 self._do(self._sink.lost(link, reason, detail, now))
@@ -136,7 +143,7 @@ class Switchboard:
             link.close()
 
     def _greeting(self, link: Link, dialling: Dialling) -> Session:
-        """What every lane may have under way stands in the Hello of the first."""
+        """What all lanes together may have under way stands in the Hello of the first."""
         lane_of = b"" if dialling.lane_of is None else dialling.lane_of.session.greeting
         budget_bytes = self.options.budget_bytes * (link.lanes if isinstance(link, Laned) else 1)
         return Session(
@@ -226,7 +233,8 @@ class Switchboard:
             return line.dialling.lane_of
         peer = line.session.peer
         for each in self._lines.values():
-            if each is not line and each.dialling is None and each.session.greeting == line.session.lane_of:
+            ours = each is not line and each.dialling is None and each.first is None
+            if ours and each.session.greeting == line.session.lane_of:
                 there = each.session.peer
                 same = peer is not None and there is not None and (peer.agent, peer.epoch) == (there.agent, there.epoch)
                 return each if same else None
@@ -238,23 +246,66 @@ class Switchboard:
         first = self._first_of(line)
         if first is None or not isinstance(first.link, Laned) or first.link.transport != line.link.transport:
             return Reason.LINK_LOST, "a lane of no link that is here"
-        return (Reason.PROTOCOL, "too many lanes") if first.lanes >= MOST_LANES else None
+        return (Reason.PROTOCOL, "too many lanes") if len(first.lanes) >= MOST_LANES - 1 else None
 
     def _widen(self, first: Line, line: Line) -> None:
-        """From now on the first line's link speaks for both."""
+        """From now on the first line's link speaks for the windows of both."""
         assert isinstance(first.link, Laned)
-        del self._lines[line.link]
-        first.lanes += 1
+        line.first = first
+        first.lanes.append(line)
         first.link.widen(line.link)
+        if line.dialling is not None:
+            first.seeking = False
+            self._seek_lane(first)
 
-    def _seek_lanes(self, first: Line) -> None:
-        """Sink: once, when the source has said something. Before, it may not have taken our proof in yet: a lane that
-        overtakes that would be of no link that it knows."""
-        first.wide = True
-        if isinstance(first.link, Laned) and first.dialling is not None:
-            dialling = msgspec.structs.replace(first.dialling, fallback=None, lane_of=first)
-            for _ in range(first.link.lanes - 1):
-                self._seek(dialling)
+    def _seek_lane(self, first: Line) -> None:
+        """Sink: one after the other, from when the source has said something. Before, it may not have taken our proof
+        in yet: a lane that overtakes that would be of no link that it knows."""
+        link, dialling = first.link, first.dialling
+        if not isinstance(link, Laned) or dialling is None or link not in self._lines:
+            return
+        if not first.seeking and first.misses < _MOST_MISSES and len(first.lanes) < link.lanes - 1:
+            first.seeking = True
+            self._seek(msgspec.structs.replace(dialling, fallback=None, lane_of=first))
+
+    def _hear_lane(self, message: Message) -> list[Command]:
+        if not isinstance(message, Beat):
+            raise ProtocolError(f"{type(message).__name__} came by a lane, which has windows and beats alone")
+        return []
+
+    def _miss_lane(self, first: Line, detail: str) -> None:
+        """It did not come up, or ended before it was of use. The sink tries again, when strangers that kept it out of
+        the source have had their time."""
+
+        def again() -> None:
+            if first.link in self._lines:
+                log.warning("kv %s: %s has a lane less: %s", self.card.agent, first.peer, detail)
+                self._seek_lane(first)
+
+        first.misses += 1
+        self._later(self.options.handshake_s, again)
+
+    def _lose_lane(self, line: Line, first: Line, detail: str) -> None:
+        """With one that was used went what had been sent by it and did not arrive: so its link is lost. Not before that
+        one had time to end by itself: connections end in any order, and its last words say more."""
+
+        def end() -> None:
+            if first.link in self._lines:
+                self.lose(first.link, Reason.LINK_LOST, f"a lane is lost: {detail}")
+
+        assert isinstance(line.link, Laned)
+        first.lanes.remove(line)
+        if line.link.used:
+            self._later(self.options.silence_s, end)
+        else:
+            self._miss_lane(first, detail)
+
+    def _later(self, delay_s: float, call: Callable[[], None]) -> None:
+        def locked() -> None:
+            with self._lock:
+                call()
+
+        self._clock.call_at(self._clock.now() + delay_s, locked)
 
     # ---- which line it is
 
@@ -274,8 +325,8 @@ class Switchboard:
         """Sink: a line did not come up. Take the next best, if there is one."""
         address, fallback = dialling.address, dialling.fallback
         if dialling.lane_of is not None:
-            if dialling.lane_of.link in self._lines:
-                log.warning("kv %s: %s has a lane less: %s", self.card.agent, address, detail)
+            dialling.lane_of.seeking = False
+            self._miss_lane(dialling.lane_of, detail)
             return []
         if fallback is None:
             return self._sink.unlinked(address, reason, detail, self._clock.now())
@@ -288,8 +339,11 @@ class Switchboard:
     def _hear(self, line: Line, message: Message, now: float) -> list[Command]:
         """Each end has its lines; who says the other's is out."""
         link = line.link
+        if line.first is not None:
+            return self._hear_lane(message)
         if line.linked and not line.wide:
-            self._seek_lanes(line)
+            line.wide = True
+            self._seek_lane(line)
         match message, line.dialling is not None:
             case Beat(), True:
                 return []
@@ -322,7 +376,7 @@ class Switchboard:
                 if line.silent(now, late_s, self.options):
                     limit_s = self.options.silence_s if line.up else self.options.handshake_s
                     self.lose(line.link, Reason.SILENT, f"nothing heard for {limit_s} s")
-                elif line.up and say and not line.session.lane_of:  # it may be a lane by now: those carry windows alone
+                elif line.up and say:
                     line.say(Beat())
         finally:
             self._set_pulse(now + beat_s / 2, not say)

@@ -123,10 +123,12 @@ class Laned(Protocol):
 
     lanes: int
     """Links that are wanted here, this one among them. Whoever dials decides."""
+    used: bool
+    """As a lane: windows of the other link have gone by here. If it is lost, so may one of them be."""
 
     def widen(self, lane: Link) -> None:
-        """From now on `lane`, proven and secured by the same peer, carries windows of this link and nothing else. What
-        it tells of them is told as this link's, and with either link the other ends. Called on the lane's thread."""
+        """From now on `lane`, proven and secured by the same peer, carries windows of this link as well. What it tells
+        of them is told as this link's; its messages and its end are its own. Called on the lane's thread."""
         ...
 
 

@@ -9,6 +9,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ _STAGED_PIECES = 64  # unless it is of so many pieces that copying each would co
 _SMALL_BYTES = _FULL_BYTES + _STAGED_BYTES + (4 << 10)
 _AHEAD_BYTES = 256 << 10
 _ZEROS_BYTES = 64 << 10
+_MOST_LOOKS = 64  # for a window to spare: whoever queues one holds the agent's lock meanwhile
 _MOST_SHARED = 256  # transfers, the newest: nobody tells when one that has landed is over
 
 
@@ -95,13 +97,16 @@ class Outbound:
         the sink has missed, the sink has landed what it was promised.
         """
         with self._gate:
-            kept = [item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer]
-            self._queue = deque(kept)
+            self._forget(transfer)
         body = self._body
         if body is not None and body.head is not None and body.head.transfer == transfer and not body.tag:
             body.pieces = Pieces.over(self._zeros, body.pieces.left, self._iovecs)
             body.digest = None
             body.verdict = Verdict.STALE
+
+    def _forget(self, transfer: int) -> None:
+        kept = [item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer]
+        self._queue = deque(kept)
 
     def share(self, transfer: int) -> None:
         """From now on its windows may leave by another way as well. From any thread."""
@@ -111,9 +116,10 @@ class Outbound:
                 del self._shared[next(iter(self._shared))]
 
     def keep(self, transfer: int) -> None:
-        """Nobody else sends any more of it. From any thread."""
+        """No other way finds a window of it any more, or ever again: it is dropped. From any thread."""
         with self._gate:
             self._shared.pop(transfer, None)
+            self._forget(transfer)
 
     def spare(self) -> tuple[WindowHead, Slice] | None:
         """A window to be sent by another way, which is not this one's any more. From any thread."""
@@ -134,8 +140,8 @@ class Outbound:
             return self._spare_at() is not None
 
     def _spare_at(self) -> int | None:
-        """Under the gate: where in the queue. What would be sent next is none, unless something is being sent."""
-        for at, item in enumerate(self._queue):
+        """Under the gate: where, among the first of the queue. What is next to be sent here is none to spare."""
+        for at, item in enumerate(islice(self._queue, _MOST_LOOKS)):
             next_up = at == 0 and self._body is None
             if not next_up and isinstance(item, tuple) and item[0].transfer in self._shared:
                 return at

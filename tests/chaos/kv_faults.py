@@ -100,6 +100,10 @@ class FaultyLink:
     def received_bytes(self) -> int:
         return self._inner.received_bytes
 
+    @property
+    def used(self) -> bool:
+        return isinstance(self._inner, Laned) and self._inner.used
+
     def send(self, message: bytes) -> None:
         dice, rng = self._end.dice, self._end.rng
         if rng.random() < dice.lose_message:

@@ -117,9 +117,10 @@ class Owner:
     def lost(self, link: Link, reason: str) -> None:
         self.note("lost", link, reason)
 
-    def all(self, kind: str) -> list[object]:
+    def all(self, kind: str, link: Link | None = None) -> list[object]:
+        """What was told, by this link or by any."""
         with self.bell:
-            return [heard.what for heard in self.heard if heard.kind == kind]
+            return [heard.what for heard in self.heard if heard.kind == kind and link in (None, heard.link)]
 
     def wait(self, kind: str, count: int = 1) -> list[object]:
         """The first `count` things of a kind. Fails when they do not come."""
@@ -174,10 +175,10 @@ class Pair:
 
 
 @contextmanager
-def linked_pair(name: str) -> Iterator[Pair]:
+def linked_pair(name: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Pair]:
     """Two started transports and a link between them; the source's memory is random."""
-    into = Region.create(BLOCKS, BLOCK_BYTES, name="into")
-    out_of = Region.create(BLOCKS, BLOCK_BYTES, name="out-of")
+    into = Region.create(BLOCKS, block_bytes, name="into")
+    out_of = Region.create(BLOCKS, block_bytes, name="out-of")
     out_of.bytes[:] = np.random.default_rng(1).integers(0, 256, out_of.bytes.size, dtype=np.uint8)
     hears, gives = Owner(), Owner()
     with transports(name) as (sink_end, source_end):

@@ -207,8 +207,8 @@ def test_a_closed_link_is_lost_to_the_other_end_once_and_not_to_its_own(pair: Pa
     pair.sink.put(WindowHead(1, 0, 0, 0, 1, 1), Slice(scattered(1, 1, 8), pair.into, 0, 0, lambda: True))
     pair.sink_transport.close()
     pair.source_transport.close()
-    assert len(pair.hears.all("lost")) == 1
-    assert not pair.gives.all("lost")
+    assert len(pair.hears.all("lost", pair.sink)) == 1
+    assert not pair.gives.all("lost", pair.source)
 
 
 def test_any_byte_counts_as_life(pair: Pair) -> None:

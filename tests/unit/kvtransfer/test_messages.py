@@ -23,6 +23,7 @@ from kvtransfer.messages import (
     Hello,
     Invite,
     Landed,
+    Lane,
     Message,
     ProtocolError,
     Ready,
@@ -40,6 +41,7 @@ CARD = Card("p-0", bytes(range(16)), LAYOUT, "llama", "host", {"tcp": "127.0.0.1
 INVITE = Invite(7, "request", pack_blocks(range(50)), 800, 16, 30.0, 5.0, 0, 1 << 20, "ticket", b"grant")
 EVERY: list[Message] = [
     Hello(1, bytes(16), CARD, 16 << 20),
+    Lane(1, bytes(16), CARD, bytes(16)),
     Welcome(1, bytes(16), CARD),
     Ready(),
     Beat(),

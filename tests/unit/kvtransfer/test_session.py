@@ -123,6 +123,19 @@ def test_another_version_is_told_not_guessed() -> None:
     assert sink.version == VERSION
 
 
+def test_a_hello_is_such_as_every_version_reads() -> None:
+    """Who cannot read it would say that the link is broken, which is tried again, and not that versions differ."""
+    sink, _ = pair()
+    assert len(msgspec.msgpack.decode(sink.hello())) == 5
+
+
+def test_a_lane_greets_with_its_links_nonce() -> None:
+    source = Session(KEY, b"2" * 16, SOURCE, dialled=False)
+    sink = Session(KEY, b"1" * 16, SINK, dialled=True, lane_of=b"g" * 16)
+    source.answer(sink.hello())
+    assert (source.lane_of, source.greeting) == (b"g" * 16, b"1" * 16)
+
+
 @settings(max_examples=200)
 @given(st.integers(0, 3), st.randoms(use_true_random=False))
 def test_whatever_is_done_to_the_stream_is_found_out_at_the_first_harm(kind: int, rng: Random) -> None:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from kvtransfer.clock import ThreadClock
 from kvtransfer.ends import Reason
 from kvtransfer.hold import Hold
-from kvtransfer.lines import Line
+from kvtransfer.lines import Dialling, Line
 from kvtransfer.messages import Card, Message
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
@@ -93,18 +94,55 @@ def test_a_lane_by_another_transport_than_its_links_is_refused() -> None:
     assert made._unwanted_lane(lane) == (Reason.LINK_LOST, "a lane of no link that is here")
 
 
-def test_no_beat_is_said_on_a_lane_that_has_just_come_up() -> None:
-    """The beat goes by the lines that were there when it began, and does not hold the lock."""
+def up(made: Switchboard, session: Session, dialling: Dialling | None = None) -> Line:
+    line = Line(Mock(transport="tcp", lanes=3, received_bytes=0, used=False), session, dialling, 0.0)
+    line.up = line.linked = True
+    made._lines[line.link] = line
+    return line
+
+
+def proven(peer: Card, lane_of: bytes = b"") -> Session:
+    session = Session(KEY, bytes(16), peer, dialled=True, lane_of=lane_of)
+    session.peer = peer
+    return session
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_lane_by_which_nothing_comes_is_lost_and_its_link_with_it_if_it_was_used(used: bool) -> None:
+    """What is between may take bytes, acknowledge them, and pass none on."""
     made, _ = switchboard(Mock())
-    first, lane = (
-        Line(Mock(transport="tcp", received_bytes=0), Mock(lane_of=lane_of), None, 0.0) for lane_of in (b"", b"g" * 16)
-    )
-    for line in (first, lane):
-        line.up = True
-        made._lines[line.link] = line
+    first, lane = up(made, proven(made.card)), up(made, proven(made.card, b"g" * 16))
+    lane.first, lane.link.used = first, used  # type: ignore[attr-defined]
+    first.lanes.append(lane)
+    first.link.received_bytes = 1
     made._beat(0.0)
-    assert first.link.send.call_count == 1  # type: ignore[attr-defined]
-    assert lane.link.send.call_count == 0  # type: ignore[attr-defined]
+    assert [line.link.send.call_count for line in (first, lane)] == [1, 1]  # type: ignore[attr-defined]
+    first.link.received_bytes = 2
+    made._clock.now = lambda: 0.75  # type: ignore[method-assign]
+    made._clock.call_at.reset_mock()  # type: ignore[attr-defined]
+    made._beat(0.75)
+    lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
+    assert list(made._lines) == [first.link]
+    (then, end), *_ = (call.args for call in made._clock.call_at.call_args_list)  # type: ignore[attr-defined]
+    assert then == pytest.approx(0.75 + (0.75 if used else 2.0))
+    end()
+    assert list(made._lines) == ([] if used else [first.link])
+
+
+@pytest.mark.parametrize("astray", [True, False])
+def test_a_lane_that_leads_elsewhere_or_comes_when_its_link_is_gone_is_closed(astray: bool) -> None:
+    made, _ = switchboard(Mock())
+    there = msgspec.structs.replace(made.card, epoch=b"e" * 16)
+    first = up(made, proven(there))
+    lane = up(made, proven(made.card if astray else there, b"g" * 16), Dialling(Mock(), "h:1", "h:1", lane_of=first))
+    if not astray:
+        del made._lines[first.link]
+    lane.up = lane.linked = False
+    made._prove(lane)
+    lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
+    first.link.widen.assert_not_called()  # type: ignore[attr-defined]
+    assert lane.link not in made._lines
+    assert made._tally.refused == {Reason.UNREACHABLE if astray else Reason.LINK_LOST: 1}
 
 
 def test_who_never_answers_is_given_up_for_the_limit_that_it_has_passed() -> None:

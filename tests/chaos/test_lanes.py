@@ -1,0 +1,99 @@
+"""Large windows by several connections at once, fenced and dropped at any moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import count, islice
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvtransfer.lattice import Runs
+from kvtransfer.transports.base import Slice, Verdict, WindowHead
+from kvtransfer.transports.lanes import LanedLink
+from tests.contract.kvtransfer.links import BLOCKS, Pair, linked_pair, until
+
+BLOCK_BYTES = 256 << 10
+WINDOWS = 8
+WINDOW_BYTES = 1 << 20
+
+
+class Transfer:
+    """Windows at random places, disjoint at the sink. They are wanted until it is over."""
+
+    def __init__(self, pair: Pair, number: int, rng: Random) -> None:
+        size = BLOCKS * BLOCK_BYTES
+        places = rng.sample(range(size // WINDOW_BYTES), WINDOWS)
+        self.windows = {
+            WindowHead(number, 0, 0, at, 1, WINDOW_BYTES): Runs(
+                np.array([rng.randrange(size - WINDOW_BYTES)]),
+                np.array([place * WINDOW_BYTES]),
+                np.array([WINDOW_BYTES]),
+            )
+            for at, place in enumerate(places)
+        }
+        self.pair, self.number, self.over = pair, number, False
+        pair.hears.heard.clear()
+        pair.hears.place = self.place
+
+    def place(self, head: WindowHead) -> Slice | None:
+        if self.over or head.transfer != self.number:
+            return None
+        return Slice(self.windows[head], self.pair.into, 0, 0)
+
+    def put(self) -> None:
+        for head, runs in self.windows.items():
+            self.pair.put(head, runs, lambda: not self.over)
+
+    def check(self) -> None:
+        """All of it is there."""
+        until(lambda: len(self.verdicts()) == WINDOWS)
+        assert set(self.verdicts()) == {Verdict.OK}
+        for runs in self.windows.values():
+            src, dst = runs.src.item(), runs.dst.item()
+            came = self.pair.into.bytes[dst : dst + WINDOW_BYTES]
+            assert np.array_equal(came, self.pair.out_of.bytes[src : src + WINDOW_BYTES])
+
+    def verdicts(self) -> list[Verdict]:
+        landed = self.pair.hears.all("landed")
+        return [verdict for head, verdict in landed if head.transfer == self.number]  # type: ignore[misc]
+
+    def fence(self) -> None:
+        self.over = True
+        self.pair.sink.fence(self.number)
+        until(lambda: self.pair.hears.all("fenced") == [self.number])
+
+
+def late_writes(pair: Pair, seed: int) -> Iterator[bool]:
+    """Transfer after transfer; half are fenced under way, and some of those dropped first. Whether anything was written
+    behind the fence."""
+    rng = Random(seed)
+    probe = pair.into.bytes.reshape(-1, 4096)[:, ::512]  # a few bytes of every page: looked at before they can change
+    for number in count(1):
+        transfer = Transfer(pair, number, rng)
+        transfer.put()
+        if rng.random() < 0.5:
+            transfer.check()
+        else:
+            time.sleep(rng.random() * 0.004)
+            if rng.random() < 0.5:
+                pair.source.drop(number)
+        transfer.fence()
+        probe[:] = 7
+        time.sleep(0.002)
+        yield bool((probe != 7).any())
+
+
+def test_what_is_fenced_is_not_written_into_whichever_way_it_came() -> None:
+    with linked_pair("lanes", BLOCK_BYTES) as pair:
+        assert not any(islice(late_writes(pair, seed=1), 200))
+        assert isinstance(pair.source, LanedLink)
+        assert all(lane.used for lane in pair.source._wide)
+
+
+def test_a_fence_that_heeds_no_lane_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LanedLink, "_fenced", lambda link, transfer: link._owner.fenced(link, transfer))
+    with linked_pair("lanes", BLOCK_BYTES) as pair:
+        assert any(islice(late_writes(pair, seed=2), 3000))

@@ -1,0 +1,321 @@
+"""Lanes as agents open them, keep them alive and lose them: whatever becomes of one, every request has its one end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from kvtransfer import switchboard
+from kvtransfer.ends import Reason
+from kvtransfer.lines import Dialling, Line
+from kvtransfer.messages import Stop
+from kvtransfer.session import Session
+from kvtransfer.switchboard import Switchboard
+from kvtransfer.transports.base import Link
+from kvtransfer.transports.tcp import Tcp
+from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups
+from tests.contract.kvtransfer.links import LANES, PATIENCE_S
+from tests.unit.kvtransfer.transports.laned import laned, lanes_of, standing
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes that failed are sought again soon, and used ones that were lost end their link soon."""
+    later = Switchboard._later
+    monkeypatch.setattr(Switchboard, "_later", lambda self, _, call: later(self, 0.05, call))
+
+
+async def moved(source: Group, sink: Group, name: str) -> None:
+    """One request's KV, checked byte by byte."""
+    cache = Cache(SMALL, 64, seed=4)
+    cache.write(SMALL, source.regions, [1, 2, 3, 4])
+    offer = source.agent.offer(name, [1, 2, 3, 4], 64)
+    landing = sink.agent.fetch(source.agent.address, name, [7, 9, 11, 2], 64, ticket=offer.ticket)
+    end = await asyncio.wait_for(landing.ended(), PATIENCE_S)
+    assert end.landed, end
+    assert not cache.differs(SMALL, sink.regions, [7, 9, 11, 2])
+    assert (await asyncio.wait_for(offer.ended(), PATIENCE_S)).landed
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S
+    while not holds():
+        assert asyncio.get_running_loop().time() < deadline, "it has not come about"
+        await asyncio.sleep(0.005)
+
+
+def lines(group: Group) -> list[Line]:
+    return list(group.agent._board._lines.values())
+
+
+def first_of(group: Group) -> Line:
+    """The one line that is a link."""
+    (found,) = (line for line in lines(group) if line.first is None)
+    return found
+
+
+async def until_lanes(group: Group, count: int) -> None:
+    """Its one link has so many lanes besides itself, and nothing else is under way."""
+    board = group.agent._board
+
+    def there() -> bool:
+        found = lines(group)
+        return len(board) == 1 and len(found) == 1 + count and not board._dials and all(line.up for line in found)
+
+    await until(there)
+    assert [line for line in lines(group) if line.first is not None] == first_of(group).lanes
+    await until(lambda: [line.link for line in first_of(group).lanes] == list(lanes_of(first_of(group).link)))
+    assert group.agent.figures()["links"] == 1
+
+
+# ---- opened
+
+
+async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    seek, under_way = Switchboard._seek, []
+
+    def counted(self: Switchboard, dialling: Dialling) -> None:
+        seek(self, dialling)
+        under_way.append(self._dials)
+
+    monkeypatch.setattr(Switchboard, "_seek", counted)
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        assert under_way == [1] * LANES
+        assert first_of(source).session.budget_bytes == LANES * sink.agent.options.budget_bytes
+        await moved(source, sink, "b")
+
+
+async def test_no_lane_is_dialled_before_the_source_has_said_something() -> None:
+    """It might overtake the proof on the first link, and be of no link that the source knows."""
+    silent = msgspec.structs.replace(PATIENT, beat_s=60.0)
+    async with groups("lanes", SMALL, SMALL, options=(silent, silent)) as (source, sink):
+        landing = sink.agent.fetch(source.agent.address, "a", [7], 16)  # which nobody offers yet
+        board = sink.agent._board
+        await until(lambda: any(line.linked for line in board._lines.values()))
+        await asyncio.sleep(0.1)
+        assert (len(board), board._dials) == (1, 0)
+        await until_lanes(sink, 0)
+        source.agent.offer("a", [1], 16, public=True)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        assert source.agent.figures()["refused"] == {}
+
+
+def greets(monkeypatch: pytest.MonkeyPatch, lane_of: Callable[[Session], bytes]) -> None:
+    """What sinks say of their lanes, whose they are."""
+    greeting = Switchboard._greeting
+
+    def wrong(self: Switchboard, link: Link, dialling: Dialling) -> Session:
+        session = greeting(self, link, dialling)
+        if session.lane_of:
+            session.lane_of = lane_of(session)
+        return session
+
+    monkeypatch.setattr(Switchboard, "_greeting", wrong)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("itself", [True, False])
+async def test_a_lane_of_no_other_link_that_is_there_is_refused_and_missed_by_nobody(
+    itself: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried a few times, and each time the sink's log says so."""
+    greets(monkeypatch, lambda session: session.greeting if itself else b"x" * 16)
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        await until(lambda: source.agent.figures()["refused"].get(Reason.LINK_LOST, 0) >= 3)
+        await asyncio.sleep(0.2)
+        refused = source.agent.figures()["refused"]
+        assert refused in ({Reason.LINK_LOST: 3}, {Reason.LINK_LOST: 4})  # one was under way when the last failed
+        for each in (source, sink):
+            await until_lanes(each, 0)
+        await until(lambda: caplog.text.count("has a lane less") == refused[Reason.LINK_LOST])
+        await moved(source, sink, "b")
+
+
+async def test_a_lane_of_another_members_link_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with groups("lanes", SMALL, SMALL, SMALL) as (source, sink, thief):
+        await moved(source, sink, "a")
+        await until_lanes(sink, LANES - 1)
+        theirs = first_of(sink).session.greeting
+        greets(monkeypatch, lambda session: theirs)
+        offer = source.agent.offer("b", [1], 16)
+        landing = thief.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        await until(lambda: bool(source.agent.figures()["refused"].get(Reason.LINK_LOST)))
+        assert {line.peer: len(line.lanes) for line in lines(source) if line.up and line.first is None} == {
+            "p1": LANES - 1,
+            "p2": 0,
+        }
+
+
+async def test_a_lane_of_a_lane_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Session] = []
+
+    def of_the_one_before(session: Session) -> bytes:
+        made.append(session)
+        return made[-2].greeting if len(made) > 1 else session.lane_of
+
+    greets(monkeypatch, of_the_one_before)
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        await until(lambda: bool(source.agent.figures()["refused"].get(Reason.LINK_LOST)))
+        assert len(first_of(source).lanes) == 1
+
+
+async def test_a_source_takes_no_more_lanes_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switchboard, "MOST_LANES", LANES - 1)
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        await until(lambda: source.agent.figures()["refused"] == {Reason.PROTOCOL: 1})
+        for each in (source, sink):
+            await until_lanes(each, LANES - 2)
+        await moved(source, sink, "b")
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_lane_that_cannot_be_dialled_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dial, dialled = Tcp.dial, []
+
+    def fails_once(self: Tcp, address: str) -> Link:
+        dialled.append(address)
+        if len(dialled) == 2:
+            raise switchboard.TransportError("no route for once")
+        return dial(self, address)
+
+    monkeypatch.setattr(Tcp, "dial", fails_once)
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        assert len(dialled) == LANES + 1
+        assert "has a lane less: no route for once" in caplog.text
+
+
+# ---- alive
+
+
+async def test_beats_go_by_lanes_as_by_links() -> None:
+    """What is between two hosts may forget a connection by which nothing goes."""
+    often = msgspec.structs.replace(PATIENT, beat_s=0.02, misses=1000)
+    async with groups("lanes", SMALL, SMALL, options=(often, often)) as (source, sink):
+        await moved(source, sink, "a")
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        for each in (source, sink):
+            before = [line.link.received_bytes for line in lines(each)]
+            await until(
+                lambda each=each, before=before: all(
+                    line.link.received_bytes > heard + 100 for line, heard in zip(lines(each), before, strict=True)
+                )
+            )
+
+
+@pytest.mark.usefixtures("soon")
+async def test_who_says_anything_else_on_a_lane_loses_it(caplog: pytest.LogCaptureFixture) -> None:
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        await until_lanes(source, LANES - 1)
+        first_of(source).lanes[0].say(Stop(1, Reason.CANCELLED))
+        await until(lambda: sink.agent.figures()["faults"] == {"protocol": 1})
+        await until(lambda: "has a lane less: Stop came by a lane" in caplog.text)
+        await until_lanes(sink, LANES - 1)
+        await moved(source, sink, "b")
+
+
+# ---- lost
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_lane_that_was_not_used_yet_is_missed_by_nobody_and_sought_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        assert not any(line.link.used for line in first_of(source).lanes)  # type: ignore[attr-defined]
+        offer = source.agent.offer("b", [1], 16, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
+        gone = lanes_of(first_of(source).link)[0]
+        gone._sock.shutdown(socket.SHUT_RDWR)
+        for each in (source, sink):
+            await until(lambda each=each: gone not in lanes_of(first_of(each).link))
+            await until_lanes(each, LANES - 1)
+        await until(lambda: caplog.text.count("has a lane less") == 2)  # at both ends
+        offer.ready(SMALL.layers)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("at_source", [True, False])
+async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> None:
+    """Whatever the other end has seen of it."""
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        offer = source.agent.offer("b", [1], 16, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
+        await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
+        lane = lanes_of(first_of(source if at_source else sink).link)[0]
+        lane.used = True
+        lane._sock.shutdown(socket.SHUT_RDWR)
+        ends = [await asyncio.wait_for(each.ended(), PATIENCE_S) for each in (offer, landing)]
+        assert [end.reason for end in ends] == [Reason.LINK_LOST, Reason.LINK_LOST]
+        assert "a lane is lost" in ends[0 if at_source else 1].detail
+        for each in (source, sink):
+            await until(lambda each=each: not lines(each))
+        await moved(source, sink, "c")
+
+
+async def test_last_words_on_the_link_count_though_its_lanes_have_ended_before() -> None:
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        offer = source.agent.offer("b", [1], 16, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
+        await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
+        link = first_of(sink).link
+        lanes = lanes_of(link)
+        for lane in lanes:
+            lane.used = True
+        with standing(link):
+            await source.agent.close()
+            await until(lambda: not first_of(sink).lanes)
+        end = await asyncio.wait_for(landing.ended(), PATIENCE_S)
+        assert (end.reason, end.detail) == (Reason.CLOSED, "")
+
+
+@pytest.mark.parametrize("at_source", [True, False])
+async def test_with_the_link_its_lanes_end(at_source: bool) -> None:
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        lanes = [lane for each in (source, sink) for lane in lanes_of(first_of(each).link)]
+        laned(first_of(source if at_source else sink).link)._sock.shutdown(socket.SHUT_RDWR)
+        for each in (source, sink):
+            await until(lambda each=each: not lines(each))
+        await until(lambda: not any(lane._thread.is_alive() for lane in lanes))
+        await moved(source, sink, "b")
+
+
+async def test_with_an_agent_its_lanes_end() -> None:
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        await until_lanes(source, LANES - 1)
+        lanes = lanes_of(first_of(source).link)
+        await sink.agent.close()
+        await until(lambda: not any(lane._thread.is_alive() for lane in lanes))
