@@ -262,9 +262,9 @@ class Switchboard:
         """Sink: one after the other, from when the source has said something. Before, it may not have taken our proof
         in yet: a lane that overtakes that would be of no link that it knows."""
         link, dialling = first.link, first.dialling
-        if not isinstance(link, Laned) or dialling is None or link not in self._lines:
+        if not isinstance(link, Laned) or dialling is None or first.seeking:
             return
-        if not first.seeking and first.misses < _MOST_MISSES and len(first.lanes) < link.lanes - 1:
+        if first.misses < _MOST_MISSES and len(first.lanes) < link.lanes - 1:
             first.seeking = True
             self._seek(msgspec.structs.replace(dialling, fallback=None, lane_of=first))
 
@@ -288,15 +288,11 @@ class Switchboard:
     def _lose_lane(self, line: Line, first: Line, detail: str) -> None:
         """With one that was used went what had been sent by it and did not arrive: so its link is lost. Not before that
         one had time to end by itself: connections end in any order, and its last words say more."""
-
-        def end() -> None:
-            if first.link in self._lines:
-                self.lose(first.link, Reason.LINK_LOST, f"a lane is lost: {detail}")
-
         assert isinstance(line.link, Laned)
         first.lanes.remove(line)
         if line.link.used:
-            self._later(self.options.silence_s, end)
+            detail = f"a lane is lost: {detail}"
+            self._later(self.options.silence_s, lambda: self.lose(first.link, Reason.LINK_LOST, detail))
         else:
             self._miss_lane(first, detail)
 

@@ -16,7 +16,7 @@ from kvtransfer.clock import ThreadClock
 from kvtransfer.ends import Reason
 from kvtransfer.hold import Hold
 from kvtransfer.lines import Dialling, Line
-from kvtransfer.messages import Card, Message
+from kvtransfer.messages import Beat, Card, Message
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.session import Session
@@ -105,6 +105,19 @@ def proven(peer: Card, lane_of: bytes = b"") -> Session:
     session = Session(KEY, bytes(16), peer, dialled=True, lane_of=lane_of)
     session.peer = peer
     return session
+
+
+def test_lanes_are_sought_for_a_link_that_is_to_stay_alone() -> None:
+    """Not for one that may yet be exchanged for a better way."""
+    transport = Mock(dial=Mock(side_effect=TransportError("no")))
+    made, _ = switchboard(transport)
+    line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
+    line.linked = False
+    made._hear(line, Beat(), 0.0)
+    transport.dial.assert_not_called()
+    line.linked = True
+    made._hear(line, Beat(), 0.0)
+    transport.dial.assert_called_once_with("h:1")
 
 
 @pytest.mark.parametrize("used", [True, False])
