@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -156,12 +157,15 @@ class Dialect(msgspec.Struct, frozen=True):
     check: Callable[[Answer], Unusable | None] = lambda _: None
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
 class _Details(msgspec.Struct, frozen=True):
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int | None = None
+    prompt_tokens: Count | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -182,8 +186,11 @@ _NO_USAGE = _Usage()
 
 
 def read_answer(body: bytes) -> Answer | Unusable:
-    """A prefill endpoint's answer. Whatever is no completion of one choice is Unusable."""
+    """A prefill endpoint's answer. Whatever is no completion of one choice is Unusable. So is what is no text: members
+    of it go into the decode request as they are."""
     try:
+        if not body.isascii():
+            body.decode()
         found = _read(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return Unusable("the prefill answer is not a completion")

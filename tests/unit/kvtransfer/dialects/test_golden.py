@@ -154,6 +154,22 @@ def test_what_is_no_answer_is_unusable(raw: bytes) -> None:
     assert isinstance(read_answer(raw), Unusable)
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"choices":[{}],"kv_transfer_params":{"unread":"\xff"}}',
+        b'{"choices":[{"finish_reason":"stop","text":"\xff"}]}',
+        b'{"choices":[{}],"usage":{"prompt_tokens":-1}}',
+        b'{"choices":[{}],"usage":{"prompt_tokens_details":{"cached_tokens":-7}}}',
+        b'{"choices":[{}],"usage":{"prompt_tokens_details":{"cached_tokens":1%b}}}' % (b"0" * 400),
+        b'{"choices":[{}],"usage":{"prompt_tokens_details":{"cached_tokens":1e300}}}',
+    ],
+)
+def test_an_answer_of_no_text_or_with_counts_that_nobody_counts_is_unusable(raw: bytes) -> None:
+    """What is in it goes into the decode request, into metrics and to the client."""
+    assert isinstance(read_answer(raw), Unusable)
+
+
 def test_block_ids_of_engines_before_018_are_a_flat_list() -> None:
     found = dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=OBJECT | {"remote_block_ids": [0]}))
     assert isinstance(found, Handover)
