@@ -139,9 +139,13 @@ class SinkBook:
         waiters = [each for each in self._waiting.pop(address, []) if each.number in self._held]
         return [command for each in waiters for command in self._over(each, reason, detail, now, tell=False)]
 
+    def leave(self, link: Link) -> None:
+        """A link is about to go: what is on it may still land, and whatever comes now has another dialled."""
+        self._links = {address: there for address, there in self._links.items() if there[0] is not link}
+
     def lost(self, link: Link, reason: Reason, detail: str, now: float) -> list[Command]:
         """A link is gone. Its writers may not be: everything on it goes through the fence."""
-        self._links = {address: there for address, there in self._links.items() if there[0] is not link}
+        self.leave(link)
         hit = [reservation for reservation in self._held.values() if reservation.link is link]
         return [command for each in hit for command in self._over(each, reason, detail, now, tell=False)]
 

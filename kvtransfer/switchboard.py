@@ -273,28 +273,30 @@ class Switchboard:
             raise ProtocolError(f"{type(message).__name__} came by a lane, which has windows and beats alone")
         return []
 
-    def _miss_lane(self, first: Line, detail: str) -> None:
-        """It did not come up, or ended before it was of use. The sink tries again, when strangers that kept it out of
-        the source have had their time."""
-
-        def again() -> None:
-            if first.link in self._lines:
-                log.warning("kv %s: %s has a lane less: %s", self.card.agent, first.peer, detail)
-                self._seek_lane(first)
-
-        first.misses += 1
-        self._later(self.options.handshake_s, again)
+    def _seek_again(self, first: Line, detail: str) -> None:
+        """A lane did not come up, or ended before it was of use."""
+        if first.link in self._lines:
+            log.warning("kv %s: %s has a lane less: %s", self.card.agent, first.peer, detail)
+            self._seek_lane(first)
 
     def _lose_lane(self, line: Line, first: Line, detail: str) -> None:
         """With one that was used went what had been sent by it and did not arrive: so its link is lost. Not before that
         one had time to end by itself: connections end in any order, and its last words say more."""
-        assert isinstance(line.link, Laned)
+        lane = line.link
+        assert isinstance(lane, Laned)
+
+        def decide() -> None:
+            # Asked now, and not before: its thread may just have been taking the first window when it was closed.
+            if lane.used:
+                self.lose(first.link, Reason.LINK_LOST, f"a lane is lost: {detail}")
+            else:
+                self._seek_again(first, detail)
+
         first.lanes.remove(line)
-        if line.link.used:
-            detail = f"a lane is lost: {detail}"
-            self._later(self.options.silence_s, lambda: self.lose(first.link, Reason.LINK_LOST, detail))
-        else:
-            self._miss_lane(first, detail)
+        first.misses += 1
+        if lane.used:
+            self._sink.leave(first.link)
+        self._later(self.options.silence_s, decide)
 
     def _later(self, delay_s: float, call: Callable[[], None]) -> None:
         def locked() -> None:
@@ -320,9 +322,11 @@ class Switchboard:
     def _settle(self, dialling: Dialling, reason: Reason, detail: str) -> list[Command]:
         """Sink: a line did not come up. Take the next best, if there is one."""
         address, fallback = dialling.address, dialling.fallback
-        if dialling.lane_of is not None:
-            dialling.lane_of.seeking = False
-            self._miss_lane(dialling.lane_of, detail)
+        if (first := dialling.lane_of) is not None:
+            first.seeking = False
+            first.misses += 1
+            # Until then strangers that kept it out of the source have had their time.
+            self._later(self.options.handshake_s, lambda: self._seek_again(first, detail))
             return []
         if fallback is None:
             return self._sink.unlinked(address, reason, detail, self._clock.now())

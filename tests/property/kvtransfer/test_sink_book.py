@@ -44,6 +44,7 @@ class World:
         self.region = Region.over(bytearray(BLOCKS * size), size, name="d")
         self.book = SinkBook(LAYOUT, [self.region], Options(window_bytes=WINDOW), Tally())
         self.links: dict[str, FakeLink] = {}
+        self.left: list[FakeLink] = []
         self.dialling: set[str] = set()
         self.numbers = 0
         self.wishes: dict[int, Wish] = {}
@@ -62,7 +63,7 @@ class World:
         steps = (self.fetch, self.fetch, self.register, self.register,
                  self.link, self.link, self.accept, self.accept, self.window, self.window,
                  self.window, self.window, self.window, self.settle, self.settle, self.settle, self.fence, self.fence,
-                 self.cancel, self.stop, self.wait, self.lose, self.nonsense)  # fmt: skip
+                 self.cancel, self.stop, self.wait, self.lose, self.leave, self.nonsense)  # fmt: skip
         self.rng.choice(steps)()
 
     def obey(self, commands: list[Command]) -> None:
@@ -72,6 +73,7 @@ class World:
                     assert address not in self.dialling
                     self.dialling.add(address)
                 case SendInvite(link, invite, written):
+                    assert link not in self.left
                     assert invite.transfer not in self.invited
                     wish = self.wishes[invite.transfer]  # the rest of its blocks is cached, and perhaps others' as well
                     spans = range(0, wish.tokens, LAYOUT.block_tokens)
@@ -254,20 +256,29 @@ class World:
         assert due is None or due > self.now
 
     def lose(self) -> None:
+        known = [*self.links.values(), *self.left]
+        if known and self.rng.random() < 0.2:
+            self.drop(self.rng.choice(known))
+
+    def leave(self) -> None:
         if self.links and self.rng.random() < 0.2:
-            self.drop(self.rng.choice(sorted(self.links)))
+            link = self.links.pop(self.rng.choice(sorted(self.links)))
+            self.left.append(link)
+            self.book.leave(link)  # type: ignore[arg-type]
 
     def told(self, tell, link: FakeLink) -> bool:  # type: ignore[no-untyped-def]
         try:
             self.obey(tell())
         except ProtocolError:
-            for address in [address for address, known in self.links.items() if known is link]:
-                self.drop(address)
+            if link in (*self.links.values(), *self.left):
+                self.drop(link)
             return False
         return True
 
-    def drop(self, address: str) -> None:
-        self.obey(self.book.lost(self.links.pop(address), Reason.LINK_LOST, "", self.now))
+    def drop(self, link: FakeLink) -> None:
+        self.links = {address: known for address, known in self.links.items() if known is not link}
+        self.left = [known for known in self.left if known is not link]
+        self.obey(self.book.lost(link, Reason.LINK_LOST, "", self.now))  # type: ignore[arg-type]
 
     def finish(self) -> None:
         self.obey(self.book.close(self.now))

@@ -63,13 +63,16 @@ async def until_lanes(group: Group, count: int) -> None:
     board = group.agent._board
 
     def there() -> bool:
-        found = lines(group)
-        return len(board) == 1 and len(found) == 1 + count and not board._dials and all(line.up for line in found)
+        with board._lock:
+            found = lines(group)
+            links = [line for line in found if line.first is None]
+            if len(links) != 1 or len(found) != 1 + count or board._dials:
+                return False
+            (link,), lanes = links, {line for line in found if line.first is not None}
+            return lanes == set(link.lanes) and {line.link for line in lanes} == set(lanes_of(link.link))
 
     await until(there)
-    assert [line for line in lines(group) if line.first is not None] == first_of(group).lanes
-    await until(lambda: [line.link for line in first_of(group).lanes] == list(lanes_of(first_of(group).link)))
-    assert group.agent.figures()["links"] == 1
+    assert len(board) == group.agent.figures()["links"] == 1
 
 
 # ---- opened
@@ -277,6 +280,39 @@ async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> No
         for each in (source, sink):
             await until(lambda each=each: not lines(each))
         await moved(source, sink, "c")
+
+
+async def test_what_is_asked_for_when_a_used_lane_is_lost_goes_by_a_new_link() -> None:
+    """The old one ends a while later, with what is on it: time for its last words."""
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        old = first_of(sink)
+        offer = source.agent.offer("b", [1], 16, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
+        await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
+        for lane in lanes_of(old.link):
+            lane.used = True
+        lanes_of(old.link)[0]._sock.shutdown(socket.SHUT_RDWR)
+        await until(lambda: len(old.lanes) < LANES - 1)
+        await moved(source, sink, "c")
+        assert len([line for line in lines(sink) if line.linked]) == 2
+        offer.ready(SMALL.layers)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_lane_that_takes_its_first_window_as_it_is_given_up_was_used() -> None:
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        (line, *_), board = first_of(source).lanes, source.agent._board
+        with board._lock:
+            source.agent.lost(line.link, "silent")
+            laned(line.link).used = True
+        await until(lambda: not lines(source) and not lines(sink))
 
 
 async def test_last_words_on_the_link_count_though_its_lanes_have_ended_before() -> None:

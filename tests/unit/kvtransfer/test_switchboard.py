@@ -137,7 +137,7 @@ def test_a_lane_by_which_nothing_comes_is_lost_and_its_link_with_it_if_it_was_us
     lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
     assert list(made._lines) == [first.link]
     (then, end), *_ = (call.args for call in made._clock.call_at.call_args_list)  # type: ignore[attr-defined]
-    assert then == pytest.approx(0.75 + (0.75 if used else 2.0))
+    assert then == pytest.approx(0.75 + 0.75)
     end()
     assert list(made._lines) == ([] if used else [first.link])
 
