@@ -35,12 +35,12 @@ class Dialling(msgspec.Struct, frozen=True, eq=False):
 class Line:
     """`up`: both ends have proven themselves. `linked`: the sink's book uses it. `hearing`: its thread has something
     from the peer in hand, and maybe waits for our lock with it. `dialling`: what it was dialled for; None: we were
-    dialled. `lanes`: lines that share its windows; `first`: as such a lane, whose. `wide`: lanes have been sought;
-    `seeking`: one is being dialled; `misses`: so many came to nothing."""
+    dialled. `lanes`: lines that share its windows; `first`: as such a lane, whose. `seeking`: one is on its way;
+    `misses`: so many came to nothing. `heard`: the peer has said something since the line is in use."""
 
     __slots__ = (
-        "_heard_at", "_received", "_sending", "dialling", "first", "hearing", "lanes", "link", "linked", "misses",
-        "seeking", "session", "up", "wide",
+        "_heard_at", "_received", "_sending", "dialling", "first", "heard", "hearing", "lanes", "link", "linked",
+        "misses", "seeking", "session", "up",
     )  # fmt: skip
 
     def __init__(self, link: Link, session: Session, dialling: Dialling | None, now: float) -> None:
@@ -48,7 +48,7 @@ class Line:
         self.first: Line | None = None
         self.lanes: list[Line] = []
         self.misses = 0
-        self.up = self.linked = self.hearing = self.wide = self.seeking = False
+        self.up = self.linked = self.hearing = self.heard = self.seeking = False
         self._sending = threading.Lock()
         self._received = -1
         self._heard_at = now
@@ -58,6 +58,11 @@ class Line:
         if self.session.peer is not None:
             return self.session.peer.agent
         return self.link.peer if self.dialling is None else self.dialling.address
+
+    def of_same_peer(self, other: Line) -> bool:
+        """Whether both have proven to be one and the same."""
+        ours, theirs = self.session.peer, other.session.peer
+        return ours is not None and theirs is not None and (ours.agent, ours.epoch) == (theirs.agent, theirs.epoch)
 
     def say(self, message: Message) -> None:
         """Any thread: seals count, so sealing and sending are one step."""
@@ -90,7 +95,6 @@ def astray(line: Line) -> tuple[Reason, str] | None:
     """A way that led to somebody else than the line by which we learnt of it: an address means little on another
     host."""
     before = None if line.dialling is None else line.dialling.led_by
-    peer, meant = line.session.peer, None if before is None else before.session.peer
-    if peer is None or meant is None or (peer.agent, peer.epoch) == (meant.agent, meant.epoch):
+    if before is None or before.of_same_peer(line):
         return None
-    return Reason.UNREACHABLE, f"{peer.agent} answers there, and not {meant.agent}"
+    return Reason.UNREACHABLE, f"{line.peer} answers there, and not {before.peer}"

@@ -55,7 +55,7 @@ class Switchboard:
 
     def __len__(self) -> int:
         """Links; lanes are parts of one."""
-        return sum(line.first is None for line in self._lines.values())
+        return sum(not line.session.lane_of for line in self._lines.values())
 
     def open(self, card: Card) -> None:
         self.card = card
@@ -231,13 +231,10 @@ class Switchboard:
         """The line whose lane this is, if it is one; at a source by what the Hello says, and the same peer's."""
         if line.dialling is not None:
             return line.dialling.lane_of
-        peer = line.session.peer
         for each in self._lines.values():
             ours = each is not line and each.dialling is None and each.first is None
-            if ours and each.session.greeting == line.session.lane_of:
-                there = each.session.peer
-                same = peer is not None and there is not None and (peer.agent, peer.epoch) == (there.agent, there.epoch)
-                return each if same else None
+            if ours and each.session.greeting == line.session.lane_of and each.of_same_peer(line):
+                return each  # and not a stranger that repeats what it has read on the wire
         return None
 
     def _unwanted_lane(self, line: Line) -> tuple[Reason, str] | None:
@@ -254,13 +251,12 @@ class Switchboard:
         line.first = first
         first.lanes.append(line)
         first.link.widen(line.link)
-        if line.dialling is not None:
-            first.seeking = False
-            self._seek_lane(first)
+        if line.dialling is None:
+            line.say(Beat())  # it is taken: the next may come
 
     def _seek_lane(self, first: Line) -> None:
-        """Sink: one after the other, from when the source has said something. Before, it may not have taken our proof
-        in yet: a lane that overtakes that would be of no link that it knows."""
+        """Sink: one after the other, each when the source has said something on the one before. Until then it may not
+        have taken our proof in: a lane that overtakes that would be of no link that it knows."""
         link, dialling = first.link, first.dialling
         if not isinstance(link, Laned) or dialling is None or first.seeking:
             return
@@ -268,14 +264,17 @@ class Switchboard:
             first.seeking = True
             self._seek(msgspec.structs.replace(dialling, fallback=None, lane_of=first))
 
-    def _hear_lane(self, message: Message) -> list[Command]:
+    def _hear_lane(self, line: Line, first: Line, message: Message) -> list[Command]:
         if not isinstance(message, Beat):
             raise ProtocolError(f"{type(message).__name__} came by a lane, which has windows and beats alone")
+        if not line.heard:
+            line.heard, first.seeking = True, False
+            self._seek_lane(first)
         return []
 
     def _seek_again(self, first: Line, detail: str) -> None:
         """A lane did not come up, or ended before it was of use."""
-        if first.link in self._lines:
+        if first.link in self._lines and first.misses <= _MOST_MISSES:
             log.warning("kv %s: %s has a lane less: %s", self.card.agent, first.peer, detail)
             self._seek_lane(first)
 
@@ -294,6 +293,7 @@ class Switchboard:
 
         first.lanes.remove(line)
         first.misses += 1
+        first.seeking = first.seeking and line.heard
         if lane.used:
             self._sink.leave(first.link)
         self._later(self.options.silence_s, decide)
@@ -340,9 +340,9 @@ class Switchboard:
         """Each end has its lines; who says the other's is out."""
         link = line.link
         if line.first is not None:
-            return self._hear_lane(message)
-        if line.linked and not line.wide:
-            line.wide = True
+            return self._hear_lane(line, line.first, message)
+        if line.linked and not line.heard:
+            line.heard = True
             self._seek_lane(line)
         match message, line.dialling is not None:
             case Beat(), True:

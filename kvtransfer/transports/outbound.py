@@ -72,6 +72,7 @@ class Outbound:
         self._checked = checked
         self._queue: deque[bytes | tuple[WindowHead, Slice]] = deque()
         self._shared: dict[int, None] = {}
+        self._kept: set[int] = set()
         self._body: _Body | None = None
         small = np.empty(_SMALL_BYTES, np.uint8)
         self._small, self._address = small.data, address_of(small)
@@ -97,29 +98,28 @@ class Outbound:
         the sink has missed, the sink has landed what it was promised.
         """
         with self._gate:
-            self._forget(transfer)
+            kept = [item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer]
+            self._queue = deque(kept)
+            self._kept.discard(transfer)
         body = self._body
         if body is not None and body.head is not None and body.head.transfer == transfer and not body.tag:
             body.pieces = Pieces.over(self._zeros, body.pieces.left, self._iovecs)
             body.digest = None
             body.verdict = Verdict.STALE
 
-    def _forget(self, transfer: int) -> None:
-        kept = [item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer]
-        self._queue = deque(kept)
-
     def share(self, transfer: int) -> None:
         """From now on its windows may leave by another way as well. From any thread."""
         with self._gate:
-            self._shared[transfer] = None
+            if transfer not in self._kept:
+                self._shared[transfer] = None
             if len(self._shared) > _MOST_SHARED:
                 del self._shared[next(iter(self._shared))]
 
     def keep(self, transfer: int) -> None:
-        """No other way finds a window of it any more, or ever again: it is dropped. From any thread."""
+        """It is about to be dropped: no other way finds a window of it any more. From any thread, with locks held."""
         with self._gate:
             self._shared.pop(transfer, None)
-            self._forget(transfer)
+            self._kept.add(transfer)
 
     def spare(self) -> tuple[WindowHead, Slice] | None:
         """A window to be sent by another way, which is not this one's any more. From any thread."""

@@ -80,18 +80,32 @@ def test_a_link_that_ends_before_its_dialler_knows_it_is_no_silence() -> None:
     link.close.assert_called_once_with()
 
 
-def test_a_lane_by_another_transport_than_its_links_is_refused() -> None:
+def test_a_lane_is_of_a_link_by_its_own_transport_and_of_no_stranger_that_repeats_its_greeting() -> None:
     made, _ = switchboard(Mock())
-    first, lane = (
+    stranger, first, lane = (
         Line(Mock(transport="tcp", lanes=1), Session(KEY, bytes(16), made.card, dialled=False), None, 0.0)
-        for _ in range(2)
+        for _ in range(3)
     )
-    made._lines[first.link] = first
+    made._lines = {line.link: line for line in (stranger, first, lane)}
     first.session.peer = lane.session.peer = made.card
-    first.session.greeting = lane.session.lane_of = b"g" * 16
+    stranger.session.greeting = first.session.greeting = lane.session.lane_of = b"g" * 16
+    assert made._first_of(lane) is first
     assert made._unwanted_lane(lane) is None
+    assert len(made) == 2
     lane.link.transport = "rdma"
     assert made._unwanted_lane(lane) == (Reason.LINK_LOST, "a lane of no link that is here")
+
+
+def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    made, _ = switchboard(Mock())
+    first = up(made, proven(made.card))
+    for _ in range(10):
+        lane = up(made, proven(made.card, b"g" * 16))
+        lane.first = first
+        first.lanes.append(lane)
+        made.lose(lane.link, Reason.LINK_LOST, "gone")
+        made._clock.call_at.call_args.args[1]()  # type: ignore[attr-defined]
+    assert caplog.text.count("has a lane less") == 3
 
 
 def up(made: Switchboard, session: Session, dialling: Dialling | None = None) -> Line:

@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import NoReturn
 from unittest.mock import Mock
@@ -182,6 +183,23 @@ def test_of_a_dropped_transfer_no_lane_takes_a_window(pair: Pair) -> None:
         source._out.share(1)  # the sink's word that it may spread comes late
         assert not source.crowded
         assert source.spare() is None
+
+
+def test_who_drops_a_transfer_looks_at_nothing_that_waits(pair: Pair) -> None:
+    """It holds the agent's lock, and may have thousands to drop."""
+
+    class Waiting(deque[object]):
+        def __iter__(self) -> NoReturn:
+            raise AssertionError("somebody looks")
+
+    out = laned(pair.source)._out
+    with standing(pair.source, *lanes_of(pair.source)):
+        out.share(1)
+        out._queue = Waiting()  # type: ignore[assignment]
+        pair.source.drop(1)
+        assert out._shared == {}
+        out._queue = deque()
+    until(lambda: not out._kept)
 
 
 def test_of_a_dropped_transfer_no_lane_sends_what_it_has_taken(pair: Pair) -> None:
