@@ -134,6 +134,19 @@ def test_lanes_are_sought_for_a_link_that_is_to_stay_alone() -> None:
     transport.dial.assert_called_once_with("h:1")
 
 
+def test_while_a_lane_is_on_its_way_no_other_is_sought() -> None:
+    """When the time has come to try one again that was lost."""
+    transport = Mock(dial=Mock(side_effect=TransportError("no")))
+    made, _ = switchboard(transport)
+    line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
+    line.seeking = True
+    made._seek_again(line, "lost")
+    transport.dial.assert_not_called()
+    line.seeking = False
+    made._seek_again(line, "lost")
+    transport.dial.assert_called_once_with("h:1")
+
+
 @pytest.mark.parametrize("used", [True, False])
 def test_a_lane_by_which_nothing_comes_is_lost_and_its_link_with_it_if_it_was_used(used: bool) -> None:
     """What is between may take bytes, acknowledge them, and pass none on."""

@@ -105,6 +105,17 @@ def test_lanes_that_sleep_are_called_when_windows_may_spread(pair: Pair) -> None
         pair.hears.wait("landed", 9)
 
 
+def test_a_lane_is_called_also_while_it_goes_to_sleep(pair: Pair) -> None:
+    """Whoever calls cannot know whether it looks at the queue once more."""
+    lanes = lanes_of(pair.source)
+    with standing(pair.source, *lanes):
+        laned(pair.source)._out.share(1)
+        for each in blocks(2).items():
+            pair.put(*each)
+        assert all(lane._called for lane in lanes)
+        laned(pair.source)._out.drop(1)
+
+
 @pytest.mark.parametrize("spins", [True, False])
 def test_a_lane_that_is_called_does_not_go_to_sleep(pair: Pair, spins: bool) -> None:
     lane = lanes_of(pair.source)[0]
