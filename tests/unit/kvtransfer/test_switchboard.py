@@ -145,6 +145,19 @@ def test_while_a_lane_is_on_its_way_no_other_is_sought() -> None:
     line.seeking = False
     made._seek_again(line, "lost")
     transport.dial.assert_called_once_with("h:1")
+    del made._lines[line.link]
+    made._seek_again(line, "lost")
+    transport.dial.assert_called_once_with("h:1")
+
+
+def test_lanes_that_cannot_be_dialled_are_given_up_in_the_end() -> None:
+    transport = Mock(dial=Mock(side_effect=TransportError("no")))
+    made, _ = switchboard(transport)
+    line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
+    made._seek_lane(line)
+    for _ in range(5):
+        made._clock.call_at.call_args.args[1]()  # type: ignore[attr-defined]
+    assert transport.dial.call_count == 3
 
 
 @pytest.mark.parametrize("used", [True, False])
@@ -153,6 +166,7 @@ def test_a_lane_by_which_nothing_comes_is_lost_and_its_link_with_it_if_it_was_us
     made, _ = switchboard(Mock())
     first, lane = up(made, proven(made.card)), up(made, proven(made.card, b"g" * 16))
     lane.first, lane.link.used = first, used  # type: ignore[attr-defined]
+    lane.heard = first.seeking = True  # the next one is on its way
     first.lanes.append(lane)
     first.link.received_bytes = 1
     made._beat(0.0)
@@ -163,6 +177,8 @@ def test_a_lane_by_which_nothing_comes_is_lost_and_its_link_with_it_if_it_was_us
     made._beat(0.75)
     lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
     assert list(made._lines) == [first.link]
+    assert first.seeking
+    assert made._sink.leave.call_count == used  # type: ignore[attr-defined]
     (then, end), *_ = (call.args for call in made._clock.call_at.call_args_list)  # type: ignore[attr-defined]
     assert then == pytest.approx(0.75 + 0.75)
     end()
