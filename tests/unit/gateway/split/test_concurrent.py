@@ -306,7 +306,9 @@ async def test_a_stream_that_breaks_in_decode_closes_a_prefill_still_open() -> N
         await f.at_rest()
 
 
-async def test_a_late_failure_of_the_prefill_is_its_own_affair() -> None:
+@pytest.mark.parametrize("fails", [resets, refuses(400)], ids=["resets", "refuses"])
+async def test_a_late_failure_of_the_prefill_is_its_own_affair(fails: Script) -> None:
+    """A refusal too: the client has an answer already."""
     gate = asyncio.Event()
 
     async def token_then_rest(asked: Asked) -> None:
@@ -319,9 +321,21 @@ async def test_a_late_failure_of_the_prefill_is_its_own_affair() -> None:
             asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": word}}]})
         asked.end_stream()
 
-    async with sglang([after(gate, resets)], [token_then_rest]) as f:
+    async with sglang([after(gate, fails)], [token_then_rest]) as f:
         assert (await f.ask(stream=True)).text == WHOLE
         assert f.blamed(f.decode[0]) == 0
+        await f.at_rest()
+
+
+async def test_an_error_event_in_the_prefills_answer_is_its_failure() -> None:
+    async def errs(asked: Asked) -> None:
+        asked.open_stream()
+        asked.event({"error": {"message": "as asked", "type": "InternalServerError", "code": 500}})
+        asked.end_stream()
+
+    async with sglang([errs, prefills()], [each(holds, decodes)]) as f:
+        assert (await f.ask(stream=True)).text == WHOLE
+        assert (f.blamed(f.prefill[0]), f.blamed(f.prefill[1]), f.blamed(f.decode[0])) == (1, 0, 0)
         await f.at_rest()
 
 
@@ -408,6 +422,51 @@ async def test_a_push_that_its_prefiller_does_not_promise_is_computed_by_the_dec
         await within(1, waiting.closed.wait())
         assert (await asking).text == WHOLE
         assert "kv_transfer_params" not in f.decode[0].asked[2].json
+        await f.at_rest()
+
+
+async def test_a_push_that_is_not_promised_when_its_decoder_has_begun_is_nobodys_fault() -> None:
+    gate = asyncio.Event()
+
+    async def token_then_rest(asked: Asked) -> None:
+        asked.open_stream()
+        asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
+        gate.set()
+        while f.metric("penstock_split_legs_total", role="prefill") < 2:
+            await asyncio.sleep(0.001)
+        for word in TEXT[1:]:
+            asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": word}}]})
+        asked.end_stream()
+
+    prefill = each(prefills(PUSHED), after(gate, prefills(None)))
+    async with front("vllm_push", [prefill], [each(decodes, token_then_rest)]) as f:
+        await f.ask()
+        assert (await f.ask(stream=True)).text == WHOLE
+        assert f.metric("penstock_split_legs_total", role="prefill", outcome="unusable") == 1
+        assert f.blamed(f.prefill[0]) == 0
+        await f.at_rest()
+
+
+async def test_a_push_that_is_not_promised_when_bytes_have_flowed_ends_the_answer() -> None:
+    """Nothing is computed anew behind what the client has."""
+    gate = asyncio.Event()
+
+    async def sings(asked: Asked) -> None:
+        asked.open_stream()
+        for note in range(6):
+            asked.event({"choices": [{"index": 0, "delta": {"audio": f"note {note}"}}]})
+        await asked.closed.wait()
+
+    prefill = each(prefills(PUSHED), after(gate, prefills(None)))
+    async with front("vllm_push", [prefill], [each(decodes, sings)]) as f:
+        await f.ask()
+        body = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "word " * 400}]}
+        async with f.http.post(f"{f.app.url}/v1/chat/completions", json=body) as answer:
+            assert b"note 3" in await answer.content.readany()
+            gate.set()
+            assert b'"error"' in await answer.content.read()
+        assert len(f.decode[0].asked) == 2
+        assert f.blamed(f.decode[0]) == 0
         await f.at_rest()
 
 

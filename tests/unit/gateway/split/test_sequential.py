@@ -9,6 +9,7 @@ import pytest
 
 from gateway.account import Accounts
 from gateway.exchange import Exchange
+from gateway.split.pair import PairAttempt
 from gateway.split.words import Words
 from tests.fair_time import PATIENCE_S, within
 from tests.replaced import replace_method
@@ -153,6 +154,7 @@ async def test_a_malformed_handoff_never_reaches_a_decoder_which_then_computes_f
         (decode,) = f.decode[0].asked
         assert "kv_transfer_params" not in decode.json
         assert f.metric("penstock_split_legs_total", role="prefill", outcome="unusable") == 1
+        assert [figures.tokens for figures in f.app.gateway.handoffs.pairs.values()] == [0]
         await f.at_rest()
 
 
@@ -273,7 +275,9 @@ async def test_events_that_nobody_here_knows_are_not_held_back_for_ever() -> Non
         body = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "word " * 400}]}
         async with f.http.post(f"{f.app.url}/v1/chat/completions", json=body) as answer:
             assert b"note 3" in await answer.content.readany()
-            await asyncio.sleep(0.2)
+            f.app.gateway.handoffs.sweep(float("inf"))
+            await asyncio.sleep(0.05)
+            assert not f.decode[0].asked[0].closed.is_set()
             assert len(f.decode[0].asked) == 1
         await f.at_rest()
 
@@ -316,6 +320,42 @@ async def test_an_answer_that_breaks_after_its_first_token_ends_with_an_error_ev
         assert b"[DONE]" not in reply.body
         assert f.blamed(f.decode[0]) == 1
         await f.at_rest()
+
+
+async def test_an_answer_that_ends_with_an_error_event_is_the_decoders_failure() -> None:
+    async def token_then_error(asked: Asked) -> None:
+        asked.open_stream()
+        asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
+        asked.event({"error": {"message": "as asked", "type": "InternalServerError", "code": 500}})
+        asked.end_stream()
+
+    async with front(NIXL, [prefills()], [token_then_error]) as f:
+        assert b'"error"' in ((await f.ask(stream=True)).body or b"")
+        assert (f.blamed(f.prefill[0]), f.blamed(f.decode[0])) == (0, 1)
+        await f.at_rest()
+
+
+async def test_a_prefill_is_a_success_of_its_engine() -> None:
+    async with front(NIXL, [each(resets, prefills())], [decodes]) as f:
+        await f.ask()
+        live = f.app.gateway.endpoints.all()[0]
+        assert live.health.failures == 1
+        await f.ask()
+        assert live.health.failures == 0
+        await f.at_rest()
+
+
+async def test_the_bytes_of_a_prefill_are_let_go_of_while_its_decoder_works() -> None:
+    gate = asyncio.Event()
+    async with front(NIXL, [prefills()], [after(gate, decodes)]) as f:
+        asking = asyncio.ensure_future(f.ask())
+        await f.decode[0].was_asked()
+        (attempt,) = f.app.gateway.handoffs.transfers
+        assert isinstance(attempt, PairAttempt)
+        assert attempt.prefill is not None
+        assert attempt.prefill.body == b""
+        gate.set()
+        assert (await asking).text == WHOLE
 
 
 async def test_nobody_left_is_a_502() -> None:
@@ -423,6 +463,7 @@ async def test_a_pair_that_fails_at_an_answer_of_one_of_them_ends_and_leaves_not
         with monkeypatch.context() as broken:
             replace_method(broken, Words, name, fails)
             assert (await f.ask()).status == 500
+        assert f.metric("penstock_split_pairs_total", result="failed") == 1
         await f.at_rest()
         assert (await f.ask()).text == WHOLE
 

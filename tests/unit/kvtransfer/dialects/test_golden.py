@@ -20,6 +20,7 @@ from kvtransfer.dialects import (
     Unusable,
     as_events,
     read_answer,
+    vllm_nixl,
 )
 
 ROOM = 6917529027641081856
@@ -168,6 +169,18 @@ def test_what_is_no_answer_is_unusable(raw: bytes) -> None:
 def test_an_answer_of_no_text_or_with_counts_that_nobody_counts_is_unusable(raw: bytes) -> None:
     """What is in it goes into the decode request, into metrics and to the client."""
     assert isinstance(read_answer(raw), Unusable)
+
+
+def test_an_answer_without_counts_is_an_answer() -> None:
+    found = read_answer(b'{"choices":[{}],"usage":null}')
+    assert isinstance(found, Answer)
+    assert (found.prompt_tokens, found.cached_tokens) == (None, None)
+
+
+@pytest.mark.parametrize("unread", [[0] * (vllm_nixl.MOST_OBJECT_BYTES // 2), "deep"], ids=["long", "deep"])
+def test_an_object_that_is_too_large_or_too_deep_never_reaches_a_decoder(unread: object) -> None:
+    raw = json.dumps(OBJECT | {"unread": unread}).encode().replace(b'"deep"', b"[" * 9999 + b"]" * 9999)
+    assert isinstance(vllm_nixl.validated(raw), Unusable)
 
 
 def test_block_ids_of_engines_before_018_are_a_flat_list() -> None:
