@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.account import Accounts
+from gateway.endpoints import Reservation
 from gateway.exchange import Exchange
 from gateway.split.pair import PairAttempt
 from gateway.split.words import Words
@@ -466,6 +467,17 @@ async def test_a_pair_that_fails_at_an_answer_of_one_of_them_ends_and_leaves_not
         assert f.metric("penstock_split_pairs_total", result="failed") == 1
         await f.at_rest()
         assert (await f.ask()).text == WHOLE
+
+
+async def test_a_pair_that_fails_at_the_end_of_an_answer_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("as asked")
+
+    async with front(NIXL, [prefills()], [decodes]) as f:
+        with monkeypatch.context() as broken:
+            replace_method(broken, Reservation, "served", fails)
+            await f.ask()
+        await f.at_rest()
 
 
 async def test_the_first_token_of_a_split_request_is_predicted_once_a_handoff_was_measured() -> None:
