@@ -330,6 +330,7 @@ async def test_a_late_failure_of_the_prefill_is_its_own_affair(fails: Script) ->
 async def test_an_error_event_in_the_prefills_answer_is_its_failure() -> None:
     async def errs(asked: Asked) -> None:
         asked.open_stream()
+        asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
         asked.event({"error": {"message": "as asked", "type": "InternalServerError", "code": 500}})
         asked.end_stream()
 
