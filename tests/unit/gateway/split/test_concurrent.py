@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 
 from gateway.upstream import Connection, Upstream
-from tests.fair_time import within
+from tests.fair_time import PATIENCE_S, within
 from tests.replaced import replace_method
 from tests.unit.gateway.split.halves import (
     OBJECT,
@@ -322,7 +322,8 @@ async def test_a_late_failure_of_the_prefill_is_its_own_affair(fails: Script) ->
         asked.end_stream()
 
     async with sglang([after(gate, fails)], [token_then_rest]) as f:
-        assert (await f.ask(stream=True)).text == WHOLE
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await f.ask(stream=True)).text == WHOLE
         assert f.blamed(f.decode[0]) == 0
         await f.at_rest()
 
@@ -330,7 +331,8 @@ async def test_a_late_failure_of_the_prefill_is_its_own_affair(fails: Script) ->
 async def test_an_error_event_in_the_prefills_answer_is_its_failure() -> None:
     async def errs(asked: Asked) -> None:
         asked.open_stream()
-        asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
+        token = {"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]}
+        asked.event(token | {"pad": "x" * 400})  # in one read as well, the error is not what the answer begins with
         asked.event({"error": {"message": "as asked", "type": "InternalServerError", "code": 500}})
         asked.end_stream()
 
@@ -467,7 +469,8 @@ async def test_a_push_that_is_not_promised_when_bytes_have_flowed_ends_the_answe
         async with f.http.post(f"{f.app.url}/v1/chat/completions", json=body) as answer:
             assert b"note 3" in await answer.content.readany()
             gate.set()
-            assert b'"error"' in await answer.content.read()
+            async with asyncio.timeout(PATIENCE_S):
+                assert b'"error"' in await answer.content.read()
         assert len(f.decode[0].asked) == 2
         assert f.blamed(f.decode[0]) == 0
         await f.at_rest()

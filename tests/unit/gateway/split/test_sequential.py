@@ -283,14 +283,16 @@ async def test_events_that_nobody_here_knows_are_not_held_back_for_ever() -> Non
         await f.at_rest()
 
 
-async def test_an_answer_without_a_single_token_is_an_answer() -> None:
-    async def nothing(asked: Asked) -> None:
-        asked.open_stream()
-        asked.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-        asked.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-        asked.end_stream()
+async def says_nothing(asked: Asked) -> None:
+    """An answer of no token."""
+    asked.open_stream()
+    asked.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+    asked.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    asked.end_stream()
 
-    async with front(NIXL, [prefills()], [nothing]) as f:
+
+async def test_an_answer_without_a_single_token_is_an_answer() -> None:
+    async with front(NIXL, [prefills()], [says_nothing]) as f:
         reply = await f.ask(stream=True)
         assert (reply.status, reply.text, len(reply.events)) == (200, "", 2)
         await f.at_rest()
@@ -324,16 +326,24 @@ async def test_an_answer_that_breaks_after_its_first_token_ends_with_an_error_ev
 
 
 async def test_an_answer_that_ends_with_an_error_event_is_the_decoders_failure() -> None:
+    gate = asyncio.Event()
+
     async def token_then_error(asked: Asked) -> None:
         asked.open_stream()
         asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
+        await gate.wait()  # the client has the token: what comes now is not what the answer begins with
         asked.event({"error": {"message": "as asked", "type": "InternalServerError", "code": 500}})
         asked.end_stream()
 
     async with front(NIXL, [prefills()], [token_then_error]) as f:
-        assert b'"error"' in ((await f.ask(stream=True)).body or b"")
-        assert (f.blamed(f.prefill[0]), f.blamed(f.decode[0])) == (0, 1)
+        body = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "word " * 400}]}
+        async with f.http.post(f"{f.app.url}/v1/chat/completions", json=body) as answer:
+            assert TEXT[0].encode() in await answer.content.readany()
+            gate.set()
+            assert b'"error"' in await answer.content.read()
         await f.at_rest()
+        assert (f.blamed(f.prefill[0]), f.blamed(f.decode[0])) == (0, 1)
+        assert len(f.decode[0].asked) == 1
 
 
 async def test_a_prefill_is_a_success_of_its_engine() -> None:
@@ -470,14 +480,17 @@ async def test_a_pair_that_fails_at_an_answer_of_one_of_them_ends_and_leaves_not
 
 
 async def test_a_pair_that_fails_at_the_end_of_an_answer_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its transfer is watched until then: there was no token."""
+
     def fails(*_: object) -> None:
         raise RuntimeError("as asked")
 
-    async with front(NIXL, [prefills()], [decodes]) as f:
+    async with front(NIXL, [prefills()], [says_nothing]) as f:
         with monkeypatch.context() as broken:
             replace_method(broken, Reservation, "served", fails)
-            await f.ask()
+            await f.ask(stream=True)
         await f.at_rest()
+        assert f.metric("penstock_split_pairs_total", result="failed") == 1
 
 
 async def test_the_first_token_of_a_split_request_is_predicted_once_a_handoff_was_measured() -> None:
