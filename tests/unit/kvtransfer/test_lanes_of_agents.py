@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from kvtransfer import switchboard
 from kvtransfer.ends import Reason
 from kvtransfer.lines import Dialling, Line
 from kvtransfer.messages import Stop
+from kvtransfer.options import Options
 from kvtransfer.session import Session
 from kvtransfer.switchboard import Switchboard
 from kvtransfer.transports.base import Link
@@ -75,6 +77,16 @@ async def until_lanes(group: Group, count: int) -> None:
     assert len(board) == group.agent.figures()["links"] == 1
 
 
+@asynccontextmanager
+async def with_lanes(options: Options = PATIENT) -> AsyncIterator[list[Group]]:
+    """A source and a sink whose link has its lanes, of which none was used yet."""
+    async with groups("lanes", SMALL, SMALL, options=(options, options)) as (source, sink):
+        await moved(source, sink, "a")
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        yield [source, sink]
+
+
 # ---- opened
 
 
@@ -86,10 +98,7 @@ async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(monkeyp
         under_way.append(self._dials)
 
     monkeypatch.setattr(Switchboard, "_seek", counted)
-    async with groups("lanes", SMALL, SMALL) as (source, sink):
-        await moved(source, sink, "a")
-        for each in (source, sink):
-            await until_lanes(each, LANES - 1)
+    async with with_lanes() as (source, sink):
         assert under_way == [1] * LANES
         assert first_of(source).session.budget_bytes == LANES * sink.agent.options.budget_bytes
         await moved(source, sink, "b")
@@ -196,10 +205,7 @@ async def test_a_lane_that_cannot_be_dialled_is_tried_again(
         return dial(self, address)
 
     monkeypatch.setattr(Tcp, "dial", fails_once)
-    async with groups("lanes", SMALL, SMALL) as (source, sink):
-        await moved(source, sink, "a")
-        for each in (source, sink):
-            await until_lanes(each, LANES - 1)
+    async with with_lanes():
         assert len(dialled) == LANES + 1
         assert "has a lane less: no route for once" in caplog.text
 
@@ -210,10 +216,7 @@ async def test_a_lane_that_cannot_be_dialled_is_tried_again(
 async def test_beats_go_by_lanes_as_by_links() -> None:
     """What is between two hosts may forget a connection by which nothing goes."""
     often = msgspec.structs.replace(PATIENT, beat_s=0.02, misses=1000)
-    async with groups("lanes", SMALL, SMALL, options=(often, often)) as (source, sink):
-        await moved(source, sink, "a")
-        for each in (source, sink):
-            await until_lanes(each, LANES - 1)
+    async with with_lanes(often) as (source, sink):
         for each in (source, sink):
             before = [line.link.received_bytes for line in lines(each)]
             await until(
@@ -225,9 +228,7 @@ async def test_beats_go_by_lanes_as_by_links() -> None:
 
 @pytest.mark.usefixtures("soon")
 async def test_who_says_anything_else_on_a_lane_loses_it(caplog: pytest.LogCaptureFixture) -> None:
-    async with groups("lanes", SMALL, SMALL) as (source, sink):
-        await moved(source, sink, "a")
-        await until_lanes(source, LANES - 1)
+    async with with_lanes() as (source, sink):
         first_of(source).lanes[0].say(Stop(1, Reason.CANCELLED))
         await until(lambda: sink.agent.figures()["faults"] == {"protocol": 1})
         await until(lambda: "has a lane less: Stop came by a lane" in caplog.text)
@@ -242,10 +243,7 @@ async def test_who_says_anything_else_on_a_lane_loses_it(caplog: pytest.LogCaptu
 async def test_a_lane_that_was_not_used_yet_is_missed_by_nobody_and_sought_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with groups("lanes", SMALL, SMALL) as (source, sink):
-        await moved(source, sink, "a")
-        for each in (source, sink):
-            await until_lanes(each, LANES - 1)
+    async with with_lanes() as (source, sink):
         assert not any(line.link.used for line in first_of(source).lanes)  # type: ignore[attr-defined]
         offer = source.agent.offer("b", [1], 16, ready_layers=0)
         landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
@@ -263,10 +261,7 @@ async def test_a_lane_that_was_not_used_yet_is_missed_by_nobody_and_sought_again
 @pytest.mark.parametrize("at_source", [True, False])
 async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> None:
     """Whatever the other end has seen of it."""
-    async with groups("lanes", SMALL, SMALL) as (source, sink):
-        await moved(source, sink, "a")
-        for each in (source, sink):
-            await until_lanes(each, LANES - 1)
+    async with with_lanes() as (source, sink):
         offer = source.agent.offer("b", [1], 16, ready_layers=0)
         landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
         await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
@@ -283,10 +278,7 @@ async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> No
 
 async def test_what_is_asked_for_when_a_used_lane_is_lost_goes_by_a_new_link() -> None:
     """The old one ends a while later, with what is on it: time for its last words."""
-    async with groups("lanes", SMALL, SMALL) as (source, sink):
-        await moved(source, sink, "a")
-        for each in (source, sink):
-            await until_lanes(each, LANES - 1)
+    async with with_lanes() as (source, sink):
         old = first_of(sink)
         offer = source.agent.offer("b", [1], 16, ready_layers=0)
         landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
@@ -303,10 +295,7 @@ async def test_what_is_asked_for_when_a_used_lane_is_lost_goes_by_a_new_link() -
 
 @pytest.mark.usefixtures("soon")
 async def test_a_lane_that_takes_its_first_window_as_it_is_given_up_was_used() -> None:
-    async with groups("lanes", SMALL, SMALL) as (source, sink):
-        await moved(source, sink, "a")
-        for each in (source, sink):
-            await until_lanes(each, LANES - 1)
+    async with with_lanes() as (source, sink):
         (line, *_), board = first_of(source).lanes, source.agent._board
         with board._lock:
             source.agent.lost(line.link, "silent")
@@ -315,10 +304,7 @@ async def test_a_lane_that_takes_its_first_window_as_it_is_given_up_was_used() -
 
 
 async def test_last_words_on_the_link_count_though_its_lanes_have_ended_before() -> None:
-    async with groups("lanes", SMALL, SMALL) as (source, sink):
-        await moved(source, sink, "a")
-        for each in (source, sink):
-            await until_lanes(each, LANES - 1)
+    async with with_lanes() as (source, sink):
         offer = source.agent.offer("b", [1], 16, ready_layers=0)
         landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
         await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
@@ -335,10 +321,7 @@ async def test_last_words_on_the_link_count_though_its_lanes_have_ended_before()
 
 @pytest.mark.parametrize("at_source", [True, False])
 async def test_with_the_link_its_lanes_end(at_source: bool) -> None:
-    async with groups("lanes", SMALL, SMALL) as (source, sink):
-        await moved(source, sink, "a")
-        for each in (source, sink):
-            await until_lanes(each, LANES - 1)
+    async with with_lanes() as (source, sink):
         lanes = [lane for each in (source, sink) for lane in lanes_of(first_of(each).link)]
         laned(first_of(source if at_source else sink).link)._sock.shutdown(socket.SHUT_RDWR)
         for each in (source, sink):
@@ -348,9 +331,7 @@ async def test_with_the_link_its_lanes_end(at_source: bool) -> None:
 
 
 async def test_with_an_agent_its_lanes_end() -> None:
-    async with groups("lanes", SMALL, SMALL) as (source, sink):
-        await moved(source, sink, "a")
-        await until_lanes(source, LANES - 1)
+    async with with_lanes() as (source, sink):
         lanes = lanes_of(first_of(source).link)
         await sink.agent.close()
         await until(lambda: not any(lane._thread.is_alive() for lane in lanes))
