@@ -10,14 +10,16 @@ import pytest
 
 from gateway.exchange import SplitRecord
 from gateway.metrics import Metrics
+from gateway.outbox import Outbox
 from gateway.split.handoffs import TAKEN_S, Handoffs
 from gateway.split.life import State
+from tests.replaced import stand_in
 from tests.scraped import total
 from tests.unit.gateway.split.wires import There, Wire
 
 
 def made(there: There | None = None, rng: Any = None) -> Handoffs:
-    return Handoffs(Metrics(), rng or Random(1), there or There())  # type: ignore[arg-type]
+    return Handoffs(Metrics(), rng or Random(1), stand_in(Outbox, there or There()))
 
 
 def pair(prefill: str = "p", decode: str = "d") -> Any:

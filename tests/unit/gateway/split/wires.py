@@ -10,6 +10,8 @@ from gateway.errand import Landing, landing
 from gateway.relay import Relay, UpstreamBroke
 from gateway.split.inbox import Inbox
 from gateway.split.leg import Leg
+from gateway.upstream import Upstream
+from tests.replaced import stand_in
 
 
 class Loop:
@@ -93,4 +95,4 @@ class Told:
 
 
 def leg_to(there: There, told: Told) -> Leg:
-    return Leg(there, b"head ", b"body", Relay(b"", http_1_0=True), Inbox(), told)  # type: ignore[arg-type]
+    return Leg(stand_in(Upstream, there), b"head ", b"body", Relay(b"", http_1_0=True), Inbox(), told)
