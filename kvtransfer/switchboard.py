@@ -228,9 +228,11 @@ class Switchboard:
     # ---- lanes
 
     def _first_of(self, line: Line) -> Line | None:
-        """The line whose lane this is, if it is one; at a source by what the Hello says, and the same peer's."""
+        """The line whose lane this is, if it is one; at a source by what its greeting says, and the same peer's."""
         if line.dialling is not None:
             return line.dialling.lane_of
+        if not line.session.lane_of:
+            return None
         for each in self._lines.values():
             ours = each is not line and each.dialling is None and each.first is None
             if ours and each.session.greeting == line.session.lane_of and each.of_same_peer(line):
@@ -293,7 +295,8 @@ class Switchboard:
 
         first.lanes.remove(line)
         first.misses += 1
-        first.seeking = first.seeking and line.heard
+        if not line.heard:
+            first.seeking = False  # it was the one on its way
         if lane.used:
             self._sink.leave(first.link)
         self._later(self.options.silence_s, decide)

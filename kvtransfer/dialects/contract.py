@@ -157,15 +157,15 @@ class Dialect(msgspec.Struct, frozen=True):
     check: Callable[[Answer], Unusable | None] = lambda _: None
 
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class _Details(msgspec.Struct, frozen=True):
-    cached_tokens: Count | None = None
+    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: Count | None = None
+    prompt_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
 
 

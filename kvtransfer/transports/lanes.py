@@ -54,15 +54,6 @@ class LanedLink(StreamLink):
         for lane in self._wide:
             lane.drop(transfer)
 
-    @property
-    def crowded(self) -> bool:
-        """Whether a lane could be of use."""
-        return self._out.crowded
-
-    def spare(self) -> tuple[WindowHead, Slice] | None:
-        """A window for a lane to send."""
-        return self._out.spare()
-
     def _call(self) -> None:
         """Lanes that sleep may be of use."""
         if self._wide and self._out.crowded:
@@ -75,7 +66,7 @@ class LanedLink(StreamLink):
     def _turn(self) -> bool:
         self._called = False
         if self._first is not self and self._out.idle:
-            found = self._first.spare()
+            found = self._first._out.spare()
             if found is not None:
                 self.used = True
                 self._out.queue(found)

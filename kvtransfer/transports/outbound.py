@@ -72,7 +72,7 @@ class Outbound:
         self._checked = checked
         self._queue: deque[bytes | tuple[WindowHead, Slice]] = deque()
         self._shared: dict[int, None] = {}
-        self._kept: set[int] = set()
+        self._kept: set[int] = set()  # transfers that are about to be dropped
         self._body: _Body | None = None
         small = np.empty(_SMALL_BYTES, np.uint8)
         self._small, self._address = small.data, address_of(small)

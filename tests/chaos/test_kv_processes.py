@@ -17,7 +17,7 @@ from kvtransfer.ends import How, Reason
 from kvtransfer.handles import Landing
 from kvtransfer.options import Options
 from tests.chaos.kv_peer import BLOCKS, SLOW, TOKENS, options
-from tests.contract.kvtransfer.groups import SMALL, Group, groups
+from tests.contract.kvtransfer.groups import SMALL, Group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS
 
 pytestmark = pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "inproc"])
@@ -85,13 +85,6 @@ async def under_way(transport: str, sink: Group, ready_layers: int) -> AsyncIter
                 return
             ends.append(landing.end)
     raise AssertionError(f"nothing moves: {ends}")
-
-
-async def until(holds, what: str) -> None:  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.005)
 
 
 async def test_the_two_processes_can_do_it_at_all(transport: str) -> None:

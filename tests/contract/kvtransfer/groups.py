@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -20,7 +22,7 @@ from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.inproc import Wire
-from tests.contract.kvtransfer.links import make
+from tests.contract.kvtransfer.links import PATIENCE_S, make
 
 KEY = b"the fleet's own secret, 32 bytes"
 # A busy machine may stop us for a second: where silence is not the question, it is no answer.
@@ -137,3 +139,11 @@ async def groups(
             stack.push_async_callback(made[-1].agent.close)
         yield made
     assert [each.held for each in made] == [0] * len(made)
+
+
+async def until(holds: Callable[[], object], what: str = "it has not come about") -> None:
+    """As links.until, for what happens in agents while the loop goes on."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.005)

@@ -13,7 +13,7 @@ import pytest
 
 from kvtransfer.ends import How, Reason
 from kvtransfer.layout import KvDtype, KvLayout, KvOrder
-from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups
+from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS, kind_of
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -27,13 +27,6 @@ def shaped(layout: KvLayout = SMALL, **changes: object) -> KvLayout:
 
 async def soon(awaitable):  # type: ignore[no-untyped-def]
     return await asyncio.wait_for(awaitable, PATIENCE_S)
-
-
-async def until(holds, what: str) -> None:  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.005)
 
 
 def blocks_for(layout: KvLayout, tokens: int, seed: int) -> list[int]:

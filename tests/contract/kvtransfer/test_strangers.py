@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from random import Random
 
@@ -31,7 +31,7 @@ from kvtransfer.messages import (
 from kvtransfer.session import Session
 from kvtransfer.transports.base import Link, TransportError
 from kvtransfer.transports.inproc import Wire
-from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, group
+from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, group, until
 from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS, Owner, make
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -147,14 +147,6 @@ async def test_only_so_many_may_stand_at_the_door(transport: str) -> None:
         for stranger in strangers:
             stranger.link.close()
         await until(lambda: not here.source.agent.figures()["links"], "links are left")
-
-
-async def until(holds: Callable[[], object], what: str) -> None:
-    for _ in range(4000):
-        if holds():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(what)
 
 
 async def test_without_the_key_a_perfect_greeting_gets_nowhere(transport: str) -> None:

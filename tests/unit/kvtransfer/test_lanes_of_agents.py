@@ -19,7 +19,7 @@ from kvtransfer.session import Session
 from kvtransfer.switchboard import Switchboard
 from kvtransfer.transports.base import Link
 from kvtransfer.transports.tcp import Tcp
-from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups
+from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups, until
 from tests.contract.kvtransfer.links import LANES, PATIENCE_S
 from tests.unit.kvtransfer.transports.laned import laned, lanes_of, standing
 
@@ -41,13 +41,6 @@ async def moved(source: Group, sink: Group, name: str) -> None:
     assert end.landed, end
     assert not cache.differs(SMALL, sink.regions, [7, 9, 11, 2])
     assert (await asyncio.wait_for(offer.ended(), PATIENCE_S)).landed
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    deadline = asyncio.get_running_loop().time() + PATIENCE_S
-    while not holds():
-        assert asyncio.get_running_loop().time() < deadline, "it has not come about"
-        await asyncio.sleep(0.005)
 
 
 def lines(group: Group) -> list[Line]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 from unittest.mock import Mock
 
@@ -25,7 +25,7 @@ from kvtransfer.tally import Tally
 from kvtransfer.transports.base import Link, LinkOwner, TransportError
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
-from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, group, groups
+from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S
 
 
@@ -33,14 +33,6 @@ class FakeLink:
     """As much of a link as a line looks at."""
 
     transport, peer, received_bytes, window_bytes, one_sided = "fake", "x", 0, 1 << 20, False
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(4000):
-        if holds():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it has not come about")
 
 
 def test_who_has_proven_nothing_buys_no_time_by_a_byte_now_and_then() -> None:

@@ -196,6 +196,14 @@ async def begins(asked: Asked) -> None:
     await asked.closed.wait()
 
 
+async def sings(asked: Asked) -> None:
+    """Events of a kind that nobody here knows, and then nothing more."""
+    asked.open_stream()
+    for note in range(6):
+        asked.event({"choices": [{"index": 0, "delta": {"audio": f"note {note}"}}]})
+    await asked.closed.wait()
+
+
 async def breaks_after_a_token(asked: Asked) -> None:
     asked.open_stream()
     asked.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
@@ -258,6 +266,13 @@ class Front:
                 return Reply(answer.status, answer.headers, await answer.read())
             except aiohttp.ClientError:
                 return Reply(answer.status, answer.headers, None)
+
+    @asynccontextmanager
+    async def listen(self) -> AsyncIterator[aiohttp.StreamReader]:
+        """A long prompt's stream, read as it comes."""
+        body = {"model": MODEL, "stream": True, "messages": [{"role": "user", "content": "word " * 400}]}
+        async with self.http.post(f"{self.app.url}/v1/chat/completions", json=body) as answer:
+            yield answer.content
 
     async def ask_and_leave(self, when: Callable[[], Awaitable[object]], **members: Any) -> None:
         """A client that closes its connection as soon as `when` has happened."""

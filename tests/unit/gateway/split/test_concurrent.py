@@ -1,17 +1,16 @@
-"""Both legs at once: pushing vLLM, Mooncake and SGLang, over real sockets."""
+"""Both legs at once: pushing vLLM and SGLang, over real sockets."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
 from gateway.upstream import Connection, Upstream
 from tests.fair_time import PATIENCE_S, within
 from tests.replaced import replace_method
+from tests.unit.gateway.split.bootstraps import bootstrap_server, page
 from tests.unit.gateway.split.halves import (
     OBJECT,
     PUSHED,
@@ -30,6 +29,7 @@ from tests.unit.gateway.split.halves import (
     prefills,
     refuses,
     resets,
+    sings,
 )
 
 WHOLE = "".join(TEXT)
@@ -37,50 +37,6 @@ WHOLE = "".join(TEXT)
 
 def sglang(prefill: list[Script], decode: list[Script], **options: object) -> AbstractAsyncContextManager[Front]:
     return front("sglang", prefill, decode, engine="sglang", bootstrap="10.0.0.7:8998", **options)  # type: ignore[arg-type]
-
-
-class Asks(list[str]):
-    """What a bootstrap server was asked, and how many have hung up."""
-
-    hung_up = 0
-
-
-@asynccontextmanager
-async def bootstrap_server(pages: list[bytes], gate: asyncio.Event | None = None) -> AsyncIterator[tuple[str, Asks]]:
-    """Its address and what it was asked; each page once, the last for ever, an empty one is silence.
-
-    It answers when `gate` is open, if there is one.
-    """
-    asked, answering = Asks(), set[asyncio.Task[None]]()
-
-    async def answer(writer: asyncio.StreamWriter) -> None:
-        if gate is not None:
-            await gate.wait()
-        page = pages.pop(0) if len(pages) > 1 else pages[0]
-        if page:
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(page), page))
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                asked.append(head.split(b"\r\n", 1)[0].decode())
-                answering.add(asyncio.ensure_future(answer(writer)))
-        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            asked.hung_up += 1
-            writer.close()
-
-    server = await asyncio.start_server(talk, "127.0.0.1", 0)
-    try:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
-    finally:
-        server.close()
-        for task in answering:
-            task.cancel()
-
-
-def page(engine: str) -> bytes:
-    return json.dumps({"0": {"engine_id": engine, "worker_addr": {}}}).encode()
 
 
 # SGLang
@@ -344,6 +300,18 @@ async def test_an_error_event_in_the_prefills_answer_is_its_failure() -> None:
         await f.at_rest()
 
 
+async def test_a_decoder_that_fails_every_handoff_and_cannot_do_without_one_is_held_to_account() -> None:
+    async with sglang([decodes, decodes], [refuses(500), decodes]) as f:
+        for _ in range(60):  # equals are asked by lot
+            assert (await f.ask()).text == WHOLE
+            if f.blamed(f.decode[0]) == 3:
+                break
+        broken = next(live for live in f.app.gateway.endpoints.all() if live.endpoint.name == f.decode[0].name)
+        assert not broken.load.available, "three failures in a row, then nobody asks it"
+        assert f.blamed(f.decode[1]) == f.blamed(f.prefill[0]) == f.blamed(f.prefill[1]) == 0
+        await f.at_rest()
+
+
 # vLLM, pushing
 
 
@@ -456,21 +424,14 @@ async def test_a_push_that_is_not_promised_when_bytes_have_flowed_ends_the_answe
     """Nothing is computed anew behind what the client has."""
     gate = asyncio.Event()
 
-    async def sings(asked: Asked) -> None:
-        asked.open_stream()
-        for note in range(6):
-            asked.event({"choices": [{"index": 0, "delta": {"audio": f"note {note}"}}]})
-        await asked.closed.wait()
-
     prefill = each(prefills(PUSHED), after(gate, prefills(None)))
     async with front("vllm_push", [prefill], [each(decodes, sings)]) as f:
         await f.ask()
-        body = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "word " * 400}]}
-        async with f.http.post(f"{f.app.url}/v1/chat/completions", json=body) as answer:
-            assert b"note 3" in await answer.content.readany()
+        async with f.listen() as answer:
+            assert b"note 3" in await answer.readany()
             gate.set()
             async with asyncio.timeout(PATIENCE_S):
-                assert b'"error"' in await answer.content.read()
+                assert b'"error"' in await answer.read()
         assert len(f.decode[0].asked) == 2
         assert f.blamed(f.decode[0]) == 0
         await f.at_rest()
@@ -486,163 +447,3 @@ async def test_a_push_shows_what_the_prefiller_had_cached() -> None:
             await asyncio.sleep(0.001)
         gate.set()
         assert (await asking).json["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
-
-
-# Mooncake
-
-
-async def test_mooncake_is_introduced_once_by_the_bootstrap_server() -> None:
-    async with (
-        bootstrap_server([page("one")]) as (address, asked),
-        front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
-    ):
-        for _ in range(3):
-            assert (await f.ask()).text == WHOLE
-        assert asked == ["GET /query HTTP/1.1"]
-        prefill, decode = f.prefill[0].asked[0], f.decode[0].asked[0]
-        transfer = f"xfer-{prefill.headers['x-request-id']}"
-        assert prefill.headers["x-data-parallel-rank"] == "0"
-        assert prefill.json["kv_transfer_params"]["transfer_id"] == transfer
-        assert decode.json["kv_transfer_params"] == {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_bootstrap_addr": f"http://{address}",
-            "remote_engine_id": "one",
-            "transfer_id": transfer,
-        }
-        await f.at_rest()
-
-
-@pytest.mark.parametrize("nonsense", [b"{}", b"<html>", b"[1]"])
-async def test_without_an_introduction_the_decoder_computes_for_itself(nonsense: bytes) -> None:
-    async with (
-        bootstrap_server([nonsense]) as (address, _),
-        front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
-    ):
-        assert (await f.ask()).text == WHOLE
-        assert not f.prefill[0].asked
-        assert "kv_transfer_params" not in f.decode[0].asked[0].json
-        await f.at_rest()
-
-
-async def test_a_bootstrap_server_that_nobody_runs_does_not_stop_the_request() -> None:
-    async with front("mooncake", [prefills(None)], [decodes], bootstrap="127.0.0.1:1") as f:
-        assert (await f.ask()).text == WHOLE
-        assert f.blamed(f.prefill[0]) == 1
-        await f.at_rest()
-
-
-async def test_a_silent_bootstrap_server_is_not_waited_for_longer_than_a_second() -> None:
-    async with (
-        bootstrap_server([b""]) as (address, _),
-        front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
-    ):
-        assert (await within(2, f.ask())).text == WHOLE
-        await f.at_rest()
-
-
-async def test_a_client_may_leave_while_the_bootstrap_server_is_asked() -> None:
-    async with (
-        bootstrap_server([b""]) as (address, asked),
-        front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
-    ):
-
-        async def was_asked() -> None:
-            while not asked:
-                await asyncio.sleep(0.001)
-
-        await f.ask_and_leave(was_asked)
-        await f.at_rest()
-        assert not f.prefill[0].asked
-        assert not f.decode[0].asked
-
-
-async def test_requests_that_come_together_ask_the_bootstrap_server_once_whoever_leaves() -> None:
-    gate = asyncio.Event()
-    async with (
-        bootstrap_server([page("one")], gate) as (address, asked),
-        front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
-    ):
-
-        async def are_booked(requests: int) -> None:
-            while f.loads()[0] < requests:
-                await asyncio.sleep(0.001)
-
-        staying = [asyncio.ensure_future(f.ask()) for _ in range(4)]
-        await are_booked(4)
-        await f.ask_and_leave(lambda: are_booked(5))
-        await are_booked(4)
-        gate.set()
-        assert [reply.text for reply in await asyncio.gather(*staying)] == [WHOLE] * 4
-        assert asked == ["GET /query HTTP/1.1"]
-        assert len(f.prefill[0].asked) == 4
-        await f.at_rest()
-
-
-async def test_a_bootstrap_server_is_let_go_of_with_its_answer_or_with_the_last_who_waits() -> None:
-    gate = asyncio.Event()
-    async with (
-        bootstrap_server([page("one")], gate) as (address, asked),
-        front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
-    ):
-
-        async def was_asked() -> None:
-            while not asked:
-                await asyncio.sleep(0.001)
-
-        async def hung_up(times: int) -> None:
-            while asked.hung_up < times:
-                await asyncio.sleep(0.001)
-
-        await f.ask_and_leave(was_asked)
-        await within(0.5, hung_up(1))
-        gate.set()
-        assert (await f.ask()).text == WHOLE
-        await within(0.5, hung_up(2))
-        assert len(asked) == 2
-        await f.at_rest()
-
-
-async def test_after_a_failure_the_bootstrap_server_is_asked_again() -> None:
-    async with bootstrap_server([page("one"), page("two")]) as (address, asked):
-        prefill = each(prefills(None), resets, resets, prefills(None))  # a pooled connection is tried again
-        async with front("mooncake", [prefill], [each(decodes, holds, decodes)], bootstrap=address) as f:
-            for _ in range(2):
-                assert (await f.ask()).text == WHOLE
-            assert (await f.ask()).text == WHOLE
-            assert len(asked) == 2
-            assert f.decode[0].asked[-1].json["kv_transfer_params"]["remote_engine_id"] == "two"
-            await f.at_rest()
-
-
-async def test_a_decoder_that_could_not_load_the_kv_may_have_been_told_of_an_engine_that_is_no_more() -> None:
-    async with bootstrap_server([page("one"), page("two")]) as (address, asked):
-        decode = each(decodes, refuses(500), decodes)
-        async with front("mooncake", [prefills(None)], [decode], bootstrap=address) as f:
-            for _ in range(3):
-                assert (await f.ask()).text == WHOLE
-            assert len(asked) == 2
-            assert f.decode[0].asked[-1].json["kv_transfer_params"]["remote_engine_id"] == "two"
-            await f.at_rest()
-
-
-async def test_a_mooncake_prefill_that_ended_early_sends_nothing_and_the_decoder_computes() -> None:
-    ended = [{"index": 0, "message": {"content": ""}, "finish_reason": "stop"}]
-    async with bootstrap_server([page("one")]) as (address, _):
-        prefill = prefills(None, choices=ended)
-        async with front("mooncake", [prefill], [each(holds, decodes)], bootstrap=address) as f:
-            assert (await f.ask()).text == WHOLE
-            assert "kv_transfer_params" not in f.decode[0].asked[1].json
-            await f.at_rest()
-
-
-async def test_a_decoder_that_fails_every_handoff_and_cannot_do_without_one_is_held_to_account() -> None:
-    async with sglang([decodes, decodes], [refuses(500), decodes]) as f:
-        for _ in range(60):  # equals are asked by lot
-            assert (await f.ask()).text == WHOLE
-            if f.blamed(f.decode[0]) == 3:
-                break
-        broken = next(live for live in f.app.gateway.endpoints.all() if live.endpoint.name == f.decode[0].name)
-        assert not broken.load.available, "three failures in a row, then nobody asks it"
-        assert f.blamed(f.decode[1]) == f.blamed(f.prefill[0]) == f.blamed(f.prefill[1]) == 0
-        await f.at_rest()

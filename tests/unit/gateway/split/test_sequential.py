@@ -28,6 +28,7 @@ from tests.unit.gateway.split.halves import (
     prefills,
     refuses,
     resets,
+    sings,
 )
 
 NIXL = "vllm_nixl"
@@ -266,16 +267,9 @@ async def test_a_stream_that_fails_after_its_role_is_computed_without_the_handof
 
 
 async def test_events_that_nobody_here_knows_are_not_held_back_for_ever() -> None:
-    async def sings(asked: Asked) -> None:
-        asked.open_stream()
-        for note in range(6):
-            asked.event({"choices": [{"index": 0, "delta": {"audio": f"note {note}"}}]})
-        await asked.closed.wait()
-
     async with front(NIXL, [prefills()], [sings], split={"transfer_timeout": "100ms"}) as f:
-        body = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "word " * 400}]}
-        async with f.http.post(f"{f.app.url}/v1/chat/completions", json=body) as answer:
-            assert b"note 3" in await answer.content.readany()
+        async with f.listen() as answer:
+            assert b"note 3" in await answer.readany()
             f.app.gateway.handoffs.sweep(float("inf"))
             await asyncio.sleep(0.05)
             assert not f.decode[0].asked[0].closed.is_set()
@@ -336,11 +330,10 @@ async def test_an_answer_that_ends_with_an_error_event_is_the_decoders_failure()
         asked.end_stream()
 
     async with front(NIXL, [prefills()], [token_then_error]) as f:
-        body = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "word " * 400}]}
-        async with f.http.post(f"{f.app.url}/v1/chat/completions", json=body) as answer:
-            assert TEXT[0].encode() in await answer.content.readany()
+        async with f.listen() as answer:
+            assert TEXT[0].encode() in await answer.readany()
             gate.set()
-            assert b'"error"' in await answer.content.read()
+            assert b'"error"' in await answer.read()
         await f.at_rest()
         assert (f.blamed(f.prefill[0]), f.blamed(f.decode[0])) == (0, 1)
         assert len(f.decode[0].asked) == 1

@@ -80,7 +80,7 @@ def test_no_window_overtakes_what_was_said_before_it(pair: Pair) -> None:
         pair.source.send(b"the announcement")
         for each in windows.items():
             pair.put(*each)
-        assert not laned(pair.source).crowded  # no lane finds one
+        assert not laned(pair.source)._out.crowded  # no lane finds one
     pair.hears.wait("landed", 10)
     order = [each.kind for each in pair.hears.heard if each.kind in ("message", "incoming")]
     assert order[0] == "message"
@@ -189,11 +189,11 @@ def test_of_a_dropped_transfer_no_lane_takes_a_window(pair: Pair) -> None:
     with standing(source, *lanes_of(source)):
         for head, runs in rest.items():
             pair.put(head, runs)
-        assert source.crowded
+        assert source._out.crowded
         pair.source.drop(1)
         source._out.share(1)  # the sink's word that it may spread comes late
-        assert not source.crowded
-        assert source.spare() is None
+        assert not source._out.crowded
+        assert source._out.spare() is None
 
 
 def test_who_drops_a_transfer_looks_at_nothing_that_waits(pair: Pair) -> None:
