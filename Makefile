@@ -13,6 +13,10 @@ TRACES ?=
 GOODPUT ?=
 SOAK   ?=
 OVERLOAD ?=
+RESTARTS ?=
+ISOLATION ?=
+BASE   ?=
+PAIRED ?=
 comma  := ,
 NIXL_TESTS ?= tests/nixl tests/contract/kvtransfer tests/chaos/test_kv_processes.py
 RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes.py
@@ -22,7 +26,7 @@ COMPILED_TESTS ?= tests/unit/gateway tests/unit/policies tests/property/gateway 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma nixl kv-trials bench bench-kv bench-split goodput observe real compiled test-compiled load policies gateways soak overload clocks web docs lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma nixl kv-trials bench bench-kv bench-split bench-paired goodput observe real compiled test-compiled load policies gateways restarts soak overload isolation clocks web docs lock deploy-check clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +70,10 @@ compiled: $(VENV)/.dev ## the hot path through Cython, as the image has it, into
 test-compiled: compiled ## unit, component and SDK tests on the compiled modules
 	PENSTOCK_HOME=$(CURDIR)/build/compiled $(PY) -m pytest -o "pythonpath=build/compiled ." $(or $(TESTS),$(COMPILED_TESTS))
 
+bench-paired: $(VENV)/.dev ## CPU per request and chunk beside an older revision, in alternation (BASE=main~20; PAIRED="--pairs 40")
+	@test -n "$(BASE)" || { echo "make bench-paired needs a revision to compare with: make bench-paired BASE=main~20" >&2; exit 1; }
+	$(PY) tests/bench/paired.py $(BASE) $(PAIRED)
+
 bench-kv: $(VENV)/.dev ## KV transfers: ours beside NIXL, Mooncake, raw TCP and memcpy (docs/performance.md)
 	@$(PY) -c "import cryptography" 2>/dev/null || $(PY) -m pip install -q "cryptography>=45"
 	$(PY) tests/bench/kv/bench_kv.py
@@ -102,14 +110,24 @@ load: $(VENV)/.dev ## locust against a fleet of its own
 policies: $(VENV)/.dev ## the Mooncake trace through every policy over real HTTP (nine minutes)
 	$(PY) -m tests.load.policies_live
 
+slow: $(VENV)/.dev ## four groups, one of them slow, beside the other three alone: every policy on the virtual clock, three over HTTP (docs/slow-engines.md)
+	$(PY) -m tests.load.slow_replay
+	$(PY) -m tests.load.slow_engine --policy round_robin --policy prefix_aware --policy priced
+
 gateways: $(VENV)/.dev ## two gateways with one view on the trace, and ten minutes without Redis (docs/several-gateways.md)
 	$(PY) -m tests.load.shared_view --outage 600
+
+restarts: $(VENV)/.dev ## ten restarts under load with open streams: by SIGUSR2, under systemd-socket-activate, with workers (docs/restart.md)
+	$(PY) -m tests.load.restarts $(RESTARTS)
 
 soak: $(VENV)/.dev ## twenty minutes of load and churn, and what is left of it (SOAK="--minutes 2 --warm-up 1"; docs/performance.md)
 	$(PY) -m tests.load.soak $(SOAK)
 
 overload: $(VENV)/.dev ## twice capacity over HTTP with 600 open streams, and what must hold (four minutes; OVERLOAD="--runs 3"; docs/admission.md)
 	$(PY) -m tests.load.overload $(OVERLOAD)
+
+isolation: $(VENV)/.dev ## whether a tenant can tell another's prompts: mocks, or a real vLLM (ISOLATION="--real --words 200"; docs/tenants.md)
+	$(PY) -m tests.load.tenant_isolation $(ISOLATION)
 
 clocks: $(VENV)/.dev ## five minutes of the trace live and on the virtual clock, side by side (docs/replay.md)
 	$(PY) -m tests.load.two_clocks

@@ -34,16 +34,18 @@ ROOMS = ("gateway", "policies", "kvtransfer", "mockgpu", "planner")
 PROJECT = ("pyproject.toml", "README.md", "LICENSE")
 STAMP = "made-of"
 HOT = (
-    *("account", "attempts", "begin", "canary", "endpoints", "errand", "exchange", "explain", "framing", "front"),
-    *("gate", "head", "kept", "legs", "likeness", "meters", "openai", "outbox", "overflow", "prefixes", "quotas"),
-    *("relay", "roster", "serve", "shadow", "slo", "talk", "told", "trace", "upstream"),
+    *("account", "attempts", "begin", "booking", "canary", "endpoints", "errand", "exchange", "explain", "forwarded"),
+    *("framing", "front", "gate", "head", "kept", "legs", "likeness", "media", "meters", "openai", "outbox"),
+    *("overflow", "prefixes", "quotas", "relay", "roster", "serve", "shadow", "sketch", "slo", "talk", "told", "trace"),
+    "upstream",
     *(f"split/{name}" for name in ("dispatch", "edit", "handoffs", "inbox", "leg", "life", "pair", "words")),
 )
 DECISIONS = (
     *("admission", "appraisal", "dual", "fairness", "filters", "fingerprint", "fold", "foreign", "foresight"),
     *("health", "held", "kalman", "latency", "ledger", "lengths", "lessons", "model", "outlook", "pacing", "paper"),
-    *("pickers", "prefix_index", "price", "quota", "returns", "run", "rungs", "scorers", "sessions", "split"),
-    *("timeline", "usage", "waiting"),
+    *("pickers", "prefix_index", "price", "prompt_lengths", "quota", "returns", "run", "rungs", "scorers", "sessions"),
+    "speed_record",
+    *("split", "timeline", "usage", "waiting"),
 )
 DIALECTS = ("contract", "vllm_nixl")
 MODULES = (

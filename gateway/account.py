@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sys
 from _thread import start_new_thread
 from contextlib import suppress
 from time import monotonic, time
@@ -20,6 +18,7 @@ from gateway.config import Observability
 from gateway.exchange import Exchange, SplitRecord
 from gateway.explain import Explained, before
 from gateway.kept import REGRET_EVERY, Kept, usage_of
+from gateway.log_file import LogFile, Rotation
 from gateway.meters import Counter, Histogram
 from gateway.metrics import Metrics
 from gateway.observe.export import Tracer
@@ -35,6 +34,7 @@ MAX_CHILDREN = 8192
 SPLIT_STAGES = ("queue", "prefill", "transfer", "first_token")
 WAITED_S = 0.001  # below it a request found a place at once
 NO_ANSWER, NO_USAGE = Relay(b""), Usage()  # what a line tells of an answer that there was not; it is never fed
+REOPEN_AGAIN_S = 0.05
 KEEP_BYTES = 8 * 1024 * 1024  # lines waiting for a blocked sink; beyond it they are dropped and counted
 
 
@@ -44,6 +44,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     `slo` is its class and `kept` what became of the promise; `predicted_ttft_us` counts from the pick. `asked_model`
     is there where another one served. `blocks` (asked for by `access_blocks`): chained ids of the prompt's blocks of
     2 KiB, which are 512 tokens or so. `resumes`: how often a stream was continued elsewhere.
+    `hedged`: the endpoint whose attempt at the same time was given up.
     """
 
     time: float
@@ -89,28 +90,29 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     handed_over_us: int | None = None
     handoff_us: int | None = None
     asked_model: str = ""
+    proxy_request_id: str = ""
     blocks: list[int] = []
     trace_id: str = ""
     resumes: int = 0
+    hedged: str = ""
 
 
 class AccessLog:
     """A buffered sink of lines. Writing happens in a thread, so a slow disk or a full pipe never holds a request up."""
 
     __slots__ = (
-        *("_dropped", "_encode", "_fd", "_flush_s", "_lines", "_loop", "_size", "_timer"),
+        *("_dropped", "_encode", "_file", "_flush_s", "_lines", "_loop", "_size", "_timer"),
         *("_writing", "blocks", "on"),
     )
 
-    def __init__(
-        self, where: str, flush_s: float, loop: asyncio.AbstractEventLoop, blocks: bool, dropped: Counter
-    ) -> None:
-        """`dropped` counts the lines that got lost."""
-        self._fd = _open(where)
-        self.on = self._fd is not None
+    def __init__(self, seen: Observability, loop: asyncio.AbstractEventLoop, dropped: Counter) -> None:
+        """`dropped` counts the lines that got lost. Raises OSError when the file cannot be opened."""
+        rotation = None if seen.access_rotate is None else Rotation(seen.access_rotate.size, seen.access_rotate.keep)
+        self._file = None if seen.access_log == "off" else LogFile(seen.access_log, rotation)
+        self.on = self._file is not None
         self._dropped = dropped
-        self.blocks = blocks
-        self._flush_s = flush_s
+        self.blocks = seen.access_blocks
+        self._flush_s = seen.access_flush
         self._loop = loop
         self._encode = msgspec.json.Encoder().encode
         self._lines: list[bytes] = []
@@ -128,6 +130,15 @@ class AccessLog:
         if self._timer is None:
             self._timer = self._loop.call_later(self._flush_s, self._flush)
 
+    def reopen(self) -> None:
+        """Open the file by its path again, if another file is there now. The thread that writes does it."""
+        if self._file is None:
+            return
+        if self._writing is None:
+            self._begin()
+        else:
+            self._loop.call_later(REOPEN_AGAIN_S, self.reopen)
+
     def _flush(self) -> None:
         self._timer = None
         if self._writing is not None:
@@ -138,20 +149,16 @@ class AccessLog:
     def _begin(self) -> None:
         """Hand what there is to a thread that keeps no process alive, for a sink may block. Thread.start() would wait
         until it runs, and with it the loop, for as long as others have the processor."""
-        assert self._fd is not None
+        assert self._file is not None
         block = self._take()
         self._writing = self._loop.create_future()
         try:
-            start_new_thread(self._write, (self._fd, block))
+            start_new_thread(self._write, (self._file, block))
         except RuntimeError:  # no thread is to be had; there may be one for the next lines
             self._written(block.count(b"\n"))
 
-    def _write(self, fd: int, block: bytes) -> None:
-        try:
-            _write_all(fd, block)
-            lost = 0
-        except OSError:
-            lost = block.count(b"\n")
+    def _write(self, file: LogFile, block: bytes) -> None:
+        lost = file.write(block)
         with suppress(RuntimeError):  # the loop may have ended meanwhile
             self._loop.call_soon_threadsafe(self._written, lost)
 
@@ -174,25 +181,11 @@ class AccessLog:
         for _ in range(2):  # what is under way, then the rest
             if self._writing is not None:
                 await asyncio.wait([self._writing], timeout=1)
-            if self._fd is not None and self._writing is None and self._lines:
+            if self._file is not None and self._writing is None and self._lines:
                 self._begin()
-        if self._fd is not None and self._fd > 2 and self._writing is None:
-            os.close(self._fd)
-        self._fd, self.on = None, False
-
-
-def _open(where: str) -> int | None:
-    if where == "off":
-        return None
-    if where == "stdout":
-        return sys.stdout.fileno()
-    return os.open(where, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
-
-
-def _write_all(fd: int, block: bytes) -> None:
-    view = memoryview(block)
-    while view:
-        view = view[os.write(fd, view) :]
+        if self._file is not None and self._writing is None:
+            self._file.close()
+        self._file, self.on = None, False
 
 
 class _Children:
@@ -306,6 +299,9 @@ class Accounts:
         """An endpoint of this name is gone: its children were dropped from their families."""
         self._children = {key: children for key, children in self._children.items() if key[1] != endpoint}
 
+    def hedged(self, endpoint: str) -> None:
+        self._metrics.hedges_total.labels(endpoint).inc()
+
     def retried(self, kind: str) -> None:
         self._metrics.retries_total.labels(kind).inc()
 
@@ -404,10 +400,14 @@ def _line(x: Exchange, answer: Relay, usage: Usage, now: float, zero: float) -> 
     )
     if x.tier and call is not None:
         line.asked_model = call.asked_model
+    if x.proxy_request_id:
+        line.proxy_request_id = x.proxy_request_id
     if x.trace is not None:
         line.trace_id = x.trace.trace_id
     if x.ledger is not None:
         line.resumes = x.ledger.resumed
+    if x.hedge is not None:
+        line.hedged = x.hedge.loser
     if x.split is not None:
         _tell(line, x.split, answer, start)
     return line

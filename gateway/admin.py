@@ -9,6 +9,7 @@ import asyncio
 from time import monotonic
 from typing import TYPE_CHECKING
 
+import msgspec
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
@@ -16,6 +17,7 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPEN
 from gateway.config.source import FILE_CAP_BYTES
 from gateway.live import pages as live_pages
 from gateway.live.standing import state_of
+from gateway.readiness import obstacle
 from gateway.reload import pages
 from gateway.trust import guard
 
@@ -43,7 +45,7 @@ def _add_health(app: App, routes: web.UrlDispatcher) -> None:
         return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
-        reason = _not_ready(app)
+        reason = obstacle(app.gateway, draining=app.draining)
         return web.Response(text="ready\n") if reason is None else web.Response(status=503, text=f"{reason}\n")
 
     async def metrics(request: web.Request) -> web.Response:
@@ -89,16 +91,6 @@ def _add_state(app: App, routes: web.UrlDispatcher) -> None:
     routes.add_get("/canary", canary)
 
 
-def _not_ready(app: App) -> str | None:
-    """Why traffic should not come here; None when it should. An engine that dies later takes no gateway out of service:
-    all gateways would leave together, and clients get refused connections in place of a 503 that says why."""
-    if app.draining:
-        return "draining"
-    if not any(live.models_at is not None for live in app.gateway.endpoints.all()):
-        return "no endpoint has answered"
-    return None
-
-
 def _shown(live: LiveEndpoint, now: float) -> dict[str, object]:
     endpoint, load, health = live.endpoint, live.load, live.health
     return {
@@ -118,6 +110,7 @@ def _shown(live: LiveEndpoint, now: float) -> dict[str, object]:
         "available": load.available,
         "state": state_of(live),
         "cause": health.cause,
+        "slow": None if live.speed.slowness is None else msgspec.to_builtins(live.speed.slowness),
         "back_in_s": max(0.0, round(health.until - now, 3)) if not load.available else None,
         "in_flight": load.in_flight - load.others.in_flight,
         "in_flight_elsewhere": load.others.in_flight,

@@ -48,6 +48,7 @@ class Failure(Enum):
     DEADLINE_UNREACHABLE = Row(429, "overloaded_error", "deadline_unreachable", retry=None)
     QUEUE_TIMEOUT = Row(429, "overloaded_error", "queue_timeout", retry=None)
     INTERNAL = Row(500, "server_error", "internal_error")
+    NOT_IMPLEMENTED = Row(501, "invalid_request_error", "not_implemented")
     UPSTREAM_FAILED = Row(502, "upstream_error", "upstream_failed", retry=None)
     NO_CAPACITY = Row(503, "service_unavailable_error", "no_capacity", retry=True)
     SHUTTING_DOWN = Row(503, "service_unavailable_error", "shutting_down", retry=True, in_stream="shutting_down")

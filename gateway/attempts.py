@@ -13,7 +13,7 @@ from gateway.exchange import Exchange
 from gateway.relay import STOPPED, UpstreamBroke
 from policies import run
 from policies.contract import Policy
-from policies.filters import below_cap, fits_context
+from policies.filters import below_cap, fits_context, serves_tenant
 from policies.model import Ask, Candidate, Pick, Request
 
 if TYPE_CHECKING:
@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 async def retry(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> None:
     """Wait for leave to try again elsewhere. Raises what the client is told when there is none.
 
-    Who failed stands in `x.retries` already. A turn of the budget, once taken, is the request's to its end.
+    Who failed stands in `x.retries` already. An endpoint that never saw the request cost no engine
+    anything: it needs no leave, and each endpoint is tried once, so these attempts end. A turn of
+    the budget, once taken, is the request's to its end.
     """
     if broke.kind == STOPPED:
         raise stopped()
-    if len(x.retries) < gateway.snapshot.config.retries.attempts:
+    if is_unsent(gateway, x, broke):
+        return
+    if x.attempts < gateway.snapshot.config.retries.attempts:
         x.retrying = x.retrying or await gateway.gate.retry_turn()
         if gateway.gate.stopping:
             raise stopped()
@@ -38,23 +42,26 @@ async def retry(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> None:
     raise _given_up(x, broke)
 
 
-def retry_now(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> bool:
-    """As retry(), for who cannot wait: whether there is leave at once."""
-    if len(x.retries) < gateway.snapshot.config.retries.attempts:
-        x.retrying = x.retrying or gateway.gate.retry_at_once()
-        if x.retrying:
-            gateway.accounts.retried(broke.kind)
-            return True
-    return False
+_BESIDE_ROOM = (fits_context.__name__, serves_tenant.__name__)  # filters that another endpoint may pass, if a full one
+
+
+def is_unsent(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> bool:
+    """Count a failed attempt in which the request was never sent; False for any other, or at a stop."""
+    if broke.sent or gateway.gate.stopping:
+        return False
+    x.unsent += 1
+    gateway.accounts.retried(broke.kind)
+    return True
 
 
 def crowded(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Pick | None:
-    """Those with room take no prompt so long: one that does gets it beyond its cap, and its engine has it wait.
+    """Those with room take no prompt so long, or not of its tenant: one that does gets it beyond its cap, and its
+    engine has it wait.
 
     Permits are counted by pool, so who has one may find every endpoint taken that its prompt fits. None when it is
     something else that left nobody.
     """
-    if run.refusal(policy, ask, candidates) != fits_context.__name__:
+    if run.refusal(policy, ask, candidates) not in _BESIDE_ROOM:
         return None
     filters = tuple(keep for keep in policy.filters if keep is not below_cap)
     return run.pick(replace(policy, filters=filters), ask, candidates)
@@ -66,10 +73,17 @@ def _given_up(x: Exchange, broke: UpstreamBroke) -> GatewayError:
 
 
 def nobody(x: Exchange, route: Route, ask: Ask, broke: UpstreamBroke | None) -> GatewayError:
-    """What a client is told when no endpoint may be picked; `broke` is how the last attempt ended, if there was one."""
-    if broke is not None:
+    """What a client is told when no endpoint may be picked; `broke` is how the last attempt ended, if there was one.
+
+    A request that was sent to no endpoint found none available.
+    """
+    if broke is not None and x.attempts:
         return _given_up(x, broke)
-    if route.candidates and not fits_context(ask, route.candidates):
+    own = serves_tenant(ask, route.candidates)
+    if route.candidates and not own:
+        message = f"No endpoint of model '{route.name}' serves this tenant."
+        return GatewayError(Failure.NO_CAPACITY, message, retry_after_s=1.0)
+    if own and not fits_context(ask, own):
         return _too_long(ask.request)
     return GatewayError(Failure.NO_CAPACITY, f"No endpoint of model '{route.name}' is available.", retry_after_s=1.0)
 

@@ -7,6 +7,7 @@ from its pool's in the policy alone, so that from there on one line serves both.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from time import monotonic
 
 import msgspec
 import xxhash
@@ -14,6 +15,7 @@ import xxhash
 from gateway.config.choices import Canary
 from gateway.exchange import Exchange
 from gateway.metrics import Metrics
+from gateway.sketch import Counts, quantile, rounded
 from policies.model import Request
 
 WHOLE = 1 << 64
@@ -63,7 +65,7 @@ class Side:
         trials = self._metrics.trials
         trials.requests.labels(self.pool, self.name, x.kept or "untold").value += 1.0
         if x.ttft_s is not None:
-            trials.first_tokens.labels(self.pool, self.name).observe(x.ttft_s)
+            trials.first_tokens.labels(self.pool, self.name).mark((x.ttft_s, monotonic(), x.id, ""))
 
     def told(self) -> dict[str, object]:
         """Its figures as plain values. None: nothing was served yet."""
@@ -72,8 +74,7 @@ class Side:
         trials = self._metrics.trials
         of_ours = (self.pool, self.name)
         kept = {labels[2]: int(each.value) for labels, each in trials.requests.children() if labels[:2] == of_ours}
-        ttft = {bound: int(count) for bound, count in trials.first_tokens.labels(*of_ours).cumulative()}
-        return figures(self.name, self.policy, kept, ttft)
+        return figures(self.name, self.policy, kept, trials.first_tokens.labels(*of_ours).sketch)
 
 
 class Sides:
@@ -102,8 +103,8 @@ class Sides:
         return {"pool": self.pool, "share": self.share, "sides": [self.primary.told(), self.canary.told()]}
 
 
-def figures(side: str, policy: str, outcomes: Mapping[str, int], ttft: Mapping[str, int]) -> dict[str, object]:
-    """What a side came to: requests by what became of their promise, and first tokens within so many seconds."""
+def figures(side: str, policy: str, outcomes: Mapping[str, int], ttft: Counts) -> dict[str, object]:
+    """The results of one side: requests by SLO outcome, and times to first token as a sketch (sketch.py)."""
     judged = sum(outcomes.values()) - outcomes.get("untold", 0)
     return {
         "side": side,
@@ -112,15 +113,8 @@ def figures(side: str, policy: str, outcomes: Mapping[str, int], ttft: Mapping[s
         "goodput": round(outcomes.get(MET, 0) / judged, 4) if judged else None,
         "failed": outcomes.get("failed", 0),
         "shed": outcomes.get("shed", 0),
-        "ttft_p50_s": quantile(ttft, 0.5),
-        "ttft_p99_s": quantile(ttft, 0.99),
+        "ttft_p50_s": rounded(quantile(ttft, 0.5)),
+        "ttft_p99_s": rounded(quantile(ttft, 0.99)),
         "outcomes": outcomes,
-        "ttft_within_s": ttft,
+        "ttft_sketch": {str(bucket): count for bucket, count in ttft.items()},
     }
-
-
-def quantile(within_s: Mapping[str, int], share: float) -> float | None:
-    """The upper bound of the bucket in which this share of all observations ends; None without any, or beyond all."""
-    total = within_s.get("+Inf", 0)
-    found = next((bound for bound, count in within_s.items() if count >= share * total), "+Inf") if total else "+Inf"
-    return None if found == "+Inf" else float(found)

@@ -41,6 +41,13 @@ class Action(StrEnum):
     RESTORE = "restore"
 
 
+class Only(StrEnum):
+    """What a slow group is slow at: steps with prompt tokens, or those without."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 DONE: Mapping[Action, str] = MappingProxyType(
     {
         Action.KILL: "killed",
@@ -61,6 +68,7 @@ def chaos(
     action: Annotated[Action, typer.Argument(help="What to do to it.")],
     target: Annotated[list[str] | None, typer.Argument(help="Names of endpoints; restore: all unless given.")] = None,
     factor: Annotated[float, typer.Option("--factor", min=0.01, help="slow: so many times as slow.")] = 10.0,
+    only: Annotated[Only | None, typer.Option("--only", help="slow: at these steps alone.")] = None,
     rank: Annotated[int, typer.Option("--rank", min=0, help="lose-rank: which GPU.")] = 0,
     hang: Annotated[bool, typer.Option("--hang", help="lose-rank: the others wait for it and tell nobody.")] = False,
     lasting: For = None,
@@ -77,7 +85,7 @@ def chaos(
         )
     if not names:
         raise typer.BadParameter("name an endpoint: " + (", ".join(fleet) or "the gateway has none"))
-    spec = _spec(action, factor, rank, hang, None if lasting is None else _lasting_s(lasting))
+    spec = _spec(action, _slow(factor, only), rank, hang, None if lasting is None else _lasting_s(lasting))
     doors = {name: _door(name, fleet) for name in names}
     before = server.ask("GET", "/live")["totals"]["since_start"]
     told = [_break(server, name, door, spec, action) for name, door in doors.items()]
@@ -98,12 +106,16 @@ def chaos(
         say(f"{came['retries']} requests were tried again elsewhere, {came['failed']} broke off or failed")
 
 
-def _spec(action: Action, factor: float, rank: int, hang: bool, lasting_s: float | None) -> str:
+def _slow(factor: float, only: Only | None) -> str:
+    return f"slow:x={factor:g}" + (f":{only}" if only is not None else "")
+
+
+def _spec(action: Action, slow: str, rank: int, hang: bool, lasting_s: float | None) -> str:
     """The faults in mockgpu's grammar. A killed group loses its cache as well, as a process that ends does."""
     faults = {
         Action.KILL: ("refuse", "lost-rank"),
         Action.FREEZE: ("freeze",),
-        Action.SLOW: (f"slow:x={factor:g}",),
+        Action.SLOW: (slow,),
         Action.LOSE_RANK: (f"lost-rank:rank={rank}" + (":hang" if hang else ""),),
         Action.PARTITION: ("partition",),
         Action.RESTORE: (),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import importlib
+import logging
 import os
 import platform
+import signal
 import sys
 from collections.abc import Mapping
 from io import TextIOWrapper
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 _ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {"mock": "mockgpu.cli:mock", "bench": "planner.bench.cli:bench", "replay": "planner.replay.cli:replay"}
     | {name: f"gateway.operate:{name}" for name in ("status", "reload", "diff", "rollback", "history")}
+    | {name: f"gateway.drain:{name}" for name in ("drain", "undrain")}
     | {"explain": "gateway.tell:explain", "chaos": "gateway.chaos:chaos"}
     | {"top": "gateway.top.cli:top", "doctor": "gateway.doctor.cli:doctor"}
 )
@@ -40,7 +43,7 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
 
 _ORDER = (
     *("demo", "serve", "mock", "bench", "replay", "check", "status", "reload", "diff", "plan", "rollback", "history"),
-    *("top", "explain", "doctor", "chaos", "schema", "version"),
+    *("drain", "undrain", "top", "explain", "doctor", "chaos", "schema", "version"),
 )
 
 
@@ -62,9 +65,7 @@ class _Commands(typer.core.TyperGroup):
 app = typer.Typer(
     name="penstock",
     cls=_Commands,
-    help="The gate in front of a row of TP groups: request router and prefill/decode gateway for LLM inference.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,  # a traceback with locals would show secrets
 )
 
@@ -73,6 +74,22 @@ _DIALECTS = "vllm_nixl, vllm_push, mooncake, sglang or trtllm."
 
 PolicyName = Annotated[str | None, typer.Option("--policy", help=_POLICIES)]
 AdminPort = Annotated[int | None, typer.Option("--admin-port", min=0, max=65535, help="Port of the admin server.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The gate in front of a row of TP groups: request router and prefill/decode gateway for LLM inference."""
+
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """How a disk says that it takes nothing more."""
@@ -240,27 +257,40 @@ def version(as_json: Json = False) -> None:
 
 
 def _serve(loaded: Loaded, file: Path | None, workers: int) -> int:
-    from gateway.app import App, Origin, run
+    from gateway import operator_log
+    from gateway.app import App, Origin, log_reload
+    from gateway.lifecycle import run
     from gateway.ports import is_free
+    from gateway.restart.channel import ChannelError
+    from gateway.restart.predecessor import find_predecessor
+    from gateway.restart.sockets import ADMIN, API, ActivationError, from_systemd
 
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a restart can be asked for once this process serves
     config = loaded.config
-    for listener, flag in ((config.listeners.api, "--port"), (config.listeners.admin, "--admin-port")):
-        if listener.port and not is_free(listener.host, listener.port):
+    try:
+        predecessor = find_predecessor(os.environ)
+        sockets = from_systemd(os.environ) if predecessor is None else predecessor.sockets(config)
+    except (ActivationError, ChannelError) as error:
+        fail(f"the listening sockets that were given cannot be used: {error}")
+    activated = frozenset(sockets) if predecessor is None else predecessor.activated
+    for name, listener, flag in (
+        (API, config.listeners.api, "--port"),
+        (ADMIN, config.listeners.admin, "--admin-port"),
+    ):
+        if name not in sockets and listener.port and not is_free(listener.host, listener.port):
             fail(f"port {listener.port} is taken by another program; choose another in the file or with {flag}")
 
-    def tell(started: App | Supervisor) -> None:
-        say(f"API {started.url}/v1, admin {started.admin_url}; Ctrl-C ends it", err=True)
+    operator_log.configure(config.observability.log)
 
-    def report(line: str, bad: bool) -> None:
-        say(line, style="red" if bad else None, err=True)
+    def tell(started: App | Supervisor) -> None:
+        logging.getLogger("penstock").info("API %s/v1, admin %s; Ctrl-C ends it", started.url, started.admin_url)
 
     if workers > 1:
-        if config.reload.auto_rollback is not None:
-            fail("reload.auto_rollback cannot be used with workers: each of them sees only its own requests")
         from gateway.workers import supervisor
 
-        return supervisor.run(loaded, file, os.environ, report, workers, tell)
-    return run(Origin(loaded, file, os.environ, report), ready=tell)
+        return supervisor.run(loaded, file, os.environ, log_reload, workers, tell, sockets, predecessor)
+    origin = Origin(loaded, file, os.environ, sockets=sockets, activated=activated, predecessor=predecessor)
+    return run(origin, ready=tell)
 
 
 def _or(given: int | None, default: int) -> int:

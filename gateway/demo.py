@@ -33,6 +33,11 @@ _HOST = "127.0.0.1"
 _MOCK_PORTS = range(9100, 9900)
 _READY_WITHIN_S = 30.0
 _GONE_WITHIN_S = 5.0
+# README's `penstock bench --shape shared-prefix --rate 20` asks for 20,000 answer tokens a second at
+# contexts of 8k tokens: four groups of one GPU decode a third of that, of four GPUs all of it, with
+# about 50 requests open at each group.
+TP = 4
+MAX_CONCURRENCY = 128
 _DOORS = 2  # at most: one for each process of mocks
 
 
@@ -77,12 +82,12 @@ def _run(demo: Demo, console: Console) -> int:
     with ExitStack() as running:
         with console.status(f"Starting {demo.groups} mock TP groups"), _one_at_a_time():
             file, loaded = _begun(demo, running)
-        from gateway import app  # after the wait, so that the mocks start while nothing else wants the processor
+        from gateway import app, lifecycle  # after the wait: the mocks start while the processor is free
 
         def say(line: str, bad: bool) -> None:
             console.print(line, markup=False, soft_wrap=True, style="red" if bad else None)
 
-        return app.run(
+        return lifecycle.run(
             app.Origin(loaded, file, os.environ, say),
             ready=lambda started: _ready(demo, file, started.url, started.admin_url, console),
             hangup_reloads=False,
@@ -179,7 +184,8 @@ def _mocks(demo: Demo, first: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 def _kinds(demo: Demo, first: int) -> list[list[str]]:
     """Options of each process of mocks: all alike, or those that prefill and those that decode."""
     if demo.dialect is None:
-        return [["--port", str(first), "--groups", str(demo.groups), "--chaos-port", str(_door(demo, first, 0))]]
+        door = str(_door(demo, first, 0))
+        return [[*_range(first, demo.groups), "--tp", str(TP), "--chaos-port", door]]
     shared = ["--dialect", demo.dialect]
     bootstrap = ["--bootstrap-port", str(first + demo.groups)]
     rest, doors = demo.groups - demo.halves, [str(_door(demo, first, number)) for number in (0, demo.halves)]
@@ -273,10 +279,10 @@ def _write_config(demo: Demo, first: int) -> Path:
 
 def _endpoint(demo: Demo, first: int, number: int) -> str:
     """One endpoint's mapping, braces left out."""
-    where = f"url: http://127.0.0.1:{first + number}"
+    where = f"url: http://127.0.0.1:{first + number}, max_concurrency: {MAX_CONCURRENCY}"
     door = f'labels: {{chaos: "127.0.0.1:{_door(demo, first, number)}"}}'
     if demo.dialect is None:
-        return f"name: group-{number}, {where}, {door}"
+        return f"name: group-{number}, {where}, layout: {{tp: {TP}}}, {door}"
     engine = f"engine: {DIALECTS[demo.dialect].engine}"
     if number >= demo.halves:
         return f"name: decode-{number - demo.halves}, {where}, role: decode, {engine}, {door}"
@@ -308,7 +314,7 @@ pools:
     policy: {policy}      # or priced, least_loaded, ...: docs/policies.md
     endpoints:               # one per TP group: one engine process behind one URL; chaos: where mocks may be broken
 {endpoints}
-    waiting_room: {{size: 256, timeout: 30s}}   # while every group has its max_concurrency (24)
+    waiting_room: {{size: 256, timeout: 30s}}   # while every group is at its max_concurrency
 
 # Secrets never stand in the file:
 # tenants:

@@ -10,36 +10,26 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
 from time import monotonic
 
+from gateway.booking import Booking, Reservation
 from gateway.config import Config
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
-from gateway.relay import STOPPED, UpstreamBroke
-from gateway.roster import HEALTHY, Adoption, LiveEndpoint, Moves, Roster
+from gateway.roster import Adoption, LiveEndpoint, Moves, Roster
 from gateway.shared.news import News
-from gateway.told import Usage
-from gateway.upstream import Upstream
+from gateway.speed_monitor import SpeedMonitor, describe, well_peer
+from gateway.upstream_error import STOPPED, UpstreamBroke, evidence
 from gateway.watch.scrape import Reading
-from policies import health, ledger, warmup
+from policies import health, ledger, saved_state, warmup
 from policies.fingerprint import Fingerprint
 from policies.health import Event, Health, HealthLimits
-from policies.ledger import Entry
-from policies.model import NO_CEILING, Ask, Candidate, EndpointLoad, Pick, Request
+from policies.health import State as HealthState
+from policies.model import NO_CEILING, Ask, Candidate, EndpointLoad, Pick, Request, Role
+from policies.outlier import SlowLimits
 from policies.rungs import Keys
+from policies.speed_record import Verdict
 
 log = logging.getLogger("penstock")
-
-# What a broken answer says about its endpoint. A connection cut under us is a fact about the process behind it.
-EVIDENCE = {
-    "connect_failed": Event.CONNECT_FAILED,
-    "connect_timeout": Event.CONNECT_FAILED,
-    "timeout": Event.TIMED_OUT,
-    "ejected": Event.IGNORED,
-    STOPPED: Event.IGNORED,
-    "status_429": Event.IGNORED,
-    "status_503": Event.IGNORED,  # a full queue, says vLLM; a dead engine says it on /health
-}
-
 
 # A wedged engine answers nothing and says it is well. One that computes a long prompt is silent too, so silence counts
 # only beyond thrice the time that its backlog takes at this rate, slow for a TP group of today (perfmodel.md 3.5).
@@ -47,122 +37,33 @@ PREFILL_TOKENS_PER_S = 10_000
 PREFILL_MARGIN = 3
 
 
+SUSPECT_CEILING = 1  # requests at once for an endpoint that seems slow, while others have room
 OUT = (health.State.EJECTED, health.State.DEAD)
 
 
-def _tells(request: Request) -> bool:
-    """Whether its first token will be seen when it comes."""
-    return request.stream or request.output_tokens == 1
-
-
-class Booking:
-    """A place taken at an endpoint, from pick to last byte. Leaving gives back whatever is still held.
-
-    `place` is the ledger's entry: what is held, and what was predicted when it was taken.
-    """
-
-    __slots__ = (
-        *("_computed", "_fingerprint", "_live", "_pick", "_request", "_table", "_told", "_usage"),
-        *("endpoint", "place", "upstream"),
-    )
-    _take: Callable[[EndpointLoad, Request, int, float, bool], Entry] = staticmethod(ledger.book)
-
-    def __init__(
-        self, table: EndpointTable, live: LiveEndpoint, pick: Pick, request: Request, fingerprint: Fingerprint | None
-    ) -> None:
-        self._table = table
-        self._fingerprint = fingerprint
-        self._live = live
-        self.endpoint = live.endpoint
-        self.upstream: Upstream = live.upstream
-        self._pick = pick
-        self._request = request
-        self._computed = self._told = False
-        self._usage: Usage | None = None
-        self.place: Entry = self._take(live.load, request, pick.cached_tokens, monotonic(), _tells(request))
-
-    def first_token(self) -> None:
-        """The prompt is computed: its tokens are context now, not backlog.
-
-        An answer of several tokens that comes whole tells of the first when that is long over: no news of its speed.
-        """
-        self._computed = True
-        if self.place.told:
-            self.place.first_token(monotonic())
-
-    def served(self, usage: Usage) -> None:
-        """The answer was whole. What the engine says it had cached corrects what we believed."""
-        self._told = True
-        self._usage = usage
-        if self._live.health is not HEALTHY:
-            self._table.happened(self._live, Event.SUCCEEDED)
-        if usage.cached_tokens is not None and usage.prompt_tokens:
-            believed = min(1.0, self._pick.cached_tokens / max(1, self._request.prompt_tokens))
-            self._table.confirm(self._live, believed, min(1.0, usage.cached_tokens / usage.prompt_tokens))
-
-    def failed(self, broke: UpstreamBroke) -> None:
-        """The answer was not whole: evidence about the endpoint."""
-        if not self._told:
-            self._told = True
-            self._table.broke(self._live, broke.kind)
-
-    def __enter__(self) -> Booking:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._usage is None:
-            self.place.dropped(monotonic())
-        else:
-            self.place.finished(monotonic(), self._usage.completion_tokens)
-        if not self._computed:
-            self._unlearn()
-
-    def _unlearn(self) -> None:
-        """The prompt was never computed there: believe no more than before the pick."""
-        if self._fingerprint is not None:
-            self._table.unlearn(self._fingerprint, self._live, self._pick.cached_tokens, self._request.prompt_tokens)
-
-
-class Reservation(Booking):
-    """A decode place of a split request: KV for all of its prompt from the start, and nothing to prefill there.
-
-    It is taken before the prefill is sent: nobody waits between the legs (engines.md 0.7).
-    """
-
-    __slots__ = ()
-    _take = staticmethod(ledger.reserve)
-
-    def recompute(self) -> None:
-        """Nothing usable was handed over: the prompt is computed here after all."""
-        self.place.recompute(monotonic())
-
-    def handed_over(self) -> None:
-        """The prompt is computed and its KV on the way. An answer that comes whole tells of nothing until its end."""
-        if not self.place.told:
-            self.place.handed_over(monotonic())
-
-    def served(self, usage: Usage) -> None:
-        """The answer was whole. What it says of cached tokens is the transfer, and no news for the index."""
-        super().served(Usage(completion_tokens=usage.completion_tokens))
-
-
 class EndpointTable:
-    """Live endpoints by slot. `on_change` is called when somebody's availability has changed."""
+    """Live endpoints by slot.
+
+    on_change  called when an endpoint's availability has changed
+    on_out     called with an endpoint that was ejected or found dead
+    """
 
     __slots__ = (
         *("_by_slot", "_hits", "_limits", "_looked_up", "_metrics", "_pools", "_progress_s"),
-        *("_ramp_s", "_roster", "found", "news", "on_change", "prefixes", "rng"),
+        *("_ramp_s", "_roster", "found", "news", "on_change", "on_out", "prefixes", "rng", "speeds"),
     )
 
     def __init__(self, config: Config, prefixes: Prefixes, metrics: Metrics, rng: Random, outbox: Outbox) -> None:
         self.prefixes = prefixes
         self.rng = rng
         self.on_change: Callable[[], None] = lambda: None
+        self.on_out: Callable[[LiveEndpoint], None] = lambda live: None
         self.news: News | None = None
         self._metrics = metrics
         self._looked_up, self._hits = metrics.prefix_lookup_tokens_total, metrics.prefix_hit_tokens_total
         self._limits = _health_limits(config)
         self._progress_s, self._ramp_s = config.health.progress, config.health.slow_start
+        self.speeds = SpeedMonitor(SlowLimits(config.health.slow_factor))
         self._roster = Roster(outbox)
         self._by_slot = self._roster.by_slot
         self.found = self._roster.found
@@ -179,6 +80,7 @@ class EndpointTable:
         moves = self._roster.take(adoption)
         self._limits, self._progress_s = _health_limits(config), config.health.progress
         self._ramp_s = config.health.slow_start
+        self.speeds.limits = SlowLimits(config.health.slow_factor)
         self._pools = adoption.pools
         new = {id(live) for live in moves.came}
         for member in adoption.members:
@@ -195,6 +97,9 @@ class EndpointTable:
         load, name = live.load, live.endpoint.name
         self._metrics.inflight.labels(name).follow(lambda: float(load.in_flight - load.others.in_flight))
         self._metrics.endpoint_up.labels(name).follow(lambda: float(load.available))
+        self._metrics.endpoint_slowness.labels(name).follow(
+            lambda: 0.0 if live.speed.slowness is None else live.speed.slowness.ratio
+        )
         self._metrics.inside.follow(live)
 
     def believe(self, pool: str, believed: bool) -> None:
@@ -284,20 +189,28 @@ class EndpointTable:
 
     # Evidence
 
-    def broke(self, live: LiveEndpoint, kind: str) -> None:
-        """A request failed at the endpoint in the way `kind` names."""
-        self._metrics.upstream_errors_total.labels(live.endpoint.name, kind).inc()
-        self.happened(live, EVIDENCE.get(kind, Event.FAILED))
+    def broke(self, live: LiveEndpoint, broke: UpstreamBroke) -> None:
+        """A request failed at the endpoint."""
+        self._metrics.upstream_errors_total.labels(live.endpoint.name, broke.kind).inc()
+        self.happened(live, evidence(broke))
 
     def probed(self, live: LiveEndpoint, status: int | None) -> None:
         """An active probe came back, or not: None. 503 is vLLM's word for a dead engine: one rank lost is all lost."""
         if status == 503:
             self.happened(live, Event.ENGINE_DEAD)
+        elif status == 200:
+            self.happened(live, Event.PROBE_OK_NEEDED if self.is_needed(live) else Event.PROBE_OK)
         else:
-            self.happened(live, Event.PROBE_OK if status == 200 else Event.PROBE_FAILED)
+            self.happened(live, Event.PROBE_FAILED)
+
+    def is_needed(self, live: LiveEndpoint) -> bool:
+        """Whether no endpoint of its pool and role is available."""
+        pool = self._pools.get(live.endpoint.pool, ())
+        role = live.endpoint.role
+        return not any(each.load.available for each in pool if each.endpoint.role is role)
 
     def refused(self, live: LiveEndpoint) -> None:
-        """Nobody listens there: no statistic but a fact, which ejects at once."""
+        """A probe found no engine at the address: no statistic but a fact, which ejects at once."""
         self.happened(live, Event.CONNECT_FAILED)
 
     def patience_s(self, live: LiveEndpoint) -> float:
@@ -308,6 +221,15 @@ class EndpointTable:
         """The engine has generated something, whoever it was for."""
         live.upstream.heard_at = monotonic()
         live.stalled = False
+
+    def first_byte_s(self, slot: int, request: Request, tokens: int) -> float | None:
+        """As speed_monitor.first_byte_s, for the endpoint in a slot."""
+        return self.speeds.first_byte_s(self._by_slot[slot], request, tokens)
+
+    def peer_of(self, live: LiveEndpoint) -> LiveEndpoint | None:
+        """A well endpoint of the same pool and role to compare it with; of its kind if there is one."""
+        candidates = self._pools.get(live.endpoint.pool, ())
+        return well_peer(live, [self._by_slot[candidate.load.slot] for candidate in candidates])
 
     def wedged(self, live: LiveEndpoint) -> None:
         """Silent for too long, and a request for one token was not answered either (faults.md F09)."""
@@ -331,8 +253,12 @@ class EndpointTable:
         if after is before:
             return
         live.health = after
+        live.load.is_proven = health.is_proven(after)
         if after.state is not before.state:
             self._moved(live, before, after)
+        elif health.is_unreachable(after) and not health.is_unreachable(before):
+            self._judge(live.endpoint.pool)
+            self.on_change()
 
     def _moved(self, live: LiveEndpoint, before: Health, after: Health) -> None:
         log.warning("endpoint %s: %s -> %s (%s)", live.endpoint.name, before.state, after.state, after.cause or "new")
@@ -345,19 +271,33 @@ class EndpointTable:
         if after.state is health.State.DEAD:
             live.upstream.fail_all("ejected", "the engine is dead")
         if before.state in OUT and after.state not in OUT:
+            self._on_return(live, before)
             self._warm(live, monotonic())
         if live.leaving:  # nobody probes it any more, and no pool is left that it could be the last of
             live.load.available = after.state in (health.State.UP, health.State.RETURNING)
         else:
             self._judge(live.endpoint.pool)
         self.on_change()
+        if after.state in OUT:
+            self.on_out(live)
 
     def _judge(self, pool: str) -> None:
-        """Who of a pool may be asked, after somebody's health has changed or members came and left."""
-        members = [self._by_slot[candidate.load.slot] for candidate in self._pools[pool]]
-        verdicts = health.available([member.health for member in members], self._limits)
-        for member, available in zip(members, verdicts, strict=True):
-            member.load.available = available and not member.drained
+        """Decide which endpoints of a pool may be asked, after a change of health or of members.
+
+        Each role is judged for itself: prefill endpoints do not stand in for decode endpoints. A
+        drained endpoint does not stand in for any other.
+        """
+        by_role: dict[Role, list[LiveEndpoint]] = {}
+        for candidate in self._pools.get(pool, ()):
+            member = self._by_slot[candidate.load.slot]
+            if member.drained:
+                member.load.available = False
+            else:
+                by_role.setdefault(member.endpoint.role, []).append(member)
+        for members in by_role.values():
+            verdicts = health.available([member.health for member in members], self._limits)
+            for member, available in zip(members, verdicts, strict=True):
+                member.load.available = available
 
     def drain(self, live: LiveEndpoint, wanted: bool) -> int:
         """An operator wants it to get nothing new, or to be asked again; how many requests it still has."""
@@ -367,6 +307,13 @@ class EndpointTable:
         self._judge(live.endpoint.pool)
         self.on_change()
         return live.load.in_flight
+
+    def restore(self, live: LiveEndpoint, health: Health, *, drained: bool) -> None:
+        """Take over what another process knew of the endpoint. What was found bad here in the meantime stays."""
+        if live.health.state is HealthState.UP:
+            live.health = health
+        live.drained = drained
+        self._judge(live.endpoint.pool)
 
     def drain_named(self, names: Collection[str]) -> None:
         """These are drained already, elsewhere; nobody has been asked yet."""
@@ -384,7 +331,30 @@ class EndpointTable:
         if ceiling == NO_CEILING:
             live.warm_from = None
 
+    def _on_return(self, live: LiveEndpoint, before: Health) -> None:
+        """The endpoint is in rotation again. What was learned while it was slow is no longer true: it is believed to
+        be as fast as a peer, or policies that read beliefs would never ask it."""
+        peer = self.peer_of(live)
+        if before.cause is Event.SLOW and peer is not None:
+            saved_state.restore_belief(live.load.belief, saved_state.belief_state(peer.load.belief))
+        live.speed.accept()
+
+    def _on_speed(self, live: LiveEndpoint, verdict: Verdict, now: float) -> None:
+        """The endpoint's speed was judged: first it gets few requests while others have room, then none."""
+        name, slowness = live.endpoint.name, live.speed.slowness
+        if verdict is Verdict.NORMAL or slowness is None:
+            log.warning("endpoint %s is as fast as its peers again", name)
+            self._warm(live, now)
+            return
+        live.warm_from, live.load.ceiling = None, SUSPECT_CEILING
+        log.warning("endpoint %s is %s: %s", name, verdict, describe(slowness))
+        if verdict is Verdict.SLOW:
+            live.speed.restart()
+            self.happened(live, Event.SLOW)
+
     def sweep(self, now: float) -> None:
+        for live, verdict in self.speeds.sweep(self._pools, self._by_slot, now):
+            self._on_speed(live, verdict, now)
         for live in self.all():
             if live.warm_from is not None:
                 self._warmer(live, live.warm_from, now)

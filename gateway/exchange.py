@@ -10,10 +10,11 @@ from policies.model import Ask, Pick
 
 if TYPE_CHECKING:
     from gateway.answer import GatewayError
+    from gateway.booking import Booking
     from gateway.canary import Side
-    from gateway.endpoints import Booking
     from gateway.explain import Before
     from gateway.gate import Gate, Room
+    from gateway.hedge import Race
     from gateway.meters import Histogram
     from gateway.openai import Api, Call
     from gateway.relay import Relay
@@ -66,6 +67,7 @@ class Exchange:
     outcome       served | refused | client_gone | interrupted | internal_error
     reason        the short cause when the outcome is not served
     retries       endpoints that failed this request, in order
+    unsent        how many of the retries never saw the request: no connection, so no attempt counts
     retrying      it holds a turn of the fleet's retry budget
     body_bytes    of the body      holder  whose memory it still takes; None once that is given back
     asked         the question that its first pick answered; None until it was booked
@@ -81,19 +83,25 @@ class Exchange:
     gaps          where the times between its pieces are counted; None unless it is looked at
     quota         of its tenant that it was taken from; None where the tenant has no limits
     side          of a canary that it is on; None where its pool has none
+    closes        the connection ends with this answer, whose head says so
+    hedge         the race with a second attempt; None for nearly all
+    proxy_request_id  what a trusted proxy called it in x-request-id; "" without one
     ledger        of what its client was shown, for continuing it elsewhere; None for what could not be
     """
 
     __slots__ = (
         *("accepted_at", "admitted_at", "api", "asked", "before", "body_bytes", "booking", "call", "client"),
-        *("detail", "fingerprint", "gaps", "holder", "id", "kept", "ledger", "model", "outcome", "parsed_at"),
+        "closes",
+        *("detail", "fingerprint", "gaps", "hedge", "holder", "id", "kept", "ledger", "model", "outcome", "parsed_at"),
+        "proxy_request_id",
         *("pick", "picked_at", "predicted_tpot_s", "predicted_ttft_s", "quota", "reason", "received_at", "relay"),
         *("retries", "retrying", "room", "sent", "sent_at", "side", "split", "status", "tenant", "tier", "tpot_s"),
-        *("trace", "ttft_s"),
+        *("trace", "ttft_s", "unsent"),
     )
 
     def __init__(self, request_id: str, api: Api, client: str, accepted_at: float) -> None:
         self.id, self.api, self.client, self.accepted_at = request_id, api, client, accepted_at
+        self.proxy_request_id = ""
         self.received_at: float | None = None
         self.parsed_at: float | None = None
         self.admitted_at: float | None = None
@@ -106,8 +114,8 @@ class Exchange:
         self.booking: Booking | None = None
         self.relay: Relay | None = None
         self.retries: list[str] = []
-        self.retrying = False
-        self.body_bytes = self.status = 0
+        self.closes = self.retrying = False
+        self.body_bytes = self.status = self.unsent = 0
         self.holder: Gate | None = None
         self.outcome = "served"
         self.reason: str | None = None
@@ -125,6 +133,12 @@ class Exchange:
         self.side: Side | None = None
         self.quota: Quota | None = None
         self.ledger: Ledger | None = None
+        self.hedge: Race | None = None
+
+    @property
+    def attempts(self) -> int:
+        """Failed attempts that count: endpoints that failed after the request was sent to them."""
+        return len(self.retries) - self.unsent
 
     def booked(self, room: Room, ask: Ask, pick: Pick) -> None:
         """A place is taken for it. The room that let it in hears of the first one, if it listens."""
@@ -168,7 +182,7 @@ class Exchange:
         if self.ttft_s is None and self.call is not None:  # else it was let go of at the first token
             self.call.release()
         self.sent = self.booking = self.relay = self.room = self.fingerprint = self.gaps = self.side = None
-        self.quota = self.ledger = None
+        self.quota = self.ledger = self.hedge = None
         if self.asked is not None and self.asked.fingerprint is not None:  # of a long prompt it takes 128 KiB
             self.asked = msgspec.structs.replace(self.asked, fingerprint=None)
 

@@ -19,6 +19,7 @@ BODILESS = (204, 304)  # whatever their headers say
 _FACTS = re.compile(
     rb"\n(content-type|content-length|content-encoding|transfer-encoding|connection)[ \t]*:([^\r\n]*)\r"
 )
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _ONCE = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))
 _SIZES = {b"%x" % size: size for size in range(1, 4096)}  # as engines write them; whatever else there is: _SIZE
 _LINES = {len(line) + size + 4: line + b"\r\n" for line, size in _SIZES.items()}  # by the length of the whole chunk
@@ -67,6 +68,8 @@ def parse_head(head: bytes) -> Head:
     if 200 <= status < 300 and facts.get(b"content-encoding", b"identity") != b"identity":
         raise FramingError("the body is encoded, which nobody asked for")
     content_type = facts.get(b"content-type", b"application/octet-stream")
+    if _CONTROL.search(content_type):  # it is copied into our own head
+        raise FramingError("Content-Type has control characters")
     is_sse = content_type.startswith(b"text/event-stream")
     framed = size is not None or coding is not None or status in BODILESS
     said = b",".join(value for name, value in found if name == b"connection")

@@ -13,13 +13,14 @@ from typing import cast
 
 from aiohttp.tcp_helpers import tcp_keepalive
 
-from gateway.answer import GatewayError
+from gateway.answer import GatewayError, new_id
 from gateway.config import Limits
+from gateway.connections import ClientConnections, unread_too_large
 from gateway.errand import Errand, Landing, landing
 from gateway.head import Head, begins_head, read_head
 from gateway.lobby import Lobby
 from gateway.outbox import Outbox
-from gateway.talk import BODY, CLOSING, HEAD, IDLE, SERVING, Serve, Talk
+from gateway.talk import BODY, CLOSING, HEAD, IDLE, SERVING, Serve, Talk, add_piece
 
 MAX_AHEAD = 64 * 1024  # bytes of further requests that may lie here while one is served; more stays in the socket
 MAX_READS = 16  # reads that a head may take; who drips it is for the lobby
@@ -28,20 +29,42 @@ MAX_READS = 16  # reads that a head may take; who drips it is for the lobby
 class Front(Talk, asyncio.Protocol):
     """A client connection: one request after the other, each to the last byte of its answer.
 
-    _ahead   what came and belongs to no request yet
+    _ahead   what came and belongs to no request yet, from the place `_at` on
+    _due     the request at the front of it gets its turn in the next turn of the event loop
     _head    the newest head: the next one mostly differs in its length alone
     headers  of the request being served, which the line asks for
     _pieces  the body of the request being served, as it came; `_missing` bytes of it are still to come
     """
 
     __slots__ = (
-        *("_ahead", "_body_bytes", "_errand", "_fronts", "_gone", "_head", "_hold", "_landing", "_limits", "_lobby"),
-        *("_missing", "_must_close", "_outbox", "_pieces", "_pumping", "_reading_paused", "_reads", "_serve"),
-        *("_source", "address", "headers", "paused_at", "phase", "since", "transport"),
+        *("_ahead", "_at", "_body_bytes", "_counted", "_due", "_errand", "_fronts", "_gone", "_head", "_hold"),
+        *(
+            "_landing",
+            "_limits",
+            "_lobby",
+            "_missing",
+            "_must_close",
+            "_outbox",
+            "_pieces",
+            "_reading_paused",
+            "_reads",
+        ),
+        *(
+            "_serve",
+            "_source",
+            "address",
+            "closes",
+            "headers",
+            "is_draining",
+            "paused_at",
+            "phase",
+            "since",
+            "transport",
+        ),
     )
 
     def __init__(
-        self, serve: Serve, fronts: set[Talk], limits: Limits, outbox: Outbox, lobby: Callable[[], Lobby]
+        self, serve: Serve, fronts: ClientConnections, limits: Limits, outbox: Outbox, lobby: Callable[[], Lobby]
     ) -> None:
         self._set_up(serve, fronts, limits, outbox)
         self._lobby = lobby
@@ -53,8 +76,8 @@ class Front(Talk, asyncio.Protocol):
         self._gone: asyncio.Future[None] | None = None
         self._ahead = b""
         self._pieces: list[bytes] = []
-        self._body_bytes = self._missing = self._reads = 0
-        self._pumping = self._reading_paused = False
+        self._at = self._body_bytes = self._counted = self._missing = self._reads = 0
+        self._due = self._reading_paused = False
         self.transport: asyncio.Transport | None = None
 
     # What the line sees of a client, besides what Talk has
@@ -72,8 +95,9 @@ class Front(Talk, asyncio.Protocol):
             hold(self._body_bytes - self._missing)
             self._hold, self._landing = hold, landing(self._outbox.loop)
             self._enter(BODY)
-            if self._ahead:  # the rest came before anybody asked for it
-                self._gather(self._ahead)
+            if self._ahead:  # the rest came before it was asked for
+                rest, self._ahead, self._at = self._ahead[self._at :], b"", 0
+                self._gather(rest)
             try:
                 await self._landing
             finally:
@@ -90,14 +114,14 @@ class Front(Talk, asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self.address = peer[0] if isinstance(peer, tuple) else ""
         self._enter(IDLE)
-        self._fronts.add(self)
-        if len(self._fronts) > self._limits.connections:
+        if not self._fronts.admit(self, self.address, self._limits):
+            self._enter(CLOSING)
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
-        self._ahead = b""
-        self._fronts.discard(self)
+        self._ahead, self._at, self._counted = b"", 0, 0
+        self._fronts.remove(self)
         if self._errand is not None:
             self._errand.cancel()
         if self._gone is not None:
@@ -120,51 +144,89 @@ class Front(Talk, asyncio.Protocol):
                 return
         if phase is BODY:
             self._gather(data)
+        elif phase is SERVING:
+            self._put_ahead(data)
         elif phase is not CLOSING:
             self._ahead = self._ahead + data if self._ahead else data
-            if phase is not SERVING:
-                self._pump()
-            elif len(self._ahead) > MAX_AHEAD and self.transport is not None:
-                self._reading_paused = True
-                self.transport.pause_reading()
+            self._serve_first()
 
     def eof_received(self) -> None:
         """A client that closes its sending side has left: the transport closes itself after this."""
 
     # From request to request
 
-    def _pump(self) -> None:
-        """Serve what has come, one request after the other, until one of them has to wait."""
-        data, self._ahead, at = self._ahead, b"", 0
-        self._pumping = True
-        while at < len(data) and (self.phase is IDLE or self.phase is HEAD):
-            head = self._head
+    def _serve_first(self) -> None:
+        """Serve the first request of what has come ahead, if it is whole but for its body."""
+        data, at, head = self._ahead, self._at, self._head
+        extent = None if head is None else head.extent(data, at)
+        if head is None or extent is None:
+            head = self._head = read_head(data, at)
             extent = None if head is None else head.extent(data, at)
-            if head is None or extent is None:
-                head = self._head = read_head(data, at)
-                extent = None if head is None else head.extent(data, at)
-            if head is None or extent is None or extent[1] - extent[0] > self._limits.body:
-                break
-            start, at = extent
-            self._begin(head, data[start:at], at - start)
-            if at < len(data):
-                self._outbox.flush()  # so that answers nobody reads are noticed before there are more of them
-        self._pumping = False
-        if at < len(data):
+        if head is None or extent is None or extent[1] - extent[0] > self._limits.body:
             self._keep(data[at:])
+            return
+        start, end = extent
+        body = data[start:end]
+        if end < len(data):
+            self._at = end
+        else:
+            self._ahead, self._at = b"", 0
+        self._begin(head, body, end - start)
+        self._count_ahead()
+
+    def _serve_next(self) -> None:
+        """The turn of a request that came ahead. Answers that the client does not read hold it back."""
+        self._due = False
+        if self.phase is SERVING and self._errand is None and self.paused_at is None and self.transport is not None:
+            self._enter(IDLE)
+            self._serve_first()
+
+    def _put_ahead(self, data: bytes) -> None:
+        """Bytes of further requests while one is served. Nothing is read on while too many of them lie here."""
+        if not self._must_close:  # else none of those requests will be served
+            self._ahead, self._at = self._ahead[self._at :] + data, 0
+            self._count_ahead()
+
+    def _count_ahead(self) -> None:
+        """Count the bytes that came ahead in the budget of all connections, and read on only while they are few."""
+        ahead = len(self._ahead) - self._at
+        if not ahead and not self._counted:
+            return
+        self._counted = ahead
+        self._fronts.hold(self, ahead, self._limits.unread_budget)
+        if self._must_close or self.transport is None or (ahead > MAX_AHEAD) is self._reading_paused:
+            return
+        self._reading_paused = not self._reading_paused
+        if self._reading_paused:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
+
+    def drop_unread(self) -> None:
+        """Forget what came ahead: its memory is needed. The connection ends after the answer under way."""
+        self._ahead, self._at, self._counted = b"", 0, 0
+        if self.transport is None or self.phase is CLOSING:
+            return
+        self._must_close = True
+        if not self._reading_paused:
+            self._reading_paused = True
+            self.transport.pause_reading()
+        if self._errand is None:
+            self.refuse(unread_too_large(), new_id())
+            self._close_gently()
 
     def _keep(self, data: bytes) -> None:
-        """What is no request yet, or not one whose turn it is: it waits here, or goes to the lobby."""
-        if self.phase is SERVING:
-            self._ahead = data
-        elif self.phase is not CLOSING and self.transport is not None:
-            if self._reads < MAX_READS and begins_head(data):
-                self._ahead = data
-                self._reads += 1
-                if self.phase is IDLE:
-                    self._enter(HEAD)
-            else:
-                self._move(self.transport, data)
+        """What is no request yet waits here for its rest; what is no ordinary one goes to the lobby."""
+        if self.transport is None or self.phase is CLOSING:
+            return
+        if self._reads < MAX_READS and begins_head(data):
+            self._ahead, self._at = data, 0
+            self._reads += 1
+            if self.phase is IDLE:
+                self._enter(HEAD)
+            self._count_ahead()
+        else:
+            self._move(self.transport, data)
 
     def _begin(self, head: Head, body: bytes, length: int) -> None:
         self._pieces = [body]
@@ -187,19 +249,27 @@ class Front(Talk, asyncio.Protocol):
             self._rest()
 
     def _rest(self) -> None:
-        self._enter(IDLE)
-        if self._reading_paused and self.transport is not None:
-            self._reading_paused = False
-            self.transport.resume_reading()
-        if self._ahead and not self._pumping:
-            self._pump()
+        """Wait for the next request. One that is here already has its turn after those of other connections."""
+        if self.is_draining:
+            self.closes = self._must_close = True
+        if not self._ahead:
+            self._enter(IDLE)
+            return
+        self.phase = SERVING
+        if not self._due:
+            self._due = True
+            self._outbox.loop.call_soon(self._serve_next)
 
     def _move(self, transport: asyncio.Transport, data: bytes) -> None:
         """To the lobby, with everything that was not served."""
         self.transport = None
-        self._fronts.discard(self)
-        self._ahead, self._head = b"", None
+        self._ahead, self._at, self._counted, self._head = b"", 0, 0, None
         lobby = self._lobby()
+        if self.is_draining:
+            lobby.drain()
+        self._fronts.replace(self, lobby)
+        if self._reading_paused:
+            transport.resume_reading()
         transport.set_protocol(lobby)
         lobby.connection_made(transport)
         if self.paused_at is not None:  # transports tell of a change alone, and this one has told it already
@@ -213,9 +283,11 @@ class Front(Talk, asyncio.Protocol):
         if self._landing is None or self._hold is None:
             return
         piece = data[: self._missing]
-        self._ahead = data[len(piece) :]
-        self._pieces.append(piece)
+        self._ahead, self._at = data[len(piece) :], 0
+        add_piece(self._pieces, piece)
         self._missing -= len(piece)
+        if self._ahead:
+            self._count_ahead()
         try:
             self._hold(self._arrived)
         except GatewayError as error:
@@ -253,6 +325,11 @@ class Front(Talk, asyncio.Protocol):
             self._linger()
         else:
             self._end()
+
+    def drain(self) -> None:
+        self.is_draining = True
+        if self._errand is None:
+            self.closes = self._must_close = True
 
     def finish(self) -> asyncio.Future[None]:
         """The gateway stops: close now, or after the answer under way. The future is done when nobody is connected."""

@@ -29,13 +29,12 @@ _LENGTH = re.compile(rb"\r\ncontent-length: ?(0|[1-9][0-9]{0,8})(\r\n)", re.IGNO
 _DIGITS = re.compile(rb"0|[1-9][0-9]{0,8}")
 _HOST = re.compile(r"[A-Za-z0-9._-]+(?::[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](?::[0-9]{1,5})?")
 
-# Whatever changes framing, the connection's protocol, or when the body may be sent.
+# Whatever changes framing, or when the body may be sent.
 UNUSUAL = frozenset(
-    (
-        *("transfer-encoding", "content-encoding", "te", "trailer", "expect", "upgrade", "http2-settings"),
-        *("keep-alive", "proxy-connection"),
-    )
+    ("transfer-encoding", "content-encoding", "te", "trailer", "expect", "keep-alive", "proxy-connection")
 )
+_CONNECTION = frozenset(("keep-alive", "upgrade", "http2-settings"))
+"""Connection options that change nothing here: a server may ignore Upgrade (RFC 9110, 7.8), and this one does."""
 
 
 class Head:
@@ -80,6 +79,7 @@ def read_head(data: bytes, at: int) -> Head | None:
     if len(headers) != len(fields) or not UNUSUAL.isdisjoint(headers) or not _HOST.fullmatch(headers.get("host", "")):
         return None
     length = _LENGTH.search(data, at, whole.end())
-    if length is None or headers.get("connection", "keep-alive").lower() != "keep-alive":
+    connection = headers.get("connection", "keep-alive").lower()
+    if length is None or (connection != "keep-alive" and not _CONNECTION.issuperset(connection.split(", "))):
         return None
     return Head(LINE[whole[1].decode("ascii")], headers, data[at : length.start(1)], data[length.end(1) : whole.end()])

@@ -17,6 +17,7 @@ from policies.admission import Outcome
 from policies.latency import ttfts
 from policies.lengths import OutputLengths
 from policies.model import Ask, Pick, Slo
+from policies.prompt_lengths import PromptLengths
 
 FAILED = "failed"
 CUT_OFF = frozenset((None, "length", "abort", "error"))
@@ -77,9 +78,21 @@ class Kept:
     """Counts promises by class, and what was predicted. One per process; children of metrics are found once.
 
     lengths  of answers, for the next request that names no bound
+    prompts  counted tokens of prompts over estimated ones, for the next estimate
     """
 
-    __slots__ = ("_error", "_evicted", "_goodput", "_metrics", "_never", "_regret", "_spread", "lengths", "tenants")
+    __slots__ = (
+        "_error",
+        "_evicted",
+        "_goodput",
+        "_metrics",
+        "_never",
+        "_regret",
+        "_spread",
+        "lengths",
+        "prompts",
+        "tenants",
+    )
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -87,7 +100,7 @@ class Kept:
         self._error, self._regret = metrics.ttft_prediction_error_ratio, metrics.pick_regret_seconds
         causes = metrics.prefill_tokens_total
         self._never, self._spread, self._evicted = map(causes.labels, ("never_seen", "spread", "evicted"))
-        self.lengths = OutputLengths()
+        self.lengths, self.prompts = OutputLengths(), PromptLengths()
         self.tenants = False
 
     def compare(self, ask: Ask, pick: Pick) -> None:
@@ -106,6 +119,8 @@ class Kept:
         request, slo = call.request, call.request.slo
         if x.outcome == "served" and usage.completion_tokens and relay.finish_reason not in CUT_OFF:
             self.lengths.ended(request.model, request.tenant, slo.name, usage.completion_tokens // request.choices)
+        if call.estimated_tokens and usage.prompt_tokens:
+            self.prompts.counted(request.model, call.media > 0, call.estimated_tokens, usage.prompt_tokens)
         if first is not None and last is not None:
             tokens = usage.completion_tokens or events - 2
             ttft_s = x.ttft_s = first - received

@@ -5,13 +5,13 @@ The engine sees a request of ours: a fixed path, our length, an allow-list of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from gateway.answer import reshaped
+from gateway.booking import Booking
 from gateway.client import Client
-from gateway.endpoints import Booking
 from gateway.exchange import Exchange
 from gateway.openai import Api, Call
 from gateway.relay import Relay, UpstreamBroke
@@ -30,24 +30,40 @@ OWN_TROUBLE = frozenset({401, 403, 407, 408, 429})  # our key for it, its queue:
 
 async def single(route: Route, x: Exchange, call: Call, client: Client, booking: Booking) -> None:
     """Serve the exchange from the booked endpoint. Raises UpstreamBroke when another endpoint might do better."""
+    head, sent, relay = prepare(route, x, call, client, booking, x.first_token)
+    x.booking, x.relay, x.sent = booking, relay, sent
+    x.sent_at = monotonic()
+    await booking.upstream.send(head, sent, relay, client)
+    settle(x, client, relay, booking)
+
+
+def prepare(
+    route: Route, x: Exchange, call: Call, client: Client, booking: Booking, on_first: Callable[[], None]
+) -> tuple[bytes, Call, Relay]:
+    """The head and the body for the booked endpoint, and the relay of its answer."""
     endpoint = booking.endpoint
     served = endpoint.served_model or route.name
     sent = call
     if served != call.request.model or endpoint.engine is TRTLLM:  # no lookup: an Enum's hash is slow
         sent = call.fitted(served, known_members(endpoint.engine, chat=call.api is Api.CHAT))
+    if call.salt and endpoint.salt_member:
+        sent = sent.salted(call.salt_member(endpoint.salt_member))
     relay = Relay(
         answer_headers(x, endpoint.name),
-        x.first_token,
+        on_first,
         client.http_1_0,
         Renamer(served, call.asked_model) if served != call.asked_model else None,
         gaps=x.gaps,
+        choices=call.request.choices,
     )
     head = booking.upstream.head(x.api) + request_headers(x, client.headers, len(sent.body), endpoint.name)
-    x.booking, x.relay, x.sent = booking, relay, sent
-    x.sent_at = monotonic()
-    await booking.upstream.send(head, sent, relay, client)
+    return head, sent, relay
+
+
+def settle(x: Exchange, client: Client, relay: Relay, booking: Booking) -> None:
+    """The answer is over. Raises UpstreamBroke when it was trouble of the engine's own."""
     if relay.refused:
-        pass_on(x, client, relay, endpoint.name)
+        pass_on(x, client, relay, booking.endpoint.name)
     elif relay.failed_in_stream:
         x.interrupted("engine_error")
         booking.failed(UpstreamBroke("engine_error", "error event in the stream"))
@@ -75,8 +91,9 @@ def refusal(relay: Relay) -> int:
 def answer_headers(x: Exchange, endpoint: str) -> bytes:
     """What the client is told besides the answer."""
     tier = f"x-penstock-tier: {x.tier}\r\n" if x.tier else ""
+    last = "connection: close\r\n" if x.closes else ""
     return (
-        f"x-request-id: {x.id}\r\nx-penstock-endpoint: {endpoint}\r\n{tier}"
+        f"x-request-id: {x.id}\r\nx-penstock-endpoint: {endpoint}\r\n{tier}{last}"
         "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
     ).encode()
 

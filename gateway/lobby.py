@@ -12,33 +12,42 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http import HttpVersion10, HttpVersion11, RawRequestMessage, StreamWriter
+from aiohttp.http import HttpRequestParser, HttpVersion10, HttpVersion11, RawRequestMessage, StreamWriter
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from gateway.answer import Failure, GatewayError, new_id
 from gateway.config import Limits
+from gateway.connections import ClientConnections, unread_too_large
 from gateway.openai import LINE
 from gateway.outbox import Outbox
-from gateway.talk import Phase, Serve, Talk
+from gateway.talk import Phase, Serve, Talk, add_piece
 
 ALLOWED = frozenset({"POST"})
 SPOKEN = (HttpVersion11, HttpVersion10)  # the parser lets 0.9 and 2.0 pass as well
 CONTINUE = "100-continue"
 MAX_URI = 8190  # bytes; unlike the next, so that the parser's complaint tells which of them was exceeded
 MAX_FIELD = 8192
+MAX_HEADERS = 128
+MAX_HEAD = 64 * 1024  # bytes of one request's head
+MAX_AHEAD = 64 * 1024  # bytes that may wait for the parser; more stays in the socket
+SLICE = 16 * 1024  # bytes that the parser gets at once: what it makes of them takes several times as much
+MAX_UNUSED = 2**30  # aiohttp's own bound on requests that wait; here at most one does
 
 
 class Lobby(Talk, RequestHandler):
     """A client connection: reads calls, hands them to `serve` or to aiohttp's application."""
 
     __slots__ = (
-        *("_body_read", "_fronts", "_limits", "_message", "_must_close", "_outbox", "_payload", "_serve", "_source"),
-        *("address", "paused_at", "phase", "since"),
+        *("_ahead", "_at", "_body_read", "_counted", "_fronts", "_head_bytes", "_limits", "_message", "_must_close"),
+        *("_newest_body", "_outbox", "_payload", "_serve", "_source", "address", "closes", "is_draining", "paused_at"),
+        *("phase", "since"),
     )
 
-    def __init__(self, serve: Serve, fronts: set[Talk], limits: Limits, outbox: Outbox, manager: web.Server) -> None:
+    def __init__(
+        self, serve: Serve, fronts: ClientConnections, limits: Limits, outbox: Outbox, manager: web.Server
+    ) -> None:
         RequestHandler.__init__(
             self,
             manager,
@@ -49,10 +58,25 @@ class Lobby(Talk, RequestHandler):
             max_line_size=MAX_URI,
             max_field_size=MAX_FIELD,
         )
+        self._max_msg_queue_size = MAX_UNUSED
+        self._parser = HttpRequestParser(
+            self,
+            outbox.loop,
+            self._read_bufsize,
+            max_line_size=MAX_URI,
+            max_headers=MAX_HEADERS,
+            max_field_size=MAX_FIELD,
+            payload_exception=RequestPayloadError,
+            auto_decompress=False,
+            max_msg_queue_size=1,
+        )
         self._set_up(serve, fronts, limits, outbox)
         self._message: RawRequestMessage | None = None
         self._payload: StreamReader | None = None
         self._body_read = False
+        self._newest_body: StreamReader | None = None
+        self._ahead = b""
+        self._at = self._head_bytes = self._counted = 0
 
     # What the line sees of a client
 
@@ -109,10 +133,10 @@ class Lobby(Talk, RequestHandler):
         peer = self.peername
         self.address = peer[0] if isinstance(peer, tuple) else ""
         self._enter(Phase.IDLE)
-        self._fronts.add(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._fronts.discard(self)
+        self._fronts.remove(self)
+        self._ahead, self._at, self._counted = b"", 0, 0
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -124,12 +148,76 @@ class Lobby(Talk, RequestHandler):
         self._resume_source()
 
     def data_received(self, data: bytes) -> None:
-        phase = self.phase
-        if phase is Phase.CLOSING:
+        """Bytes of the client; none of them: aiohttp wants the parser to go on with what it has."""
+        if self.phase is Phase.CLOSING:
             return
-        super().data_received(data)
-        if phase is Phase.IDLE and not self._messages:
+        if data:
+            self._ahead, self._at = self._ahead[self._at :] + data, 0
+        else:
+            self._feed(data)
+        self._parse()
+        if self.phase is Phase.IDLE and not self._messages:
             self._enter(Phase.HEAD)
+
+    def _parse(self) -> None:
+        """Feed the parser, up to the end of one request: the next one comes when that was served."""
+        while self._at < len(self._ahead) and self._may_parse():
+            piece = self._ahead[self._at : self._at + SLICE]
+            self._at += len(piece)
+            self._feed(piece)
+        if self._at >= len(self._ahead):
+            self._ahead, self._at = b"", 0
+        self._count_unread()
+
+    def _may_parse(self) -> bool:
+        if self.phase is Phase.CLOSING or self._reading_paused:
+            return False
+        return self._in_body() or not (self._messages or self._request_in_progress)
+
+    def _in_body(self) -> bool:
+        """Whether what comes next belongs to the body of a request."""
+        return self._newest_body is not None and not self._newest_body.is_eof()
+
+    def _feed(self, piece: bytes) -> None:
+        known = self._request_count
+        super().data_received(piece)
+        if self._request_count != known:
+            self._newest_body = self._messages[-1][1]
+            self._head_bytes = 0
+        elif not self._in_body():
+            self._head_bytes += len(piece)
+            if self._head_bytes > MAX_HEAD:
+                self._refuse_head(_head_too_long())
+
+    def _count_unread(self) -> None:
+        """Count what belongs to no request yet in the budget of all connections; read on only while it is little."""
+        ahead = len(self._ahead) - self._at
+        unread = 0 if self._in_body() else ahead + self._head_bytes
+        if unread or self._counted:
+            self._counted = unread
+            self._fronts.hold(self, unread, self._limits.unread_budget)
+        if ahead > MAX_AHEAD and not self._buffer_paused:
+            self._pause_reading_for_buffer()
+        elif ahead <= MAX_AHEAD and self._buffer_paused and not self._must_close:
+            self._resume_reading_for_buffer()
+
+    def drop_unread(self) -> None:
+        """Forget what came ahead: its memory is needed. The connection ends after the answer under way."""
+        self._ahead, self._at, self._counted = b"", 0, 0
+        if self.transport is None or self.phase is Phase.CLOSING:
+            return
+        if self._messages or self._request_in_progress:
+            self._must_close = True
+            self._pause_reading_for_buffer()
+        else:
+            self._refuse_head(unread_too_large())
+
+    def _refuse_head(self, error: GatewayError) -> None:
+        """Answer a request whose head will not be read to its end, and close."""
+        self._must_close = True
+        self._ahead, self._at, self._head_bytes, self._parser = b"", 0, 0, None
+        self.refuse(error, new_id())
+        self._linger()
 
     def eof_received(self) -> None:
         if self.phase is Phase.CLOSING:
@@ -140,12 +228,13 @@ class Lobby(Talk, RequestHandler):
         keep = True
         while keep and not self._force_close:
             if not self._messages:
+                self._feed(b"")  # what the parser has kept behind the request before
+                self._parse()
+            if not self._messages:
                 await self._next()
             message, payload = self._messages.popleft()
             if self._parser is not None:
                 self._parser.message_consumed()
-            if self._buffer_paused and len(self._messages) <= self._msg_queue_resume_size:
-                self._resume_reading_if_drained()
             self.phase = Phase.SERVING
             self._request_in_progress = True
             try:
@@ -175,10 +264,23 @@ class Lobby(Talk, RequestHandler):
         if message.version not in SPOKEN:
             self._refuse_unparsed(None)
             return False
+        if message.upgrade:  # ignored; but the parser drops what came with it, so nothing else is read here
+            message = message._replace(upgrade=False, should_close=True)
+        if self.is_draining:
+            message = message._replace(should_close=True)
+            self.closes = message.version >= HttpVersion11  # an answer to 1.0 says so in any case
         self._message, self._payload = message, payload
-        self._must_close = self._body_read = False
+        self._body_read = False
+        if _head_size(message) > MAX_HEAD:
+            self._must_close = True
+            self.refuse(_head_too_long(), new_id())
+            return False
+        if message.chunked and message.headers["Transfer-Encoding"].strip(" \t").lower() != "chunked":
+            self._must_close = True
+            self.refuse(_coding_not_known(), new_id())
+            return False
         api = LINE.get(message.path) or LINE.get(message.url.raw_path)  # the latter: a query, or absolute form
-        if api is None or message.method not in ALLOWED or message.upgrade:
+        if api is None or message.method not in ALLOWED:
             return await self._ordinary(message, payload)
         await self._serve(self, api)
         self._payload = None
@@ -189,8 +291,8 @@ class Lobby(Talk, RequestHandler):
         if message.headers.get("Expect", CONTINUE).lower() != CONTINUE:
             self.refuse(_expectation_failed(), new_id())
             return False
-        if message.upgrade:
-            self.refuse(GatewayError(Failure.BAD_REQUEST, "The protocol of a connection cannot change."), new_id())
+        if message.method == "CONNECT":
+            self.refuse(GatewayError(Failure.BAD_REQUEST, "This server is no proxy: CONNECT is refused."), new_id())
             return False
         assert self._request_factory is not None
         assert self._request_handler is not None
@@ -204,7 +306,7 @@ class Lobby(Talk, RequestHandler):
             return False
         finally:
             request._task = None  # type: ignore[assignment]  # breaks the cycle, as aiohttp's own loop does
-        return bool(response.keep_alive) and not reset and payload.is_eof()
+        return bool(response.keep_alive) and not (reset or self._must_close) and payload.is_eof()
 
     def _refuse_unparsed(self, problem: BaseException | None) -> None:
         failure, message = Failure.BAD_REQUEST, "The request is not valid HTTP/1.1."
@@ -238,23 +340,25 @@ class Lobby(Talk, RequestHandler):
         total = len(pieces[0])
         hold(total)
         while not payload.is_eof():
-            pieces.append(await payload.readany())
-            total += len(pieces[-1])
+            piece = await payload.readany()
+            total += len(piece)
             hold(total)
+            add_piece(pieces, piece)
         pieces.append(payload.read_nowait())
         return b"".join(pieces)
 
     async def _read_chunked(self, payload: StreamReader, hold: Callable[[int], None]) -> bytes:
-        pieces: list[bytes] = []
-        total = 0
+        pieces = [b""]
+        total = chunks = 0
         while not payload.at_eof():
             piece, _ = await payload.readchunk()
-            pieces.append(piece)
+            add_piece(pieces, piece)
             total += len(piece)
+            chunks += 1
             if total > self._limits.body:
                 raise self._too_large()
             hold(total)
-            if len(pieces) > self._limits.body_chunks:
+            if chunks > self._limits.body_chunks:
                 raise GatewayError(Failure.TOO_LARGE, f"The body came in more than {self._limits.body_chunks} chunks.")
         return b"".join(pieces)
 
@@ -266,6 +370,10 @@ class Lobby(Talk, RequestHandler):
     @property
     def _silent(self) -> bool:
         return self._request_count == 0
+
+    @property
+    def _is_deaf(self) -> bool:
+        return bool(self._reading_paused or self._buffer_paused)
 
     @property
     def _last(self) -> bool:
@@ -283,6 +391,9 @@ class Lobby(Talk, RequestHandler):
         if self._payload is not None:
             self._payload.set_exception(error)
 
+    def drain(self) -> None:
+        self.is_draining = True
+
     def _end(self) -> None:
         self.force_close()
 
@@ -295,6 +406,18 @@ class Lobby(Talk, RequestHandler):
             transport.close()
         else:
             self._linger()
+
+
+def _head_size(message: RawRequestMessage) -> int:
+    return len(message.path) + sum(len(name) + len(value) + 4 for name, value in message.raw_headers)
+
+
+def _head_too_long() -> GatewayError:
+    return GatewayError(Failure.HEADERS_TOO_LARGE, f"The request's head is longer than {MAX_HEAD} bytes.")
+
+
+def _coding_not_known() -> GatewayError:
+    return GatewayError(Failure.NOT_IMPLEMENTED, "The only transfer coding of a request's body is 'chunked'.")
 
 
 def _expectation_failed() -> GatewayError:

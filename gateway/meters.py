@@ -26,6 +26,8 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from gateway.sketch import bucket_of
+
 OTHER = "other"
 """What a label says once it has shown as many values as it may."""
 
@@ -58,7 +60,7 @@ class Spec(msgspec.Struct, frozen=True):
 
     buckets   upper bounds, ascending, +Inf left out
     owner     the module that changes it          row     of the boards that it belongs to
-    marked    its buckets remember one request each
+    marked    its buckets remember one request each, and quantiles can be read from its sketch
     """
 
     name: str
@@ -120,15 +122,17 @@ class Gauge:
 class Histogram:
     """Observations in buckets: counts[i] holds those in (bounds[i-1], bounds[i]], the last those above every bound.
 
-    `marks` has the newest request of each bucket, which is all that exemplars ever cost.
+    `marks` has the newest request of each bucket, which is all that exemplars ever cost. `sketch`
+    counts the same values in finer buckets (sketch.py), from which quantiles are read; filled by mark().
     """
 
-    __slots__ = ("_bounds", "counts", "marks", "sum")
+    __slots__ = ("_bounds", "counts", "marks", "sketch", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.marks: list[Mark | None] = []
+        self.sketch: dict[int, int] = {}
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
@@ -142,6 +146,8 @@ class Histogram:
         at = bisect_left(self._bounds, value)
         self.counts[at] += 1
         self.sum += value
+        bucket = bucket_of(value)
+        self.sketch[bucket] = self.sketch.get(bucket, 0) + 1
         if not self.marks:
             self.marks = [None] * len(self.counts)
         self.marks[at] = mark

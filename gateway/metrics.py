@@ -115,6 +115,11 @@ class Metrics:
             "Second tries on another endpoint before the first byte, by what broke the first.",
             KIND,
         )
+        self.hedges_total: Family[Counter] = meters.counter(
+            "penstock_hedges_total",
+            "Requests sent to a second endpoint as well because their first byte was late, by that endpoint.",
+            ENDPOINT,
+        )
         self.resumes_total: Family[Counter] = meters.counter(
             "penstock_resumes_total",
             "Streams that broke after their first byte, where they are continued elsewhere: what broke them, and what "
@@ -221,10 +226,18 @@ class Metrics:
         self.endpoint_up: Family[Gauge] = meters.gauge(
             "penstock_endpoint_up",
             "1 while an endpoint may be picked, 0 while it is dead, drained by hand, ejected, or new and not yet found "
-            "well. Of the ejected and new ones at most half a pool stays out: the others may be picked and count 1. "
+            "well. Of those that failed or are new at most half a pool stays out: the others may be picked and count "
+            "1. One that refuses connections always stays out. "
             "One that left the configuration or was not found again keeps its value until its last answer has ended.",
             ENDPOINT,
             merge=Merge.MIN,
+        )
+        self.endpoint_slowness: Family[Gauge] = meters.gauge(
+            "penstock_endpoint_slowness_ratio",
+            "How many times as long as its peers an endpoint takes for the same work, while it is suspected of being "
+            "slow or ejected for it; else 0.",
+            ENDPOINT,
+            merge=Merge.MAX,
         )
         self.ejections_total: Family[Counter] = meters.counter(
             "penstock_ejections_total", "Times an endpoint was taken out, by reason.", *(ENDPOINT, REASON)

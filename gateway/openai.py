@@ -16,9 +16,12 @@ from typing import Any, Protocol
 import msgspec
 
 from gateway.answer import Failure, GatewayError
+from gateway.cache_salts import MAX_CLIENT_SALT, CacheSalts
+from gateway.media import BYTES_PER_TOKEN, may_hold_media, without_media
 from gateway.slo import MAX_SESSION, MOST_PRIORITY, Wish, session_key
 from policies.lengths import OutputLengths
 from policies.model import Request, Slo
+from policies.prompt_lengths import PromptLengths
 
 
 class Api(StrEnum):
@@ -54,6 +57,7 @@ ENGINE_INTERNAL = frozenset(
         "request_id",
     }
 )
+CLIENT_SALTS = ("cache_salt", "extra_key")  # dropped as well, but what they say goes into the salt that is sent
 XARGS = "vllm_xargs"  # merged by vLLM into its extra args, so the same names can hide inside
 
 # What stands in front of the conversation in the rendered prompt, in rendering order (prefix identity).
@@ -62,7 +66,6 @@ PROMPT_MEMBERS: Mapping[Api, tuple[str, ...]] = {
     Api.COMPLETIONS: ("prompt",),
 }
 _BEFORE = frozenset(name for names in PROMPT_MEMBERS.values() for name in names[:-1])
-BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm-d use the same)
 DEFAULT_OUTPUT_TOKENS = 256
 EXPECTED_CEILING = 2048  # max_tokens is a bound, seldom a plan: one client's million must not pass for a full house
 LIMITS = {"n": 128, "best_of": 128, "max_tokens": 2**24, "max_completion_tokens": 2**24}
@@ -101,8 +104,11 @@ class Call(msgspec.Struct):
     """A parsed call: the policy's view, and the bytes that go upstream.
 
     asked_model   the name the client used, echoed in answers when engines use another
-    body, prompt  the JSON sent on, and the raw values in it that the engine renders first; empty after release()
+    body, prompt  the JSON sent on, and the raw values in it that the engine renders first, with stand-ins for media;
+                  empty after release()
     members       all raw values in it by name; empty as well
+    salt          hex; only requests with the same one may share cached prompts. Empty: all without one may
+    estimated_tokens  of the prompt, from its bytes alone; 0 where it was counted. media  images and files in it
     """
 
     api: Api
@@ -111,6 +117,19 @@ class Call(msgspec.Struct):
     body: bytes
     prompt: tuple[msgspec.Raw, ...]
     members: Mapping[str, msgspec.Raw] = {}
+    salt: bytes = b""
+    estimated_tokens: int = 0
+    media: int = 0
+
+    def salt_member(self, name: str) -> bytes:
+        """The salt as it stands in a body behind another member; nothing for an engine that takes none (no name)."""
+        return b',"%b":"%b"' % (name.encode(), self.salt) if name and self.salt else b""
+
+    def salted(self, member: bytes) -> Call:
+        """The same call with that member, spliced in before the closing brace."""
+        body = self.body
+        end = body.rindex(b"}")
+        return msgspec.structs.replace(self, body=b"".join((memoryview(body)[:end], member, b"}")))
 
     def fitted(self, model: str, known: frozenset[str] | None) -> Call:
         """The same call for an engine that has another name for the model, or refuses members that it does not know."""
@@ -128,13 +147,16 @@ class Call(msgspec.Struct):
 
 class Caller(msgspec.Struct, frozen=True):
     """Who calls, and what was learnt of the request before its body: `arrived_s` is when that was whole. `lengths`: of
-    answers so far, for one that names no bound."""
+    answers so far, for one that names no bound. `salts`: of tenants and clients; None: requests get no salt.
+    `prompts`: of prompts, as engines counted them."""
 
     request_id: str
     tenant: str
     wish: Wish
     arrived_s: float
     lengths: OutputLengths | None = None
+    salts: CacheSalts | None = None
+    prompts: PromptLengths | None = None
 
 
 def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller) -> Call:
@@ -149,17 +171,23 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
     if names[-1] not in members:
         raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{names[-1]}'.", param=names[-1])
     prompt = (members[names[-1]],) if _BEFORE.isdisjoint(members) else _prompt(names, members)
-    ids = _token_ids(prompt[-1]) if api is _COMPLETIONS else None
+    ids, media, estimated = _token_ids(prompt[-1]) if api is _COMPLETIONS else None, 0, 0
+    if api is not _COMPLETIONS and may_hold_media(body):
+        prompt, media = _without_media(prompt)
     output_tokens = numbers.get("max_completion_tokens") or numbers.get("max_tokens")
     if model.context_tokens is not None:
         _check_context(_longest(prompt[-1]) if ids else 0, output_tokens or 0, model.context_tokens)
+    if ids is None:
+        estimated = ids = sum(map(len, prompt)) // BYTES_PER_TOKEN + 1
+        if caller.prompts is not None:
+            ids = caller.prompts.corrected(served, media > 0, estimated)
     choices, wish, arrived_s = numbers.get("n", 1), caller.wish, caller.arrived_s
     slo = model.slo if wish.usual else wish.of(model.slo)
     request = Request(
         caller.request_id,
         served,
         caller.tenant,
-        ids or sum(map(len, prompt)) // BYTES_PER_TOKEN + 1,
+        ids,
         min(output_tokens or _usual_tokens(caller, served, slo), EXPECTED_CEILING) * choices,
         "stream" in members and bytes(members["stream"]) == b"true",
         slo,
@@ -169,8 +197,33 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
         wish.session or (_session(members, caller.tenant) if "prompt_cache_key" in members else ""),
         choices,
     )
-    body, members = _outbound(body, members, asked, served)
-    return Call(api, request, asked, body, prompt, members)
+    internal, salts = ENGINE_INTERNAL.intersection(members), caller.salts
+    salt = b"" if salts is None else salts.usual.get(caller.tenant, b"")
+    if internal and salts is not None:
+        client_salt = _client_salt(members)
+        salt = salts.salt(caller.tenant, client_salt) if client_salt else salt
+    body, members = _outbound(body, members, internal, asked, served)
+    return Call(api, request, asked, body, prompt, members, salt, estimated, media)
+
+
+def _client_salt(members: Mapping[str, msgspec.Raw]) -> bytes:
+    """What the client wants its cached prompts kept apart by, in both members for it; empty: it names nothing."""
+    found = [_salt_text(members, name) if name in members else None for name in CLIENT_SALTS]
+    return msgspec.json.encode(found) if any(found) else b""
+
+
+def _salt_text(members: Mapping[str, msgspec.Raw], name: str) -> str | None:
+    value = _value(members, name)
+    if value is not None and (not isinstance(value, str) or not value or len(value) > MAX_CLIENT_SALT):
+        message = f"'{name}' must be a string of 1 to {MAX_CLIENT_SALT} characters."
+        raise GatewayError(Failure.BAD_REQUEST, message, param=name)
+    return value
+
+
+def _without_media(prompt: tuple[msgspec.Raw, ...]) -> tuple[tuple[msgspec.Raw, ...], int]:
+    """The prompt with a stand-in for each image, recording and file, and how many there were."""
+    messages, media = without_media(bytes(prompt[-1]))
+    return ((*prompt[:-1], msgspec.Raw(messages)), media) if media else (prompt, 0)
 
 
 def _usual_tokens(caller: Caller, model: str, slo: Slo) -> int:
@@ -357,10 +410,9 @@ def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) 
 
 
 def _outbound(
-    body: bytes, members: dict[str, msgspec.Raw], asked: str, served: str
+    body: bytes, members: dict[str, msgspec.Raw], internal: frozenset[str], asked: str, served: str
 ) -> tuple[bytes, dict[str, msgspec.Raw]]:
-    """What is sent on, and its members."""
-    internal = ENGINE_INTERNAL.intersection(members)
+    """What is sent on, and its members. `internal`: those to be dropped."""
     xargs = _without_internal(members[XARGS]) if XARGS in members else None
     if not internal and asked == served and xargs is None:
         return body, members

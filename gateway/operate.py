@@ -28,6 +28,8 @@ KeyFile = Annotated[
     typer.Option("--key-file", help="File with the admin key; or set PENSTOCK_ADMIN_KEY. Reading needs none."),
 ]
 
+Force = Annotated[bool, typer.Option("--force", help="Also if no endpoint of a pool can be reached.")]
+
 
 def status(admin: Admin = HERE, as_json: Json = False) -> None:
     """What a running gateway serves by: version, source, last error, endpoints."""
@@ -35,13 +37,20 @@ def status(admin: Admin = HERE, as_json: Json = False) -> None:
     config, fleet = server.ask("GET", "/config"), server.ask("GET", "/endpoints")["endpoints"]
     shadows, canaries = server.ask("GET", "/shadow")["shadows"], server.ask("GET", "/canary")["canaries"]
     if as_json:
-        told = {key: config[key] for key in ("version", "applied", "last_error", "needs_restart", "models")}
+        told = {
+            key: config[key]
+            for key in ("version", "applied", "file_differs", "last_error", "needs_restart", "models", "shared")
+        }
         print_json(told | {"endpoints": fleet, "shadows": shadows, "canaries": canaries})
         return
     applied, error = config["applied"], config["last_error"]
     up = sum(each["available"] for each in fleet)
     say(f"v{applied['version']} {applied['file']} ({applied['source']}, {applied['at']}, {applied['hash']})")
     say(f"{up} of {len(fleet)} endpoints available, {sum(each['in_flight'] for each in fleet)} requests in flight")
+    _print_shared(config["shared"])
+    if config["file_differs"]:
+        text = "the file says something else than what is running; `penstock diff` shows it, `penstock reload` takes it"
+        say(text, style="yellow")
     if config["needs_restart"]:
         say(f"needs a restart: {', '.join(config['needs_restart'])}", style="yellow")
     for problem in error["problems"] if error else ():
@@ -49,9 +58,9 @@ def status(admin: Admin = HERE, as_json: Json = False) -> None:
     _tried(shadows, canaries)
 
 
-def reload(admin: Admin = HERE, key_file: KeyFile = None, as_json: Json = False) -> None:
-    """Have a running gateway take its file over now; it follows the file anyway unless reload.watch is false."""
-    _show(Server(admin, key_file).ask("POST", "/config/reload"), as_json=as_json)
+def reload(force: Force = False, admin: Admin = HERE, key_file: KeyFile = None, as_json: Json = False) -> None:
+    """Reload the configuration file now. The gateway also follows the file unless reload.watch is false."""
+    _show(Server(admin, key_file).ask("POST", f"/config/reload?force={force:d}"), as_json=as_json)
 
 
 def diff(
@@ -87,12 +96,13 @@ def diff(
 
 def rollback(
     version: Annotated[int | None, typer.Argument(min=1, help="Its number; the one before unless given.")] = None,
+    force: Force = False,
     admin: Admin = HERE,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """Have a running gateway go back to an older version. Its file stays as it is, and wins again when it is edited."""
-    path = "/config/rollback" if version is None else f"/config/rollback?to={version}"
+    path = f"/config/rollback?force={force:d}" + ("" if version is None else f"&to={version}")
     _show(Server(admin, key_file).ask("POST", path), as_json=as_json)
 
 
@@ -177,12 +187,25 @@ class Server:
         return told
 
 
+def _print_shared(shared: dict[str, Any] | None) -> None:
+    """Whether other gateways are reached through Redis."""
+    if shared is None:
+        return
+    if shared["problem"]:
+        say(f"Redis is not usable: {shared['problem']}; this gateway goes on alone", style="red")
+    elif shared["connected"]:
+        say(f"shares its view with {shared['gateways']} other gateways through Redis")
+
+
 def _tried(shadows: list[dict[str, Any]], canaries: list[dict[str, Any]]) -> None:
     """What policies on trial came to so far."""
     for pool in shadows:
         for each in pool["policies"]:
             told = f"shadow {each['policy']} of pool {pool['pool']}: {pool['scored']} of {pool['picks']} picks scored"
-            if each.get("agreement") is not None:
+            if not each.get("conclusive"):
+                compared = each.get("agreed", 0) + each.get("differed", 0)
+                told += f"; {compared} compared, too few to judge"
+            elif each.get("agreement") is not None:
                 told += f", agrees with {each['agreement']:.1%}, would gain "
                 told += f"{1e3 * each['ttft_gain_s']:+.1f} ms to the first token and "
                 told += f"{each['cached_tokens_gain']:+.0f} cached tokens, takes {each['cost_us']:.0f} us"
@@ -193,9 +216,9 @@ def _tried(shadows: list[dict[str, Any]], canaries: list[dict[str, Any]]) -> Non
             if each.get("goodput") is not None:
                 told += f", {each['goodput']:.1%} good, {each['failed']} failed, {each['shed']} shed"
             if each.get("ttft_p50_s") is not None:
-                told += f", TTFT p50 <= {each['ttft_p50_s']:g} s"
+                told += f", TTFT p50 {each['ttft_p50_s']:g} s"
             if each.get("ttft_p99_s") is not None:
-                told += f", p99 <= {each['ttft_p99_s']:g} s"
+                told += f", p99 {each['ttft_p99_s']:g} s"
             say(f"{told} (canary: {pool['share']})")
 
 

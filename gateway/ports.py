@@ -40,6 +40,7 @@ def named(key: str, host: str, port: int) -> Iterator[None]:
         raise OSError(f"{key}, {http_url(host, port)}: {error.strerror or error}") from error
 
 
-def http_url(host: str, port: int) -> str:
-    """http://host:port, an IPv6 address in brackets."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def http_url(host: str, port: int, *, encrypted: bool = False) -> str:
+    """http://host:port or https://host:port, an IPv6 address in brackets."""
+    scheme = "https" if encrypted else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -20,8 +20,9 @@ class Prefixes:
         self.index = PrefixIndex(index_bytes)
 
     def of(self, call: Call, model: str) -> Fingerprint:
-        """The fingerprint of what the engine will render. Tenants and models never share a key (faults.md A15)."""
-        salt = f"{call.request.tenant}\0{model}".encode()
+        """The fingerprint of what the engine will render. Requests of other models, or with another cache salt, never
+        share a key: they share no cached prompt either (faults.md A15)."""
+        salt = b"%b\0%b" % (call.salt, model.encode())
         return self._fingerprinter.of(salt, *[memoryview(part) for part in call.prompt])
 
     def cached(self, fingerprint: Fingerprint, prompt_tokens: int) -> Sequence[int]:

@@ -41,20 +41,24 @@ from gateway.told import (
     clients_fault,
     error_in,
     error_said,
+    finished_choices,
     last_end,
     reason_in,
+    reason_marker,
     told_all,
     undecided,
     usage_in,
 )
+from gateway.upstream_error import STOPPED as STOPPED
+from gateway.upstream_error import UpstreamBroke as UpstreamBroke
 
 ERROR_MOST = 64 * 1024 * 1024  # engines repeat a bad request in what they say of it
 CARRY_LIMIT = 64 * 1024
 TAIL = 16 * 1024
 
+_CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 _CLOSED = b"connection: close\r\n\r\n"
-_EVENT = b"\ndata:"
-_ERROR = b'"error"'
+_EVENT, _ERROR = b"\ndata:", b'"error"'
 
 
 class State(Enum):
@@ -70,18 +74,6 @@ class State(Enum):
 HEAD, REFUSED, HELD, FLOWING, DONE = State  # asking an Enum for a member takes ten times as long
 
 
-STOPPED = "shutdown"
-"""The kind of what ends because the gateway does, not its engine."""
-
-
-class UpstreamBroke(Exception):
-    """The engine's answer is not whole. `kind` is the label in metrics and the evidence for health."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
 class Relay:
     """One answer on its way through: feed() what arrives, write what it returns, until `state` is DONE.
 
@@ -91,6 +83,7 @@ class Relay:
     patient    a stream is held until its first token: engines show a role before they know whether there will be one
     gaps       where the times between a stream's pieces are counted; None for nearly all
     renamer    puts the client's alias in place of the engine's model name; None when they are the same
+    choices    choices that the client asked for, each of which ends with a finish reason
 
     committed  a byte of the answer was handed to the client: from there on nothing can be retried
     refused    the engine answered other than 2xx, or told a fault in its first event: `status`, and what it said
@@ -98,22 +91,10 @@ class Relay:
     """
 
     __slots__ = (
-        *(
-            "_body",
-            "_carry",
-            "_counts",
-            "_done",
-            "_failed",
-            "_finish",
-            "_guesses",
-            "_held",
-            "_last",
-            "_like",
-            "_pending",
-        ),
-        *("_reason", "_rebuild", "_said", "_sse", "_torn", "_usage", "bytes_out", "committed", "events"),
-        *("first_byte_at", "first_token_at", "gaps", "head", "headers", "http_1_0", "last_at", "on_first", "patient"),
-        *("refusal", "refused", "renamer", "state", "status"),
+        *("_body", "_carry", "_counts", "_done", "_failed", "_finish", "_finished", "_guesses", "_held", "_last"),
+        *("_like", "_pending", "_reason", "_reason_marker", "_rebuild", "_said", "_sse", "_torn", "_usage"),
+        *("bytes_out", "choices", "committed", "events", "first_byte_at", "first_token_at", "gaps", "head", "headers"),
+        *("http_1_0", "last_at", "on_first", "patient", "refusal", "refused", "renamer", "state", "status"),
     )
 
     def __init__(
@@ -124,9 +105,10 @@ class Relay:
         renamer: Renamer | None = None,
         patient: bool = False,
         gaps: Histogram | None = None,
+        choices: int = 1,
     ) -> None:
         self.headers, self.on_first, self.http_1_0, self.renamer = headers, on_first, http_1_0, renamer
-        self.patient, self.gaps = patient, gaps
+        self.patient, self.gaps, self.choices = patient, gaps, choices
         self.state = HEAD
         self.head: Head | None = None
         self.committed = self.refused = self._sse = self._rebuild = self._done = self._failed = self._torn = False
@@ -142,6 +124,8 @@ class Relay:
         self._held = b""  # an unfinished size line, not shown yet
         self._usage = b""  # the newest payload that tells token counts
         self._reason = b""  # the newest payload that tells why generation ended, until it is read
+        self._reason_marker = REASON
+        self._finished: frozenset[int] = frozenset()  # indices of choices, where there are several
         self._counts: Usage | None = None
         self._finish: str | None = None
         self._like: Likeness | None = None  # how the events of a stream look that passes as it came
@@ -208,7 +192,7 @@ class Relay:
         """Whether an event of ours could follow what the client has: in a stream, between two events."""
         if not self._sse or self._body.ended or self._torn or not (self._rebuild or self._body.between):
             return False
-        return not self._carry or self.renamer is not None  # a renamer keeps an unfinished event to itself
+        return not self._carry or (self.renamer is not None and not self.renamer.mid_event)
 
     def break_off(self, failure: Failure, message: str) -> bytes:
         """After the commit point: tell the client in-stream that the rest will not come, where framing allows it.
@@ -222,7 +206,7 @@ class Relay:
 
     @property
     def _told_all(self) -> bool:
-        """Whether the client has the last event: an error behind it would take back what is whole."""
+        """Whether the client has the last event: nothing may follow it."""
         return self._done
 
     @property
@@ -247,21 +231,24 @@ class Relay:
     def _begin(self, data: bytes, now: float) -> bytes:
         if self._pending:
             data, self._pending = self._pending + data, b""
+        at = 0
         while self.head is None:  # interim 1xx answers leave it None
-            end = data.find(b"\r\n\r\n")
+            end = data.find(b"\r\n\r\n", at, at + MAX_HEAD)
             if end < 0:
-                self._pending = data
-                if len(data) > MAX_HEAD:
+                self._pending = data = data[at:]
+                if len(data) >= MAX_HEAD:
                     raise UpstreamBroke("framing", "the engine's response head is too long")
                 return b""
             try:
-                head = parse_head(data[: end + 2])
+                head = parse_head(data[at : end + 2])
             except FramingError as error:
                 raise UpstreamBroke("framing", str(error)) from error
-            data = data[end + 4 :]
-            if head.plain and head.length == len(data) and self.renamer is None:
-                return self._whole(head, data, now)
+            at = end + 4
+            if head.plain and head.length == len(data) - at and self.renamer is None:
+                return self._whole(head, data[at:], now)
             self._open(head)
+        if at:
+            data = data[at:]
         if self.state is REFUSED:
             return self._collect(data)
         if self._too_early(data):
@@ -318,6 +305,8 @@ class Relay:
         if self._sse and (error := error_in(data, self.patient)) is not None:
             return self._judge_error(data, error)
         self.state = FLOWING
+        if self._sse:
+            self._reason_marker = reason_marker(data)
         self.first_byte_at = now
         on_first, self.on_first = self.on_first, None  # it has the request let go of, which a broken beginning needs
         head = self._opening()
@@ -344,18 +333,12 @@ class Relay:
     def _opening(self) -> bytes:
         """What the client is told before the body."""
         assert self.head is not None
-        return self.head.start + self.headers + self._framing()
-
-    def _framing(self) -> bytes:
-        assert self.head is not None
-        if self.http_1_0:
-            return _CLOSED
-        if self._rebuild or isinstance(self._body, ChunkedBody):
-            return b"transfer-encoding: chunked\r\n\r\n"
-        return self.head.sized
+        chunked = self._rebuild or isinstance(self._body, ChunkedBody)
+        framing = _CLOSED if self.http_1_0 else _CHUNKED if chunked else self.head.sized
+        return self.head.start + self.headers + framing
 
     def _first(self) -> None:
-        """Tell of the first token, once. What was told knows the exchange, which knows this: no ring may be left."""
+        """Call on_first, once. It leads to the exchange, which leads back here: no reference cycle may be left."""
         on_first, self.on_first = self.on_first, None
         if on_first is not None:
             on_first()
@@ -386,8 +369,10 @@ class Relay:
             self._first()
         if window.find(USAGE) >= 0:
             self._usage = window
-        if window.find(REASON) >= 0:
+        if window.find(self._reason_marker) >= 0:
             self._reason = window
+            if self.choices > 1:
+                self._finished |= finished_choices(window)
         if window.find(_ERROR) >= 0 and ERROR_EVENT.search(window):
             self._failed = True
         if not self._done:  # whatever follows the last event is not an answer's business
@@ -430,8 +415,15 @@ class Relay:
             return payload
         return chunk(payload) + (LAST_CHUNK if self._body.ended else b"")
 
+    def _closing(self) -> bytes | None:
+        """What is missing at the end of a stream without [DONE]; None unless every choice has its finish reason."""
+        if self._carry or self._failed:
+            return None
+        finished = self._finished or finished_choices(self._reason)
+        return b"data: [DONE]\n\n" if len(finished) >= self.choices else None
+
     def _end(self, out: bytes) -> bytes:
-        """A stream that ends without [DONE] would pass for whole in every SDK: it ends with an error instead."""
+        """The end of the body. A stream that is not whole would pass for whole in every SDK: it ends with an error."""
         self.state = DONE
         assert self.head is not None
         if not self._rebuild and self._body.surplus:
@@ -440,10 +432,11 @@ class Relay:
             out = out[: self._body.last_chunk] + LAST_CHUNK  # headers come from our list alone
         if not self._sse or self._done or self._last.rstrip().endswith(LAST_WORD):
             return out
-        self._failed = True
-        event = event_of(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
-        if self._carry:
-            event = b"\n\n" + event  # it ended inside an event
+        event = self._closing()
+        if event is None:
+            self._failed = True
+            event = b"\n\n" if self._carry else b""  # it ended inside an event
+            event += event_of(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
         if self.http_1_0:
             return out + event
         kept = out[: -len(LAST_CHUNK)] if self._rebuild else out[: self._body.last_chunk]

@@ -10,15 +10,19 @@ import logging
 from collections.abc import Iterator, Mapping
 from itertools import count
 from time import monotonic
+from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.config import Config, EndpointSpec
+from gateway.config import Config, EndpointSpec, salt_member
 from gateway.outbox import Outbox
+from gateway.tls import Encryption
+from gateway.tls_clients import ClientContexts
 from gateway.upstream import Patience, Upstream
 from policies.health import Health, State
 from policies.latency import Belief, shape_for
 from policies.model import Candidate, Endpoint, EndpointLoad, Layout, Role
+from policies.speed_record import SpeedRecord
 
 log = logging.getLogger("penstock")
 
@@ -34,22 +38,30 @@ class LiveEndpoint:
     stalled         it was found wedged: its /health is not believed until it generates again
     leaving         no configuration in force has it; requests of an older one may still be there
     drained         an operator wants it to get nothing new
+    speed           the evidence of how fast it is, and the verdict on it
     warm_from       when it began to be asked (again), while it is given less than its cap for that; else None
     sent_tokens, hit_tokens   prompt tokens ever sent there, and those of them believed to be cached there
     """
 
     __slots__ = (
-        *("backlog_tokens", "drained", "endpoint", "health", "hit_tokens", "key_header", "kv_received_bytes"),
-        *("leaving", "load", "models", "models_at", "produced", "sent_tokens", "spec", "stalled", "upstream"),
+        *("backlog_tokens", "drained", "encryption", "endpoint", "health", "hit_tokens", "key_header"),
+        *("kv_received_bytes", "leaving", "load", "models", "models_at", "produced", "sent_tokens", "spec", "speed"),
+        *("stalled", "upstream"),
         "warm_from",
     )
 
     def __init__(
-        self, endpoint: Endpoint, spec: EndpointSpec, load: EndpointLoad, patience: Patience, outbox: Outbox
+        self,
+        endpoint: Endpoint,
+        spec: EndpointSpec,
+        load: EndpointLoad,
+        patience: Patience,
+        outbox: Outbox,
+        encryption: Encryption | None = None,
     ) -> None:
         self.load = load
-        self.upstream = Upstream(spec.url, None, patience, outbox)
-        self.become(endpoint, spec, patience)
+        self.upstream = Upstream(spec.url, None, patience, outbox, encryption)
+        self.become(endpoint, spec, patience, encryption)
         self.health = HEALTHY
         self.models: tuple[str, ...] = ()
         self.models_at: float | None = None
@@ -57,15 +69,17 @@ class LiveEndpoint:
         self.produced: int | None = None
         self.kv_received_bytes: int | None = None
         self.warm_from: float | None = None
+        self.speed = SpeedRecord()
         self.stalled = self.leaving = self.drained = False
 
-    def become(self, endpoint: Endpoint, spec: EndpointSpec, patience: Patience) -> None:
+    def become(self, endpoint: Endpoint, spec: EndpointSpec, patience: Patience, encryption: Encryption | None) -> None:
         """What the configuration now says of it."""
         key = spec.api_key.reveal() if spec.api_key is not None else None
         self.endpoint = endpoint
         self.spec = spec
         self.key_header = {"Authorization": f"Bearer {key}"} if key else {}
-        self.upstream.become(key, patience)
+        self.encryption = encryption
+        self.upstream.become(key, patience, encryption)
 
 
 class Member(msgspec.Struct, frozen=True, eq=False):
@@ -111,6 +125,7 @@ class Roster:
         self._free: set[int] = set()
         self._outbox = outbox
         self._first = True
+        self._contexts = ClientContexts()
         self._passed_over: frozenset[tuple[str, str]] = frozenset()
         self.found: dict[str, tuple[EndpointSpec, ...]] = {}
 
@@ -131,7 +146,7 @@ class Roster:
                 live = known.get((pool, endpoint.url))
                 if live is None:
                     load = EndpointLoad(next(slots), expected(config, endpoint))
-                    live = LiveEndpoint(endpoint, each, load, patience, self._outbox)
+                    live = LiveEndpoint(endpoint, each, load, patience, self._outbox, self._contexts.of(each))
                 members.append(Member(live, endpoint, each))
         pools: dict[str, list[Candidate]] = {pool: [] for pool in config.pools}
         for member in members:
@@ -170,7 +185,7 @@ class Roster:
             live = member.live
             if live.leaving or not self._has(live):
                 self._enter(live)
-            live.become(member.endpoint, member.spec, adoption.patience)
+            live.become(member.endpoint, member.spec, adoption.patience, self._contexts.of(member.spec))
         staying = {id(member.live) for member in adoption.members}
         left = [live for live in self.all() if id(live) in before and id(live) not in staying]
         for live in left:
@@ -224,6 +239,8 @@ def described(pool: str, spec: EndpointSpec) -> Endpoint:
         max_concurrency=spec.max_concurrency,
         bootstrap=_bootstrap(spec),
         context_tokens=spec.context_tokens,
+        salt_member=salt_member(spec.engine, spec.cache_salt),
+        tenants=frozenset(spec.tenants),
     )
 
 
@@ -231,7 +248,8 @@ def _bootstrap(spec: EndpointSpec) -> str | None:
     """A port alone is of the endpoint's own host."""
     if spec.bootstrap is None or not spec.bootstrap.startswith(":"):
         return spec.bootstrap
-    return spec.url.removeprefix("http://").rpartition(":")[0] + spec.bootstrap
+    host = urlsplit(spec.url).netloc.rpartition(":")[0]
+    return host + spec.bootstrap
 
 
 def expected(config: Config, endpoint: Endpoint) -> Belief:

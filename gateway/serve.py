@@ -24,6 +24,7 @@ from gateway.client import Client
 from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
 from gateway.gate import Gate
+from gateway.hedge import OVERTAKEN, Hedger
 from gateway.kept import outcome_of
 from gateway.openai import Call, Caller, parse
 from gateway.relay import UpstreamBroke
@@ -41,7 +42,7 @@ log = logging.getLogger("penstock")
 class Gateway:
     """What the line works with. `snapshot` is replaced whole; the rest is live and outlives it."""
 
-    __slots__ = ("accounts", "endpoints", "gate", "handoffs", "snapshot")
+    __slots__ = ("accounts", "endpoints", "gate", "handoffs", "hedger", "snapshot")
 
     def __init__(
         self, snapshot: Snapshot, endpoints: EndpointTable, gate: Gate, accounts: Accounts, handoffs: Handoffs
@@ -51,6 +52,7 @@ class Gateway:
         self.gate = gate
         self.accounts = accounts
         self.handoffs = handoffs
+        self.hedger = Hedger()
 
 
 async def serve(gateway: Gateway, x: Exchange, client: Client) -> None:
@@ -99,7 +101,8 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     body = client.body_at_hand() or await client.body(partial(x.hold, gate))
     x.received_at = received_at = monotonic()
     x.hold(gate, len(body))
-    caller = Caller(x.id, x.tenant, wish, received_at, gateway.accounts.kept.lengths)
+    kept = gateway.accounts.kept
+    caller = Caller(x.id, x.tenant, wish, received_at, kept.lengths, snapshot.salts, kept.prompts)
     call = x.call = parse(body, x.api, snapshot.routes, caller)
     del body  # from here the call owns the bytes, and lets go of them when no retry can need them
     if gate.quotas.by_tenant:
@@ -154,7 +157,7 @@ def _in_force(gateway: Gateway, snapshot: Snapshot, x: Exchange, route: Route, c
 
 
 def _fingerprint(endpoints: EndpointTable, route: Route, call: Call) -> Fingerprint | None:
-    return endpoints.prefixes.of(call, route.name) if route.policy.reads_prefix else None
+    return endpoints.prefixes.of(call, route.name) if route.fingerprints else None
 
 
 async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route, call: Call) -> None:
@@ -174,17 +177,28 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
                 _watch(gateway, x, route, ask, pick)
             with endpoints.book(pick, request, fingerprint) as booking:
                 x.booked(route.room, ask, pick)
+                gateway.hedger.waiting.append((x, client, route))
                 try:
                     return await route.leg(route, x, call, client, booking)
                 except UpstreamBroke as broke:
-                    booking.failed(broke)
+                    if broke.kind != OVERTAKEN:
+                        booking.failed(broke)
                     problem = broke.with_traceback(None)  # that leads back to `problem`: a cycle
+            if x.hedge is not None and not x.hedge.is_over:
+                if problem.kind != OVERTAKEN:
+                    x.retries.append(pick.candidate.endpoint.name)
+                problem = await x.hedge.finish()
+                if problem is None:
+                    return None
+                pick = x.pick or pick
             if x.committed:
                 return await go_on(gateway, x, client, route, call, problem)
             x.retries.append(pick.candidate.endpoint.name)
             await retry(gateway, x, problem)
     finally:
         if x.retrying:
+            if x.hedge is not None:
+                x.hedge.close()
             gateway.gate.give_back_turn()
 
 

@@ -36,6 +36,7 @@ take up to as much again."""
 RESULTS = ("agreed", "differed", "nobody", "failed")
 FIRST_COST_S = 0.0005  # of one scoring, until one was measured
 MOST_NOTES = 64  # that wait to be scored
+MIN_COMPARED = 100  # picks; the agreement is then known to about ten points
 SAVED_S = 0.01  # of allowance; a quiet hour is not spent in one second
 
 
@@ -133,7 +134,8 @@ class Shadows:
         allowed_s = self._allowed_s = self._allowed_s + SHARE * took_s
         waiting = len(self._notes)
         sampled = allowed_s > self._each_s * (1 + waiting) and waiting < MOST_NOTES
-        if not (sampled or self._teaches):
+        teaches = self._teaches and ask.fingerprint is None
+        if not (sampled or teaches):
             return
         numbers = numbers_of(pick.candidate.load) if sampled else None
         self._notes.append(Note(ask, pick, route.candidates, x.call, route.name, numbers))
@@ -158,7 +160,7 @@ class Shadows:
                 self._allowed_s = min(SAVED_S, self._allowed_s) - took_s
 
     def _one(self, note: Note) -> None:
-        ask = self._read(note) if self._teaches else note.ask
+        ask = self._read(note) if self._teaches and note.ask.fingerprint is None else note.ask
         if note.numbers is None:
             return
         self._scored += 1
@@ -221,6 +223,7 @@ class Shadows:
         return {
             "policy": name,
             **{result: int(count) for result, count in found.items()},
+            "conclusive": answered >= MIN_COMPARED,
             "agreement": round(found["agreed"] / answered, 4) if answered else None,
             "ttft_gain_s": round(sooner_s / answered, 6) if answered else None,
             "cached_tokens_gain": round(tokens / answered, 1) if answered else None,

@@ -13,10 +13,12 @@ import msgspec
 
 from gateway import legs, shadow
 from gateway.answer import Failure, GatewayError
+from gateway.booking import Booking
+from gateway.cache_salts import CacheSalts, cache_salts
 from gateway.canary import Chosen, Sides, chosen
 from gateway.client import Client
-from gateway.config import AdmissionSpec, Config, Model, PolicySpec, Resume
-from gateway.endpoints import Booking, EndpointTable
+from gateway.config import AdmissionSpec, Config, Model, PolicySpec, Resume, Secret
+from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
 from gateway.gate import Gate, Room
 from gateway.openai import Call
@@ -37,6 +39,7 @@ class Route(msgspec.Struct, frozen=True):
     """Where a model name leads. `name` is the canonical one, also for aliases.
 
     candidates  those who serve whole requests
+    fingerprints  whether prompts are fingerprinted: the policy reads prefixes, or the access log has blocks
     watched     somebody reads beliefs of them: only then is there something to note at a pick
     slo         the promise to requests that name none
     low_first   whether its engines take a low number in a body's `priority` for urgent
@@ -52,6 +55,7 @@ class Route(msgspec.Struct, frozen=True):
     policy: Policy
     candidates: tuple[Candidate, ...]
     room: Room
+    fingerprints: bool = False
     watched: bool = False
     slo: Slo = STANDARD
     low_first: bool = False
@@ -119,6 +123,7 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     policies: Mapping[str, Policy]
     levels: Levels
     tried: Mapping[str, Tried] = {}
+    salts: CacheSalts | None = None
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
         """The tenant a request belongs to. Looking up a digest takes the same time for any wrong key."""
@@ -184,6 +189,7 @@ def build(
             _among(policies[pool], candidates[pool]),
             members,
             rooms[pool].room,
+            policies[pool].reads_prefix or config.observability.access_blocks,
             rooms[pool].believes,
             levels.named(model.slo),
             any(each.endpoint.engine is EngineKind.VLLM for each in members),
@@ -195,10 +201,14 @@ def build(
         )
         route = _with_canary(route, config, model, tried[pool], candidates[pool])
         routes.update(dict.fromkeys((model.name, *model.aliases), route))
-    tenants = {hashlib.sha256(tenant.key.reveal().encode()).digest(): tenant.name for tenant in config.tenants}
+    tenants = {_digest(key): tenant.name for tenant in config.tenants for key in (tenant.key, *tenant.keys)}
     generation = before.generation + 1 if before is not None else 1
-    snapshot = Snapshot(generation, config, routes, tenants, policies, levels, tried)
+    snapshot = Snapshot(generation, config, routes, tenants, policies, levels, tried, cache_salts(config))
     return Plan(snapshot, adoption, rooms)
+
+
+def _digest(key: Secret) -> bytes:
+    return hashlib.sha256(key.reveal().encode()).digest()
 
 
 def _policies(config: Config, before: Snapshot | None) -> dict[str, Policy]:
@@ -253,7 +263,13 @@ def _with_canary(route: Route, config: Config, model: Model, tried: Tried, membe
         return route
     replace = msgspec.structs.replace
     split = pairing.split_route(model, tried.canary, members)
-    other = replace(route, policy=_among(tried.canary, members), split=split, shadows=None)
+    other = replace(
+        route,
+        policy=_among(tried.canary, members),
+        fingerprints=tried.canary.reads_prefix or config.observability.access_blocks,
+        split=split,
+        shadows=None,
+    )
     return replace(route, trial=Trial(chosen(route.pool, spec), other, tried.sides))
 
 

@@ -20,9 +20,11 @@ from gateway.openai import Api
 
 if TYPE_CHECKING:
     from gateway.client import Client
+    from gateway.connections import ClientConnections
     from gateway.outbox import Outbox
     from gateway.upstream import Connection
 
+JOINED = 4 * 1024  # bytes of a piece of a body to which the next piece is joined
 LINGER_S = 1.0  # how long a refused upload may go on arriving before the socket is cut
 _HANG_UP = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere a reset alone is seen
 _NO_SLOTS: tuple[str, ...] = ()  # two bases with slots of their own cannot be joined: the subclasses declare them
@@ -43,12 +45,22 @@ IDLE, HEAD, BODY, SERVING, CLOSING = Phase  # asking an Enum for a member takes 
 Serve = Callable[["Client", Api], Coroutine[Any, Any, None]]
 
 
+def add_piece(pieces: list[bytes], piece: bytes) -> None:
+    """Put it behind the others; small ones are joined, since each object takes more memory than its bytes."""
+    if len(pieces[-1]) < JOINED:
+        pieces[-1] += piece
+    else:
+        pieces.append(piece)
+
+
 class Talk(ABC):
     """One client connection. Subclasses read; they have slots for what is named here.
 
     phase, since       what is waited for, and from when (monotonic seconds)
     paused_at          since when the client has been reading too slowly; None while it keeps up
     _must_close        the connection ends with the answer under way
+    is_draining        another process takes new connections: the next answer is this connection's last
+    closes             the answer to come is the last one, and its head says so
     _reading_paused    more has come than may lie here: the event loop does not look whether the client has left
     """
 
@@ -59,22 +71,24 @@ class Talk(ABC):
     phase: Phase
     since: float
     paused_at: float | None
-    _fronts: set[Talk]
+    _fronts: ClientConnections
     _limits: Limits
     _serve: Serve
     _source: Connection | None
     _must_close: bool
+    is_draining: bool
+    closes: bool
     _outbox: Outbox
     _reading_paused: bool
 
-    def _set_up(self, serve: Serve, fronts: set[Talk], limits: Limits, outbox: Outbox) -> None:
+    def _set_up(self, serve: Serve, fronts: ClientConnections, limits: Limits, outbox: Outbox) -> None:
         """The beginning of a connection's state. `fronts` are all connections: those that the sweep looks at."""
         self._serve = serve
         self._fronts = fronts
         self._limits = limits
         self._outbox = outbox
         self._source = None
-        self._must_close = False
+        self._must_close = self.is_draining = self.closes = False
         self.address = ""
         self.phase = IDLE
         self.since = 0.0
@@ -122,6 +136,11 @@ class Talk(ABC):
         """Close after what was written: the answer cannot be finished and the client must see that."""
         self._must_close = True
 
+    @abstractmethod
+    def drain(self) -> None:
+        """Serve one more request on this connection, and say in its answer that the connection closes. An answer under
+        way has not said so, and the client may use the connection once more."""
+
     # Backpressure: the engine may not write faster than the client reads
 
     @property
@@ -165,12 +184,21 @@ class Talk(ABC):
             if age > limits.body_timeout or too_slow:
                 self._fail_body(GatewayError(Failure.REQUEST_TIMEOUT, "The request's body did not arrive in time."))
         elif self.phase is SERVING:
-            if self._reading_paused and self._has_left:
+            if self._is_deaf and self._has_left:
                 self.cut()
         elif self.phase is CLOSING and self.transport is not None:
             leaving = self.transport.is_closing()  # all that is left is an answer on its way to who asked for it
             if age > (limits.slow_reader if leaving else LINGER_S):
                 self.cut()
+
+    @property
+    def _is_deaf(self) -> bool:
+        """Whether nothing is read from the socket, so that the event loop cannot notice that the client has left."""
+        return self._reading_paused
+
+    @abstractmethod
+    def drop_unread(self) -> None:
+        """Give up the bytes that belong to no request yet. The connection does not count them any more."""
 
     @property
     def _has_left(self) -> bool:

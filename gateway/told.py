@@ -13,6 +13,8 @@ from gateway.framing import LAST_CHUNK
 
 USAGE = b'"usage":'
 REASON = b'"finish_reason":"'
+SPACED_REASON = b'"finish_reason": "'
+"""The same as some engines write it, with a blank behind each colon."""
 LAST_WORD = b"[DONE]"
 ENDS = (b"\n\n", b"\r\n\r\n")
 """Of an event: engines write the first, what stands before them may write the other."""
@@ -30,11 +32,28 @@ CONTENT = re.compile(
     rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
 )
 _TELLS = re.compile(CONTENT.pattern + rb'|"finish_reason":\s*"|\[DONE\]|' + ERROR_EVENT.pattern)
+_FIRST_MEMBER = re.compile(rb'"\w+":( ?)')
 _CODE = re.compile(rb'"code":\s*(4\d\d)(?!\d)')
-_FINISH = re.compile(rb'"finish_reason":"(\w+)"')
+_FINISH = re.compile(rb'"finish_reason": ?"(\w+)"')
 _PROMPT, _COMPLETION, _CACHED = (
     re.compile(rb'"%b_tokens":\s*(\d{1,15})(?!\d)' % each).search for each in (b"prompt", b"completion", b"cached")
 )
+
+
+_UNFINISHED = frozenset((None, "abort", "error"))
+"""A choice with one of these was not finished by the model."""
+
+
+class _FinishedChoice(msgspec.Struct, frozen=True):
+    index: int = 0
+    finish_reason: str | None = None
+
+
+class _FinishedChunk(msgspec.Struct, frozen=True):
+    choices: tuple[_FinishedChoice, ...] = ()
+
+
+_read_choices = msgspec.json.Decoder(_FinishedChunk).decode
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -60,9 +79,28 @@ def usage_in(text: bytes) -> Usage:
 
 def reason_in(text: bytes) -> str | None:
     """The last reason why generation ended, in the engine's word."""
-    at = text.rfind(REASON)
+    at = max(text.rfind(REASON), text.rfind(SPACED_REASON))
     found = _FINISH.match(text, at) if at >= 0 else None
     return found[1].decode() if found else None
+
+
+def reason_marker(stream: bytes) -> bytes:
+    """How this stream writes a finish reason, judged by the blank behind the name of its first member."""
+    first = _FIRST_MEMBER.search(stream)
+    return SPACED_REASON if first is not None and first[1] else REASON
+
+
+def finished_choices(events: bytes) -> frozenset[int]:
+    """Return the indices of the choices that the whole events among these finish, the engine's aborts left out."""
+    found: set[int] = set()
+    for event in events.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
+        if _FINISH.search(event) is not None:
+            try:
+                choices = _read_choices(event.lstrip(b"\n").removeprefix(b"data:")).choices
+            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+                continue
+            found.update(each.index for each in choices if each.finish_reason not in _UNFINISHED)
+    return frozenset(found)
 
 
 def undecided(stream: bytes, patient: bool) -> bool:

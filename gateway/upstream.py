@@ -7,6 +7,7 @@ aiohttp's client costs about 60 us a request and 10 us a chunk (docs/performance
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from contextlib import suppress
 from time import monotonic
@@ -18,10 +19,21 @@ import msgspec
 from gateway.errand import Landing, landing, within
 from gateway.outbox import Outbox
 from gateway.relay import DONE, Relay, UpstreamBroke
+from gateway.tls import WRITE_BUFFER_BYTES, Encryption
 
 IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
 MAX_IDLE = 256
+CLOSE_S = 1.0  # for an engine to answer the end of a TLS connection
 JOIN_LIMIT = 64 * 1024  # above it a second buffer costs less than a copy
+LOST = ("reset", "no_answer")  # kinds of a connection that ended without a byte of an answer
+FRESH_S = 5.0  # a connection lost later than this may be a proxy's idle timeout on a long silent answer
+# Reasons of a failed connect that say nothing about the engine: descriptors, memory, ports, rights.
+OWN_ERRORS = frozenset(
+    {
+        *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL),
+        *(errno.EACCES, errno.EPERM, errno.EAGAIN),
+    }
+)
 QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux's
 
 
@@ -106,11 +118,19 @@ class Connection:
             self._transport.abort()
 
     def call_off(self) -> None:
-        """Half-close: engines take it as the abort too, but an answer that is on its way already can still be read."""
+        """Half-close: engines take it as the abort too, but an answer that is on its way already can still be read.
+
+        TLS has no half-close here: the engine learns of the abort when the caller closes the connection.
+        """
         self._outbox.flush()
         self._called_off = True  # nothing can be sent on it any more
         if self.open and self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the request was sent on it a short time ago."""
+        return monotonic() - self.heard_at < FRESH_S
 
     @property
     def midway(self) -> bool:
@@ -137,6 +157,15 @@ class Connection:
     def owed(self) -> bool:
         """Whether somebody waits for the engine here, and not the engine for somebody."""
         return self._relay is not None and self._downstream is not None and not self._downstream.writing_paused
+
+    def carries(self, relay: Relay) -> bool:
+        return self._relay is relay
+
+    @property
+    def streaming(self) -> Relay | None:
+        """The stream that makes tokens here and that its client reads; None if there is none."""
+        relay = self._relay
+        return relay if relay is not None and relay.events and relay.first_token_at and self.owed else None
 
     def overdue(self, now: float, patience: Patience) -> bool:
         """Whether the engine has been silent for too long. Silence we caused by pausing does not count."""
@@ -246,26 +275,48 @@ class Connection:
             done.land(error)
 
 
+def is_own_error(error: OSError) -> bool:
+    """Whether a connect failed for a reason in this process or in name resolution, not at the engine."""
+    return isinstance(error, socket.gaierror) or error.errno in OWN_ERRORS
+
+
 class Upstream:
     """The connections to one engine. Idle ones are reused newest first, so that the rest can grow old and close.
 
     heard_at  when a byte of any answer's body last came from the engine, monotonic seconds
     """
 
-    __slots__ = ("_head", "_host", "_idle", "_netloc", "_port", "connections", "heard_at", "outbox", "patience")
+    __slots__ = (
+        *("_begin", "_encryption", "_head", "_host", "_idle", "_netloc", "_port", "connections", "heard_at"),
+        *("outbox", "patience"),
+    )
 
-    def __init__(self, url: str, key: str | None, patience: Patience, outbox: Outbox) -> None:
-        """`key` is the engine's own API key; the client's never travels further than the gateway."""
+    def __init__(
+        self, url: str, key: str | None, patience: Patience, outbox: Outbox, encryption: Encryption | None = None
+    ) -> None:
+        """`key` is the engine's own API key; the client's never travels further than the gateway.
+
+        An https:// URL needs `encryption`; no connection is ever opened without it.
+        """
         parts = urlsplit(url)
-        self._host, self._port, self._netloc = parts.hostname or "", parts.port or 80, parts.netloc
+        is_https = parts.scheme == "https"
+        self._host, self._port = parts.hostname or "", parts.port or (443 if is_https else 80)
+        self._netloc = parts.netloc.removesuffix(":443") if is_https else parts.netloc
+        self._begin = b"POST " + parts.path.rstrip("/").encode()
         self.outbox = outbox
-        self.become(key, patience)
+        if is_https and encryption is None:
+            raise ValueError(f"{url} needs TLS settings")
+        self.become(key, patience, encryption)
         self.heard_at = 0.0
         self.connections: set[Connection] = set()
         self._idle: list[Connection] = []
 
-    def become(self, key: str | None, patience: Patience) -> None:
-        """From the next request on, another key or patience; connections and answers under way go on."""
+    def become(self, key: str | None, patience: Patience, encryption: Encryption | None) -> None:
+        """From the next request on, another key or patience; connections and answers under way go on.
+
+        `encryption` holds for new connections.
+        """
+        self._encryption = encryption
         authorization = f"authorization: Bearer {key}\r\n" if key else ""
         self._head = (
             f" HTTP/1.1\r\nhost: {self._netloc}\r\ncontent-type: application/json\r\n"
@@ -275,20 +326,26 @@ class Upstream:
 
     def head(self, path: str) -> bytes:
         """The beginning of every request to this engine; the caller adds its own lines and the blank one."""
-        return b"POST " + path.encode() + self._head
+        return self._begin + path.encode() + self._head
 
     async def send(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> None:
-        """One request, one answer. A pooled connection that turns out dead before a byte came back costs nothing."""
-        pooled = self.pooled()
+        """Send one request and relay its answer.
+
+        A pooled connection that is lost before a byte of the answer is replaced by a new one, once.
+        """
+        pooled, again = self.pooled(), False
         while True:
-            connection = pooled or await self.connect()
+            connection = pooled or await (self._connect_again() if again else self.connect())
             done = connection.carry(head, payload, relay, downstream)
             try:
                 return await done
             except UpstreamBroke as error:
-                if pooled is None or not relay.untouched or error.kind not in ("reset", "no_answer"):
+                if not relay.untouched or error.kind not in LOST:
                     raise
-                pooled = None
+                if pooled is None:
+                    error.fresh = connection.is_fresh
+                    raise
+                pooled, again = None, True
             except asyncio.CancelledError:
                 if not done.done() or done.cancelled():  # otherwise the connection may carry another's answer already
                     connection.abort()
@@ -304,23 +361,49 @@ class Upstream:
             connection.abort()
         return None
 
+    async def _connect_again(self) -> Connection:
+        """As connect(), for a request that was sent on a connection before."""
+        try:
+            return await self.connect()
+        except UpstreamBroke as error:
+            error.sent = True
+            raise
+
     async def connect(self) -> Connection:
-        """A new connection. Raises UpstreamBroke."""
+        """Open a new connection. Raises UpstreamBroke."""
         connection = Connection(self)
         protocol = cast(asyncio.Protocol, connection)
         try:
             async with within(self.patience.connect_s):
                 try:
-                    await self.outbox.loop.create_connection(lambda: protocol, self._host, self._port)
+                    await self._open(protocol)
                 except asyncio.CancelledError:  # it may stand already, and uvloop would tell nobody of its end
                     connection.abort()
                     self.forget(connection)
                     raise
         except TimeoutError:
-            raise UpstreamBroke("connect_timeout", f"no connection within {self.patience.connect_s:g} s") from None
+            message = f"no connection within {self.patience.connect_s:g} s"
+            raise UpstreamBroke("connect_timeout", message, sent=False) from None
         except OSError as error:
-            raise UpstreamBroke("connect_failed", error.strerror or str(error)) from error
+            kind = "connect_error" if is_own_error(error) else "connect_failed"
+            raise UpstreamBroke(kind, error.strerror or str(error), sent=False) from error
         return connection
+
+    async def _open(self, protocol: asyncio.Protocol) -> None:
+        encryption, loop = self._encryption, self.outbox.loop
+        if encryption is None:
+            await loop.create_connection(lambda: protocol, self._host, self._port)
+            return
+        transport, _ = await loop.create_connection(
+            lambda: protocol,
+            self._host,
+            self._port,
+            ssl=encryption.context,
+            server_hostname=encryption.server_name or self._host,
+            ssl_handshake_timeout=self.patience.connect_s,
+            ssl_shutdown_timeout=CLOSE_S,
+        )
+        transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
 
     def give_back(self, connection: Connection) -> None:
         if len(self._idle) >= MAX_IDLE:

@@ -18,13 +18,15 @@ from kvtransfer.transports.base import Link, Transport
 
 class Dialling(msgspec.Struct, frozen=True, eq=False):
     """A line to be: to `where` by `transport`, for the peer that engines know as `address`. `fallback`: the line to use
-    in its place if it does not come up. `lane_of`: the line whose windows it is to share."""
+    in its place if it does not come up. `lane_of`: the line whose windows it is to share. `redials`: connections to
+    `where` that ended before the peer said who it is."""
 
     transport: Transport
     where: str
     address: str
     fallback: Line | None = None
     lane_of: Line | None = None
+    redials: int = 0
 
     @property
     def led_by(self) -> Line | None:

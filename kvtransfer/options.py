@@ -17,7 +17,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     memory_s         how long a name is remembered whose offer ended, that was declined, or that was given up by who
                      waited for it or was about to ask
     most_waiting     invitations that wait here, all in all
-    most_strangers   links on which nobody has proven anything yet
+    most_strangers   links whose peer has not shown the key; for one more, the oldest is dropped
+    unproven_per_address   such links from one IPv4 address or IPv6 /64
     family           what must be equal on both sides besides the layout: weights, quantisation
     host             equal exactly for agents that can share memory; None: found out, "": never
     """
@@ -31,6 +32,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     memory_s: float = 30.0
     most_waiting: int = 1024
     most_strangers: int = 64
+    unproven_per_address: int = 32
     family: str = ""
     host: str | None = None
 
@@ -39,6 +41,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"a peer is heard every so often, and given up after some silence, not {self}")
         if not 0 < self.window_bytes <= MOST_PAYLOAD or self.budget_bytes < 1:
             raise ValueError(f"windows have 1 to {MOST_PAYLOAD} bytes and a peer takes some, not {self}")
+        if not self.unproven_per_address >= 1 or not self.most_strangers >= 1:
+            raise ValueError(f"at least one link must be allowed to prove the key, not {self}")
 
     @property
     def silence_s(self) -> float:

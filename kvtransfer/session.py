@@ -19,6 +19,21 @@ from kvtransfer.messages import VERSION, Card, Hello, Lane, Message, ProtocolErr
 
 SEAL_BYTES = 16
 MOST_HELLO_BYTES = 16 << 10
+_RANDOM_BYTES = 8  # of a greeting; the rest is its tag
+
+
+def greeting_nonce(key: bytes, random: bytes) -> bytes:
+    """A nonce for Hello or Lane that shows the key already: 8 random bytes and a tag over them.
+
+    It can be replayed, so it proves nothing for good. It only says which new links are served before others.
+    """
+    random = random[:_RANDOM_BYTES]
+    return random + hmac.digest(key, b"penstock kv greeting" + random, "sha256")[: 16 - _RANDOM_BYTES]
+
+
+def shows_key(key: bytes, nonce: bytes) -> bool:
+    """Whether a greeting's nonce was made with this key, now or earlier."""
+    return hmac.compare_digest(greeting_nonce(key, nonce), nonce)
 
 
 class Unproven(Exception):

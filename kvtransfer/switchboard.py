@@ -18,13 +18,16 @@ from kvtransfer.hold import Hold
 from kvtransfer.lines import Dialling, Line, astray, unfit
 from kvtransfer.messages import Accept, Beat, Card, Credit, Invite, Landed, Message, ProtocolError, Stop, Unwanted
 from kvtransfer.options import Options
-from kvtransfer.session import Session, Unproven
+from kvtransfer.session import Session, Unproven, greeting_nonce, shows_key
 from kvtransfer.sink import SinkBook
 from kvtransfer.source import SourceBook
 from kvtransfer.tally import Tally
 from kvtransfer.transports.base import MOST_LANES, Laned, Link, Transport, TransportError
 from kvtransfer.transports.choose import better
+from kvtransfer.unproven_links import UnprovenLinks
 
+_MOST_REDIALS = 3  # of a peer that hung up before it had said who it is
+_REDIAL_S = 0.02  # before the first; twice as long before each next one
 _MOST_MISSES = 3  # lanes of a link that come to nothing; then it has as many as it has
 log = logging.getLogger("penstock")
 
@@ -48,6 +51,7 @@ class Switchboard:
         self._sink, self._source, self._tally = books
         self._lock, self._do = lock, do
         self._lines: dict[Link, Line] = {}
+        self._unproven = UnprovenLinks(options.most_strangers, options.unproven_per_address)
         self._dials = 0  # under way
         self._short_lived: dict[Link, str] = {}  # links that ended before whoever dialled them could say so
         self._pulse: Timer | None = None
@@ -87,13 +91,19 @@ class Switchboard:
 
     def linked(self, link: Link) -> None:
         with self._lock:
-            strangers = sum(line.dialling is None and not line.up for line in self._lines.values())
-            if self._closed or strangers >= self.options.most_strangers:
-                self._tally.faults["strangers"] += 1
+            if self._closed:
                 return link.close()
+            self._drop_unproven(self._unproven.admit(link))
             session = Session(self._key, secrets.token_bytes(16), self.card, dialled=False)
             self._lines[link] = Line(link, session, None, self._clock.now())
             return None
+
+    def _drop_unproven(self, link: Link | None) -> None:
+        if link is None:
+            return
+        self._tally.faults["strangers"] += 1
+        self._lines.pop(link, None)
+        link.close()
 
     def message(self, link: Link, data: bytes) -> None:
         line = self._lines.get(link)
@@ -107,6 +117,8 @@ class Switchboard:
             with self._lock:
                 if self._lines.get(link) is not line:
                     return  # lost meanwhile: what comes up now would never be told of it
+                if not line.up:
+                    self._promote(line)
                 if line.session.peer is not None and not line.up:
                     self._prove(line)
                 if message is not None:
@@ -119,10 +131,21 @@ class Switchboard:
         finally:
             line.hearing = False
 
+    def _promote(self, line: Line) -> None:
+        """A link whose greeting shows the key is dropped for no other. Of several with one greeting, the first."""
+        greeting = line.session.greeting
+        if line.dialling is not None or (line.session.peer is None and not shows_key(self._key, greeting)):
+            return
+        lines = self._lines.values()
+        served = [line.session.greeting for line in lines if line.link not in self._unproven]
+        if line.session.peer is not None or greeting not in served:
+            self._unproven.remove(line.link)
+
     def lose(self, link: Link, reason: Reason, detail: str) -> None:
         """The link is of no more use: whatever was on it ends, each behind its own fence."""
         with self._lock:
             line = self._lines.pop(link, None)
+            self._unproven.remove(link)
             if line is None:
                 if self._dials:
                     self._short_lived[link] = detail
@@ -139,7 +162,8 @@ class Switchboard:
             elif line.linked:
                 self._do(self._sink.lost(link, reason, detail, now))
             else:
-                self._do(self._settle(line.dialling, reason, detail))
+                settle = self._settle if line.up else self._hung_up_on
+                self._do(settle(line.dialling, reason, detail))
             link.close()
 
     def _greeting(self, link: Link, dialling: Dialling) -> Session:
@@ -148,7 +172,7 @@ class Switchboard:
         budget_bytes = self.options.budget_bytes * (link.lanes if isinstance(link, Laned) else 1)
         return Session(
             self._key,
-            secrets.token_bytes(16),
+            greeting_nonce(self._key, secrets.token_bytes(8)),
             self.card,
             dialled=True,
             budget_bytes=budget_bytes,
@@ -191,7 +215,7 @@ class Switchboard:
                 return
             if ended is not None:
                 link.close()
-                self._do(self._settle(dialling, Reason.UNREACHABLE, ended))
+                self._do(self._hung_up_on(dialling, Reason.UNREACHABLE, ended))
                 return
             self._lines[link] = line
         link.send(line.session.hello())
@@ -321,6 +345,15 @@ class Switchboard:
             fallback.link.close()
         log.info("kv %s: %s by %s", self.card.agent, peer.agent, line.link.transport)
         return self._sink.linked(dialling.address, line.link, peer.layout, peer.agent, self._clock.now())
+
+    def _hung_up_on(self, dialling: Dialling, reason: Reason, detail: str) -> list[Command]:
+        """Sink: the connection ended before the peer said who it is. A busy peer drops connections: dial again."""
+        ended = reason in (Reason.LINK_LOST, Reason.UNREACHABLE)
+        if not ended or self._closed or dialling.led_by is not None or dialling.redials >= _MOST_REDIALS:
+            return self._settle(dialling, reason, detail)
+        again = msgspec.structs.replace(dialling, redials=dialling.redials + 1)
+        self._later(_REDIAL_S * 2**dialling.redials, lambda: self._seek(again))
+        return []
 
     def _settle(self, dialling: Dialling, reason: Reason, detail: str) -> list[Command]:
         """Sink: a line did not come up. Take the next best, if there is one."""

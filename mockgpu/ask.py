@@ -119,6 +119,7 @@ class Body(msgspec.Struct, frozen=True):
     tool_choice: str | dict[str, Any] | None = None
     priority: int = 0
     cache_salt: str | None = None
+    extra_key: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     kv_transfer_params: Any = None

@@ -6,12 +6,14 @@ import asyncio
 import signal
 from contextlib import AsyncExitStack
 from math import inf
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 import uvloop
 
+from kvtransfer.tls_files import TlsFiles
 from mockgpu.door import open_door
 from mockgpu.faults import FaultError
 from mockgpu.fleet import KEEP_ALIVE_S, Member, running_fleet
@@ -30,6 +32,7 @@ from mockgpu.options import (
     KvLease,
     KvPort,
     KvScale,
+    KvTls,
     KvTokens,
     KvTransport,
     LoadFailurePolicy,
@@ -62,6 +65,7 @@ def mock(
     kv_transport: KvTransport = "auto",
     kv_port: KvPort = 0,
     kv_key: KvKey = KEY,
+    kv_tls: KvTls = None,
     kv_scale: KvScale = DEFAULT_SCALE,
     kv_gbps: KvGbps = 0.0,
     kv_lease: KvLease = 30.0,
@@ -89,7 +93,7 @@ def mock(
         specs = [spec] * groups
         if dialect is not None:
             legs = Transfer(dialect, kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf, kv_lease, handoff_timeout)
-            more: dict[str, Any] = {"bootstrap_port": bootstrap_port, "wire_faults": wire_faults}
+            more: dict[str, Any] = {"bootstrap_port": bootstrap_port, "wire_faults": wire_faults, "tls": _tls(kv_tls)}
             more |= {"recompute": _recompute(kv_load_failure_policy), "version": _version(engine_version)}
             specs = _halves(spec, legs, groups, **more)
         uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, chaos_port, as_json))
@@ -122,6 +126,16 @@ def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: 
     if not factor > 0:
         raise ValueError(f"speed {speed!r} is not a positive number")
     return GroupSpec(model, shape, card, tp, role, profile_named(profile), factor)
+
+
+def _tls(directory: str | None) -> TlsFiles | None:
+    """The files as Kubernetes mounts a TLS secret. An empty name would mean the working directory by accident."""
+    if directory is None:
+        return None
+    if not directory:
+        raise ValueError("--kv-tls needs a directory")
+    certificate, key, ca = (str(Path(directory) / name) for name in ("tls.crt", "tls.key", "ca.crt"))
+    return TlsFiles(certificate=certificate, key=key, ca=ca)
 
 
 def _recompute(policy: str) -> bool:

@@ -112,7 +112,7 @@ class FaultBox:
         self._in_force.append(fault)
         match fault.kind:
             case FaultKind.SLOW:
-                self._group.slowness = fault.factor
+                self._set_pace()
             case FaultKind.LOST_RANK:
                 self._group.lose_rank(fault.rank, fault.hang)
             case FaultKind.REFUSE:
@@ -131,8 +131,7 @@ class FaultBox:
         kinds = {other.kind for other in self._in_force}
         match fault.kind:
             case FaultKind.SLOW:
-                slow = [other.factor for other in self._in_force if other.kind is FaultKind.SLOW]
-                self._group.slowness = slow[-1] if slow else 1.0
+                self._set_pace()
             case FaultKind.REFUSE if FaultKind.REFUSE not in kinds:
                 self._door.open()
             case kind if kind in RANK_FAULTS and not kinds & RANK_FAULTS:
@@ -142,6 +141,15 @@ class FaultBox:
         if FaultKind.PARTITION not in kinds and self._cut_off is not None:
             self._cut_off.set()
             self._cut_off = None
+
+    def _set_pace(self) -> None:
+        """Slow both kinds of steps down as the last fault in force says that is about them."""
+        prefill = decode = 1.0
+        for fault in self._in_force:
+            if fault.kind is FaultKind.SLOW:
+                prefill = prefill if fault.only == "decode" else fault.factor
+                decode = decode if fault.only == "prefill" else fault.factor
+        self._group.slow_prefill, self._group.slow_decode = prefill, decode
 
     def _harm_left(self) -> Fault | None:
         """What is still wrong with the wire: by the fault that began last."""

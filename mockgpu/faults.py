@@ -2,7 +2,7 @@
 
     SPEC    = fault ["," fault]...
     fault   = name [":" option]... ["@" chance | "@" start "-" [end]]...
-    option  = key "=" value | "hang"
+    option  = key "=" value | "hang" | "prefill" | "decode"
 
 Windows are wall seconds since the fault was set. Who carries a fault out: server.py (per request), group.py (lost rank,
 slow), doom.py (one request's KV), handoff/wire.py (the bytes between agents). Nothing here does I/O.
@@ -46,12 +46,16 @@ class FaultKind(StrEnum):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One fault: its kind, its options, its chance per request and its window in seconds since it was set."""
+    """One fault: its kind, its options, its chance per request and its window in seconds since it was set.
+
+    only  what a slow group is slow at: steps with prompt tokens (prefill), those without (decode), or both if empty
+    """
 
     kind: FaultKind
     after: int = 1
     status: int = 500
     factor: float = 10.0
+    only: str = ""
     rank: int = 0
     hang: bool = False
     chance: float = 1.0
@@ -91,7 +95,7 @@ _OPTIONS: dict[FaultKind, tuple[str, ...]] = {
     FaultKind.RESET_MID_STREAM: ("after",),
     FaultKind.CUT: ("after",),
     FaultKind.STALL: ("after",),
-    FaultKind.SLOW: ("x",),
+    FaultKind.SLOW: ("x", "prefill", "decode"),
     FaultKind.LOST_RANK: ("hang", "rank"),
     FaultKind.DIE_MID_DECODE: ("after",),
     FaultKind.WIRE_CORRUPT: ("after",),
@@ -116,7 +120,7 @@ def _fault(text: str) -> Fault:
         kind = FaultKind(name)
     except ValueError:
         raise FaultError(f"unknown fault {name!r}: known are {', '.join(FaultKind)}") from None
-    values: dict[str, float | int | bool] = {}
+    values: dict[str, float | int | bool | str] = {}
     for option in options:
         values |= _option(kind, option)
     for limit in limits:
@@ -126,15 +130,15 @@ def _fault(text: str) -> Fault:
     return msgspec.convert({"kind": kind} | values, Fault)
 
 
-def _option(kind: FaultKind, text: str) -> dict[str, float | int | bool]:
+def _option(kind: FaultKind, text: str) -> dict[str, float | int | bool | str]:
     key, _, value = text.partition("=")
     if key not in _OPTIONS.get(kind, ()):
         allowed = ", ".join(_OPTIONS.get(kind, ())) or "none"
         raise FaultError(f"fault {kind} takes no option {key!r}: allowed are {allowed}")
-    if key == "hang":
+    if key in ("hang", "prefill", "decode"):
         if value:
-            raise FaultError("option 'hang' takes no value")
-        return {"hang": True}
+            raise FaultError(f"option {key!r} takes no value")
+        return {"hang": True} if key == "hang" else {"only": key}
     if key == "x":
         return {"factor": _number(value, "x", least=0.01)}
     number = _number(value, key, least=0)
@@ -143,7 +147,7 @@ def _option(kind: FaultKind, text: str) -> dict[str, float | int | bool]:
     return {key: int(number)}
 
 
-def _limit(text: str) -> dict[str, float | int | bool]:
+def _limit(text: str) -> dict[str, float | int | bool | str]:
     if "-" in text:
         start, _, end = text.partition("-")
         window = _number(start, "window start", least=0), _number(end, "window end", least=0) if end else inf

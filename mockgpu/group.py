@@ -113,7 +113,7 @@ class TpGroup:
             BlockPool(spec.capacity_tokens // BLOCK_TOKENS), spec.max_num_seqs, spec.max_num_batched_tokens
         )
         self.metrics = GroupMetrics(spec.served_name)
-        self.slowness = 1.0
+        self.slow_prefill = self.slow_decode = 1.0
         self.hanging = False
         self._ranks_up = [True] * spec.tp
         self._roofline = roofline_for(spec.model, spec.gpu, spec.tp, spec.profile)
@@ -285,7 +285,8 @@ class TpGroup:
                 live.started = now
                 self.metrics.queue_s.observe(now - live.arrived)
         speed = self.spec.speed
-        step_s = 0.0 if speed == inf else self._roofline.step_s(plan.work) * self.slowness / speed
+        slowness = self.slow_prefill if plan.chunks else self.slow_decode
+        step_s = 0.0 if speed == inf else self._roofline.step_s(plan.work) * slowness / speed
         self._due = max(self._due, now - MOST_LAG_S) + step_s
         self._step = plan, step_s
         if self._doom is not None:

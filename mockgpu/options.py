@@ -22,6 +22,9 @@ KvPort = Annotated[
     int, typer.Option(min=0, max=65535, help="Port of the first group's agent; the others follow. 0: any free ports.")
 ]
 KvKey = Annotated[str, typer.Option(help="What all groups of a fleet share and nobody else knows.")]
+KvTls = Annotated[
+    str | None, typer.Option(help="Directory with tls.crt, tls.key and ca.crt: TLS for KV over TCP, at both ends.")
+]
 KvScale = Annotated[float, typer.Option(help="Bytes held per byte of the model's KV, up to 1.")]
 KvGbps = Annotated[float, typer.Option(help="Link speed for the unscaled KV, gigabits per second. 0: no pacing.")]
 KvLease = Annotated[float, typer.Option(help="Seconds that KV is kept for a decode group to fetch.")]

@@ -36,7 +36,7 @@ from mockgpu.faultbox import FaultBox
 from mockgpu.faults import BREAKING_FAULTS, KV_FAULTS, STREAM_FAULTS, Fault, FaultError, FaultKind, parse_faults
 from mockgpu.group import Sink, TpGroup
 from mockgpu.handoff.legs import Give, Take
-from mockgpu.shapes import engine_of, error_body
+from mockgpu.shapes import Engine, engine_of, error_body, request_schemas, with_extra_key
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and without kvtransfer's agents
     from mockgpu.handoff.half import Half
@@ -88,6 +88,7 @@ class MockServer:
                 web.post("/ping", self.health),
                 web.get("/load", self.load),
                 web.get("/version", self.version),
+                web.get("/openapi.json", self.openapi),
                 web.get("/metrics", self.metrics),
                 web.get("/prometheus/metrics", self.metrics),
                 web.get("/mock/state", self.state),
@@ -177,7 +178,8 @@ class MockServer:
         reading = self._reading(raw, body, request, request_id)
         spec = self.group.spec
         try:
-            return ask_of(body, request.headers, chat, spec.served_name, spec.context, request_id, reading)
+            ask = ask_of(body, request.headers, chat, spec.served_name, spec.context, request_id, reading)
+            return with_extra_key(ask) if self._engine is Engine.SGLANG else ask
         except ApiError:
             if isinstance(reading.leg, Take) and self.group.desk is not None:
                 self.group.desk.decline(reading.leg)
@@ -275,6 +277,10 @@ class MockServer:
     async def version(self, _: web.Request) -> web.Response:
         """GET /version: whose dialect this is."""
         return _json({"version": self._version})
+
+    async def openapi(self, _: web.Request) -> web.Response:
+        """GET /openapi.json: the members that its requests may have."""
+        return _json({"openapi": "3.1.0", "components": {"schemas": request_schemas(self._engine)}})
 
     async def metrics(self, _: web.Request) -> web.Response:
         """GET /metrics."""

@@ -6,10 +6,12 @@ vLLM's own words are dialect.py's. Source: engines.md A (errors, streams).
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
-from mockgpu.ask import ApiError
+from mockgpu.ask import ApiError, Ask, Body
+from mockgpu.handoff.trtllm import CHAT_FIELDS, COMPLETION_FIELDS
 
 
 class Engine(StrEnum):
@@ -37,3 +39,17 @@ def error_body(error: ApiError, engine: Engine, streaming: bool = False) -> byte
         "code": error.status,
     }
     return msgspec.json.encode({"error": flat} if streaming and engine is Engine.SGLANG else flat)
+
+
+def with_extra_key(ask: Ask) -> Ask:
+    """As SGLang reads it: cached blocks are shared by requests with equal `cache_salt` and `extra_key` together."""
+    salt = (ask.body.cache_salt or "") + (ask.body.extra_key or "")
+    return msgspec.structs.replace(ask, body=msgspec.structs.replace(ask.body, cache_salt=salt or None))
+
+
+def request_schemas(engine: Engine) -> dict[str, Any]:
+    """The two requests in an engine's OpenAPI page, by the names of their members alone."""
+    own = frozenset(Body.__struct_fields__) - (set() if engine is Engine.SGLANG else {"extra_key"})
+    chat, completion = (CHAT_FIELDS, COMPLETION_FIELDS) if engine is Engine.TRTLLM else (own, own)
+    named = {"ChatCompletionRequest": chat, "CompletionRequest": completion}
+    return {name: {"type": "object", "properties": {each: {} for each in sorted(of)}} for name, of in named.items()}

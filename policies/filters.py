@@ -47,8 +47,24 @@ def fits_context(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidat
     return [each for each in candidates if (most := each.endpoint.context_tokens) is None or most >= needed]
 
 
+def serves_tenant(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Serves the request's tenant: an endpoint may be reserved for some tenants."""
+    tenant = ask.request.tenant
+    return [each for each in candidates if not (only := each.endpoint.tenants) or tenant in only]
+
+
+def prefer_proven(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Keep, for a retry, the endpoints with a success since their last failure; all if none has."""
+    if not ask.tried:
+        return candidates
+    return [candidate for candidate in candidates if candidate.load.is_proven] or candidates
+
+
 def telling(filters: tuple[Filter, ...], candidates: Sequence[Candidate]) -> tuple[Filter, ...]:
     """Those of the filters that may have something to say of these candidates, whatever is asked."""
-    if any(each.endpoint.context_tokens is not None for each in candidates):
-        return filters
-    return tuple(keep for keep in filters if keep is not fits_context)
+    idle = set()
+    if all(each.endpoint.context_tokens is None for each in candidates):
+        idle.add(fits_context)
+    if not any(each.endpoint.tenants for each in candidates):
+        idle.add(serves_tenant)
+    return tuple(keep for keep in filters if keep not in idle) if idle else filters

@@ -37,6 +37,11 @@ class Kalman:
         self._most_vars, self.var = prior_vars, prior_vars[0]
         self._last = 0.0
 
+    def restore(self, logs: Sequence[float], covar: Sequence[Sequence[float]], var: float, last: float) -> None:
+        """Go on where another filter with the same prior stopped."""
+        self._logs, self.factors = list(logs), [exp(each) for each in logs]
+        self.covar, self.var, self._last = [list(row) for row in covar], var, last
+
     def observe(self, ratio: float, shares: Sequence[float], noise_var: float) -> None:
         """Something took `ratio` times as long as was believed, each factor being on `shares` of it (the first on 1);
         noise_var is the variance of the ratio's logarithm."""

@@ -49,7 +49,8 @@ class Endpoint(msgspec.Struct, frozen=True):
     """One TP group behind one URL, as configured. Live numbers are in EndpointLoad.
 
     `bootstrap` is host:port of its bootstrap server, for dialects whose decoders are told one. `context_tokens` is the
-    longest prompt and answer that it takes; None: whatever its model takes.
+    longest prompt and answer that it takes; None: whatever its model takes. `salt_member` is the request member in
+    which it takes a cache salt; empty: it takes none. `tenants` are those that it serves; empty: all.
     """
 
     name: str
@@ -63,6 +64,8 @@ class Endpoint(msgspec.Struct, frozen=True):
     max_concurrency: int = 24
     bootstrap: str | None = None
     context_tokens: int | None = None
+    salt_member: str = ""
+    tenants: frozenset[str] = frozenset()
 
 
 NO_CEILING = 1 << 30
@@ -83,6 +86,7 @@ class EndpointLoad:
     kv_tokens        tokens of KV the endpoint can hold; None while unknown
     kv_booked        prompt and expected output tokens of all booked requests: what they lock or will lock there
     available        False while ejected by health or draining: never a candidate
+    is_proven        no failure there, or a success since the last one: where retries go first
     ceiling          requests at once while others have room: fewer than its cap as long as it warms up (warmup.py)
     running, waiting, kv_usage, scraped_at   the engine's own view at its last scrape; None before the first
     beyond           requests in that view beyond in_flight at that moment
@@ -110,7 +114,7 @@ class EndpointLoad:
 
     __slots__ = (
         *("answers", "available", "belief", "believed", "beyond", "ceiling", "decode_tokens", "decoding", "entries"),
-        *("expected_tokens", "held_tokens", "in_flight"),
+        *("expected_tokens", "held_tokens", "in_flight", "is_proven"),
         *("kv_booked", "kv_tokens", "kv_usage", "others", "prefill_tokens", "regret", "running", "scraped_at", "slot"),
         *("strangers", "timeline", "waiting"),
         *("context_s", "due_at", "fixed_s", "kv_free", "kv_s", "pair_s", "ready_at", "sequence_s"),
@@ -124,7 +128,7 @@ class EndpointLoad:
         self.held_tokens = self.regret = 0.0
         self.kv_booked = 0
         self.kv_tokens: float | None = None
-        self.available = True
+        self.available = self.is_proven = True
         self.ceiling = NO_CEILING
         self.running: int | None = None
         self.waiting: int | None = None

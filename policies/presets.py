@@ -16,6 +16,8 @@ ORDINARY: tuple[Filter, ...] = (
     filters.untried,
     filters.below_cap,
     filters.fits_context,
+    filters.serves_tenant,
+    filters.prefer_proven,
 )
 
 

@@ -113,7 +113,7 @@ class Calendar:
 
 
 def identity(ask: Ask) -> Key | None:
-    """What tells a request that comes again: its prompt, salted by tenant and model. None when nobody has looked at it,
-    or when it is too short for one whole block."""
+    """What tells a request that comes again: its prompt, salted by model and cache salt.
+    None when it has no fingerprint, or is too short for one whole block."""
     print_ = ask.fingerprint
     return None if print_ is None or not print_.keys else (print_.keys[-1], print_.n_bytes)

@@ -28,6 +28,21 @@ def pick(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Pick | No
     return Pick(chosen, cached_tokens, scores[index], len(kept), policy.name, scores, kept)
 
 
+def repicked(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
+    """The same decision for another of the candidates that were considered."""
+    slot = candidate.load.slot
+    score = next((score for each, score in zip(pick.kept, pick.scores, strict=False) if each is candidate), pick.score)
+    return Pick(
+        candidate,
+        cached[slot] if slot < len(cached) else 0,
+        score,
+        pick.considered,
+        pick.reason,
+        pick.scores,
+        pick.kept,
+    )
+
+
 def refusal(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> str:
     """The name of the filter that left nobody: why `pick` returned None. "no_candidates" if there was nobody at all."""
     kept = candidates

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from policies.appraisal import appraise, left_s
-from policies.filters import fits_context
+from policies.filters import fits_context, serves_tenant
 from policies.model import Ask, Candidate
 
 
@@ -31,7 +31,7 @@ def alternatives(ask: Ask, tiers: Sequence[Tier]) -> list[tuple[Tier, float]]:
     """
     budget_s, found = left_s(ask), []
     for tier in tiers:
-        look = appraise(ask, fits_context(ask, tier.candidates))
+        look = appraise(ask, fits_context(ask, serves_tenant(ask, tier.candidates)))
         if look.count and 0.0 < budget_s >= look.ttft_s:
             found.append((tier, tier.penalty + (1.0 - tier.penalty) * look.ttft_s / budget_s))
     return sorted(found, key=lambda item: item[1])

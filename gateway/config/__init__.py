@@ -5,15 +5,20 @@ values; load.py puts them together.
 """
 
 from gateway.config.choices import AdmissionSpec, Canary, PolicySpec
+from gateway.config.isolation import salt_member
 from gateway.config.load import MASK, SCHEMA_ID, Loaded, examine, examine_text, from_engines, json_schema, load
 from gateway.config.models import Model, Overflow, Resume, Split
 from gateway.config.problems import ConfigError, Problem
-from gateway.config.seen import Observability, Traces
+from gateway.config.seen import Observability, OperatorLog, Traces
+from gateway.config.tenants import Cache, Tenant
+from gateway.config.tls import ClientTls, EngineTls, ListenerTls
 from gateway.config.tree import (
     Admin,
+    AdminListener,
     AutoRollback,
     Config,
     EndpointSpec,
+    Hardware,
     Health,
     Layout,
     Limits,
@@ -26,7 +31,6 @@ from gateway.config.tree import (
     Scrape,
     SloClass,
     Slos,
-    Tenant,
     Timeouts,
     WaitingRoom,
 )
@@ -36,20 +40,27 @@ __all__ = [
     "MASK",
     "SCHEMA_ID",
     "Admin",
+    "AdminListener",
     "AdmissionSpec",
     "AutoRollback",
+    "Cache",
     "Canary",
+    "ClientTls",
     "Config",
     "ConfigError",
     "EndpointSpec",
+    "EngineTls",
+    "Hardware",
     "Health",
     "Layout",
     "Limits",
     "Listener",
+    "ListenerTls",
     "Listeners",
     "Loaded",
     "Model",
     "Observability",
+    "OperatorLog",
     "Overflow",
     "PolicySpec",
     "Pool",
@@ -72,4 +83,5 @@ __all__ = [
     "from_engines",
     "json_schema",
     "load",
+    "salt_member",
 ]

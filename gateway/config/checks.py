@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from gateway.config import pairing
+from gateway.config import isolation, layout_rules, pairing
 from gateway.config.findings import Finding, get, items
 from gateway.config.problems import Path, did_you_mean, show_path
 from gateway.config.source import Substituted, numbers_if_substituted
 from gateway.config.tree import Slos
-from gateway.config.values import http_url
+from gateway.config.values import engine_url, without_scheme
 from policies import admissions, registry
 
 
@@ -31,9 +31,11 @@ def errors(data: Any) -> Iterator[Finding]:
     yield from _tenants(data)
     yield from _files_elsewhere(data)
     yield from pairing.errors(data)
+    yield from layout_rules.errors(data)
+    yield from isolation.errors(data)
     yield from _overflows(data)
     yield from _classes(data)
-    yield from _workers(data)
+    yield from _rotation(data)
     for path, spec in items(get(data, "pools"), ("pools",)):
         yield from _named(_POLICIES, get(spec, "policy"), (*path, "policy"))
         yield from _tried(data, spec, path)
@@ -51,27 +53,46 @@ def warnings(data: Any) -> Iterator[Finding]:
         if wanted and path[-1] not in wanted:
             yield Finding(path, "no model uses this pool", on_key=True)
     yield from pairing.warnings(data)
+    yield from layout_rules.warnings(data)
+    yield from isolation.warnings(data)
+    yield from _unverified(data)
     yield from _literal_secrets(data)
+
+
+def tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
+    """Every section named tls, as plain data."""
+    for name in ("api", "admin"):
+        yield ("listeners", name, "tls"), get(get(get(data, "listeners"), name), "tls")
+    for path, spec in _specs(data):
+        yield (*path, "tls"), get(spec, "tls")
+    for path, pool in items(get(data, "pools"), ("pools",)):
+        yield (*path, "discover", "endpoint", "tls"), get(get(get(pool, "discover"), "endpoint"), "tls")
+    yield ("shared", "redis", "tls"), get(get(get(data, "shared"), "redis"), "tls")
+
+
+def _unverified(data: Any) -> Iterator[Finding]:
+    for path, section in tls_sections(data):
+        if get(section, "verify") is False:
+            yield Finding((*path, "verify"), "accepts any server: who can redirect the connection reads and changes it")
 
 
 def _literal_secrets(data: Any) -> Iterator[Finding]:
     text = "is written into the file; ${NAME} or ${file:/path} keeps it out of backups and diffs"
-    for path, owner, key in _secret_owners(data):
-        if isinstance(get(owner, key), str) and not isinstance(get(owner, key), Substituted):
-            yield Finding((*path, key), text)
+    for path, found in _secrets(data):
+        if isinstance(found, str) and not isinstance(found, Substituted):
+            yield Finding(path, text)
 
 
 def secrets_in_clear(data: Any) -> Iterator[Path]:
     """Where a secret stands in the text itself, if only as a reference's default."""
-    for path, owner, key in _secret_owners(data):
-        found = get(owner, key)
+    for path, found in _secrets(data):
         if found is not None and not (isinstance(found, Substituted) and found.all_by_reference):
-            yield (*path, key)
+            yield path
 
 
 def _files_elsewhere(data: Any) -> Iterator[Finding]:
     """A file's text in a name or a label would be shown by every page: whoever may send a text could read any file."""
-    secrets = {(*path, key) for path, _, key in _secret_owners(data)}
+    secrets = {path for path, _ in _secrets(data)}
     for path, value in _leaves(data, ()):
         if isinstance(value, Substituted) and "${file:" in value.written and path not in secrets:
             yield Finding(path, "is no secret, and ${file:...} may stand only where one is expected; write ${NAME}")
@@ -86,23 +107,40 @@ def _leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
         yield from _leaves(value, (*path, key))
 
 
+def _secrets(data: Any) -> Iterator[tuple[Path, Any]]:
+    """Every secret's path and what stands there, if anything."""
+    yield from (((*path, key), get(owner, key)) for path, owner, key in _secret_owners(data))
+    yield from _further_keys(data)
+
+
+def _further_keys(data: Any) -> Iterator[tuple[Path, Any]]:
+    for path, tenant in items(get(data, "tenants"), ("tenants",)):
+        keys = get(tenant, "keys")
+        yield from (((*path, "keys", index), key) for index, key in enumerate(keys if isinstance(keys, list) else ()))
+
+
 def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
     yield (("admin",), get(data, "admin"), "key")
+    yield (("cache",), get(data, "cache"), "secret")
     yield (("observability", "traces"), get(get(data, "observability"), "traces"), "key")
     shared = get(data, "shared")
     yield (("shared",), shared, "key")
     yield (("shared", "redis"), get(shared, "redis"), "password")
     yield from ((path, tenant, "key") for path, tenant in items(get(data, "tenants"), ("tenants",)))
     yield from ((path, spec, "api_key") for path, spec in _specs(data))
+    for path, section in tls_sections(data):
+        yield (path, section, "key_password")
+        yield from ((inner, each, "key_password") for inner, each in items(get(section, "more"), (*path, "more")))
     for path, pool in items(get(data, "pools"), ("pools",)):
         yield ((*path, "discover", "endpoint"), get(get(pool, "discover"), "endpoint"), "api_key")
 
 
-def _workers(data: Any) -> Iterator[Finding]:
-    workers = get(data, "workers")
-    if isinstance(workers, int) and workers > 1 and get(get(data, "reload"), "auto_rollback") is not None:
-        text = "cannot be used with workers: each of them sees only its own requests"
-        yield Finding(("reload", "auto_rollback"), text, on_key=True)
+def _rotation(data: Any) -> Iterator[Finding]:
+    seen = get(data, "observability")
+    where = get(seen, "access_log")
+    if isinstance(get(seen, "access_rotate"), dict) and (where is None or where in ("stdout", "off")):
+        text = f"needs a file to rotate, and access_log is {where or 'stdout'}; give access_log a path"
+        yield Finding(("observability", "access_rotate"), text, on_key=True)
 
 
 def _unique(found: Iterator[tuple[Path, str]], what: str) -> Iterator[Finding]:
@@ -155,9 +193,7 @@ def _endpoints(data: Any) -> Iterator[Finding]:
     yield from _unique(iter(urls), "this url")
     given = [((*path, "name"), spec["name"]) for path, spec in specs if isinstance(get(spec, "name"), str)]
     others = [
-        (at, url.removeprefix("http://"))
-        for (at, url), (_, spec) in zip(urls, specs, strict=True)
-        if get(spec, "name") is None
+        (at, without_scheme(url)) for (at, url), (_, spec) in zip(urls, specs, strict=True) if get(spec, "name") is None
     ]
     yield from _unique(iter(others + given), "this name")  # a name that was given is what can be changed
 
@@ -187,7 +223,7 @@ def _place(kind: str, told: Any) -> str | None:
 def _bare(url: str) -> str:
     """As the tree has it; one that it refuses as it was written."""
     try:
-        return http_url(str(url))
+        return engine_url(str(url))
     except ValueError:
         return str(url)
 
@@ -209,9 +245,10 @@ def _port(listener: Any, default: int) -> str | None:
 
 def _tenants(data: Any) -> Iterator[Finding]:
     tenants = list(items(get(data, "tenants"), ("tenants",)))
-    for field in ("name", "key"):
-        found = (((*path, field), item[field]) for path, item in tenants if isinstance(get(item, field), str))
-        yield from _unique(found, f"this {field}")
+    names = (((*path, "name"), item["name"]) for path, item in tenants if isinstance(get(item, "name"), str))
+    yield from _unique(names, "this name")
+    keys = [((*path, "key"), get(item, "key")) for path, item in tenants]
+    yield from _unique(((at, key) for at, key in (*keys, *_further_keys(data)) if isinstance(key, str)), "this key")
 
 
 def _overflows(data: Any) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import msgspec
 
 from gateway.config.load import MASK, Loaded, default_of
 from gateway.config.problems import Path, show_path
-from gateway.config.values import Secret
+from gateway.config.values import Secret, without_scheme
 
 _POLICY = frozenset({"name", "parameters"})
 
@@ -38,7 +38,16 @@ class Change(msgspec.Struct, frozen=True):
 def changes(before: Loaded, after: Loaded) -> tuple[Change, ...]:
     """Everything that differs, in the order of the file format."""
     old, new = before.config.model_dump(by_alias=True), after.config.model_dump(by_alias=True)
-    return tuple(_walk(_Side(before.written, old, ()), _Side(after.written, new, ()), ()))
+    found = tuple(_walk(_Side(before.written, old, ()), _Side(after.written, new, ()), ()))
+    return (*found, *_rewritten(before, after))
+
+
+def _rewritten(before: Loaded, after: Loaded) -> Iterator[Change]:
+    """Files that have the same name in both, and another content."""
+    for path, digest in after.files.items():
+        if before.files.get(path, digest) != digest and before.written.get(path) == after.written.get(path):
+            name = str(after.written.get(path))
+            yield Change(show_path(path), name, name)
 
 
 def shown(loaded: Loaded) -> dict[str, Any]:
@@ -136,7 +145,7 @@ def _name(side: _Side | None, key: str) -> str:
     """How a part of a list is called: an endpoint by its name rather than by its URL."""
     if side is None or not isinstance(side.value, dict) or "url" not in side.value:
         return key
-    return str(side.value.get("name") or key.removeprefix("http://"))
+    return str(side.value.get("name") or without_scheme(key))
 
 
 def _plain(value: object) -> str:

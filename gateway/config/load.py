@@ -10,9 +10,10 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from pydantic import BaseModel, ValidationError
 
-from gateway.config import checks
+from gateway.config import checks, tls_files
 from gateway.config.problems import ConfigError, Path, Problem, did_you_mean
 from gateway.config.source import Source, parse, raw_bytes
+from gateway.config.tls import FOLDER
 from gateway.config.tree import Config
 
 SCHEMA_ID = "urn:penstock:config:v1"
@@ -27,6 +28,7 @@ class Loaded(msgspec.Struct, frozen=True):
     references  files that it names                   digest      of the text and all that its references led to
     written     path -> value as it stands in the text; secrets that stand in it are masked
     in_clear    whether a secret stands in the text itself
+    files       path of a value that names a file -> digest of the file
     """
 
     config: Config
@@ -37,6 +39,7 @@ class Loaded(msgspec.Struct, frozen=True):
     digest: bytes = b""
     written: Mapping[Path, object] = {}
     in_clear: bool = False
+    files: Mapping[Path, bytes] = {}
 
 
 def load(path: FilePath, env: Mapping[str, str]) -> Config:
@@ -76,7 +79,8 @@ def json_schema() -> dict[str, Any]:
 def _build(source: Source, text: bytes = b"") -> Loaded:
     config: Config | None = None
     try:
-        config = Config.model_validate(source.data)
+        config = Config.model_validate(source.data, context={FOLDER: str(FilePath(source.file).parent)})
+        tls_files.examine(config, source)
     except ValidationError as error:
         _note(source, error)
     for each in checks.errors(source.data):
@@ -94,6 +98,7 @@ def _build(source: Source, text: bytes = b"") -> Loaded:
         source.digest,
         source.written | dict.fromkeys(in_clear, MASK),
         bool(in_clear),
+        source.files,
     )
 
 

@@ -100,7 +100,8 @@ class Source:
     """One file as data: `data` (plain values), `marks` (path -> place of a value), `keys` (path -> place of its key).
 
     `problems` collects what is wrong already; a path in it is not worth judging again. `written` has every value as it
-    stands in the text, references unfilled; `references` the files it names.
+    stands in the text, references unfilled; `references` the files it names. `files` has the digest of each file whose
+    path is a value.
     """
 
     def __init__(self, file: str) -> None:
@@ -108,6 +109,7 @@ class Source:
         self.data: Any = None
         self.written: dict[Path, object] = {}
         self.references: dict[FilePath, None] = {}
+        self.files: dict[Path, bytes] = {}
         self._digest = hashlib.sha256()
         self.marks: dict[Path, Mark] = {}
         self.keys: dict[Path, Mark] = {}

@@ -23,9 +23,13 @@ from gateway.config.choices import AdmissionChoice, Canary, PolicyChoice
 from gateway.config.discover import Kubernetes
 from gateway.config.models import Model
 from gateway.config.seen import Observability
+from gateway.config.shared import Shared
 from gateway.config.source import number_if_substituted
+from gateway.config.tenants import Cache, Tenant
+from gateway.config.tls import EngineTls, ListenerTls
 from gateway.config.values import (
     Bootstrap,
+    Cidr,
     Count,
     Duration,
     Host,
@@ -34,7 +38,6 @@ from gateway.config.values import (
     Label,
     Name,
     Port,
-    RedisUrl,
     Secret,
     Section,
     Size,
@@ -42,6 +45,7 @@ from gateway.config.values import (
     Weight,
     sendable,
     setting,
+    without_scheme,
 )
 from policies import admissions
 from policies.model import EngineKind, Role
@@ -53,6 +57,7 @@ class Listener(Section):
 
     host: Host
     port: Port
+    tls: ListenerTls | None = setting(None, "TLS of this listener; plain HTTP unless given.")
 
 
 class ApiListener(Listener):
@@ -60,6 +65,11 @@ class ApiListener(Listener):
 
     host: Host = setting("127.0.0.1", "Address of the OpenAI API. 0.0.0.0 listens on every interface.")
     port: Port = setting(8080, "Port of the OpenAI API; 0 takes a free one.")
+    trusted_proxies: Annotated[tuple[Cidr, ...], Field(max_length=256)] = setting(
+        (),
+        "Networks of your own proxies and balancers, in CIDR form. No limit per client address holds for them, and "
+        "their X-Forwarded-For and x-request-id are believed.",
+    )
 
 
 class AdminListener(Listener):
@@ -126,6 +136,18 @@ class EndpointTraits(Section):
     context_tokens: Count | None = setting(
         None, "Longest prompt plus answer that it takes, where it takes less than others of its pool."
     )
+    cache_salt: Annotated[bool, Field(strict=True)] | None = setting(
+        None,
+        "Whether it takes a cache salt; vllm (0.9 or newer) and sglang (0.5.3) do unless told otherwise, "
+        "trtllm does not.",
+    )
+    tenants: Annotated[tuple[Name, ...], Field(max_length=4096)] = setting(
+        (), "Names of the tenants that it serves, and no others; all unless given."
+    )
+
+    tls: EngineTls | None = setting(
+        None, "TLS towards an https:// URL: files and names. Without it the system's authorities are trusted."
+    )
 
     _sendable_key = field_validator("api_key")(sendable)
 
@@ -133,13 +155,21 @@ class EndpointTraits(Section):
 class EndpointSpec(EndpointTraits):
     """One TP group: one engine process behind one URL."""
 
-    url: Url = Field(description="Where the engine listens: scheme, host and port.")
+    url: Url = Field(
+        description="Where the engine listens: http or https, host, port, and a prefix of its paths if any."
+    )
     name: Name | None = setting(None, "How logs and metrics call it; host:port unless given.")
+
+    @model_validator(mode="after")
+    def _encrypted(self) -> EndpointSpec:
+        if self.tls is not None and not self.url.startswith("https://"):
+            raise ValueError("tls needs a url that begins with https://")
+        return self
 
     @property
     def shown_name(self) -> str:
-        """The name, or host:port."""
-        return self.name or self.url.removeprefix("http://")
+        """The name, or host:port and the prefix."""
+        return self.name or without_scheme(self.url)
 
 
 class WaitingRoom(Section):
@@ -209,6 +239,16 @@ class Limits(Section):
     slow_reader: Duration = setting("30s", "How long a client may leave its answer unread before it is cut off.")
     body_chunks: Count = setting(16384, "Most chunks in one chunked body.")
     connections: Count = setting(20000, "Most client connections at once.")
+    connections_per_address: Count = setting(
+        4096,
+        "Most connections at once from one IPv4 address, or from one /64 network of IPv6. None for "
+        "listeners.api.trusted_proxies.",
+    )
+    unread_budget: Size = setting(
+        "16MiB",
+        "Memory, as a part of body_budget, for what belongs to no request yet: unfinished heads, pipelined requests. "
+        "Beyond it the connection that began first with such bytes loses them.",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Limits:
@@ -226,6 +266,7 @@ class Timeouts(Section):
     grace: Duration | None = setting(
         None, "For a balancer to notice after SIGTERM: /readyz says draining, and requests are served still."
     )
+    handover: Duration = setting("1h", "For requests of a process that a restart has replaced to end.")
     shutdown: Duration = setting(
         "30s", "For running requests to end after that. A stream that is not over by then ends with an error event."
     )
@@ -240,21 +281,31 @@ class Retries(Section):
     floor: Annotated[int, Field(strict=True, ge=0, le=1000), BeforeValidator(number_if_substituted)] = setting(
         3, "Retries allowed on top of that share, so that a quiet gateway can retry at all."
     )
+    hedge: Annotated[float, Field(ge=0, le=0.2)] = setting(
+        0.05,
+        "Requests that may be sent to a second endpoint as well when their first byte is late, as a share of all; the "
+        "first answer wins. Within the retry budget. 0: none.",
+    )
     attempts: Annotated[int, Field(strict=True, ge=1, le=16), BeforeValidator(number_if_substituted)] = setting(
-        3, "Most endpoints one request tries."
+        3, "Most endpoints one request is sent to. Those that refuse the connection do not count."
     )
 
 
 class Health(Section):
     """When an endpoint is ejected and when it comes back."""
 
-    interval: Interval = setting("1s", "Time between two active probes.")
+    interval: Interval = setting("1s", "Time between two active probes; 1s at most for an endpoint that is out.")
     timeout: Duration = setting("1s", "Time for a probe to be answered.")
     failures: Count = setting(3, "Failures in a row, of probes or requests, that eject an endpoint.")
-    backoff: Duration = setting("1s", "First time out; it doubles with every ejection in a row, with jitter.")
+    backoff: Duration = setting("1s", "First time out; it doubles with every return that ends badly, with jitter.")
     backoff_max: Duration = setting("60s", "Longest time out.")
     slow_start: Duration = setting(
         "10s", "How long one that came, or came back, is given fewer requests at once than others while they have room."
+    )
+    slow_factor: Annotated[float, Field(ge=0, le=100)] = setting(
+        2.5,
+        "How many times as long as its peers an endpoint must take for the same work to be ejected as slow; 0: never. "
+        "Peers have the same role, engine, layout and label `gpu`.",
     )
     path: HttpPath = setting("/health", "What a probe asks for.")
     progress: Duration = setting(
@@ -265,6 +316,8 @@ class Health(Section):
     def _grows(self) -> Health:
         if self.backoff > self.backoff_max:
             raise ValueError("backoff is longer than backoff_max")
+        if 0 < self.slow_factor < 1.5:
+            raise ValueError("slow_factor is below 1.5, which equal endpoints reach by chance; 0 turns it off")
         return self
 
 
@@ -314,30 +367,6 @@ class Slos(Section):
     )
 
 
-class TenantLimits(Section):
-    """What a tenant may ask for per minute, of all gateways with one view together; more is 429."""
-
-    requests_per_minute: Count | None = setting(None, "Requests; as many as it likes unless given.")
-    tokens_per_minute: Count | None = setting(
-        None, "Tokens of prompts and answers, answers as expected until they are there; unlimited unless given."
-    )
-
-
-class Tenant(Section):
-    """One client with a key of its own. Without tenants the API is open to whoever can reach it."""
-
-    name: Name = Field(description="How logs and metrics call it.")
-    key: Secret = Field(description="Its API key, by reference: ${NAME} or ${file:/path}.")
-    slo: Name | None = setting(None, "The service class of its requests that name none.")
-    weight: Weight = setting(1.0, "Its share of a pool that many want at once, in relation to other tenants.")
-    priority: Annotated[int, Field(strict=True, ge=-8, le=8), BeforeValidator(number_if_substituted)] = setting(
-        0, "Highest priority that its requests may claim; more counts as this."
-    )
-    limits: TenantLimits = setting({}, "What it may ask for per minute.")
-
-    _sendable_key = field_validator("key")(sendable)
-
-
 class Admin(Section):
     """Who may change something through the admin server. Reading needs no key."""
 
@@ -373,31 +402,15 @@ class Reload(Section):
     )
 
 
-class Redis(Section):
-    """The Redis through which gateways hear each other. What is said is sealed, not encrypted: rediss:// encrypts."""
+class Hardware(Section):
+    """The GPUs behind the endpoints. `check` and `doctor` judge layouts by it."""
 
-    url: RedisUrl = Field(description="redis://host:port, or rediss:// for TLS; a path is the number of the database.")
-    username: Name | None = setting(None, "Its user, where Redis has several.")
-    password: Secret | None = setting(None, "Its password, by reference: ${NAME} or ${file:/path}.")
-
-
-class Shared(Section):
-    """One view among several gateways of a fleet. A gateway that hears nobody goes on with what it knows itself."""
-
-    redis: Redis = Field(description="Where the gateways meet.")
-    key: Secret = Field(description="What they have in common, by reference; 16 characters or more, the same for all.")
-    fleet: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z._-]{1,64}$")] = setting(
-        "penstock", "Name of the fleet, so that several may use one Redis: its keys begin with it."
+    gpus: Count | None = setting(
+        None, "GPUs of the whole fleet; layouts that need more are an error. Not checked unless given."
     )
-    flush: Interval = setting("75ms", "How long news is gathered before it is told.")
-    memory: Size = setting("16MiB", "Memory for what a gateway that starts is told by the others.")
-
-    @field_validator("key")
-    @classmethod
-    def _long_enough(cls, key: Secret) -> Secret:
-        if len(key.reveal()) < 16:
-            raise ValueError("is shorter than 16 characters, which is too easily guessed")
-        return key
+    link_domain_gpus: Count = setting(
+        8, "GPUs joined by fast links such as NVLink: 8 in an HGX server, 72 in an NVL72 rack."
+    )
 
 
 class Config(Section):
@@ -414,7 +427,9 @@ class Config(Section):
     scrape: Scrape = setting({}, "Reading the engines' own load.")
     prefix: Prefix = setting({}, "Memory of who holds which prompt prefix.")
     slo: Slos = setting({}, "What requests are promised.")
+    hardware: Hardware = setting({}, "The GPUs behind the endpoints.")
     tenants: tuple[Tenant, ...] = setting((), "Clients with keys; empty leaves the API open.")
+    cache: Cache = setting({}, "Whose requests may share cached prompts.")
     observability: Observability = setting({}, "What the gateway writes about itself.")
     admin: Admin = setting({}, "Who may change something.")
     reload: Reload = setting({}, "How changes are taken over.")

@@ -6,6 +6,7 @@ Defaults are written the way an operator writes them ("30s", "32MiB"), and pass 
 from __future__ import annotations
 
 import re
+from ipaddress import ip_network
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -25,6 +26,7 @@ from gateway.config.source import number_if_substituted
 
 LEAST_INTERVAL_S = 0.01
 
+_PREFIX = re.compile(r"(?:/[A-Za-z0-9._~%:@+-]+)*")
 _PARAMETERS = re.compile(r"^([0-9]{1,6}(?:\.[0-9]{1,3})?)([MBT])$")
 
 
@@ -81,18 +83,28 @@ def _findable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def http_url(url: str) -> str:
-    """An engine's URL, its port always told. Raises ValueError for what is none."""
+def engine_url(url: str) -> str:
+    """An engine's URL: the port is always given, no slash at the end. Raises ValueError for other text."""
     parts = urlsplit(url)
     try:
         port = parts.port
     except ValueError:
         raise ValueError("has no valid port; write http://host:8000") from None
-    if parts.scheme != "http" or not parts.hostname:
-        raise ValueError("is not the URL of an engine; write http://host:8000")
-    if parts.username is not None or parts.query or parts.fragment or parts.path not in ("", "/"):
-        raise ValueError("must be scheme, host and port alone, as in http://host:8000; the paths are the gateway's")
-    return f"http://{_findable(parts.hostname)}:{port or 80}"
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("is not the URL of an engine; write http://host:8000 or https://host")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ValueError("must be scheme, host, port and a prefix of paths, as in http://host:8000 or https://host/a")
+    prefix = parts.path.rstrip("/")
+    if not _PREFIX.fullmatch(prefix):
+        raise ValueError("has a prefix that is no path: letters, digits and -._~%:@+ between single slashes")
+    if prefix.endswith("/v1"):
+        raise ValueError("ends with /v1: the paths are the gateway's; write what stands before it")
+    return f"{parts.scheme}://{_findable(parts.hostname)}:{port or (443 if parts.scheme == 'https' else 80)}{prefix}"
+
+
+def without_scheme(url: str) -> str:
+    """The rest of a URL behind http:// or https://."""
+    return url.partition("://")[2]
 
 
 def _collector_url(url: str) -> str:
@@ -133,6 +145,14 @@ def _redis_url(url: str) -> str:
     return f"{parts.scheme}://{_findable(parts.hostname)}:{port or 6379}/{database or 0}"
 
 
+def _cidr(text: str) -> str:
+    """A network in its usual form. Raises ValueError for text that is none, or names a host inside of one."""
+    try:
+        return str(ip_network(text))
+    except ValueError:
+        raise ValueError("is not a network; write it in CIDR form, as in 10.0.0.0/8 or 2001:db8::/32") from None
+
+
 Duration = Annotated[
     float,
     BeforeValidator(_from_duration),
@@ -164,9 +184,10 @@ Name = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f\x7f\"\\]+$", ma
 RedisUrl = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_redis_url)]
 CollectorUrl = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_collector_url)]
 Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:_-]+$", max_length=253)]
-Url = Annotated[str, StringConstraints(max_length=2048), AfterValidator(http_url)]
+Url = Annotated[str, StringConstraints(max_length=2048), AfterValidator(engine_url)]
 HttpPath = Annotated[str, StringConstraints(pattern=r"^/[!-~]*$", max_length=200)]
 Label = Annotated[str, StringConstraints(max_length=200)]
+Cidr = Annotated[str, StringConstraints(max_length=64), AfterValidator(_cidr)]
 Bootstrap = Annotated[str, StringConstraints(max_length=300), AfterValidator(_host_and_port)]
 
 

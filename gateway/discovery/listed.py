@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from gateway.config.tls import FOLDER
 from gateway.config.tree import EndpointSpec, EndpointTraits
 from gateway.discovery.source import MOST, Found, log
 
@@ -87,4 +88,4 @@ class Listed:
         if not isinstance(own, dict):
             raise ValueError("an item is neither a url nor a mapping")
         like = {name: getattr(self._traits, name) for name in self._traits.model_fields_set}
-        return EndpointSpec.model_validate(like | own)
+        return EndpointSpec.model_validate(like | own, context={FOLDER: str(self._path.parent)})

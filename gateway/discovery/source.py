@@ -33,4 +33,6 @@ def specs(addresses: Iterable[tuple[str, int]], traits: EndpointTraits) -> Found
     """Endpoints at these addresses, alike but for where they are; in an order that depends on nothing else."""
     like = {name: getattr(traits, name) for name in type(traits).model_fields}
     known = sorted(set(addresses))[:MOST]
-    return tuple(EndpointSpec.model_construct(url=http_url(*each), name=None, **like) for each in known)
+    encrypted = traits.tls is not None
+    urls = [http_url(*each, encrypted=encrypted) for each in known]
+    return tuple(EndpointSpec.model_construct(url=url, name=None, **like) for url in urls)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from gateway.config import Config
+from gateway.config import Config, Hardware
 from gateway.doctor.findings import Finding, bad, doubtful, good, unknown
 from gateway.doctor.probe import Probed, models_of
 from gateway.watch import scrape
@@ -19,7 +19,6 @@ from policies.model import Endpoint
 FLEET = "fleet"
 HEADROOM = 1.15
 SLOW_AT_16 = 4.0
-NODE_GPUS = 8
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -78,13 +77,15 @@ def _fits(fleet: Fleet) -> Iterator[Finding]:
 def _links(fleet: Fleet) -> Iterator[Finding]:
     check = "TP within one fast domain"
     wide = [each.endpoint for each in fleet.members if each.endpoint.layout.tp > 1]
-    across = [each.name for each in wide if each.layout.tp > NODE_GPUS]
+    hardware = Hardware() if fleet.config is None else fleet.config.hardware
+    domain = hardware.link_domain_gpus
+    across = [each.name for each in wide if each.layout.tp > domain]
     if across:
         yield bad(
             FLEET,
             check,
-            f"{', '.join(across)}: TP beyond {NODE_GPUS} crosses hosts",
-            "pipeline across hosts, TP within",
+            f"{', '.join(across)}: TP beyond {domain} GPUs leaves the link domain",
+            "pipeline across link domains, TP within; hardware.link_domain_gpus says how large one is",
         )
     elif wide:
         yield unknown(

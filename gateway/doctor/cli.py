@@ -21,12 +21,15 @@ from gateway.commands import Json, print_json, say, shown
 from gateway.config import Config, ConfigError, EndpointSpec, Loaded, examine, from_engines
 from gateway.doctor.checklist import Fleet, Member, points
 from gateway.doctor.engine import judge
-from gateway.doctor.findings import Finding, Verdict, bad, doubtful, unknown
+from gateway.doctor.findings import Finding, Verdict, bad, doubtful, group_findings, unknown
 from gateway.doctor.probe import Probed, decode_s, models_of, probe
+from gateway.doctor.redis import judge_redis
 from gateway.roster import described
+from gateway.tls_clients import ClientContexts
 from kvtransfer.dialects import by_itself
 
 THREADS = 16
+TOKENS_TIMED = 32
 WIDTH_WITHOUT_A_TERMINAL = 120
 MARKS: Mapping[Verdict, tuple[str, str]] = MappingProxyType(
     {
@@ -43,6 +46,7 @@ def doctor(
     engine: Annotated[list[str] | None, typer.Option("--engine", help="URL of an engine; repeat for more.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Also time decoding, alone and 16 at once.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Ask no engine for a token.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="A row per engine, however many there are.")] = False,
     as_json: Json = False,
 ) -> None:
     """Examine engines and a configuration before traffic meets them: what works, what does not, and what to do."""
@@ -53,7 +57,8 @@ def doctor(
     if as_json:
         print_json({"ok": not failed, "findings": [msgspec.structs.asdict(each) for each in findings]})
     else:
-        _show(findings)
+        _show_counts(findings)
+        _show(findings if every else group_findings(findings))
     raise typer.Exit(1 if failed else 0)
 
 
@@ -72,6 +77,7 @@ def _findings(file: Path | None, urls: Sequence[str], *, measure: bool, token: b
         yield doubtful(
             f"{Path(problem.file).name}:{problem.line}", "configuration", f"{problem.path} {problem.message}", ""
         )
+    yield from judge_redis(loaded.config)
     yield from _examined(loaded, with_file=file is not None, measure=measure, token=token)
 
 
@@ -98,18 +104,20 @@ def _examined(loaded: Loaded, *, with_file: bool, measure: bool, token: bool) ->
 def _probe(spec: EndpointSpec, health_path: str, *, token: bool) -> Probed:
     """A half of split requests is asked as the half that it is."""
     half = {} if spec.role == "both" else by_itself(spec.engine)
-    return probe(spec.url, _key(spec), health_path, more=half if token else None)
+    more = half if token else None
+    return probe(spec.url, _key(spec), health_path, more=more, encryption=ClientContexts().of(spec))
 
 
 def _paces(config: Config, members: Sequence[Member]) -> dict[str, tuple[float, float]]:
     """Seconds per token alone and among 16, by endpoint, one endpoint after the other. Who fails is left out."""
-    keys = {spec.url: _key(spec) for pool in config.pools.values() for spec in pool.endpoints}
+    specs = {spec.url: spec for pool in config.pools.values() for spec in pool.endpoints}
+    contexts = ClientContexts()
     paces = {}
     for member in members:
         url, model = member.endpoint.url, next(iter(models_of(member.found)), None)
         if model is None:
             continue
-        asked = (url, keys.get(url), model)
+        asked = (url, _key(specs[url]), model, TOKENS_TIMED, contexts.of(specs[url]))
         try:
             alone = decode_s(*asked)
             with ThreadPoolExecutor(16) as threads:
@@ -135,6 +143,9 @@ def _show(findings: Sequence[Finding]) -> None:
             seen.append(f"\n-> {each.fix}", "dim")
         table.add_row(Text(mark, style), Text(each.subject, "bold"), Text(each.check), seen)
     Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_A_TERMINAL).print(table)
+
+
+def _show_counts(findings: Sequence[Finding]) -> None:
     counts = {verdict: sum(each.verdict is verdict for each in findings) for verdict in Verdict}
     told = f"{counts[Verdict.PASS]} fine, {counts[Verdict.WARN]} doubtful, {counts[Verdict.FAIL]} failed"
     style = "red" if counts[Verdict.FAIL] else "green"

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gateway.doctor.findings import Finding, bad, doubtful, good, unknown
-from gateway.doctor.probe import Probed, models_of
+from gateway.doctor.probe import Probed, models_of, request_members
 from gateway.watch import scrape
 from policies.model import Endpoint, EngineKind
 
@@ -38,6 +38,7 @@ def judge(found: Probed, endpoint: Endpoint, models: frozenset[str], *, split: b
         lambda: _models(found, endpoint, models),
         lambda: _metrics(found, endpoint),
         lambda: _connector(found, endpoint, split=split),
+        lambda: _cache_salt(found, endpoint),
         lambda: _token(found, name),
         lambda: _connection(found, name),
     )
@@ -121,6 +122,23 @@ def _connector(found: Probed, endpoint: Endpoint, *, split: bool) -> Iterator[Fi
     elif split:
         fix = "vLLM: --kv-transfer-config; SGLang: --disaggregation-mode; send one split request and read /live"
         yield unknown(endpoint.name, "KV connector", "its metrics tell of none so far", fix)
+
+
+def _cache_salt(found: Probed, endpoint: Endpoint) -> Iterator[Finding]:
+    check, name, member, told = "cache salt", endpoint.name, endpoint.salt_member, request_members(found)
+    fix = "cache_salt: false says so; reserve it for one tenant under tenants of the endpoint, or take a newer engine"
+    if endpoint.tenants and not member:
+        yield good(name, check, f"it gets none, and serves only {', '.join(sorted(endpoint.tenants))}")
+    elif not member:
+        seen = "it gets none, so tenants share its cached prompts"
+        yield doubtful(name, check, seen, "reserve it for one tenant under tenants of the endpoint")
+    elif not told:
+        fix = f"send the same prompt with two values of {member} and compare cached_tokens"
+        yield unknown(name, check, "it shows no /openapi.json that tells", fix)
+    elif all(member in members for members in told):
+        yield good(name, check, f"it takes {member}: tenants do not share cached prompts")
+    else:
+        yield bad(name, check, f"its requests have no member {member}, so tenants share its cached prompts", fix)
 
 
 def _token(found: Probed, name: str) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
@@ -15,10 +16,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from gateway.tls import Encryption
+
 TIMEOUT_S = 10.0
 CAP_BYTES = 4 << 20
 METRICS_PATHS = ("/metrics", "/prometheus/metrics")
 PROMPT = "1 2 3 4 5 6 7 8"
+REQUESTS = ("ChatCompletionRequest", "CompletionRequest")
 EXTENSIONS = frozenset({"return_token_ids", "ignore_eos"})
 
 
@@ -42,6 +46,7 @@ class Probed(msgspec.Struct):
     problem: str | None = None
     health: Said | None = None
     version: Said | None = None
+    schema: Said | None = None
     models: Said | None = None
     metrics: Said | None = None
     token: Said | None = None
@@ -49,20 +54,57 @@ class Probed(msgspec.Struct):
     skew_s: float | None = None
 
 
+class EncryptedConnection(http.client.HTTPSConnection):
+    """A connection by TLS that may ask for another server name than the host of its URL."""
+
+    def __init__(self, host: str, port: int | None, encryption: Encryption, timeout_s: float) -> None:
+        super().__init__(host, port, timeout=timeout_s, context=encryption.context)
+        self._encryption = encryption
+
+    def connect(self) -> None:
+        """Connect and complete the handshake. Raises OSError."""
+        address = self.host, self.port
+        raw = socket.create_connection(address, self.timeout)
+        try:
+            name = self._encryption.server_name or self.host
+            self.sock = self._encryption.context.wrap_socket(raw, server_hostname=name)
+        except OSError:
+            raw.close()
+            raise
+
+
 class Line:
     """One connection to an engine, opened anew when the engine has closed it."""
 
-    def __init__(self, url: str, key: str | None, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, url: str, key: str | None, timeout_s: float = TIMEOUT_S, encryption: Encryption | None = None
+    ) -> None:
         parts = urlsplit(url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+        host = parts.hostname or ""
+        if encryption is None:
+            self._connection = http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
+        else:
+            self._connection = EncryptedConnection(host, parts.port, encryption, timeout_s)
         self._prefix = parts.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.opened = 0
         self.skew_s: float | None = None
 
     def ask(self, method: str, path: str, body: object = None) -> Said:
-        """One answer. Raises OSError or HTTPException."""
+        """One answer. Raises OSError or HTTPException.
+
+        An engine may close a kept connection at any time, so a reused one that fails is opened again once.
+        """
+        reused = self._connection.sock is not None
+        try:
+            return self._ask_once(method, path, body)
+        except ConnectionError:  # RemoteDisconnected is one
+            self._connection.close()
+            if not reused:
+                raise
+            return self._ask_once(method, path, body)
+
+    def _ask_once(self, method: str, path: str, body: object) -> Said:
         began = time.monotonic()
         if self._connection.sock is None:
             self._connection.connect()
@@ -89,17 +131,23 @@ class Line:
 
 
 def probe(
-    url: str, key: str | None, health_path: str = "/health", *, more: Mapping[str, object] | None = None
+    url: str,
+    key: str | None,
+    health_path: str = "/health",
+    *,
+    more: Mapping[str, object] | None = None,
+    encryption: Encryption | None = None,
 ) -> Probed:
     """Everything, in a second or so; `problem` is set when the engine cannot be reached.
 
     `more` is what a request for one token needs beside the usual; None: ask for none.
     """
-    found, line = Probed(url), Line(url, key)
+    found, line = Probed(url), Line(url, key, encryption=encryption)
     try:
         found.health = line.ask("GET", health_path)
         found.models = line.ask("GET", "/v1/models")
         found.version = line.ask("GET", "/version")
+        found.schema = line.ask("GET", "/openapi.json")
         for path in METRICS_PATHS:
             found.metrics = line.ask("GET", path)
             if found.metrics.status == 200:
@@ -139,9 +187,9 @@ def models_of(found: Probed) -> dict[str, int | None]:
     return {card["id"]: _number(card.get("max_model_len")) for card in cards}
 
 
-def decode_s(url: str, key: str | None, model: str, tokens: int = 32) -> float:
+def decode_s(url: str, key: str | None, model: str, tokens: int = 32, encryption: Encryption | None = None) -> float:
     """Seconds per output token of one request, its first token's time taken off. Raises OSError or HTTPException."""
-    line = Line(url, key, timeout_s=120.0)
+    line = Line(url, key, timeout_s=120.0, encryption=encryption)
     try:
         short, long = (line.ask("POST", "/v1/completions", one_token(model, length)) for length in (1, 1 + tokens))
     finally:
@@ -161,3 +209,13 @@ def _json(text: bytes) -> Any:
 
 def _number(value: object) -> int | None:
     return value if isinstance(value, int) else None
+
+
+def request_members(found: Probed) -> list[frozenset[str]]:
+    """The members of each of the two requests, as its OpenAPI page names them; empty where it shows no such page."""
+    page = found.schema.json if found.schema is not None and found.schema.status == 200 else None
+    components = page.get("components") if isinstance(page, dict) else None
+    schemas = components.get("schemas") if isinstance(components, dict) else None
+    requests = [schemas.get(name) for name in REQUESTS] if isinstance(schemas, dict) else []
+    members = [each.get("properties") for each in requests if isinstance(each, dict)]
+    return [frozenset(each) for each in members if isinstance(each, dict)]

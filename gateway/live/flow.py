@@ -10,8 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.live.marks import Mark, rate, rounded
+from gateway.live.marks import Mark, rate
 from gateway.live.standing import Standing
+from gateway.sketch import rounded
 
 Names = tuple[str, str]
 NEVER = (0, 0, 0)

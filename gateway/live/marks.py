@@ -7,15 +7,15 @@ A note copies counts and computes nothing; one of 64 endpoints takes 0.1 ms.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from gateway.meters import Counter as Count
 from gateway.meters import Family, Histogram
-from gateway.metrics import TTFT_BUCKETS_S
 from gateway.reload.trial import is_failure
+from gateway.sketch import NONE, Counts, grown, merged, quantile
 
 if TYPE_CHECKING:
     from gateway.app import App
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 KEEP_S = 61.0
 SPACING_S = 0.95
 
-Counts = tuple[int, ...]
-NONE: Counts = ()
 Key = TypeVar("Key")
 
 
@@ -32,7 +30,7 @@ class Mark(msgspec.Struct, frozen=True, eq=False):
     """The meters at one moment (monotonic seconds). Everything is a sum since the start but `in_flight`.
 
     answers       by status and reason                  kept      by service class and what became of the promise
-    ttft, tpot    histogram counts by endpoint          tokens    output tokens of answers that are over
+    ttft, tpot    sketch counts by endpoint             tokens    output tokens of answers that are over
     believed      by endpoint: prompt tokens sent there, and those of them believed to be cached
     engine        prompt tokens of answers that are over, and those of them that engines say were cached
     computed      prompt tokens computed, by why
@@ -59,7 +57,7 @@ class Mark(msgspec.Struct, frozen=True, eq=False):
 
 
 def take(app: App, now: float, before: Mark | None = None) -> Mark:
-    """The meters as they are. Histograms that stand still share their counts with the note before."""
+    """The meters as they are. Sketches that stand still share their counts with the note before."""
     metrics, gateway = app.metrics, app.gateway
     live = gateway.endpoints.all()
     return Mark(
@@ -73,8 +71,8 @@ def take(app: App, now: float, before: Mark | None = None) -> Mark:
         decisions=_sums(metrics.split_decisions_total, 0, 1),
         tokens=_total(metrics.completion_tokens_total),
         engine=(_total(metrics.prompt_tokens_total), _total(metrics.cached_tokens_total)),
-        ttft=_histograms(metrics.ttft_seconds, before.ttft if before is not None else {}),
-        tpot=_histograms(metrics.tpot_seconds, before.tpot if before is not None else {}),
+        ttft=_sketches(metrics.ttft_seconds, before.ttft if before is not None else {}),
+        tpot=_sketches(metrics.tpot_seconds, before.tpot if before is not None else {}),
         in_flight={each.endpoint.name: each.load.in_flight for each in live},
         believed={each.endpoint.name: (each.sent_tokens, each.hit_tokens) for each in live},
         pairs={names: (pair.served, pair.failed, pair.tokens) for names, pair in gateway.handoffs.pairs.items()},
@@ -104,7 +102,7 @@ def step(before: Mark, after: Mark) -> Step:
         shed_per_s=sum(rise(after.shed, before.shed).values()) / span_s,
         errors_per_s=failed(answers) / span_s,
         tokens_per_s=(after.tokens - before.tokens) / span_s,
-        ttft_p95_s=quantile(TTFT_BUCKETS_S, ttft, 0.95),
+        ttft_p95_s=quantile(ttft, 0.95),
     )
 
 
@@ -158,48 +156,10 @@ def rise(after: Mapping[Key, float], before: Mapping[Key, float]) -> Counter[Key
     return Counter({key: grown for key, value in after.items() if (grown := value - before.get(key, 0.0)) > 0})
 
 
-def grown(after: Counts, before: Counts) -> Counts:
-    """Observations between two notes of one histogram. A series that began anew counts from nothing."""
-    if not before:
-        return after
-    found = tuple(new - old for new, old in zip(after, before, strict=True))
-    return after if min(found) < 0 else found
-
-
-def merged(parts: Sequence[Counts]) -> Counts:
-    """Buckets added up: percentiles are of all observations, never a mean of percentiles."""
-    filled = [part for part in parts if part]
-    return tuple(map(sum, zip(*filled, strict=True))) if filled else NONE
-
-
-def quantile(bounds: Sequence[float], counts: Counts, share: float) -> float | None:
-    """The value below which `share` of the observations lie, straight lines within buckets; None without any.
-
-    Above every bound it is the last bound: nothing more is known.
-    """
-    total = sum(counts)
-    if not total:
-        return None
-    wanted, below = share * total, 0.0
-    for at, count in enumerate(counts):
-        if count and below + count >= wanted:
-            if at == len(bounds):
-                return bounds[-1]
-            low, high = bounds[at - 1] if at else 0.0, bounds[at]
-            return min(high, low + (high - low) * (wanted - below) / count)
-        below += count
-    return bounds[-1]
-
-
 def rate(after: Mark, before: Mark) -> Callable[[float], float]:
     """What makes rates a second of counts that grew between two notes."""
     span_s = after.at - before.at
     return lambda count: round(count / span_s, 3) if span_s > 0 else 0.0
-
-
-def rounded(seconds: float | None) -> float | None:
-    """As exact as is shown."""
-    return None if seconds is None else round(seconds, 5)
 
 
 def _by(family: Family[Count], place: int) -> dict[str, float]:
@@ -221,10 +181,10 @@ def _total(family: Family[Count]) -> float:
     return sum(child.value for _, child in family.children())
 
 
-def _histograms(family: Family[Histogram], before: Mapping[str, Counts]) -> dict[str, Counts]:
+def _sketches(family: Family[Histogram], before: Mapping[str, Counts]) -> dict[str, Counts]:
     """Counts by endpoint, models added up."""
     parts: dict[str, list[Counts]] = {}
     for labels, child in family.children():
-        parts.setdefault(labels[1], []).append(tuple(child.counts))
-    found = {name: merged(counts) if len(counts) > 1 else counts[0] for name, counts in parts.items()}
+        parts.setdefault(labels[1], []).append(child.sketch)
+    found = {name: merged(counts) for name, counts in parts.items()}
     return {name: old if (old := before.get(name)) == counts else counts for name, counts in found.items()}

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from gateway.speed_monitor import describe
+
 if TYPE_CHECKING:
     from gateway.app import App
     from gateway.roster import LiveEndpoint
@@ -37,6 +39,7 @@ class Standing(msgspec.Struct, frozen=True):
     promises   times to first token and per further token by service class; `standard` is the class of who names none
     streams    requests that are served now            under_way  handoffs
     refused    what is wrong with the configuration that was refused last
+    shared     the view shared with other gateways (Pump.state); None: there is none
     """
 
     config: dict[str, Any]
@@ -48,6 +51,7 @@ class Standing(msgspec.Struct, frozen=True):
     under_way: int
     streams: int
     refused: str | None
+    shared: dict[str, Any] | None = None
 
 
 def stand(app: App, now: float) -> Standing:
@@ -66,6 +70,7 @@ def stand(app: App, now: float) -> Standing:
         under_way=handoffs.under_way,
         streams=app.gateway.gate.active,
         refused=None if error is None else str(error.problems[0]),
+        shared=app.shared_state(),
     )
 
 
@@ -132,6 +137,7 @@ def _numbers(live: LiveEndpoint, now: float) -> dict[str, Any]:
     return {
         "state": state_of(live),
         "cause": None if health.cause is None else str(health.cause),
+        "slow": None if live.speed.slowness is None else describe(live.speed.slowness),
         "since_s": round(now - health.since, 1) if health.since else None,
         "available": load.available,
         "silence_s": round(live.upstream.silence_s(now), 2),

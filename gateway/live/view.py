@@ -13,9 +13,9 @@ from typing import Any
 
 from gateway.live import why
 from gateway.live.flow import flow
-from gateway.live.marks import Counts, Mark, Marks, Step, failed, grown, merged, quantile, rate, rise, rounded
+from gateway.live.marks import Mark, Marks, Step, failed, rate, rise
 from gateway.live.standing import Standing
-from gateway.metrics import TPOT_BUCKETS_S, TTFT_BUCKETS_S
+from gateway.sketch import NONE, Counts, grown, merged, quantile, rounded
 
 RATES_S, SHARES_S, SPARK_S = 10.0, 60.0, 60
 
@@ -54,8 +54,8 @@ def _totals(standing: Standing, now: Mark, soon: Mark, minute: Mark) -> dict[str
         "streams": standing.streams,
         "waiting": sum(pool["waiting"] for pool in standing.pools),
         "goodput": _goodput(standing, now, minute),
-        "ttft": _percentiles(TTFT_BUCKETS_S, now.ttft, minute.ttft, ttft_s),
-        "tpot": _percentiles(TPOT_BUCKETS_S, now.tpot, minute.tpot, tpot_s),
+        "ttft": _percentiles(now.ttft, minute.ttft, ttft_s),
+        "tpot": _percentiles(now.tpot, minute.tpot, tpot_s),
         "slo": standing.standard,
         "prefix_hit": _ratio(hit, sent),
         "engine_hit": _ratio(cached, prompt),
@@ -96,16 +96,16 @@ def _endpoints(standing: Standing, marks: Marks, now: Mark, minute: Mark) -> lis
 
 
 def _minute_of(name: str, now: Mark, minute: Mark) -> dict[str, Any]:
-    ttft = grown(now.ttft.get(name, ()), minute.ttft.get(name, ()))
-    tpot = grown(now.tpot.get(name, ()), minute.tpot.get(name, ()))
+    ttft = grown(now.ttft.get(name, NONE), minute.ttft.get(name, NONE))
+    tpot = grown(now.tpot.get(name, NONE), minute.tpot.get(name, NONE))
     sent, hit = _believed(now, minute, (name,))
     return {
         "hit": _ratio(hit, sent),
-        "served": sum(ttft),
-        "ttft_p50_s": rounded(quantile(TTFT_BUCKETS_S, ttft, 0.5)),
-        "ttft_p95_s": rounded(quantile(TTFT_BUCKETS_S, ttft, 0.95)),
-        "tpot_p50_s": rounded(quantile(TPOT_BUCKETS_S, tpot, 0.5)),
-        "tpot_p95_s": rounded(quantile(TPOT_BUCKETS_S, tpot, 0.95)),
+        "served": sum(ttft.values()),
+        "ttft_p50_s": rounded(quantile(ttft, 0.5)),
+        "ttft_p95_s": rounded(quantile(ttft, 0.95)),
+        "tpot_p50_s": rounded(quantile(tpot, 0.5)),
+        "tpot_p95_s": rounded(quantile(tpot, 0.95)),
     }
 
 
@@ -143,6 +143,7 @@ def _minute(standing: Standing, now: Mark, minute: Mark, endpoints: Sequence[Map
         prices={pool["name"]: pool["price"] for pool in standing.pools},
         waiting={pool["name"]: pool["waiting"] for pool in standing.pools},
         refused=standing.refused,
+        shared_problem=None if standing.shared is None else standing.shared["problem"] or None,
     )
 
 
@@ -158,12 +159,10 @@ def _history(steps: Sequence[Step], now: float) -> dict[str, list[float | None]]
     }
 
 
-def _percentiles(
-    bounds: Sequence[float], now: Mapping[str, Counts], before: Mapping[str, Counts], budget_s: float
-) -> dict[str, Any]:
-    counts = merged([grown(found, before.get(name, ())) for name, found in now.items()])
-    shown: dict[str, Any] = {f"p{share}_s": rounded(quantile(bounds, counts, share / 100)) for share in (50, 95, 99)}
-    return shown | {"budget_s": budget_s, "count": sum(counts)}
+def _percentiles(now: Mapping[str, Counts], before: Mapping[str, Counts], budget_s: float) -> dict[str, Any]:
+    counts = merged([grown(found, before.get(name, NONE)) for name, found in now.items()])
+    shown: dict[str, Any] = {f"p{share}_s": rounded(quantile(counts, share / 100)) for share in (50, 95, 99)}
+    return shown | {"budget_s": budget_s, "count": sum(counts.values())}
 
 
 def _believed(now: Mark, minute: Mark, names: Sequence[str] | Mapping[str, Any]) -> tuple[int, int]:

@@ -26,6 +26,7 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "timed_out": "it did not answer in time",
         "probe_failed": "its health check failed",
         "engine_dead": "its engine is dead or wedged",
+        "slow": "it is much slower than its peers",
     }
 )
 """Why an endpoint is out, by policies.health's word for it."""
@@ -102,12 +103,14 @@ class Minute(msgspec.Struct, frozen=True):
     prices: Mapping[str, float] = {}
     waiting: Mapping[str, int] = {}
     refused: str | None = None
+    shared_problem: str | None = None
 
 
 def reasons(minute: Minute) -> list[Reason]:
     """The gravest first, MOST at most."""
     found = [
         *_configuration(minute),
+        *_shared(minute),
         *_out(minute.endpoints),
         *_shed(minute),
         *_waiting(minute),
@@ -126,20 +129,33 @@ def _configuration(minute: Minute) -> Iterator[Reason]:
         yield Reason("warn", f"The last configuration was rejected: {minute.refused}")
 
 
+def _shared(minute: Minute) -> Iterator[Reason]:
+    if minute.shared_problem is not None:
+        yield Reason("bad", f"Redis is not usable: {minute.shared_problem}. This gateway goes on alone.")
+
+
 def _out(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[Reason]:
     for each in endpoints:
         name, state, since = each["name"], each["state"], each["since_s"]
         ago = "" if since is None else f" for {span(since)}"
         if state in ("ejected", "dead"):
-            cause = CAUSES.get(each["cause"] or "", "not probed yet")
+            cause = _cause(each)
             asked = "; it is asked all the same, too many of its pool seem to fail" if each["available"] else ""
             yield Reason("bad", f"{name} is out{ago}: {cause}{asked}.", name)
         elif state == "returning":
             yield Reason("note", f"{name} is back{ago} and on trial.", name)
         elif state in ("draining", "drained"):
             yield Reason("note", f"{name} gets nothing new: an operator drained it.", name)
+        elif each.get("slow"):
+            yield Reason("warn", f"{name} gets few requests: it is {each['slow']}.", name)
         elif each["silence_s"] > 2.0:
             yield Reason("warn", f"{name} has owed every client a byte for {span(each['silence_s'])}.", name)
+
+
+def _cause(each: Mapping[str, Any]) -> str:
+    if each["cause"] == "slow" and each.get("slow"):
+        return f"it was {each['slow']}"
+    return CAUSES.get(each["cause"] or "", "not probed yet")
 
 
 def _shed(minute: Minute) -> Iterator[Reason]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from gateway.roster import LiveEndpoint
 
 STATE = Label("state", len(State) + 1)
+LIMIT = Label("limit", 4)
+LISTENER = Label("listener", 2)
 BUILD = (Label("version", 2), Label("compiled", 2))
 
 
@@ -94,6 +96,22 @@ class Inside:
 
     def _process(self, meters: Section) -> None:
         self.connections: Gauge = meters.gauge("penstock_connections", "Client connections that are open.").labels()
+        self.connections_refused_total: Family[Counter] = meters.counter(
+            "penstock_connections_refused_total",
+            "Client connections closed, or unread bytes of theirs dropped, by the limit that was reached.",
+            LIMIT,
+        )
+        self.tls_handshake_failures_total: Family[Counter] = meters.counter(
+            "penstock_tls_handshake_failures_total",
+            "TLS handshakes of clients that failed or took too long, by listener: api, admin.",
+            LISTENER,
+        )
+        self.tls_not_after: Family[Gauge] = meters.gauge(
+            "penstock_tls_certificate_not_after_timestamp_seconds",
+            "When the first of a listener's certificates in use expires, seconds since the epoch.",
+            LISTENER,
+            merge=Merge.MIN,
+        )
         self.body_bytes: Gauge = meters.gauge(
             "penstock_body_bytes", "Memory held for request bodies that may be needed again."
         ).labels()

@@ -46,4 +46,5 @@ class Trials:
             "Time from the last byte of a request to its first token, by side of its pool's canary.",
             ttft_buckets_s,
             *(POOL, SIDE),
+            marked=True,
         )

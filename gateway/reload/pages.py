@@ -5,19 +5,20 @@ Lives here: requests to triggers, outcomes to answers. Not here: who may ask (tr
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
 from gateway.config import Problem
 from gateway.config.compare import Change, shown
 from gateway.config.source import FILE_CAP_BYTES
-from gateway.reload.reloader import Outcome, Rejection, Reloader
+from gateway.reload.reloader import ChangeOptions, Outcome, Rejection, Reloader
+from gateway.reload.trial import tallied
 from gateway.reload.versions import Version
 
 if TYPE_CHECKING:
@@ -28,14 +29,6 @@ STATUS: Mapping[str, int] = MappingProxyType(
 )
 
 
-class Dry(msgspec.Struct, frozen=True):
-    """Whether it is a dry run; and whether it is one whose rejection is noted, as that of a real one: a supervisor has
-    all its workers try before any of them takes it."""
-
-    run: bool
-    noted: bool
-
-
 def add(app: App, routes: web.UrlDispatcher) -> None:
     """GET and PUT /config, GET /config/versions, POST /config/reload and /config/rollback."""
     reloader = app.reloader
@@ -43,6 +36,8 @@ def add(app: App, routes: web.UrlDispatcher) -> None:
     async def read(_: web.Request) -> web.Response:
         snapshot = app.gateway.snapshot
         state = _state(reloader) | {
+            "shared": app.shared_state(),
+            "file_differs": await asyncio.to_thread(reloader.file_differs),
             "generation": snapshot.generation,
             "models": sorted(snapshot.routes),
             "retiring": app.swap.retiring,
@@ -54,31 +49,34 @@ def add(app: App, routes: web.UrlDispatcher) -> None:
         newest_first = [_version(each) for each in reversed(reloader.versions.all())]
         return web.json_response({"applied": reloader.version.number, "versions": newest_first})
 
-    async def put(text: bytes, headers: Mapping[str, str], dry: Dry) -> web.Response:
-        match = headers.get("If-Match")
-        return _told(await reloader.put(text, "admin", if_match=match, dry_run=dry.run, noted=dry.noted))
+    async def tally(_: web.Request) -> web.Response:
+        found = tallied(app.metrics)
+        return web.json_response({"ended": found.ended, "failed": found.failed})
 
-    async def again(dry: Dry) -> web.Response:
-        return _told(await reloader.reload("command", dry_run=dry.run, noted=dry.noted))
+    async def put(text: bytes, headers: Mapping[str, str], options: ChangeOptions) -> web.Response:
+        return _told(await reloader.put(text, "admin", if_match=headers.get("If-Match"), options=options))
 
-    async def rollback(to: int | None) -> web.Response:
-        return _told(await reloader.rollback(to))
+    async def again(options: ChangeOptions) -> web.Response:
+        return _told(await reloader.reload("command", options))
+
+    async def rollback(to: int | None, options: ChangeOptions) -> web.Response:
+        return _told(await reloader.rollback(to, options=options))
 
     routes.add_get("/config", read)
     routes.add_get("/config/versions", versions)
+    routes.add_get("/config/tally", tally)
     add_changes(routes, put, again, rollback)
 
 
 def add_changes(
     routes: web.UrlDispatcher,
-    put: Callable[[bytes, Mapping[str, str], Dry], Awaitable[web.Response]],
-    again: Callable[[Dry], Awaitable[web.Response]],
-    rollback: Callable[[int | None], Awaitable[web.Response]],
+    put: Callable[[bytes, Mapping[str, str], ChangeOptions], Awaitable[web.Response]],
+    again: Callable[[ChangeOptions], Awaitable[web.Response]],
+    rollback: Callable[[int | None, ChangeOptions], Awaitable[web.Response]],
 ) -> None:
     """PUT /config, POST /config/reload and /config/rollback, for one gateway or for several that change together.
 
-    `put` is given the text, the headers, and how dry a run it is; `again` the last of these; `rollback` a version's
-    number, or None for the one before.
+    `put` is given the text and the request's headers; `rollback` a version's number, or None for the one before.
     """
 
     async def on_put(request: web.Request) -> web.Response:
@@ -88,16 +86,16 @@ def add_changes(
             return _malformed(f"the text is larger than {FILE_CAP_BYTES >> 20} MiB", 413)
         except (RequestPayloadError, ConnectionError):
             return _malformed("the text did not come whole, or is not encoded as its headers say")
-        return await put(text, request.headers, _dry(request))
+        return await put(text, request.headers, _options(request))
 
     async def on_reload(request: web.Request) -> web.Response:
-        return await again(_dry(request))
+        return await again(_options(request))
 
     async def on_rollback(request: web.Request) -> web.Response:
         to = request.query.get("to")
         if to is not None and not (to.isascii() and to.isdigit() and len(to) < 10):
             return _malformed("to= is the number of a version")
-        return await rollback(int(to) if to is not None else None)
+        return await rollback(int(to) if to is not None else None, _options(request))
 
     routes.add_put("/config", on_put)
     routes.add_post("/config/reload", on_reload)
@@ -110,8 +108,8 @@ def _malformed(message: str, status: int = 400) -> web.Response:
     return web.json_response(answer, status=status)
 
 
-def _dry(request: web.Request) -> Dry:
-    return Dry(_asked(request, "dry_run"), _asked(request, "noted"))
+def _options(request: web.Request) -> ChangeOptions:
+    return ChangeOptions(_asked(request, "dry_run"), _asked(request, "noted"), _asked(request, "force"))
 
 
 def _asked(request: web.Request, flag: str) -> bool:

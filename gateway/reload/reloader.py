@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from time import perf_counter, time
 
 import msgspec
 
-from gateway.config import Config, ConfigError, Loaded, Problem, examine, examine_text
+from gateway.config import ConfigError, Loaded, Problem, examine, examine_text
 from gateway.config.compare import Change, changes
-from gateway.config.source import parse
+from gateway.config.source import parse, raw_bytes
 from gateway.metrics import Metrics
 from gateway.reload import versions
 from gateway.reload.swap import CannotServe, Swap
@@ -24,9 +24,12 @@ from gateway.reload.versions import Version, Versions
 
 log = logging.getLogger("penstock")
 
-ACCESS = ("observability.access_log", "observability.access_flush", "observability.access_blocks")
-AT_START = ("listeners", "prefix", *ACCESS, "reload.state_dir", "shared", "workers")
+LOGS = tuple(f"observability.{key}" for key in ("access_log", "access_flush", "access_blocks", "access_rotate", "log"))
+AT_START = ("listeners", "prefix", *LOGS, "reload.state_dir", "shared", "workers")
 """What is bound once, at the start. A change of it is taken over, and comes into effect with the next start."""
+
+AT_ONCE = ("listeners.api.tls.", "listeners.admin.tls.")
+"""Below what is bound at the start: what new connections use at once."""
 
 FROM_FILE = frozenset({"file", "signal", "command"})
 """Triggers by which the file's own text is taken over."""
@@ -36,6 +39,24 @@ SENT = "PUT config"
 
 Say = Callable[[str, bool], None]
 """Tells an operator one line; True when it is bad news."""
+
+
+class ChangeOptions(msgspec.Struct, frozen=True):
+    """How a change is made.
+
+    dry_run  check it and change nothing
+    noted    a dry run whose rejection counts like that of a real one: a supervisor has all its
+             workers try a change before any of them makes it
+    force    also if none of a pool's endpoints can be reached
+    """
+
+    dry_run: bool = False
+    noted: bool = False
+    force: bool = False
+
+
+CHANGE = ChangeOptions()
+"""A real change that is refused when a pool cannot be reached."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -64,6 +85,10 @@ class Rejection(msgspec.Struct, frozen=True):
     problems: tuple[Problem, ...]
 
 
+async def do_nothing(_trigger: str) -> None:
+    """After a change, where no trial judges it."""
+
+
 class Reloader:
     """Owner of what is in force and of its history. `running` is the text behind the snapshot, `last_error` why the
     last attempt failed, if it did."""
@@ -82,7 +107,7 @@ class Reloader:
         versions in the configuration's folder."""
         self.running = loaded
         self.last_error: Rejection | None = None
-        self.on_applied: Callable[[Config, str], None] = lambda config, trigger: None
+        self.on_applied: Callable[[str], Awaitable[None]] = do_nothing
         self._started = loaded
         self._file = file
         self._seen, self._seen_text = loaded.digest, loaded.text
@@ -124,14 +149,24 @@ class Reloader:
         """What the configuration in force says and the running process cannot do before its next start."""
         return _bound(changes(self._started, self.running))
 
+    def file_differs(self) -> bool:
+        """Whether the file says something else than what is in force: after a rollback, a PUT or an edit that is not
+        followed. Reads the file, so call it in a thread."""
+        if self._file is None:
+            return False
+        try:
+            return raw_bytes(self._file) != self.running.text
+        except ConfigError:
+            return True
+
     # Triggers
 
-    async def reload(self, trigger: str, *, dry_run: bool = False, noted: bool = False) -> Outcome:
-        """Take over the file as it is now. `noted`: of a dry run, too, a rejection is remembered."""
+    async def reload(self, trigger: str, options: ChangeOptions = CHANGE) -> Outcome:
+        """Take over the file as it is now."""
         file = self._file
         if file is None:
             return self._nothing("there is no file: the engines were given on the command line")
-        return await self._attempt(lambda: examine(file, self._env), trigger, dry_run=dry_run, noted=noted)
+        return await self._attempt(lambda: examine(file, self._env), trigger, options)
 
     async def changed(self) -> Outcome | None:
         """A file that matters was touched: take over what changed, if anything did."""
@@ -149,15 +184,20 @@ class Reloader:
         return examine_text(self.running.text, self.running.file, self._env)
 
     async def put(
-        self, text: bytes, trigger: str, *, if_match: str | None = None, dry_run: bool = False, noted: bool = False
+        self, text: bytes, trigger: str, *, if_match: str | None = None, options: ChangeOptions = CHANGE
     ) -> Outcome:
         """Take over a text that somebody sent. Its relative paths start from the file's folder."""
         name = str((self._file.parent if self._file is not None else Path()) / SENT)
-        return await self._attempt(
-            lambda: examine_text(text, name, self._env), trigger, dry_run=dry_run, noted=noted, if_match=if_match
-        )
+        return await self._attempt(lambda: examine_text(text, name, self._env), trigger, options, if_match=if_match)
 
-    async def rollback(self, number: int | None, trigger: str = "rollback", *, if_match: str | None = None) -> Outcome:
+    async def rollback(
+        self,
+        number: int | None,
+        trigger: str = "rollback",
+        *,
+        if_match: str | None = None,
+        options: ChangeOptions = CHANGE,
+    ) -> Outcome:
         """Take over an older version: that number, or the one before the one in force."""
         older = [each for each in self.versions.all() if each.number < self.version.number]
         wanted = self.versions.find(number) if number is not None else (older[-1] if older else None)
@@ -167,7 +207,7 @@ class Reloader:
         if text is None:
             return self._nothing(f"the text of version {wanted.number} was not kept: a secret stands in it")
         return await self._attempt(
-            lambda: examine_text(text.encode(), wanted.file, self._env), trigger, if_match=if_match
+            lambda: examine_text(text.encode(), wanted.file, self._env), trigger, options, if_match=if_match
         )
 
     # The one way
@@ -176,9 +216,8 @@ class Reloader:
         self,
         read: Callable[[], Loaded],
         trigger: str,
+        options: ChangeOptions = CHANGE,
         *,
-        dry_run: bool = False,
-        noted: bool = False,
         if_match: str | None = None,
         news_only: bool = False,
     ) -> Outcome:
@@ -194,17 +233,17 @@ class Reloader:
                     self._seen = loaded.digest
                     return Outcome("unchanged", self.version, "")
                 old_news = self._mends_nothing(trigger) and loaded.digest in (self._seen, self.running.digest)
-                if trigger in FROM_FILE and not dry_run:
+                if trigger in FROM_FILE and not options.dry_run:
                     self._seen, self._seen_text = loaded.digest, loaded.text
                 if news_only and old_news:
                     return Outcome("unchanged", self.version, "")
                 if loaded.digest == self.running.digest:
-                    return self._unchanged(loaded, dry_run=dry_run)
-                return await self._take_over(loaded, trigger, began, dry_run=dry_run)
+                    return self._unchanged(loaded, dry_run=options.dry_run)
+                return await self._take_over(loaded, trigger, began, options)
             except ConfigError as error:
                 if news_only and self.last_error is not None and self.last_error.problems == error.problems:
                     return Outcome("unchanged", self.version, "")
-                return self._rejected(error, trigger, noted=noted or not dry_run)
+                return self._rejected(error, trigger, noted=options.noted or not options.dry_run)
 
     def _superseded(self, loaded: Loaded) -> bool:
         """Whether another text is in force than the file's, which nobody has edited since: a secret has moved."""
@@ -216,15 +255,17 @@ class Reloader:
         whatever becomes of the secrets of the text in force."""
         return self.last_error is None or (trigger == "secret" and self.last_error.trigger != trigger)
 
-    async def _take_over(self, loaded: Loaded, trigger: str, began: float, *, dry_run: bool) -> Outcome:
+    async def _take_over(self, loaded: Loaded, trigger: str, began: float, options: ChangeOptions) -> Outcome:
         found = await asyncio.to_thread(changes, self.running, loaded)
         bound = _bound(await asyncio.to_thread(changes, self._started, loaded))
         try:
+            if not options.force and (options.noted or not options.dry_run):
+                await self._swap.check_reachable(loaded.config)
             plan = self._swap.plan(loaded.config)
         except CannotServe as problem:
             source = parse(loaded.text, loaded.file, self._env)
             raise ConfigError([source.problem(problem.path, str(problem))]) from problem
-        if dry_run:
+        if options.dry_run:
             return Outcome("dry_run", self.version, f"would be taken over: {_counted(found)}", found, (), bound)
         swap_began = perf_counter()
         affected = self._swap.carry_out(plan)
@@ -238,7 +279,7 @@ class Reloader:
         outcome = msgspec.structs.replace(outcome, message=_line(outcome))
         self._say(outcome.message, False)
         await asyncio.to_thread(self._keep, version, in_clear=loaded.in_clear)
-        self.on_applied(loaded.config, trigger)
+        await self.on_applied(trigger)
         return outcome
 
     def _keep(self, version: Version, *, in_clear: bool) -> None:
@@ -289,7 +330,11 @@ def _matches(if_match: str, etag: str) -> bool:
 
 
 def _bound(found: tuple[Change, ...]) -> tuple[str, ...]:
-    return tuple(each.path for each in found if any(f"{each.path}.".startswith(f"{path}.") for path in AT_START))
+    return tuple(each.path for each in found if _is_bound(each.path))
+
+
+def _is_bound(path: str) -> bool:
+    return not path.startswith(AT_ONCE) and any(f"{path}.".startswith(f"{bound}.") for bound in AT_START)
 
 
 def _line(outcome: Outcome) -> str:

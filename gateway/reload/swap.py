@@ -15,6 +15,7 @@ from gateway.config.problems import Path
 from gateway.gate import Room
 from gateway.metrics import Metrics
 from gateway.reload.generations import Generations
+from gateway.reload.reachability import unreachable_pool
 from gateway.roster import LiveEndpoint
 from gateway.serve import Gateway
 from gateway.snapshot import Plan, Snapshot, build
@@ -44,6 +45,16 @@ class Swap:
         self._generations = Generations()
         self._left_in: dict[LiveEndpoint, int] = {}
         self._closed_in: dict[Room, int] = {}
+
+    async def check_reachable(self, config: Config) -> None:
+        """Raises CannotServe if no endpoint of a pool can be reached, and that is new."""
+        staying = [live for live in self._gateway.endpoints.all() if not live.leaving]
+        known = {live.endpoint.url for live in staying}
+        available = {live.endpoint.url for live in staying if live.load.available}
+        pool = await unreachable_pool(config, known, available)
+        if pool is not None:
+            text = "none of its endpoints accepts a connection; `penstock reload --force` takes it over all the same"
+            raise CannotServe(("pools", pool), text)
 
     def plan(self, config: Config) -> Plan:
         """Build and try `config`. Changes nothing. Raises CannotServe."""

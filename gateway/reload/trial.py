@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
+from typing import Protocol
 
 import msgspec
 
-from gateway.config import AutoRollback, Config
+from gateway.config import AutoRollback
 from gateway.metrics import Metrics
-from gateway.reload.reloader import Outcome, Reloader
+from gateway.reload.reloader import ChangeOptions, Reloader
 
 log = logging.getLogger("penstock")
 
@@ -33,6 +34,9 @@ class Tally(msgspec.Struct, frozen=True):
 
     def since(self, earlier: Tally) -> Tally:
         return Tally(self.ended - earlier.ended, self.failed - earlier.failed)
+
+    def plus(self, other: Tally) -> Tally:
+        return Tally(self.ended + other.ended, self.failed + other.failed)
 
     @property
     def ratio(self) -> float:
@@ -61,12 +65,56 @@ def worse(before: Tally, after: Tally, limits: AutoRollback) -> str | None:
     return f"{after.ratio:.1%} of {after.ended} requests failed since, {before.ratio:.1%} before"
 
 
+class TrialTarget(Protocol):
+    """What a change is made in: one gateway, or all workers of one."""
+
+    @property
+    def limits(self) -> AutoRollback | None:
+        """None: nothing is judged."""
+        ...
+
+    @property
+    def version(self) -> int: ...
+
+    async def tally(self) -> Tally: ...
+
+    async def roll_back(self) -> tuple[str, str]:
+        """(result, message) of going back to the version before; the result is "applied" if it did."""
+        ...
+
+
+class GatewayOnTrial:
+    """One gateway as the target of a trial."""
+
+    def __init__(self, reloader: Reloader, metrics: Metrics) -> None:
+        self._reloader = reloader
+        self._metrics = metrics
+
+    @property
+    def limits(self) -> AutoRollback | None:
+        return self._reloader.running.config.reload.auto_rollback
+
+    @property
+    def version(self) -> int:
+        return self._reloader.version.number
+
+    async def tally(self) -> Tally:
+        return tallied(self._metrics)
+
+    async def roll_back(self) -> tuple[str, str]:
+        outcome = await self._reloader.rollback(
+            None, TRIGGER, if_match=self._reloader.version.etag, options=ChangeOptions(force=True)
+        )
+        if outcome.result == "applied":
+            self._metrics.config_reload_total.labels("rolled_back").inc()
+        return outcome.result, outcome.message
+
+
 class Trial:
     """Looks once a second while auto_rollback is on. A change that it made itself is not judged."""
 
-    def __init__(self, reloader: Reloader, metrics: Metrics, say: Callable[[str, bool], None]) -> None:
-        self._reloader = reloader
-        self._metrics = metrics
+    def __init__(self, target: TrialTarget, say: Callable[[str, bool], None]) -> None:
+        self._target = target
         self._say = say
         self._past: deque[tuple[float, Tally]] = deque()
         self._swapped: tuple[float, int, Tally, Tally] | None = None
@@ -81,15 +129,15 @@ class Trial:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    def applied(self, config: Config, trigger: str) -> None:
+    async def applied(self, trigger: str) -> None:
         """A configuration was put in force: its window begins, unless it is one that went back."""
-        limits = config.reload.auto_rollback
+        limits = self._target.limits
         if limits is None or trigger in (TRIGGER, "rollback"):
             self._swapped = None
             return
-        now, tally = monotonic(), tallied(self._metrics)
+        now, tally = monotonic(), await self._target.tally()
         before = tally.since(next((each for at, each in self._past if at >= now - limits.window), tally))
-        self._swapped = now, self._reloader.version.number, tally, before
+        self._swapped = now, self._target.version, tally, before
 
     async def _run(self) -> None:
         while True:
@@ -99,28 +147,26 @@ class Trial:
             except Exception:
                 log.exception("judging a change failed")
 
-    async def look(self, now: float) -> Outcome | None:
-        """Remember how things stand; take the last change back if its window says so."""
-        limits = self._reloader.running.config.reload.auto_rollback
+    async def look(self, now: float) -> bool:
+        """Remember the tally; go back if the window of the last change says so. Whether it tried to."""
+        limits = self._target.limits
         if limits is None:
             self._past.clear()
-            return None
-        tally = tallied(self._metrics)
+            return False
+        tally = await self._target.tally()
         self._past.append((now, tally))
         while self._past[0][0] < now - limits.window:
             self._past.popleft()
         if self._swapped is None:
-            return None
+            return False
         at, number, then, before = self._swapped
-        reason = worse(before, tally.since(then), limits) if self._reloader.version.number == number else None
+        reason = worse(before, tally.since(then), limits) if self._target.version == number else None
         if reason is None:
             self._swapped = self._swapped if now - at < limits.window else None
-            return None
+            return False
         self._swapped = None
         self._say(f"v{number} made things worse: {reason}. Going back.", True)
-        outcome = await self._reloader.rollback(None, TRIGGER, if_match=self._reloader.version.etag)
-        if outcome.result == "applied":
-            self._metrics.config_reload_total.labels("rolled_back").inc()
-        else:  # nothing to go back to, or somebody was faster
-            self._say(f"v{number} was not taken back: {outcome.message}", True)
-        return outcome
+        result, message = await self._target.roll_back()
+        if result != "applied":  # nothing to go back to, or another change came first
+            self._say(f"v{number} was not taken back: {message}", True)
+        return True

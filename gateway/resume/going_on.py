@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from gateway import legs
 from gateway.attempts import break_off
+from gateway.booking import Booking
 from gateway.client import Client
-from gateway.endpoints import Booking
 from gateway.exchange import Exchange
 from gateway.framing import LAST_CHUNK, chunk
 from gateway.openai import Api, Call
@@ -40,7 +40,7 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
         await legs.single(route, x, call, client, booking)
         return
     served = booking.endpoint.served_model or route.name
-    sent = telling(call, served)
+    sent = telling(call, served, booking.endpoint.salt_member)
     ledger = x.ledger = Ledger(terms, resume.tokens)
     recorder = Recorder(ledger, ledger.first, served, call.asked_model)
     headers = legs.answer_headers(x, booking.endpoint.name)
@@ -104,6 +104,7 @@ class _Rest:
             return STOPPED, None
         assert x.pick is not None
         x.retries.append(x.pick.candidate.endpoint.name)
+        x.unsent += not problem.sent
         if not obstacle and self._ledger.whole:
             self._close()
             return CLOSED, None
@@ -122,7 +123,7 @@ class _Rest:
     async def _leave(self) -> str:
         """Why there is no leave for another attempt; "" where there is. A turn of the budget is for a prefill."""
         x, resume, gate = self._x, self._route.resume, self._gateway.gate
-        if resume is None or len(x.retries) >= resume.attempts:
+        if resume is None or x.attempts >= resume.attempts:
             return "attempts"
         x.retrying = x.retrying or await gate.retry_turn()
         if gate.stopping:
@@ -140,7 +141,9 @@ class _Rest:
         x, ledger, asked = self._x, self._ledger, self._call.asked_model
         ledger.resume()
         served = booking.endpoint.served_model or self._route.name
-        sent = _Body(ledger.terms.rest(served, ledger.prompt, ledger.said))
+        member, salt = booking.endpoint.salt_member, self._call.salt.decode()
+        more = {member: salt} if member and salt else {}
+        sent = _Body(ledger.terms.rest(served, ledger.prompt, ledger.said, more))
 
         def began() -> None:
             booking.first_token()

@@ -18,6 +18,9 @@ from gateway.rename import Renamer, whole_events
 from gateway.resume.terms import Terms
 from gateway.told import Usage
 
+MOST_EVENT = 8 * 1024 * 1024
+"""Bytes of one event. The longest has the ids of the prompt, about seven bytes each."""
+_SEAM = 2  # bytes of an event's end that do not show that it is one
 _DONE = b"[DONE]"
 _LOST = frozenset(("abort", "error"))  # an engine's word for an end that it did not choose
 _SHOWN = frozenset(("role", "content"))
@@ -212,22 +215,40 @@ class Recorder(Renamer):
         self.ledger = ledger
         self._asked = asked
         self._show = show
+        self._unfinished: list[bytes] = []  # pieces of an event
+        self._unfinished_bytes = 0
+        self._seam = b""  # the last bytes of it: the end of an event may be cut
 
     def feed(self, payload: bytes, *, sse: bool, ended: bool) -> bytes:
         """Whole events in, the client's events out. When one of them breaks the answer, none of them was shown."""
         if not sse:
             return super().feed(payload, sse=sse, ended=ended)
         self.ledger.mark()
-        self._pending += payload
-        whole = len(self._pending) if ended else whole_events(self._pending)
-        if not whole:
-            return b""
-        ready, self._pending = self._pending[:whole].replace(b"\r\n", b"\n"), self._pending[whole:]
+        ready = self._whole_events(payload, ended=ended).replace(b"\r\n", b"\n")
         try:
             return b"".join([self._event(event) for event in ready.split(b"\n\n") if event.strip()])
         except UpstreamBroke:
             self.ledger.take_back()
             raise
+
+    def _whole_events(self, payload: bytes, *, ended: bool) -> bytes:
+        """The events that end in this payload, with what came of the first before. Looks at each byte once."""
+        seam = self._seam
+        whole = len(payload) if ended else whole_events(seam + payload) - len(seam)
+        if whole > 0 or ended:
+            ready = b"".join([*self._unfinished, payload[:whole]])
+            payload, seam = payload[whole:], b""
+            self._unfinished.clear()
+            self._unfinished_bytes = 0
+        else:
+            ready = b""
+        self._seam = (seam + payload)[-_SEAM:]
+        if payload:
+            self._unfinished.append(payload)
+            self._unfinished_bytes += len(payload)
+        if self._unfinished_bytes > MOST_EVENT:
+            raise UpstreamBroke("framing", f"the engine sent an event of more than {MOST_EVENT} bytes")
+        return ready
 
     def _event(self, event: bytes) -> bytes:
         data = event.strip().removeprefix(b"data:").strip()
@@ -272,10 +293,16 @@ class Recorded(Relay):
         return self.renamer
 
     def _end(self, out: bytes) -> bytes:
-        if self._sse and not self._done and not self._last.rstrip().endswith(_DONE):
+        unfinished = self._carry or self._recorder.ledger.finish is None
+        if self._sse and not self._done and unfinished and not self._last.rstrip().endswith(_DONE):
             self._recorder.ledger.take_back()
             raise UpstreamBroke("truncated", "the engine ended its stream early")
         return super()._end(out)
+
+    def _closing(self) -> bytes | None:
+        """As the ledger has it, of the whole answer."""
+        ledger = self._recorder.ledger
+        return None if ledger.finish is None else ledger.closing()
 
     def continued(self, rest: Relay, usage: Usage) -> None:
         """Another relay went on where this one broke off: what both saw is the answer."""

@@ -56,6 +56,7 @@ _USAGE = b'{"include_usage":true,"continuous_usage_stats":true}'
 _PUT = {"return_token_ids": b"true", "stream_options": _USAGE}
 _TELLING = Edits(members(_PUT), frozenset(_PUT))
 _LONGEST = 1024  # bytes of a member that is read here: what is longer is none of those that can be continued
+_NO_MORE: Mapping[str, str] = MappingProxyType({})
 _COMPLETIONS_BOUND = 16  # tokens of a completion that names no bound
 
 _any = msgspec.json.Decoder().decode
@@ -75,8 +76,8 @@ class Terms(msgspec.Struct, frozen=True):
     least: int
     shows_usage: bool
 
-    def rest(self, model: str, prompt: Sequence[int], said: Sequence[int]) -> bytes:
-        """The body that asks for what follows `said`."""
+    def rest(self, model: str, prompt: Sequence[int], said: Sequence[int], more: Mapping[str, str] = _NO_MORE) -> bytes:
+        """The body that asks for what follows `said`, with `more` members."""
         left = None if self.most is None else self.most - len(said)
         body = {
             "model": model,
@@ -86,6 +87,7 @@ class Terms(msgspec.Struct, frozen=True):
             "return_token_ids": True,
             "max_tokens": left,  # null is as many as the context has room for; without it, 16
             **self.sampling,
+            **more,
         }
         if self.least > len(said):
             body["min_tokens"] = self.least - len(said)
@@ -114,9 +116,13 @@ def terms_of(call: Call) -> Terms | None:
     return Terms(chat, sampling, _most(members, chat), least, bool(options.get("include_usage")))
 
 
-def telling(call: Call, model: str) -> Call:
-    """The call for an engine that knows the model as `model`, which tells the ids of what it says and counts them."""
-    return msgspec.structs.replace(call, body=edited(call.body, call.members, _TELLING, model), members={})
+def telling(call: Call, model: str, salt_member: str) -> Call:
+    """The call for an engine that knows the model as `model`, which tells the ids of what it says and counts them.
+    The engine takes the cache salt as `salt_member`, if it has a name."""
+    edits = _TELLING
+    if call.salt:
+        edits = msgspec.structs.replace(edits, put=edits.put + call.salt_member(salt_member))
+    return msgspec.structs.replace(call, body=edited(call.body, call.members, edits, model), members={})
 
 
 def _continuable(name: str, raw: msgspec.Raw, *, chat: bool) -> bool:

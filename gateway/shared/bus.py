@@ -29,12 +29,14 @@ Drop = Callable[[str], None]
 
 class BusState(msgspec.Struct, frozen=True):
     """connected: frames come and go now. staleness_s: since when it could not have heard something, 0 while it can.
-    backlog_bytes: waiting to be sent. gaps: times that it came back and could not hear all that was said meanwhile."""
+    backlog_bytes: waiting to be sent. gaps: times that it came back and could not hear all that was said meanwhile.
+    problem: why it is not connected, in a sentence; "" while it is, or before the first attempt has failed."""
 
     connected: bool
     staleness_s: float
     backlog_bytes: int
     gaps: int
+    problem: str = ""
 
 
 class Bus(Protocol):

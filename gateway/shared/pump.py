@@ -70,6 +70,16 @@ class Pump:
         self._bus.publish(frame, to)
         await self._bus.stop()
 
+    def state(self) -> dict[str, object]:
+        """For operators: whether other gateways are reached, why not, and how many there are."""
+        state = self._bus.state(monotonic())
+        return {
+            "connected": state.connected,
+            "problem": state.problem,
+            "stale_s": round(state.staleness_s, 1),
+            "gateways": len(self._view.peers),
+        }
+
     def hear(self, frame: bytes, age_s: float) -> None:
         """Put a frame in the queue; the oldest is given up when there is no room."""
         if len(frame) > FRAME_CAP_BYTES:

@@ -21,6 +21,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from gateway.shared.bus import EVERYBODY, Backlog, BusState, Deliver, Drop
+from gateway.shared.redis_error import describe_redis_error
+from gateway.tls import ClientSettings
+from gateway.tls_clients import redis_options
 
 log = logging.getLogger("penstock")
 
@@ -45,6 +48,7 @@ class Place(msgspec.Struct, frozen=True):
     stream: str
     username: str | None = None
     password: str | None = None
+    tls: ClientSettings | None = None
 
     def __repr__(self) -> str:
         return f"Place({self.url})"
@@ -65,7 +69,8 @@ class RedisBus:
         self._heard_at = monotonic()
         self._writes = self._reads = self._here = False
         self._seen = b"0-0"
-        self._told = False
+        self._problem = ""
+        self._logged: set[str] = set()  # problems of this outage: each is logged once
 
     async def start(self, me: bytes, deliver: Deliver) -> None:
         own = self._to(me)
@@ -95,7 +100,8 @@ class RedisBus:
 
     def state(self, now: float) -> BusState:
         silent_s = now - self._heard_at
-        return BusState(self._here, silent_s if silent_s > SILENCE_S else 0.0, self._backlog.bytes, self._gaps)
+        stale_s = silent_s if silent_s > SILENCE_S else 0.0
+        return BusState(self._here, stale_s, self._backlog.bytes, self._gaps, self._problem)
 
     # Connections
 
@@ -129,6 +135,7 @@ class RedisBus:
             retry=Retry(NoBackoff(), 0),  # we are the retry
             max_connections=1,
             client_name="penstock",
+            **redis_options(place.tls),
         )
 
     def _stands(self, flag: str) -> None:
@@ -136,17 +143,21 @@ class RedisBus:
         setattr(self, flag, True)
         here, self._here = self._here, self._writes and self._reads
         if self._here and not here:
-            self._told = False
-            log.info("shared view: Redis at %s is here", self._place.url)
+            again, self._problem = bool(self._problem), ""
+            self._logged.clear()
+            level = logging.WARNING if again else logging.INFO
+            log.log(level, "shared view: connected %sto Redis at %s", "again " if again else "", self._place.url)
 
     def _breaks(self, flag: str, why: Exception) -> bool:
         """A line is gone; whether it had stood."""
         stood: bool = getattr(self, flag)
         setattr(self, flag, False)
         self._here = False
-        if not self._told:
-            self._told = True
-            log.warning("shared view: no Redis at %s (%s); going on alone", self._place.url, _said(why))
+        problem = describe_redis_error(why)
+        if problem not in self._logged and not (self._problem and stood):  # both connections break at once
+            self._logged.add(problem)
+            log.warning("shared view: no Redis at %s: %s. This gateway goes on alone", self._place.url, problem)
+        self._problem = problem
         return stood
 
     # Words
@@ -221,8 +232,3 @@ def _streams(found: Any) -> list[tuple[bytes, Any]]:
 def _order(entry: bytes) -> tuple[int, int]:
     first, _, second = entry.partition(b"-")
     return int(first), int(second or 0)
-
-
-def _said(error: BaseException) -> str:
-    """What went wrong, without what was sent."""
-    return type(error).__name__ if not isinstance(error, OSError) else f"{type(error).__name__}: {error.strerror}"

@@ -8,7 +8,7 @@ from time import monotonic
 
 from gateway.errand import Errand, Landing
 from gateway.relay import Relay, UpstreamBroke
-from gateway.upstream import Connection, Downstream, Upstream
+from gateway.upstream import LOST, Connection, Downstream, Upstream
 
 log = logging.getLogger("penstock")
 
@@ -123,7 +123,8 @@ class Leg(Errand):
 
     def step(self, error: BaseException | None = None) -> None:
         """The answer is over. A pooled connection that turns out dead before a byte came back costs nothing."""
-        done, self._done, self._connection = self._done, None, None
+        done, connection = self._done, self._connection
+        self._done = self._connection = None
         if done is None:
             return
         problem = done.exception()
@@ -131,9 +132,12 @@ class Leg(Errand):
             self._end(None)
         elif not isinstance(problem, UpstreamBroke):
             raise problem
-        elif self._pooled and self.relay.untouched and problem.kind in ("reset", "no_answer"):
+        elif not self.relay.untouched or problem.kind not in LOST:
+            self._end(problem)
+        elif self._pooled:
             self._connect()
         else:
+            problem.fresh = connection is not None and connection.is_fresh
             self._end(problem)
 
     def _connect(self) -> None:
@@ -145,6 +149,7 @@ class Leg(Errand):
         try:
             connection = await self.upstream.connect()
         except UpstreamBroke as broke:
+            broke.sent = self.sent_at is not None
             self._end(broke.with_traceback(None))  # that leads back here, and so to whoever keeps it: a cycle
         except Exception:
             log.exception("a leg failed inside the gateway")

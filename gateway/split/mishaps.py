@@ -7,7 +7,7 @@ from __future__ import annotations
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from gateway.attempts import retry_now
+from gateway.attempts import is_unsent
 from gateway.relay import UpstreamBroke
 from gateway.split.life import Event
 from kvtransfer.dialects import Handover, read_answer
@@ -15,7 +15,7 @@ from policies import run
 from policies.split import Pair
 
 if TYPE_CHECKING:
-    from gateway.endpoints import Booking
+    from gateway.booking import Booking
     from gateway.roster import LiveEndpoint
     from gateway.split.leg import Leg
     from gateway.split.pair import PairAttempt
@@ -77,7 +77,7 @@ def other_decode(attempt: PairAttempt) -> None:
     group = next(each for each in work.split.pools.groups if pair.decode.candidate in each.decodes)
     others = [each for each in group.decodes if each is not pair.prefill.candidate]
     pick = run.pick(work.split.splitter.decode, endpoints.ask(request, work.fingerprint, x.retries), others)
-    if pick is None or not retry_now(work.gateway, x, problem):  # over budget a pair waits its turn and begins anew
+    if pick is None or not is_unsent(work.gateway, x, problem):
         attempt.post(Event.NOBODY)
         return
     attempt.decode_place.__exit__()

@@ -15,7 +15,7 @@ from time import monotonic
 from types import MappingProxyType
 
 from gateway import legs
-from gateway.endpoints import Booking
+from gateway.booking import Booking
 from gateway.errand import Landing, landing
 from gateway.exchange import Exchange, SplitRecord
 from gateway.relay import Relay, UpstreamBroke

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from gateway.booking import Booking
 from gateway.client import Client
-from gateway.endpoints import Booking
 from gateway.exchange import Exchange, SplitRecord
 from gateway.legs import answer_headers, forwarded
 from gateway.openai import Api, Call
@@ -179,9 +179,12 @@ class Words:
         return _SSE % len(events) + events
 
     def _request(self, place: Booking | LiveEndpoint, edits: Edits, role: str) -> tuple[bytes, bytes]:
-        """`role` as a trace calls it; "" for what no trace tells of."""
+        """`role` as a trace calls it; "" for what no trace tells of, which has a cache salt of its own if any."""
         work, endpoint, trace = self._work, place.endpoint, self._work.x.trace
         call, served = work.call, endpoint.served_model or work.route.name
+        if role and call.salt:  # both legs get the same one: a decoder finds the KV under the prefiller's
+            put = edits.put + call.salt_member(endpoint.salt_member)
+            edits = msgspec.structs.replace(edits, put=put)
         body = edited(call.body, self._members, edits, None if served == call.request.model else served)
         lines = f"{self._lines}{len(body)}\r\n"
         if trace is not None and role:

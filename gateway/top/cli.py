@@ -7,14 +7,16 @@ from importlib.util import find_spec
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
 from gateway.commands import HERE, Admin, Json, fail, print_json, say
 from gateway.operate import KeyFile, NoAnswerError, Server
 from gateway.top.plain import board
 
 WIDTH_WITHOUT_A_TERMINAL = 132
+NO_KEYS = Text(f"For keys (drain, explain, filter): {sys.executable} -m pip install textual", "dim")
 
 
 def top(
@@ -46,9 +48,9 @@ def _follow(server: Server) -> None:
     try:
         with Live(console=console, screen=True, auto_refresh=False) as shown:
             for frame in server.stream("/live/stream"):
-                shown.update(board(frame), refresh=True)
+                shown.update(Group(board(frame), NO_KEYS), refresh=True)
         say("the gateway has ended its stream")
     except NoAnswerError as error:
         fail(str(error))
     except KeyboardInterrupt:
-        say("keys need textual: pip install 'penstock[top]'")
+        say(NO_KEYS.plain)

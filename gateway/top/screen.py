@@ -46,6 +46,26 @@ class Told(ModalScreen[None]):
         yield Static(self._page)
 
 
+class Confirm(ModalScreen[bool]):
+    """A question over the view; `y` answers yes, any other of its keys no."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "answer(True)", "yes"),
+        Binding("n,escape,q,enter", "answer(False)", "no"),
+    ]
+    CSS = "Confirm { align: center middle; } Confirm Static { width: auto; padding: 1 2; border: round $warning; }"
+
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self._question = question
+
+    def compose(self) -> ComposeResult:
+        yield Static(f"{self._question}  y / n")
+
+    def action_answer(self, confirmed: bool) -> None:
+        self.dismiss(confirmed)
+
+
 class Top(App[None]):
     """The fleet, twice a second. `shown` is the view on the screen, empty before the first."""
 
@@ -142,12 +162,19 @@ class Top(App[None]):
         return next((each for each in self.shown["endpoints"] if _key(each) == key), None)
 
     def action_drain(self) -> None:
-        """Have the chosen endpoint get nothing new, or bring it back."""
+        """Drain the chosen endpoint after a confirmation, or bring it back."""
         each = self._chosen()
-        if each is not None:
-            what = "undrain" if each["state"] in DRAINED else "drain"
-            path = f"/endpoints/{quote(each['name'], safe='')}/{what}"
-            self._ask("POST", path, partial(self._drained, each["name"]))
+        if each is None:
+            return
+        name = each["name"]
+        if each["state"] in DRAINED:
+            self._change(name, "undrain")
+            return
+        question = f"Drain {name}? It gets no new requests; {each['in_flight']} in flight finish."
+        self.push_screen(Confirm(question), lambda confirmed: self._change(name, "drain") if confirmed else None)
+
+    def _change(self, name: str, action: str) -> None:
+        self._ask("POST", f"/endpoints/{quote(name, safe='')}/{action}", partial(self._drained, name))
 
     def _drained(self, name: str, told: Mapping[str, Any]) -> None:
         done = "gets nothing new" if told.get("drained") else "is asked again"

@@ -7,6 +7,7 @@ nothing but freshness (faults.md F29): policies fall back on the gateway's own b
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import traceback
@@ -14,20 +15,42 @@ from collections.abc import Awaitable, Callable
 from time import monotonic
 
 import aiohttp
+import msgspec
 
 from gateway.config import Config
-from gateway.endpoints import EndpointTable
+from gateway.endpoints import OUT, EndpointTable
 from gateway.roster import LiveEndpoint
+from gateway.upstream import is_own_error
 from gateway.watch import scrape
 from kvtransfer.dialects import by_itself
-from policies.health import probe_due
+from policies.health import Event, probe_due
 from policies.model import Role
+from policies.speed_record import Measure
 
 log = logging.getLogger("penstock")
 
 METRICS_LIMIT = 4 * 1024 * 1024
 MODELS_EVERY_S = 30.0
+RECOVERY_S = 1.0  # an endpoint that is out is probed so often at least, whatever its back-off
+CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
 UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
+
+
+class PaceProbe(msgspec.Struct, frozen=True):
+    """A piece of work to time: random words that no cache holds, and tokens to generate."""
+
+    words: int
+    tokens: int
+
+
+PROMPT_WORK, DECODE_WORK = PaceProbe(1000, 1), PaceProbe(1, 16)
+PACE_TIMEOUT_S = 30.0
+CLEAR_RATIO, LEAST_EXCESS_S = 1.6, 0.02
+
+
+def is_out_as_slow(live: LiveEndpoint) -> bool:
+    """Whether it was ejected because it was slow, so that its /health says nothing of why."""
+    return live.health.cause is Event.SLOW and live.speed.slowness is not None
 
 
 class Watcher:
@@ -110,27 +133,38 @@ class Watcher:
             log.exception("watching %s failed", live.endpoint.name)
 
     def suspect(self, live: LiveEndpoint) -> None:
-        """Somebody else found the endpoint broken: see for ourselves at once, once at a time."""
-        if self._session is not None and live not in self._suspected:
-            task = asyncio.create_task(self._probe(live), name=f"see whether {live.endpoint.name} is well")
+        """Probe an endpoint now, and every second as long as it is out. One task per endpoint."""
+        if self._session is not None and live not in self._suspected and not live.leaving:
+            task = asyncio.create_task(self._recover(live), name=f"see whether {live.endpoint.name} is well")
             self._suspected[live] = task
             task.add_done_callback(lambda _: self._suspected.pop(live, None))
 
+    async def _recover(self, live: LiveEndpoint) -> None:
+        await self._tried(self._probe, live)
+        while live.health.state in OUT:
+            interval_s = min(RECOVERY_S, self._config.health.interval)
+            await asyncio.sleep(interval_s * self._endpoints.rng.uniform(0.9, 1.1))
+            await self._tried(self._probe, live)
+
     async def _look(self, live: LiveEndpoint) -> None:
-        await asyncio.gather(self._probe(live), self._scrape(live), self._list_models(live))
+        probes = () if live in self._suspected else (self._probe(live),)
+        await asyncio.gather(*probes, self._scrape(live), self._list_models(live))
 
     async def _probe(self, live: LiveEndpoint) -> None:
         status, timeout_s = None, self._config.health.timeout
         try:
             status, _ = await self._fetch(live, self._config.health.path, timeout_s, 4096)
         except UNREACHABLE as error:
-            if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
+            if _is_unreachable(error):
                 self._endpoints.refused(live)
-        if status == 200 and live.stalled and probe_due(live.health, monotonic()):
+        is_due = probe_due(live.health, monotonic()) or self._endpoints.is_needed(live)
+        if status == 200 and live.stalled and is_due:
             if await self._generates(live, timeout_s):
                 self._endpoints.progressed(live)
             else:
                 status = None
+        elif status == 200 and is_out_as_slow(live) and probe_due(live.health, monotonic()):
+            status = 200 if await self._keeps_pace(live) else None
         self._endpoints.probed(live, status)
 
     async def _listen(self, live: LiveEndpoint) -> None:
@@ -158,6 +192,40 @@ class Watcher:
         except UNREACHABLE:
             return False
         return status < 500
+
+    async def _keeps_pace(self, live: LiveEndpoint) -> bool:
+        """Whether an endpoint that was ejected as slow does a small piece of work as fast as a peer does just now."""
+        peer, slowness = self._endpoints.peer_of(live), live.speed.slowness
+        if peer is None or slowness is None:
+            return True
+        if not live.speed.take_probe(monotonic()):
+            return False
+        work = PROMPT_WORK if slowness.measure is Measure.TTFT else DECODE_WORK
+        seconds, peer_s = await asyncio.gather(self._time(live, work), self._time(peer, work))
+        if seconds is None or peer_s is None:
+            return seconds is not None
+        is_fast = seconds < CLEAR_RATIO * peer_s + LEAST_EXCESS_S
+        if not is_fast:
+            log.info(
+                "endpoint %s is still slow: %.3f s, %s %.3f s", live.endpoint.name, seconds, peer.endpoint.name, peer_s
+            )
+        return is_fast
+
+    async def _time(self, live: LiveEndpoint, work: PaceProbe) -> float | None:
+        """Seconds that the endpoint takes for the work; None when it gives no whole answer."""
+        model = live.endpoint.served_model or next(iter(live.models), None)
+        if model is None:
+            return None
+        words = " ".join(str(self._endpoints.rng.randrange(1000)) for _ in range(work.words))
+        body: dict[str, object] = {"model": model, "prompt": words, "max_tokens": work.tokens, "ignore_eos": True}
+        if live.endpoint.role is not Role.BOTH:
+            body |= by_itself(live.endpoint.engine)
+        began = monotonic()
+        try:
+            status, _ = await self._fetch(live, "/v1/completions", PACE_TIMEOUT_S, METRICS_LIMIT, body)
+        except UNREACHABLE:
+            return None
+        return monotonic() - began if status == 200 else None
 
     async def _scrape(self, live: LiveEndpoint) -> None:
         path = scrape.PATHS[live.endpoint.engine]
@@ -202,9 +270,17 @@ class Watcher:
     ) -> tuple[int, bytes]:
         assert self._session is not None
         url, method = live.endpoint.url + path, "GET" if json_body is None else "POST"
+        secure = live.encryption
         async with (
             asyncio.timeout(timeout_s),
-            self._session.request(method, url, headers=live.key_header, json=json_body) as answer,
+            self._session.request(
+                method,
+                url,
+                headers=live.key_header,
+                json=json_body,
+                ssl=True if secure is None else secure.context,
+                server_hostname=None if secure is None else secure.server_name,
+            ) as answer,
         ):
             body = bytearray()
             async for piece in answer.content.iter_any():  # read(limit) would return what happens to be there
@@ -212,6 +288,15 @@ class Watcher:
                 if len(body) >= limit:
                     break
             return answer.status, bytes(body[:limit])
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Whether no engine answers at the address: connecting failed, or the connection was lost."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return not is_own_error(error.os_error)
+    return isinstance(error, aiohttp.ServerDisconnectedError) or (
+        isinstance(error, OSError) and error.errno in CONNECTION_LOST
+    )
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -8,11 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import sys
 from typing import BinaryIO
 
-from gateway.app import App, Local, Origin, run
-from gateway.config import ConfigError, examine_text
+from gateway import operator_log
+from gateway.app import App, Local, Origin
+from gateway.config import ConfigError, OperatorLog, examine_text
+from gateway.lifecycle import run
+from gateway.restart.sockets import API
 from gateway.workers.settings import CAP_BYTES, LENGTH, Settings, unpacked
 
 log = logging.getLogger("penstock")
@@ -20,7 +24,7 @@ log = logging.getLogger("penstock")
 
 def main() -> int:
     """The exit code. What it has to say goes to stderr."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    operator_log.configure(OperatorLog())
     pipe = sys.stdin.buffer
     settings = _settings(pipe)
     if settings is None:
@@ -31,18 +35,18 @@ def main() -> int:
         for problem in error.problems:
             log.error("%s", problem)
         return 2
+    operator_log.configure(loaded.config.observability.log, settings.number)
     local = Local(
         settings.hub,
         settings.secret,
         settings.number,
-        settings.listener,
         settings.admin,
         settings.version,
         settings.drained,
     )
-    return run(
-        Origin(loaded, settings.reloads, os.environ, _quiet, local), ready=_follow_the_pipe, hangup_reloads=False
-    )
+    sockets = {API: (socket.socket(fileno=settings.listener),)}
+    origin = Origin(loaded, settings.reloads, os.environ, _quiet, local, sockets)
+    return run(origin, ready=_follow_the_pipe, hangup_reloads=False)
 
 
 def _settings(pipe: BinaryIO) -> Settings | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from time import time
 
 from gateway.config import ConfigError, Loaded, examine, examine_text
 from gateway.config.source import raw_bytes
-from gateway.reload.reloader import SENT, Say
+from gateway.reload.reloader import CHANGE, SENT, ChangeOptions, Say, do_nothing
 from gateway.reload.versions import Versions, made
 from gateway.workers.process import LOST, Answer, Worker
 
@@ -49,6 +49,7 @@ class Configured:
         folder = loaded.config.reload.state_dir
         self._versions = Versions(None if folder is None else Path(folder))
         self.one_at_a_time = asyncio.Lock()
+        self.on_applied: Callable[[str], Awaitable[None]] = do_nothing
 
     @property
     def version(self) -> int:
@@ -91,25 +92,25 @@ class Configured:
     def _once_more(self) -> Loaded:
         return examine_text(self.running.text, self.running.file, self._env)
 
-    async def reload(self, *, dry_run: bool = False) -> Answer:
+    async def reload(self, options: ChangeOptions = CHANGE) -> Answer:
         """Take over the file as it is now."""
         file = self.file
         if file is None:
             return _answer(409, "nothing", "there is no file: the engines were given on the command line")
 
-        return await self._change("/config/reload", None, {}, lambda: examine(file, self._env), dry_run=dry_run)
+        return await self._change("/config/reload", None, {}, lambda: examine(file, self._env), options)
 
-    async def put(self, text: bytes, headers: Mapping[str, str], *, dry_run: bool = False) -> Answer:
+    async def put(self, text: bytes, headers: Mapping[str, str], options: ChangeOptions = CHANGE) -> Answer:
         """Take over a text that somebody sent, if `If-Match` holds for the eldest worker."""
         match = {"If-Match": headers["If-Match"]} if "If-Match" in headers else {}
-        return await self._change("/config", text, match, lambda: self._sent(text), dry_run=dry_run)
+        return await self._change("/config", text, match, lambda: self._sent(text), options)
 
     def _sent(self, text: bytes) -> Loaded:
         """As the workers read what is put to them: a version is known by its file's name, too."""
         name = str((self.file.parent if self.file is not None else Path()) / SENT)
         return examine_text(text, name, self._env)
 
-    async def rollback(self, number: int | None) -> Answer:
+    async def rollback(self, number: int | None, options: ChangeOptions = CHANGE) -> Answer:
         """Take over an older version: that number, or the one before the one in force."""
         older = [each for each in self._versions.all() if each.number < self.version]
         wanted = self._versions.find(number) if number is not None else (older[-1] if older else None)
@@ -120,7 +121,7 @@ class Configured:
             told = f"the text of version {wanted.number} was not kept: a secret stands in it"
             return _answer(409, "nothing", told)
         text = wanted.text.encode()
-        return await self._change("/config", text, {}, lambda: self._sent(text))
+        return await self._change("/config", text, {}, lambda: self._sent(text), options, trigger="rollback")
 
     async def _change(
         self,
@@ -128,8 +129,8 @@ class Configured:
         text: bytes | None,
         match: dict[str, str],
         read: Callable[[], Loaded],
-        *,
-        dry_run: bool = False,
+        options: ChangeOptions = CHANGE,
+        trigger: str = "change",
     ) -> Answer:
         """`text` is None for the file's. What is wrong with it the workers say: they read it too."""
         async with self.one_at_a_time:
@@ -139,27 +140,32 @@ class Configured:
                 loaded = await asyncio.to_thread(read)
             except ConfigError as error:
                 missing = error.references
-            answer = await self._take_over(path, text, match, loaded, dry_run=dry_run)
-            if text is None and not dry_run:
+            before = self.version
+            answer = await self._take_over(path, text, match, loaded, options)
+            if self.version != before:
+                await self.on_applied(trigger)
+            if text is None and not options.dry_run:
                 taken = loaded is not None and result_of(answer) in GOOD
                 self._file_text, self._missing = loaded.text if loaded is not None and taken else None, missing
             return answer
 
     async def _take_over(
-        self, path: str, text: bytes | None, match: dict[str, str], loaded: Loaded | None, *, dry_run: bool
+        self, path: str, text: bytes | None, match: dict[str, str], loaded: Loaded | None, options: ChangeOptions
     ) -> Answer:
         workers = self._workers()
         if not workers:
             return _answer(503, "nothing", "no worker is ready")
-        trial = f"{path}?dry_run=1" if dry_run else f"{path}?dry_run=1&noted=1"
+        trial = f"{path}?dry_run=1" if options.dry_run else f"{path}?dry_run=1&noted=1"
+        if options.force:
+            trial += "&force=1"
         tried = await self._told(workers, trial, text, match)
         if len(tried) < len(workers):
             return _answer(503, "nothing", "a worker did not answer and is replaced; nothing was changed")
         answers = list(tried.values())
         refused = next((each for each in answers if result_of(each) not in TRIED), None)
-        if refused is not None and not dry_run:
+        if refused is not None and not options.dry_run:
             self._tell(refused, bad=True)
-        if refused is not None or dry_run or loaded is None:
+        if refused is not None or options.dry_run or loaded is None:
             return refused or answers[0]
         if all(result_of(each) == "unchanged" for each in answers) and not self._rejected:
             self._now(loaded, self.version)
@@ -167,12 +173,12 @@ class Configured:
         return await self._carry_out(workers, path, text, loaded)
 
     async def _carry_out(self, workers: Sequence[Worker], path: str, text: bytes | None, loaded: Loaded) -> Answer:
-        told = await self._told(workers, path, text, {})
+        told = await self._told(workers, f"{path}?force=1", text, {})  # whether it can be reached was found out
         answers = list(told.values())
         failed = [each for each in answers if result_of(each) not in GOOD]
         if failed or not answers:
             moved = [worker for worker, each in told.items() if result_of(each) == "applied"]
-            back = await self._told(moved, "/config", self.running.text, {})
+            back = await self._told(moved, "/config?force=1", self.running.text, {})
             for worker in back:  # it has counted the change and the way back
                 self._lost(worker)
             message = "a worker could not take over what it had tried; all went back"
@@ -212,7 +218,7 @@ class Configured:
 
     def _tell(self, answer: Answer, *, bad: bool) -> None:
         """One line to the operator; the same rejection once."""
-        message = str(_json(answer).get("message", ""))
+        message = message_of(answer)
         if bad and self._rejected == message:
             return
         self._rejected = message if bad else ""
@@ -222,6 +228,11 @@ class Configured:
 def result_of(answer: Answer) -> str:
     """What came of it, as a worker calls it."""
     return str(_json(answer).get("result", ""))
+
+
+def message_of(answer: Answer) -> str:
+    """What a worker says of it."""
+    return str(_json(answer).get("message", ""))
 
 
 def _number(answer: Answer) -> int:

@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.canary import figures
 from gateway.meters import Merge
-from gateway.shadow import RESULTS
+from gateway.shadow import MIN_COMPARED, RESULTS
+from gateway.sketch import Counts
 
 SUMMED = ("in_flight", "connections")
 FIRST = frozenset({"penstock_process_start_time_seconds", "penstock_process_max_fds"})
@@ -92,7 +93,7 @@ def endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             for name in SUMMED:
                 one[name] += each[name]
             if one["available"] and not each["available"]:
-                one |= {name: each[name] for name in ("available", "state", "cause", "back_in_s")}
+                one |= {name: each[name] for name in ("available", "state", "cause", "slow", "back_in_s")}
     return {"endpoints": list(found.values())} | rest
 
 
@@ -120,6 +121,7 @@ def _shadow(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "policy": told[0]["policy"],
         **counts,
+        "conclusive": sum(answered) >= MIN_COMPARED,
         "agreement": round(counts["agreed"] / sum(answered), 4) if sum(answered) else None,
         "ttft_gain_s": _mean(told, "ttft_gain_s", answered, 6),
         "cached_tokens_gain": _mean(told, "cached_tokens_gain", answered, 1),
@@ -134,10 +136,14 @@ def canaries(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _canary(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     sides = [
-        figures(each[0]["side"], each[0]["policy"], _added(each, "outcomes"), _added(each, "ttft_within_s"))
+        figures(each[0]["side"], each[0]["policy"], _added(each, "outcomes"), _sketch(each))
         for each in _by("side", (side for pool in told for side in pool["sides"]))
     ]
     return {"pool": told[0]["pool"], "share": told[0]["share"], "sides": sides}
+
+
+def _sketch(told: Iterable[Mapping[str, Any]]) -> Counts:
+    return {int(bucket): count for bucket, count in _added(told, "ttft_sketch").items()}
 
 
 def _added(told: Iterable[Mapping[str, Any]], name: str) -> dict[str, int]:

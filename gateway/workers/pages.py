@@ -17,7 +17,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from gateway.config.source import FILE_CAP_BYTES
 from gateway.live import pages as live_pages
 from gateway.metrics import Metrics
-from gateway.reload.pages import Dry, add_changes
+from gateway.reload.pages import add_changes
+from gateway.reload.reloader import ChangeOptions
 from gateway.trust import guard
 from gateway.workers import merge
 from gateway.workers.counted import Counted
@@ -89,14 +90,14 @@ def _add_changes(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
     """What all take over, or nobody."""
     configured = supervisor.configured
 
-    async def put(text: bytes, headers: Mapping[str, str], dry: Dry) -> web.Response:
-        return _passed(await configured.put(text, headers, dry_run=dry.run))
+    async def put(text: bytes, headers: Mapping[str, str], options: ChangeOptions) -> web.Response:
+        return _passed(await configured.put(text, headers, options))
 
-    async def again(dry: Dry) -> web.Response:
-        return _passed(await configured.reload(dry_run=dry.run))
+    async def again(options: ChangeOptions) -> web.Response:
+        return _passed(await configured.reload(options))
 
-    async def rollback(to: int | None) -> web.Response:
-        return _passed(await configured.rollback(to))
+    async def rollback(to: int | None, options: ChangeOptions) -> web.Response:
+        return _passed(await configured.rollback(to, options))
 
     async def drain(request: web.Request) -> web.Response:
         key = {name: value for name, value in request.headers.items() if name == "Authorization"}

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from gateway.restart.sockets import bind
 from gateway.workers.settings import Settings, packed
 
 READY_WITHIN_S = 60.0
@@ -87,6 +88,16 @@ class Worker:
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGINT)
 
+    def retire(self) -> None:
+        """Another worker has its socket: accept nothing new, end when its connections have."""
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGUSR2)
+
+    def hang_up(self) -> None:
+        """Have it reopen the access log."""
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGHUP)
+
     async def gone(self, within_s: float) -> None:
         """Wait for its end; it is killed when that takes too long."""
         try:
@@ -107,16 +118,13 @@ class Worker:
 
 def listening(host: str, port: int) -> socket.socket:
     """A socket of the API port, one of several; it stays open when its worker ends: who connected waits on."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    made = socket.socket(family, kind, protocol)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        made.setblocking(False)
-        made.bind(address)
-        made.listen(4096)
-    except OSError:
-        made.close()
-        raise
-    os.set_inheritable(made.fileno(), True)
-    return made
+    made, *others = bind(host, port, reuse_port=True)
+    for each in others:  # a worker listens on one address
+        each.close()
+    return inheritable(made)
+
+
+def inheritable(given: socket.socket) -> socket.socket:
+    """The socket, for a worker to inherit."""
+    os.set_inheritable(given.fileno(), True)
+    return given

@@ -21,16 +21,22 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.config import Loaded
+from gateway.config import AdminListener, Loaded
 from gateway.live.standing import DRAINED
 from gateway.ports import http_url, named
 from gateway.reload.follow import Follow
 from gateway.reload.reloader import Say
+from gateway.reload.trial import Trial
+from gateway.restart import notify
+from gateway.restart.predecessor import Predecessor
+from gateway.restart.sockets import ADMIN, API, EMPTY, Sockets, bind
 from gateway.shared.local import Hub
+from gateway.tls_listener import TlsListener
 from gateway.workers import pages
+from gateway.workers.auto_rollback import WorkersOnTrial
 from gateway.workers.configure import Configured
 from gateway.workers.figures import Figures
-from gateway.workers.process import Worker, listening
+from gateway.workers.process import Worker, inheritable, listening
 from gateway.workers.settings import Settings
 
 log = logging.getLogger("penstock")
@@ -56,7 +62,10 @@ class Place:
 class Supervisor:
     """start(), then stop(). `url` and `admin_url` are set once all workers serve."""
 
-    def __init__(self, loaded: Loaded, file: Path | None, env: Mapping[str, str], say: Say, count: int) -> None:
+    def __init__(
+        self, loaded: Loaded, file: Path | None, env: Mapping[str, str], say: Say, count: int, sockets: Sockets = EMPTY
+    ) -> None:
+        """`sockets` listen already, because systemd has opened them: all workers share that of the API."""
         self.count = count
         self.draining = False
         self.url = self.admin_url = ""
@@ -67,13 +76,23 @@ class Supervisor:
         lost = self.figures.frames_dropped_total
         self._hub = Hub(self._path("hub"), lambda reason: lost.labels(reason).inc())
         self._secret = secrets.token_bytes(32)
+        self._sockets, self._env = sockets, env
         self._places: list[Place] = []
         self._ending: dict[Worker, asyncio.Task[None]] = {}
         self._rolls: set[asyncio.Task[None]] = set()
         self._runner: web.AppRunner | None = None
+        self._admin_servers: list[asyncio.Server] = []
         self._follow = Follow(self.configured)
+        self._trial = Trial(WorkersOnTrial(self.configured, lambda: [*self.ready(), *self.ending()]), say)
+        self._admin_tls: TlsListener | None = None
+        self.configured.on_applied = self._applied
         self._started = 0
         self._rolling = asyncio.Lock()
+
+    async def _applied(self, trigger: str) -> None:
+        if self._admin_tls is not None:
+            self._admin_tls.follow(self.configured.running.config.listeners.admin.tls)
+        await self._trial.applied(trigger)
 
     def ready(self) -> list[Worker]:
         """Those who serve, the eldest first."""
@@ -88,13 +107,13 @@ class Supervisor:
         """Raises OSError when an address is taken, RuntimeError when a worker does not come to serve."""
         await self._hub.start()
         api, admin = self.configured.running.config.listeners.api, self.configured.running.config.listeners.admin
-        port = api.port
+        port, given = api.port, self._sockets.get(API)
         for number in range(self.count):
             with named("listeners.api", api.host, api.port):
-                listener = listening(api.host, port)
+                listener = listening(api.host, port) if given is None else inheritable(given[0].dup())
             port = listener.getsockname()[1]
             self._places.append(Place(number, listener))
-        self.url = http_url(api.host, port)
+        self.url = http_url(api.host, port, encrypted=api.tls is not None)
         async with self.configured.one_at_a_time:
             await self._begin_all()
         for place in self._places:
@@ -102,9 +121,22 @@ class Supervisor:
         self._runner = web.AppRunner(pages.application(self), access_log=None)
         await self._runner.setup()
         with named("listeners.admin", admin.host, admin.port):
-            await web.TCPSite(self._runner, admin.host, admin.port).start()
-        self.admin_url = http_url(admin.host, self._runner.addresses[0][1])
+            await self._listen_admin(self._runner, admin)
         await self._follow.start()
+        self._trial.start()
+
+    async def _listen_admin(self, runner: web.AppRunner, admin: AdminListener) -> None:
+        sockets = self._sockets.get(ADMIN) or bind(admin.host, admin.port)
+        self.admin_url = http_url(admin.host, sockets[0].getsockname()[1], encrypted=admin.tls is not None)
+        if admin.tls is None:
+            for each in sockets:
+                await web.SockSite(runner, each).start()
+            return
+        assert runner.server is not None
+        close_s = self.configured.running.config.limits.slow_reader
+        self._admin_tls = TlsListener(admin.tls, runner.server, close_s, lambda: None)
+        loop = asyncio.get_running_loop()
+        self._admin_servers = [await loop.create_server(self._admin_tls.accept, sock=each) for each in sockets]
 
     async def _begin_all(self) -> None:
         """The first worker tells the number of the version that all begin with. Raises RuntimeError."""
@@ -119,25 +151,42 @@ class Supervisor:
     async def recede(self) -> None:
         """Not ready, and serving still, as one gateway alone does it: deaths are made good meanwhile."""
         self.draining = True
-        await asyncio.sleep(self.configured.running.config.timeouts.grace or 0.0)
+        grace_s = self.configured.running.config.timeouts.grace or 0.0
+        log.info("SIGTERM: not ready from now on, and still serving for %g s (timeouts.grace)", grace_s)
+        await asyncio.sleep(grace_s)
 
     async def stop(self) -> None:
         """Not ready, then every worker ends as it would alone: running answers first."""
-        self.draining = True
+        began, self.draining = monotonic(), True
+        log.info("drain begins: %d workers end their requests", len(self.ready()))
         await self._follow.stop()
+        await self._trial.stop()
         for task in (*self._rolls, *(place.task for place in self._places)):
             if task is not None:
                 task.cancel()
         workers = [place.worker for place in self._places if place.worker is not None]
-        for worker in workers:
+        for worker in (*workers, *self._ending):
             worker.drain()
         await asyncio.gather(*(worker.gone(self._drain_s()) for worker in workers), *self._ending.values())
         if self._runner is not None:
             await self._runner.cleanup()
+        for server in self._admin_servers:
+            server.close()
         await self._hub.stop()
         for place in self._places:
             place.listener.close()
         self._folder.cleanup()
+        log.info("drain ended after %.1f s; the gateway stops", monotonic() - began)
+
+    async def hang_up(self) -> None:
+        """SIGHUP: workers reopen the access log, then the file is taken over."""
+        for worker in (*self.ready(), *self.ending()):
+            worker.hang_up()
+        notify.reloading(self._env)
+        try:
+            await self.configured.reload()
+        finally:
+            notify.ready(self._env)
 
     async def roll(self) -> None:
         """Replace the workers one by one: the new one serves before the old one stops accepting."""
@@ -172,9 +221,10 @@ class Supervisor:
         place.task = asyncio.create_task(self._look_after(place), name=f"look after worker {place.number}")
 
     def _let_go(self, worker: Worker) -> None:
-        """It ends when its answers have, and is killed if that takes too long."""
-        worker.drain()
-        task = asyncio.create_task(worker.gone(self._drain_s()), name=f"drain worker {worker.number}")
+        """It ends when its connections have, and is killed if that takes too long."""
+        worker.retire()
+        within_s = self.configured.running.config.timeouts.handover + self._drain_s()
+        task = asyncio.create_task(worker.gone(within_s), name=f"drain worker {worker.number}")
         self._ending[worker] = task
         task.add_done_callback(lambda _: self._ending.pop(worker, None))
 
@@ -250,12 +300,19 @@ def run(
     say: Say,
     count: int,
     ready: Callable[[Supervisor], None],
+    sockets: Sockets = EMPTY,
+    predecessor: Predecessor | None = None,
 ) -> int:
     """Run workers until SIGINT or SIGTERM; the exit code. SIGHUP takes the file over, SIGUSR2 replaces the workers."""
-    return asyncio.run(_run(Supervisor(loaded, file, env, say, count), ready))
+    return asyncio.run(_run(Supervisor(loaded, file, env, say, count, sockets), ready, env, predecessor))
 
 
-async def _run(supervisor: Supervisor, ready: Callable[[Supervisor], None]) -> int:
+async def _run(
+    supervisor: Supervisor,
+    ready: Callable[[Supervisor], None],
+    env: Mapping[str, str],
+    predecessor: Predecessor | None,
+) -> int:
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     tasks: set[asyncio.Task[Any]] = set()
 
@@ -272,12 +329,18 @@ async def _run(supervisor: Supervisor, ready: Callable[[Supervisor], None]) -> i
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
-    loop.add_signal_handler(signal.SIGHUP, begin, supervisor.configured.reload)
+    loop.add_signal_handler(signal.SIGHUP, begin, supervisor.hang_up)
     loop.add_signal_handler(signal.SIGUSR2, begin, supervisor.roll)
     try:
         await supervisor.start()
         ready(supervisor)
+        if predecessor is None:
+            notify.ready(env)
+        else:
+            await predecessor.decline()
+            await predecessor.ready()
         await stopping.wait()
+        notify.stopping(env)
         if signal.SIGTERM in asked:  # a person at a terminal need not wait for a balancer
             await supervisor.recede()
     except (OSError, RuntimeError) as error:
@@ -288,4 +351,6 @@ async def _run(supervisor: Supervisor, ready: Callable[[Supervisor], None]) -> i
             task.cancel()
         with suppress(ProcessLookupError):
             await supervisor.stop()
+        if predecessor is not None:
+            await predecessor.stop(supervisor.configured.running.config.timeouts.shutdown)
     return 0

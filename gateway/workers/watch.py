@@ -1,6 +1,6 @@
 """The live view of several workers: their notes added up, how they stand made one. What it shows is live/view.py's.
 
-Percentiles are of all observations: buckets are added, not what was made of them.
+Percentiles are of all observations: sketches are added, not the percentiles made of them.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.live.marks import Counts, Mark, merged
+from gateway.live.marks import Mark
 from gateway.live.pages import Note
 from gateway.live.standing import Pair, Standing
+from gateway.sketch import Counts, merged
 from gateway.workers.process import LOST, Worker
 
 NOTE_S = 2.0
 LARGEST = ("in_flight", "backlog_tokens", "backlog_s")
 """Numbers of an endpoint that every worker knows the whole of, some a moment later."""
-STATE = ("state", "cause", "since_s", "available")
+STATE = ("state", "cause", "slow", "since_s", "available")
 
 Key = TypeVar("Key")
+Row = TypeVar("Row")
 _decoder = msgspec.msgpack.Decoder(Note)
 
 
@@ -68,7 +70,8 @@ def added(marks: Sequence[Mark]) -> Mark:
     names = ("answers", "shed", "kept", "retries", "broke", "computed", "decisions")
     counts: dict[str, Any] = {name: _summed(getattr(mark, name) for mark in marks) for name in names}
     rows: dict[str, Any] = {
-        name: _merged(getattr(mark, name) for mark in marks) for name in ("ttft", "tpot", "believed", "pairs")
+        **{name: _by_key(merged, (getattr(mark, name) for mark in marks)) for name in ("ttft", "tpot")},
+        **{name: _by_key(_columns, (getattr(mark, name) for mark in marks)) for name in ("believed", "pairs")},
     }
     prompt, cached = (sum(part) for part in zip(*(mark.engine for mark in marks), strict=True))
     tokens = sum(mark.tokens for mark in marks)
@@ -84,8 +87,15 @@ def together(told: Sequence[Standing]) -> Standing:
         pairs=_pairs(told),
         under_way=sum(each.under_way for each in told),
         streams=sum(each.streams for each in told),
+        shared=_shared(told),
         refused=next((each.refused for each in told if each.refused is not None), None),
     )
+
+
+def _shared(told: Sequence[Standing]) -> dict[str, Any] | None:
+    """The state of one worker, of one with a problem if there is any."""
+    known = [each.shared for each in told if each.shared is not None]
+    return next((each for each in known if each["problem"]), known[0] if known else None)
 
 
 def _pools(told: Sequence[Standing]) -> list[dict[str, Any]]:
@@ -135,7 +145,7 @@ def _pairs(told: Sequence[Standing]) -> dict[tuple[str, str], Pair]:
 
 
 def _sharing(now: Mark, before: Mark) -> Mark:
-    """Histograms that stand still share their counts with the note before, as those of one gateway do."""
+    """Sketches that stand still share their counts with the note before, as those of one gateway do."""
 
     def same(after: Mapping[str, Counts], old: Mapping[str, Counts]) -> dict[str, Counts]:
         return {name: old[name] if old.get(name) == counts else counts for name, counts in after.items()}
@@ -151,12 +161,17 @@ def _summed(parts: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
     return total
 
 
-def _merged(parts: Iterable[Mapping[Key, Counts]]) -> dict[Key, Counts]:
-    rows: dict[Key, list[Counts]] = {}
+def _by_key(add: Callable[[list[Row]], Row], parts: Iterable[Mapping[Key, Row]]) -> dict[Key, Row]:
+    """The rows of each key added up."""
+    rows: dict[Key, list[Row]] = {}
     for part in parts:
         for key, row in part.items():
             rows.setdefault(key, []).append(row)
-    return {key: merged(each) for key, each in rows.items()}
+    return {key: add(each) for key, each in rows.items()}
+
+
+def _columns(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*rows, strict=True)))
 
 
 def _largest(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -7,7 +7,7 @@ Not here: when to pump, the socket's life (stream.py), what messages mean.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -74,6 +74,8 @@ class _Arrival:
 class Inbound:
     """Bytes of `fd` in, frames and landed windows out. `receive` reads into a buffer as socket.recv_into does."""
 
+    _readv: Any = staticmethod(readv)
+
     def __init__(self, fd: int, receive: Callable[[memoryview], int], hearer: Hearer, limits: FrameLimits) -> None:
         self.limits = limits
         self.seal: Seal | None = None
@@ -137,7 +139,7 @@ class Inbound:
         pieces = arrival.pieces
         behind: Stretch = (self._address, _BEHIND_WINDOW) if arrival.head is not None else NOTHING
         for _ in range(_READS):
-            count = pieces.call(readv, self._fd, NOTHING, behind)
+            count = pieces.call(self._readv, self._fd, NOTHING, behind)
             if count is None:
                 return False
             self._received(count)

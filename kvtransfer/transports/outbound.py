@@ -64,6 +64,8 @@ class _Body:
 class Outbound:
     """Frames in, bytes out of `fd`. `sent` hears of each window that has been read; `checked`: windows carry xxh3."""
 
+    _writev: Any = staticmethod(writev)
+
     def __init__(self, fd: int, sent: Callable[[WindowHead], None], *, checked: bool) -> None:
         self.blocked = False
         self.seal: Seal | None = None
@@ -272,7 +274,7 @@ class Outbound:
         if body is None:
             return self._write_small()
         pieces, small = body.pieces, self._end - self._begin
-        count = pieces.call(writev, self._fd, (self._address + self._begin, small), NOTHING)
+        count = pieces.call(self._writev, self._fd, (self._address + self._begin, small), NOTHING)
         if count is None:
             return False
         ahead = min(count, small)

@@ -41,6 +41,18 @@ readv = _vector_call("readv")
 writev = _vector_call("writev")
 
 
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_view.restype = ctypes.py_object
+_PYBUF_WRITE = 0x200
+
+
+def vectors_at(address: int, count: int) -> list[memoryview]:
+    """The memory that so many rows at `address` name, for what cannot take rows. Nothing keeps it alive."""
+    words = _view(address, 16 * count, _PYBUF_WRITE).cast("q").tolist()
+    return [_view(at, length, _PYBUF_WRITE) for at, length in zip(words[::2], words[1::2], strict=True)]
+
+
 def transferred(count: int) -> int | None:
     """What readv or writev has returned: None when it would have waited. Raises OSError."""
     if count >= 0:

@@ -120,13 +120,16 @@ class ShmLink(StreamLink):
             super().framed(kind, header)
 
     def _receive(self, buffer: memoryview) -> int:
-        wanted = self._proven and not self._theirs  # a descriptor from a stranger would be held until its link ends
-        space = socket.CMSG_SPACE(_MOST_REGIONS * 4) if wanted else 0
+        space = 0 if self._theirs else socket.CMSG_SPACE(_MOST_REGIONS * 4)
         count, others, flags, _ = self._sock.recvmsg_into([buffer], space, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in others:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._fds += array.array("i", data[: len(data) // 4 * 4])
-        if flags & socket.MSG_CTRUNC or len(self._fds) > _MOST_REGIONS:
+        # Asked after the read: the proof may be complete since it began.
+        unwanted = self._fds and not self._proven
+        if flags & socket.MSG_CTRUNC or len(self._fds) > _MOST_REGIONS or unwanted:
+            _close(self._fds)
+            self._fds = []
             raise FrameError("the peer hands over more than it may")
         return count
 

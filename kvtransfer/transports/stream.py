@@ -207,7 +207,11 @@ class StreamLink:
 
     # ---- on the link's thread ----
 
+    def _prepare(self) -> None:
+        """What comes before any byte of ours."""
+
     def _live(self) -> None:
+        self._prepare()
         while self._broken is None and not self._closing:
             if self._driven() and not (self._orders and not self._drivers):
                 self._bell_alone.poll(self._HOLD_MS)

@@ -7,17 +7,20 @@ Not here: the thread that moves them (stream.py), who may connect (the agents' h
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Sequence
 
 from kvtransfer.regions import Region
+from kvtransfer.tls_files import TlsFiles
 from kvtransfer.transports.base import Link, LinkOwner, TransportError
 from kvtransfer.transports.lanes import LanedLink
 from kvtransfer.transports.listening import Listening
 from kvtransfer.transports.stream import Manner, StreamLink
+from kvtransfer.transports.tls import TlsContexts, TlsLink
 
 _BUFFER_BYTES = 1 << 20
 _DIAL_S = 3.0
-_BACKLOG = 128
+_BACKLOG = 1024  # a full one costs a peer that dials a second
 
 
 class TcpLink(LanedLink):
@@ -28,16 +31,25 @@ class Tcp:
     """Listens on `host`, on a port of the kernel's choice unless one is given.
 
     advertise   the name or address under which peers reach `host`, where that is another (0.0.0.0, behind a NAT)
+    tls         both ends show certificates and all bytes are encrypted; peers must have it as well
     """
 
     name = "tcp"
     _made: type[StreamLink] = TcpLink
 
     def __init__(
-        self, host: str = "127.0.0.1", port: int = 0, manner: Manner | None = None, *, advertise: str | None = None
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        manner: Manner | None = None,
+        *,
+        advertise: str | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
+        """Raises TransportError for TLS files that cannot be used."""
         self._host, self._port, self._manner, self._advertise = host, port, manner or Manner(), advertise
-        self.sealed: bool | None = self._manner.sealed
+        self._tls = None if tls is None else TlsContexts(tls)
+        self.sealed: bool | None = self._manner.sealed or tls is not None
         self._listening: Listening[StreamLink] = Listening(self._link)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
@@ -56,7 +68,20 @@ class Tcp:
             sock = socket.create_connection((host, int(port)), timeout=_DIAL_S)
         except (OSError, ValueError, OverflowError) as wrong:
             raise TransportError(f"{address} cannot be reached: {wrong}") from wrong
-        return self._listening.add(sock, address, dialled=True)
+        if self._tls is None:
+            return self._listening.add(sock, address, dialled=True)
+        return self._dial_tls(self._tls, sock, host.strip("[]"), address)
+
+    def _dial_tls(self, tls: TlsContexts, sock: socket.socket, host: str, address: str) -> Link:
+        try:
+            wrapped = tls.client(sock, host)
+        except (OSError, ValueError) as wrong:  # a host that no certificate can name
+            sock.close()
+            raise TransportError(f"{address} cannot be reached by TLS: {wrong}") from wrong
+        link = self._listening.add(wrapped, address, dialled=True)
+        assert isinstance(link, TlsLink)
+        link.wait_for_handshake(_DIAL_S)
+        return link
 
     def close(self) -> None:
         self._listening.close()
@@ -65,4 +90,7 @@ class Tcp:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        if self._tls is not None:
+            wrapped = sock if isinstance(sock, ssl.SSLSocket) else self._tls.server(sock)
+            return TlsLink(wrapped, owner, peer, self._manner, self._listening.forget, self._tls.files.peer_name)
         return self._made(sock, owner, peer, self._manner, self._listening.forget)

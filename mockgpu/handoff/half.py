@@ -236,7 +236,10 @@ class Half:
                 raise ValueError("agents of one process need a wire to be joined by")
             return [Inproc(self._wire)]
         # An agent is always reached by TCP, which is what engines' objects can name; shared memory is agreed on then.
-        tcp = Tcp(self._host, self.transfer.port)
+        try:
+            tcp = Tcp(self._host, self.transfer.port, tls=self.transfer.tls)
+        except TransportError as error:  # files that cannot be used
+            raise ValueError(str(error)) from error
         return [tcp] if kind == "tcp" else [tcp, Shm()]
 
 

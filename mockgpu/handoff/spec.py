@@ -6,6 +6,8 @@ from math import inf
 
 import msgspec
 
+from kvtransfer.tls_files import TlsFiles
+
 DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
 KEY = "penstock-mock"
 DEFAULT_SCALE = 1 / 256
@@ -25,6 +27,7 @@ class Transfer(msgspec.Struct, frozen=True):
     version        of the engine: what its objects look like and with whom it is compatible
     wire_faults    peers come through a relay at which bytes can be harmed (tcp only)
     bootstrap_port of Mooncake's and SGLang's bootstrap server on prefill groups; 0: any free one
+    tls            certificates for its TCP links; None: they are plain
     """
 
     dialect: str = "vllm_nixl"
@@ -39,6 +42,7 @@ class Transfer(msgspec.Struct, frozen=True):
     version: tuple[int, int] = (0, 33)
     bootstrap_port: int = 0
     wire_faults: bool = False
+    tls: TlsFiles | None = None
 
     def checked(self) -> Transfer:
         """Itself. ValueError says which option is wrong."""
@@ -50,4 +54,6 @@ class Transfer(msgspec.Struct, frozen=True):
             raise ValueError("kv scale lies in (0, 1]; link speed and lease are positive")
         if self.wait_s is not None and not self.wait_s > 0:
             raise ValueError(f"legs wait for each other for a time above 0, not {self.wait_s}")
+        if self.tls is not None and self.transport not in ("auto", "tcp"):
+            raise ValueError(f"TLS is for links over TCP, not for {self.transport}")
         return self

@@ -24,12 +24,12 @@ class Engine:
     began, ended   told of a job at its first token and at its last, with the time
     fetch          told of one whose KV comes from another group, once it has got its blocks
     leaping        False: every step by itself (for tests, and to compare)
-    slowness       factor on all step times
+    slow_prefill, slow_decode  factors on the times of steps with prompt tokens, and of those without
     """
 
     __slots__ = (
         *("_gaps", "_leaping", "_pauses", "_plan", "_preempted", "_roofline", "_run", "_since", "_thrown_out"),
-        *("began", "busy_s", "due_s", "ended", "fetch", "scheduler", "slowness", "steps"),
+        *("began", "busy_s", "due_s", "ended", "fetch", "scheduler", "slow_decode", "slow_prefill", "steps"),
     )
 
     def __init__(
@@ -47,7 +47,7 @@ class Engine:
         self._roofline = roofline
         self._leaping = leaping
         self.began, self.ended, self.fetch = began, ended, fetch
-        self.slowness = 1.0
+        self.slow_prefill = self.slow_decode = 1.0
         self.due_s = inf
         self.busy_s = 0.0
         self.steps = 0
@@ -89,6 +89,11 @@ class Engine:
         self._thrown_out.pop(job, None)
         self._pauses.pop(job, None)
 
+    def made(self, job: Job, now: float) -> int:
+        """Tokens that a decoding job has made by now."""
+        run = self._run
+        return self.scheduler.made(job) + (0 if run is None else run.over_at(now - self._since))
+
     def stop(self) -> None:
         """The group is dead: whatever was under way is gone."""
         self._plan = self._run = None
@@ -118,12 +123,13 @@ class Engine:
         if self._leaping and not plan.chunks:
             quiet = self.scheduler.quiet(MOST_STEPS)
             if quiet:
-                run = Run(self._roofline, plan.decode_seqs, plan.decode_context, quiet + 1, self.slowness)
+                run = Run(self._roofline, plan.decode_seqs, plan.decode_context, quiet + 1, self.slow_decode)
                 if run.steps > 1:
                     self._run = run
                     self.due_s = now + run.until(run.steps)
                     return
-        self.due_s = now + self._roofline.step_s(plan.work) * self.slowness
+        slowness = self.slow_prefill if plan.chunks else self.slow_decode
+        self.due_s = now + self._roofline.step_s(plan.work) * slowness
 
     def _cut(self, now: float) -> None:
         """Account for the steps of the run that are over; the one under way is the last, due at its own end."""

@@ -27,6 +27,7 @@ from planner.replay.happenings import Happenings
 from planner.replay.options import Options, View
 from planner.replay.record import End, Record, Run
 from planner.replay.spec import FleetSpec
+from planner.replay.speeds import Speeds
 from planner.replay.traffic import Traffic
 from planner.traces.shape import TraceRequest
 from policies import ledger
@@ -82,6 +83,7 @@ class Fleet:
         split = spec.pairs or any(kind.role is not Role.BOTH for kind in spec.groups)
         self.halves = Halves(self, spec.split, policy) if split else None
         self.door = Door(self, room)
+        self.speeds = Speeds(self, self.options.slow_factor)
         self._ideal = Ideal(spec.block_tokens)
         self.flights: dict[Job, Flight] = {}
         self._records: list[Record] = []
@@ -114,6 +116,7 @@ class Fleet:
             self._next(loop.begins_s, loop.requests(), first=True)
         Happenings(self).announce()
         self.door.open()
+        self.speeds.open()
 
     def _due(self, when_s: float, one: TraceRequest, rest: Iterator[TraceRequest] | None) -> None:
         self.under_way += 1
@@ -163,6 +166,7 @@ class Fleet:
         flight.record.predicted_ttft_s = entry.predicted_ttft_s
         flight.record.predicted_tpot_s = entry.predicted_tpot_s
         flight.record.group = group.name
+        group.speed.sent(max(1, flight.one.input_tokens - flight.believed), now)
         self.send(now, flight, group, chosen, Job(flight.one.input_tokens, flight.one.output_tokens, flight.keys))
 
     def _alone(self, one: TraceRequest) -> Sequence[Candidate]:
@@ -232,6 +236,8 @@ class Fleet:
         assert flight.entry is not None
         flight.entry.first_token(now)
         record = flight.record
+        if not record.prefilled_by:
+            group.speed.first_token(max(1, job.prompt_tokens - flight.believed), now)
         record.first_s = now
         if not record.prefilled_by:
             record.cached_tokens = job.cached
@@ -298,6 +304,8 @@ class Fleet:
                 self.front.unlearn(flight.fingerprint, group.load.slot, flight.believed, flight.request.prompt_tokens)
         if self.halves is not None:
             self.halves.withdraw(now, flight)
+        if group is not None and flight.record.first_s is None and not flight.record.prefilled_by:
+            group.speed.dropped(max(1, flight.one.input_tokens - flight.believed))
         if flight.entry is not None:
             flight.entry.dropped(now)
             flight.entry = None

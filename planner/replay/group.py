@@ -14,6 +14,7 @@ from planner.replay.record import GroupTotals
 from planner.replay.spec import Kind
 from policies.latency import Belief, Shape, shape_for
 from policies.model import Candidate, Endpoint, EndpointLoad, Layout
+from policies.speed_record import SpeedRecord
 
 UNCAPPED = 1 << 30
 
@@ -54,7 +55,7 @@ class Group:
             "load",
             "name",
         ),
-        *("listener", "receives_at_s", "roofline", "sends_at_s", "totals", "watched_s"),
+        *("listener", "receives_at_s", "roofline", "sends_at_s", "speed", "totals", "watched_s"),
     )
 
     def __init__(
@@ -80,6 +81,7 @@ class Group:
         self.alive = kind.up_at_s <= 0
         self.load.available = self.alive
         self.coming: Counter[int] = Counter()
+        self.speed = SpeedRecord()
         self.watched_s = inf
         self.sends_at_s = self.receives_at_s = 0.0
         self.totals = GroupTotals(self.name)
@@ -97,7 +99,7 @@ class Group:
             lambda job, now: self.listener.fetch(self, job, now),
             self.leaping,
         )
-        engine.slowness = self.kind.slowness
+        engine.slow_prefill = engine.slow_decode = self.kind.slowness
         return engine
 
     def renew(self) -> None:

@@ -66,12 +66,14 @@ class Happenings:
 
     def _set_pace(self, now: float, group: Group) -> None:
         """An engine is as slow as the fault says that came last of those still in force; without one, as its kind."""
-        factor = 1.0
+        prefill = decode = 1.0
         for fault in sorted(self._fleet.options.faults, key=lambda fault: fault.at_s):
             in_force = fault.at_s <= now and (fault.for_s is None or now < fault.at_s + fault.for_s)
             if in_force and fault.trouble is Trouble.SLOW and fault.group == group.load.slot:
-                factor = fault.factor
-        group.engine.slowness = group.kind.slowness * factor
+                prefill = 1.0 if fault.only == "decode" else fault.factor
+                decode = 1.0 if fault.only == "prefill" else fault.factor
+        group.engine.slow_prefill = group.kind.slowness * prefill
+        group.engine.slow_decode = group.kind.slowness * decode
 
     def _up(self, now: float, group: Group) -> None:
         """A group joins, with nothing in its cache."""

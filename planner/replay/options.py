@@ -41,13 +41,15 @@ class Trouble(StrEnum):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Something that befalls one group (by place in the fleet) at a moment. `for_s` None: for ever."""
+    """Something that befalls one group (by place in the fleet) at a moment. `for_s` None: for ever. `only`: a slow
+    group is so at steps with prompt tokens (prefill), at those without (decode), or at both if it is empty."""
 
     at_s: float
     group: int
     trouble: Trouble = Trouble.LOSE
     for_s: float | None = None
     factor: float = 2.0
+    only: str = ""
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -59,6 +61,7 @@ class Options(msgspec.Struct, frozen=True):
     horizon_s        closed loops send nothing after it, and what is not over by then is cut; None: to the last token
     leaping          False: every decode step by itself, to compare
     slow_start_s     how long a group that comes up is given fewer requests at once while others have room
+    slow_factor      how many times as long as its peers a group must take to be ejected as slow; 0: none is
     classes          service classes by name; a request without a known one is STANDARD
     """
 
@@ -75,3 +78,4 @@ class Options(msgspec.Struct, frozen=True):
     clients: Clients = Clients()
     faults: tuple[Fault, ...] = ()
     slow_start_s: float = 0.0
+    slow_factor: float = 0.0

@@ -37,7 +37,8 @@ UNSAFE_CALLS = {"compile", "eval", "exec"}
 NEED_A_TASK = {"current_task", "timeout", "timeout_at", "wait_for"}
 MAY_NEED_A_TASK = {"errand.py": {"timeout"}, "lobby.py": {"current_task"}}
 OFF_THE_REQUESTS_PATH = {
-    *("admin.py", "app.py", "cli.py", "config", "demo.py", "docgen.py", "live", "reload", "shared", "watch", "workers"),
+    *("admin.py", "app.py", "cli.py", "config", "demo.py", "docgen.py", "lifecycle.py", "live", "reload", "restart"),
+    *("shared", "watch", "workers"),
 }
 MOST_LINES_OF_A_FUNCTION, MOST_LINES_OF_A_FILE = 60, 450
 

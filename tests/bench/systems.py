@@ -73,7 +73,9 @@ def backend_urls(base: int) -> list[str]:
     return [f"http://127.0.0.1:{base + i}" for i in range(BACKENDS)]
 
 
-def _penstock(policy: str, urls: list[str]) -> Callable[[Path, int], list[str]]:
+def penstock_command(policy: str, urls: list[str]) -> Callable[[Path, int], list[str]]:
+    """How to start our gateway with this policy before these endpoints."""
+
     def command(work: Path, port: int) -> list[str]:
         config = work / f"penstock-{port}.yaml"
         endpoints = "".join(f"      - {{url: {url}, max_concurrency: 8192}}\n" for url in urls)
@@ -148,14 +150,14 @@ def all_systems(base: int) -> list[System]:
     return [
         System("direct", "none", base, lambda work, port: []),
         System("nginx", "round_robin", base + 100, partial(_nginx, urls)),
-        System(OURS, "round_robin", base + 101, _penstock("round_robin", urls), COMPILED),
-        System(OURS, "prefix_aware", base + 102, _penstock("prefix_aware", urls), COMPILED),
+        System(OURS, "round_robin", base + 101, penstock_command("round_robin", urls), COMPILED),
+        System(OURS, "prefix_aware", base + 102, penstock_command("prefix_aware", urls), COMPILED),
         System("sglang-router", "round_robin", base + 103, _router(sglang, "round_robin", "warn", urls)),
         System("sglang-router", "cache_aware", base + 104, _router(sglang, "cache_aware", "warn", urls)),
         System("vllm-router", "round_robin", base + 105, _router(vllm, "round_robin", "warning", urls)),
         System("vllm-router", "cache_aware", base + 106, _router(vllm, "cache_aware", "warning", urls)),
-        System(SOURCES, "round_robin", base + 107, _penstock("round_robin", urls)),
-        System(SOURCES, "prefix_aware", base + 108, _penstock("prefix_aware", urls)),
+        System(SOURCES, "round_robin", base + 107, penstock_command("round_robin", urls)),
+        System(SOURCES, "prefix_aware", base + 108, penstock_command("prefix_aware", urls)),
     ]
 
 

@@ -56,6 +56,7 @@ FAULTS = (
     "delay messages",
     "steal blocks",
 )
+STREAM_FAULTS = ("spoil bytes", "truncate", "sever", "stall")  # of a proxy between the ends
 
 
 def logical(layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], tokens: int) -> NDArray[np.uint8]:
@@ -373,7 +374,8 @@ class Trial:
             self.at(self.moment(), lambda: take(None))
 
     def address_of(self, source: Engine) -> str:
-        if self.transport not in ("tcp", "lanes") or self.fault not in ("spoil bytes", "truncate", "sever", "stall"):
+        over_tcp = self.transport in ("tcp", "lanes", "tls", "tls-lanes")
+        if not over_tcp or self.fault not in STREAM_FAULTS:
             return source.agent.address
         proxy = Proxy(source.agent.address, Random(self.rng.random()))
         self.proxies.append(proxy)

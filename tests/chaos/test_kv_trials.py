@@ -17,7 +17,13 @@ from tests.chaos.kv_trials import FAULTS, trial
 
 @pytest.mark.parametrize(
     ("transport", "seeds"),
-    [("inproc", range(240)), ("shm", range(24)), ("tcp", range(24, 48)), ("lanes", range(48, 72))],
+    [
+        ("inproc", range(240)),
+        ("shm", range(24)),
+        ("tcp", range(24, 48)),
+        ("lanes", range(48, 72)),
+        ("tls", range(72, 84)),
+    ],
 )
 def test_whatever_breaks_nothing_wrong_lands_and_nothing_stays_held(transport: str, seeds: range) -> None:
     # On real sockets a trial mostly waits: several at once.

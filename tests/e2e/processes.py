@@ -26,7 +26,7 @@ FILE = "gateway.yaml"
 HOME = os.environ.get("PENSTOCK_HOME", str(ROOT))  # whose gateway: `make test-compiled` has another
 ENV = os.environ | {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 PATIENCE = "".join(f"{name}: {json.dumps(PATIENT[name])}\n" for name in ("health", "scrape"))
-_READY = re.compile(r"API (http://\S+)/v1, admin (http://[^\s;]+)")
+_READY = re.compile(r"API (https?://\S+)/v1, admin (https?://[^\s;]+)")
 
 
 class Gateway:
@@ -35,6 +35,7 @@ class Gateway:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self._lines: list[str] = []
+        self._reader: threading.Thread | None = None
         self.url = self.admin_url = ""
 
     @property
@@ -49,9 +50,20 @@ class Gateway:
     def said(self) -> str:
         return "".join(self._lines)
 
+    def forget(self, text: str) -> None:
+        """Drop the lines with this text from what it said."""
+        self._lines[:] = [line for line in self._lines if text not in line]
+
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def wait(self) -> int:
+        """The exit code, once the process has ended and all that it said was read."""
+        code = self._process.wait(WITHIN_S)
+        if self._reader is not None:
+            self._reader.join(WITHIN_S)
+        return code
 
     @property
     def resident_bytes(self) -> int:
@@ -65,23 +77,31 @@ class Gateway:
             found = _READY.search(line)
             if found:
                 self.url, self.admin_url = found[1], found[2]
-                threading.Thread(target=self._lines.extend, args=(stderr,), daemon=True).start()
+                self._reader = threading.Thread(target=self._lines.extend, args=(stderr,), daemon=True)
+                self._reader.start()
                 return
         raise AssertionError(f"the gateway ended before it listened: {self.said}")
 
 
-def whole(config: str) -> str:
+def whole(config: str, observability: str = "{access_log: 'off'}") -> str:
     """The text of a configuration file: what all of them here have in common, and this."""
     listeners = "listeners: {api: {port: 0}, admin: {port: 0}}"
-    return f"version: 1\n{listeners}\nobservability: {{access_log: 'off'}}\n{config}"
+    return f"version: 1\n{listeners}\nobservability: {observability}\n{config}"
 
 
 @contextmanager
-def gateway(folder: Path, config: str, patience: str = PATIENCE, **env: str) -> Iterator[Gateway]:
-    """A gateway with this configuration (YAML, made whole) in `folder / FILE` until the block is left. `patience` is
-    how it looks after engines: as shipped, if that is empty."""
+def gateway(
+    folder: Path,
+    config: str,
+    patience: str = PATIENCE,
+    observability: str = "{access_log: 'off'}",
+    complete: bool = True,
+    **env: str,
+) -> Iterator[Gateway]:
+    """A gateway with this configuration (YAML, made whole where `complete`) in `folder / FILE` until the block is left.
+    `patience` is how it looks after engines: as shipped, if that is empty."""
     file = folder / FILE
-    file.write_text(whole(config) + patience)
+    file.write_text((whole(config, observability) if complete else config) + patience)
     command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
     with running(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV | env) as process:
         assert process.stderr

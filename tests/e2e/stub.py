@@ -2,14 +2,15 @@
 
 It runs in a thread of the test's own process, so that its clock is the test's. What it does with a request is said in
 the request itself, by the value of `user`: "hold" answers nothing, "drip" streams for ever, "flood" streams as fast as
-it is read, "break" closes before an answer or after the last token of a stream, "status:NNN" refuses, anything else is
-answered at once.
+it is read, "break" closes before an answer or after the last token of a stream, "status:NNN" refuses, "undone:N"
+streams `n` choices of which it finishes N and ends the body properly without [DONE], anything else is answered at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ class Stub:
     def __init__(self) -> None:
         self.url = ""
         self.requests: list[Recorded] = []
+        self.gets: set[str] = set()
         self._changed = threading.Condition()
 
     def wait(self, until: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
@@ -79,6 +81,7 @@ class Stub:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 if head.startswith(b"GET"):
+                    self.gets.add(head.split(b" ", 2)[1].decode())
                     writer.write(_ordinary(head))
                     continue
                 length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
@@ -114,6 +117,11 @@ async def _answer(request: Recorded, reader: asyncio.StreamReader, writer: async
             tokens = b"".join(_event(word) for word in TEXT.split())
             writer.write(_HEAD % (b"text/event-stream", _CHUNKED) + _chunk(tokens))
         raise ConnectionResetError
+    elif what.startswith("undone:"):
+        choices = range(asked.get("n", 1))
+        finished = [_event("", index, "stop") for index in choices[: int(what[7:])]]
+        events = b"".join([*(_event(TEXT, index) for index in choices), *finished])
+        writer.write(_HEAD % (b"text/event-stream", _CHUNKED) + _chunk(events) + b"0\r\n\r\n")
     elif what.startswith("status:"):
         body = json.dumps({"error": {"message": "as asked", "type": "X", "param": None, "code": 1}}).encode()
         head = f"HTTP/1.1 {what[7:]} As Asked\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -144,8 +152,9 @@ async def _flood(request: Recorded, writer: asyncio.StreamWriter) -> None:
         await writer.drain()
 
 
-def _event(text: str) -> bytes:
-    return b"data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}).encode() + b"\n\n"
+def _event(text: str, index: int = 0, reason: str | None = None) -> bytes:
+    choice = {"index": index, "delta": {"content": text}, "finish_reason": reason}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
 
 def _chunk(payload: bytes) -> bytes:
@@ -153,14 +162,16 @@ def _chunk(payload: bytes) -> bytes:
 
 
 @contextmanager
-def recording_stub() -> Iterator[Stub]:
-    """A stub that listens on a free port of 127.0.0.1 until the block is left."""
+def recording_stub(context: ssl.SSLContext | None = None) -> Iterator[Stub]:
+    """A stub that listens on a free port of 127.0.0.1 until the block is left, with TLS if there is a context."""
     stub = Stub()
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    server = asyncio.run_coroutine_threadsafe(asyncio.start_server(stub.talk, "127.0.0.1", 0), loop).result(5)
-    stub.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    listening = asyncio.start_server(stub.talk, "127.0.0.1", 0, ssl=context)
+    server = asyncio.run_coroutine_threadsafe(listening, loop).result(5)
+    scheme = "http" if context is None else "https"
+    stub.url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield stub
     finally:

@@ -6,12 +6,26 @@ a gateway that goes on serving.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.e2e.attacks import ATTACKS, BODY, CHAT, FRAMING_ATTACKS, LENGTH, PATH, Attack, chat, chunked, head, raw
+from tests.e2e.attacks import (
+    ATTACKS,
+    BODY,
+    CHAT,
+    FRAMING_ATTACKS,
+    IN_CHUNKS,
+    LENGTH,
+    PATH,
+    Attack,
+    chat,
+    chunked,
+    head,
+    raw,
+)
 from tests.e2e.processes import Gateway, gateway
 from tests.e2e.stub import TEXT, Stub, recording_stub
 from tests.e2e.wire import Answer, Wire, post
@@ -135,7 +149,9 @@ def test_an_engine_sees_a_request_of_the_gateways_own_making(line: Line) -> None
 def test_members_that_steer_engines_are_dropped_also_where_they_hide(line: Line) -> None:
     hidden = {"vllm_xargs": {"mine": 1, **INTERNAL}, "top_k": 3, "unknown": {"kept": [1.0, None]}}
     assert ask(line, chat(**INTERNAL, **hidden)).status == 200
-    assert line.stub.requests[-1].json == {
+    seen = line.stub.requests[-1].json
+    assert re.fullmatch("[0-9a-f]{64}", seen.pop("cache_salt")), "the gateway's own, not the client's"
+    assert seen == {
         **CHAT,
         "vllm_xargs": {"mine": 1},
         "top_k": 3,
@@ -244,6 +260,49 @@ def test_an_engines_refusal_is_reshaped_and_not_retried(line: Line, status: int)
     assert (answer.status, answer.error["message"], answer.error["code"]) == (status, "as asked", None)
     assert answer.headers["x-should-retry"] == "false"
     assert len(line.stub.requests) == forwarded + 1
+
+
+UPGRADES = ["Upgrade: h2c", "Upgrade: websocket", "Upgrade: TLS/1.0, h2c"]
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES)
+def test_an_upgrade_is_ignored_and_the_request_is_answered_over_http_1_1(line: Line, upgrade: str) -> None:
+    """As Java's HttpClient asks for HTTP/2; its connection goes on."""
+    asked = ("Connection: Upgrade, HTTP2-Settings", upgrade, "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA")
+    with Wire(line.gateway.port) as wire:
+        wire.send(head(*asked, LENGTH) + BODY + chat(user="status:418"))
+        assert wire.answer().status == 200
+        assert line.stub.requests[0].headers.keys().isdisjoint(("upgrade", "http2-settings"))
+        assert wire.answer().status == 418
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES)
+def test_an_upgrade_of_an_unusual_request_is_ignored_and_its_connection_closed(line: Line, upgrade: str) -> None:
+    """aiohttp's parser drops what came behind such a head, so nothing may be read after it."""
+    asked = ("Connection: Upgrade", upgrade)
+    behind = chat(user="status:418")
+    forwarded = len(line.stub.requests)
+    for sent in (head(*asked, start="GET /v1/models HTTP/1.1"), chunked(IN_CHUNKS, *asked)):
+        with Wire(line.gateway.port) as wire:
+            wire.send(sent + behind)
+            assert wire.answer().status == 200
+            assert wire.ended()
+    assert [each.json for each in line.stub.requests[forwarded:]] == [CHAT]
+
+
+def test_a_stream_that_ends_properly_after_its_finish_reason_is_whole_and_gets_its_done(line: Line) -> None:
+    for asked in ({"user": "undone:1"}, {"user": "undone:3", "n": 3}, {"user": "undone:1", "model": "alias"}):
+        answer = ask(line, chat(stream=True, **asked))
+        assert answer.status == 200
+        assert answer.body.endswith(b"data: [DONE]\n\n")
+        assert b"error" not in answer.body
+
+
+def test_a_stream_that_ends_properly_before_all_its_finish_reasons_is_broken(line: Line) -> None:
+    for asked in ({"user": "undone:0"}, {"user": "undone:2", "n": 3}):
+        answer = ask(line, chat(stream=True, **asked))
+        assert b"stream_interrupted" in answer.body
+        assert b"[DONE]" not in answer.body
 
 
 def test_a_client_that_closes_its_sending_side_has_left(line: Line) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.transports.tls import TlsLink
 from mockgpu.text import expected_text
+from tests.contract.kvtransfer.links import tls_files
 from tests.e2e.mock_pair import DIALECTS, PROMPT, Pair, pair
 
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24}
@@ -46,6 +48,16 @@ async def test_many_at_once_that_share_their_beginning_stay_apart(dialect: str) 
         bodies = [{"prompt": PROMPT + f"Question {i}? " * (i % 7 + 1), "max_tokens": 5 + i % 9} for i in range(40)]
         await asyncio.gather(*(splits_right(groups, body) for body in bodies))
         await groups.at_rest()
+
+
+async def test_groups_with_certificates_hand_kv_over_by_tls() -> None:
+    async with pair("vllm_nixl", (4, 2), kv={"transport": "tcp", "tls": tls_files()}) as groups:
+        await splits_right(groups, {"prompt": PROMPT * 30, "max_tokens": 24})
+        await groups.at_rest()
+        agent = groups.decode.half and groups.decode.half.agent
+        assert agent is not None
+        assert [type(line) for line in agent._board._lines] == [TlsLink]
+        assert await groups.metric(groups.decode, "mock:tainted_answers_total") == 0
 
 
 @pytest.mark.parametrize("transport", ["inproc", "tcp", "shm", "auto"])

@@ -106,5 +106,23 @@ def test_whatever_breaks_nothing_wrong_lands_over_verbs(
 
 
 def test_the_trials_over_verbs_saw_every_fault_and_many_landings(outcomes: list[Outcome]) -> None:
-    assert landed(outcomes) > len(outcomes) / 4, sum((outcome.ends for outcome in outcomes), Counter[str]())
     assert len(outcomes) < 200 or {outcome.fault for outcome in outcomes} == set(FAULTS)
+    seen = outcomes
+    for slower in (2, 4):
+        if has_many_landings(seen):
+            break
+        seen = some_again(slower)
+        assert [outcome for outcome in seen if outcome.wrong] == []
+    assert has_many_landings(seen), sum((outcome.ends for outcome in seen), Counter[str]())
+
+
+def has_many_landings(outcomes: list[Outcome]) -> bool:
+    return landed(outcomes) > len(outcomes) / 4
+
+
+def some_again(slower: int) -> list[Outcome]:
+    """The first seeds once more, slowed further: the machine may have become busier since its pace was measured."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        pace = slower * measured_pace(pool)
+        found = pool.map(lambda first: some(range(first, first + 3), pace), range(0, BATCH, EACH))
+        return [outcome for each in found for outcome in each]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import aiohttp
 from tests.real.engines import MODEL, ROOT, Engine
 
 Token = tuple[str, float]
+LOGPROB_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,18 @@ class Answer:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+
+
+def differences(one: Answer, other: Answer) -> list[str]:
+    """Where the tokens differ, or a logprob by more than 4 digits: engines compute them in float32, batched."""
+    if len(one.tokens) != len(other.tokens):
+        return [f"{len(one.tokens)} tokens and {len(other.tokens)}"]
+    pairs = enumerate(zip(one.tokens, other.tokens, strict=True))
+    return [f"token {at}: {a} and {b}" for at, (a, b) in pairs if a[0] != b[0] or not is_close(a[1], b[1])]
+
+
+def is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=LOGPROB_TOLERANCE, abs_tol=LOGPROB_TOLERANCE)
 
 
 def prompt(words: int, seed: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.real.asking import Answer, ask, body, prompt
+from tests.real.asking import Answer, ask, body, differences, prompt
 from tests.real.engines import Engine, transfers
 from tests.real.fronts import config, gateway
 from tests.real.tap import Tap
@@ -43,7 +43,7 @@ async def test_prefill_dies_between_the_legs_and_decode_computes_the_prompt_itse
         assert answer.tokens == ()
     else:
         assert (answer.status, answer.error) == (200, "")
-        assert answer.tokens == whole.tokens
+        assert differences(answer, whole) == []
     await d.idle_within(10.0)
 
 
@@ -56,7 +56,7 @@ async def test_decode_dies_between_the_legs_and_whoever_can_serves_the_request(
     with gateway(tmp_path, config({"P": (taps[0].url, "both"), "D": (taps[1].url, "decode")})) as front:
         answer = await _killed_between_the_legs(front.url, d, taps[1], asked)
     assert (answer.status, answer.error) == (200, "")
-    assert answer.tokens == whole.tokens
+    assert differences(answer, whole) == []
 
 
 async def test_decode_dies_between_the_legs_and_nobody_else_can_serve(

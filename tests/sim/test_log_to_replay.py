@@ -34,6 +34,21 @@ async def test_a_log_with_blocks_replays_with_the_hits_that_were_there(tmp_path:
     assert cached == pytest.approx(sum(line.get("believed_cached_tokens", 0) for line in told), rel=0.15)
 
 
+@pytest.mark.parametrize("policy", registry.names())
+async def test_every_policy_logs_the_blocks_of_prompts_when_asked_to(tmp_path: Path, policy: str) -> None:
+    log = tmp_path / "access.jsonl"
+    seen = {"access_log": str(log), "access_flush": "10ms", "access_blocks": True}
+    async with house(2, pool={"policy": policy}, observability=seen) as home:
+        for question in ("one", "two"):
+            answer = await home.ask(stream=True, tokens=2, prompt="word " * 2000 + question * 300)
+            assert answer.fate == "ok"
+        await home.at_rest()
+    first, second = read_trace(log)
+    assert first.blocks
+    assert first.blocks[:4] == second.blocks[:4]
+    assert first.blocks[-1] != second.blocks[-1]
+
+
 async def test_a_log_says_nothing_of_prompts_unless_it_is_asked_to(tmp_path: Path) -> None:
     log = tmp_path / "access.jsonl"
     seen = {"access_log": str(log), "access_flush": "10ms"}

@@ -10,9 +10,11 @@ from time import monotonic
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from gateway.shared import redis as shared
 from gateway.shared.redis import Place, RedisBus
+from gateway.shared.redis_error import describe_redis_error
 from tests.fair_time import PATIENCE_S
 from tests.redis_server import redis_server
 
@@ -57,8 +59,58 @@ async def test_a_replica_is_no_bus_until_it_takes_what_is_written(
         await until(lambda: bus.state(monotonic()).connected and heard == [b"refused at first"])
         await bus.stop()
     told = [record.message for record in caplog.records if "shared view" in record.message]
-    assert [line.split(" at ")[0] for line in told] == [
-        "shared view: Redis",
-        "shared view: no Redis",
-        "shared view: Redis",
+    assert [line.split(" redis://")[0] for line in (told[0], told[-1])] == [
+        "shared view: connected to Redis at",
+        "shared view: connected again to Redis at",
     ]
+    problems = [line for line in told if line.startswith("shared view: no Redis at")]
+    assert len({*problems}) == len(problems) == len(told) - 2, "each problem of an outage is logged once"
+    assert any("it is a replica and takes no writes" in line for line in problems)
+
+
+async def test_a_wrong_password_is_named_without_showing_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "penstock")
+    monkeypatch.setattr(shared, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(shared, "LONGEST_RETRY_S", 0.05)
+    with redis_server() as server:
+        async with Redis.from_url(server.url) as operator:
+            await operator.config_set("requirepass", "right-one")
+        bus = RedisBus(Place(server.url, "fleet", password="hunter2"), Random(1), lambda reason: None)
+        await bus.start(b"me" * 4, lambda frame, age_s: None)
+        await until(lambda: bus.state(monotonic()).problem != "")
+        assert "it refuses the user or the password" in bus.state(monotonic()).problem
+        async with Redis.from_url(server.url, password="right-one") as operator:
+            await operator.config_set("requirepass", "hunter2")
+        await until(lambda: bus.state(monotonic()).connected)
+        assert bus.state(monotonic()).problem == ""
+        await bus.stop()
+    told = [record.message for record in caplog.records if "shared view" in record.message]
+    assert [line.split(" redis://")[0] for line in told] == [
+        "shared view: no Redis at",
+        "shared view: connected again to Redis at",
+    ]
+    assert not any("hunter2" in line or "right-one" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("error", "meaning"),
+    [
+        (ConnectionError("Error 111 connecting"), "ConnectionError"),
+        (TimeoutError(), "it does not answer in time"),
+        (ResponseError("NOAUTH Authentication required."), "it wants a password and none is configured"),
+        (ResponseError("AUTH <password> called without any password configured"), "a password is configured here"),
+        (ResponseError("MISCONF Redis is configured to save"), "it takes no writes"),
+        (ResponseError("anything with sk-secret in it"), "ResponseError"),
+    ],
+)
+def test_errors_of_redis_are_described_without_what_was_sent(error: Exception, meaning: str) -> None:
+    assert describe_redis_error(error).startswith(meaning)
+    assert "sk-secret" not in describe_redis_error(error)
+
+
+def test_a_refused_connection_is_named() -> None:
+    error = ConnectionError("Error 111")
+    error.__cause__ = ConnectionRefusedError(111, "Connection refused")
+    assert "no server listens there" in describe_redis_error(error)

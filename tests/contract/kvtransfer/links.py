@@ -1,17 +1,24 @@
 """Two ends of one link over any transport, and owners that write down what they hear.
 
-PENSTOCK_KV_TRANSPORTS says which transports are tested (inproc,shm,tcp,lanes unless set; rdma where there are verbs).
-Lanes are tcp with three connections to a link.
+PENSTOCK_KV_TRANSPORTS says which transports are tested (inproc,shm,tcp,lanes,tls unless set; rdma where there are
+verbs).
+Lanes are tcp with three connections to a link; tls is tcp with certificates, tls-lanes is both.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +29,10 @@ from kvtransfer.regions import Region
 from kvtransfer.transports.base import Laned, Link, Slice, Transport, Verdict, WindowHead
 from kvtransfer.transports.inproc import Inproc, Wire
 
-TRANSPORTS = os.environ.get("PENSTOCK_KV_TRANSPORTS", "inproc,shm,tcp,lanes").split(",")
+if TYPE_CHECKING:
+    from kvtransfer.tls_files import TlsFiles
+
+TRANSPORTS = os.environ.get("PENSTOCK_KV_TRANSPORTS", "inproc,shm,tcp,lanes,tls").split(",")
 BLOCKS, BLOCK_BYTES = 64, 32 << 10
 LANES = 3
 # How long something that must happen may take: more on an emulated processor.
@@ -47,11 +57,12 @@ def make(name: str, wire: Wire, pace: float = 1.0) -> Transport:
     """One end, for a machine that is so much slower. Imports on demand: not every machine has verbs."""
     if name == "inproc":
         return Inproc(wire)
-    if name in ("tcp", "lanes"):
+    if name in ("tcp", "lanes", "tls", "tls-lanes"):
         from kvtransfer.transports.stream import Manner
         from kvtransfer.transports.tcp import Tcp
 
-        return Tcp(manner=Manner(lanes=LANES if name == "lanes" else 1))
+        files = tls_files() if name.startswith("tls") else None
+        return Tcp(manner=Manner(lanes=LANES if name.endswith("lanes") else 1), tls=files)
     if name == "shm":
         from kvtransfer.transports.shm import Shm
 
@@ -68,9 +79,35 @@ def make(name: str, wire: Wire, pace: float = 1.0) -> Transport:
     raise ValueError(f"no transport is called {name}")
 
 
+_MAKING = threading.Lock()
+
+
+def _remove(directory: str, owner: int) -> None:
+    """At the end of the process that made it; a forked child leaves it alone."""
+    if os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@cache
+def tls_files() -> TlsFiles:
+    """One certificate for all ends, made once. Processes that a test starts find it by PENSTOCK_TEST_TLS."""
+    from kvtransfer.tls_files import TlsFiles
+    from tests.certificates import Authority
+
+    with _MAKING:  # trials run in threads
+        directory = os.environ.get("PENSTOCK_TEST_TLS")
+        if directory is None:
+            directory = tempfile.mkdtemp(prefix="penstock-tls-")
+            atexit.register(_remove, directory, os.getpid())
+            Authority(Path(directory)).issue("agent", "127.0.0.1", "localhost")
+            os.environ["PENSTOCK_TEST_TLS"] = directory
+    certificate, key, ca = (f"{directory}/{name}" for name in ("agent.crt", "agent.key", "ca.pem"))
+    return TlsFiles(certificate=certificate, key=key, ca=ca)
+
+
 def kind_of(name: str) -> str:
     """What its links say they are."""
-    return "tcp" if name == "lanes" else name
+    return "tcp" if name in ("lanes", "tls", "tls-lanes") else name
 
 
 @dataclass

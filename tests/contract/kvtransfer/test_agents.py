@@ -157,8 +157,8 @@ async def test_a_hundred_at_once_all_land_over_one_link(transport: str) -> None:
 
 async def refused(source: Group, sink: Group, name: str, ticket: str | None, tokens: int = 16) -> Reason:
     before = sink.snapshot()
-    landing = sink.agent.fetch(source.agent.address, name, [1, 2], tokens, ticket=ticket, timeout_s=PATIENCE_S / 4)
-    end = await soon(landing.ended())
+    landing = sink.agent.fetch(source.agent.address, name, [1, 2], tokens, ticket=ticket, timeout_s=PATIENCE_S)
+    end = await asyncio.wait_for(landing.ended(), 2 * PATIENCE_S)
     assert end.how in (How.FAILED, How.EXPIRED)
     assert end.n_bytes == 0
     assert all(np.array_equal(was, now) for was, now in zip(before, sink.snapshot(), strict=True))
@@ -203,13 +203,22 @@ async def test_two_may_not_wait_for_one_name(transport: str) -> None:
         assert (end.reason, end.retriable, end.detail) == (Reason.DECLINED, True, "prefill failed")
 
 
-async def test_so_many_may_wait_and_so_long(transport: str) -> None:
-    strict = msgspec.structs.replace(PATIENT, most_waiting=2, patience_s=0.3)
+async def test_only_so_many_invitations_may_wait(transport: str) -> None:
+    strict = msgspec.structs.replace(PATIENT, most_waiting=2)
     async with groups(transport, SMALL, SMALL, options=[strict]) as (source, sink):
         waiting = [sink.agent.fetch(source.agent.address, f"r{at}", [at], 16) for at in range(2)]
         await until(lambda: source.agent.figures()["leases"]["waiting_invitations"] == 2, "not waiting")
         assert await refused(source, sink, "one more", None) is Reason.TOO_MANY_WAITING
-        assert {(await soon(each.ended())).reason for each in waiting} == {Reason.NEVER_OFFERED}
+        for each in waiting:
+            each.cancel()
+
+
+async def test_an_invitation_waits_only_so_long(transport: str) -> None:
+    """Nothing has to happen before its time is over, however slow the machine is."""
+    hasty = msgspec.structs.replace(PATIENT, patience_s=0.1)
+    async with groups(transport, SMALL, SMALL, options=[hasty]) as (source, sink):
+        landing = sink.agent.fetch(source.agent.address, "r", [0], 16, timeout_s=10 * PATIENCE_S)
+        assert (await soon(landing.ended())).reason is Reason.NEVER_OFFERED
 
 
 async def test_an_offer_for_one_agent_is_no_other_agents(transport: str) -> None:
@@ -290,9 +299,10 @@ async def test_a_sink_that_gives_up_before_it_has_asked_leaves_nothing_on_offer(
 async def test_who_gives_up_and_asks_again_before_there_is_a_link_is_served(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [0], 16)
-        first = sink.agent.fetch(source.agent.address, "r", [5], 16, ticket=offer.ticket)
-        first.cancel("client left")
-        again = sink.agent.fetch(source.agent.address, "r", [6], 16, ticket=offer.ticket)
+        with sink.agent._lock:  # no link comes up meanwhile
+            first = sink.agent.fetch(source.agent.address, "r", [5], 16, ticket=offer.ticket)
+            first.cancel("client left")
+            again = sink.agent.fetch(source.agent.address, "r", [6], 16, ticket=offer.ticket)
         assert (await soon(first.ended())).how is How.CANCELLED
         assert (await soon(again.ended())).landed
         assert (await soon(offer.ended())).landed
@@ -330,8 +340,8 @@ async def test_the_source_takes_back_what_is_claimed(transport: str) -> None:
 async def test_a_lease_runs_out_unless_renewed(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         short = source.agent.offer("short", [0], 16, ttl_s=PATIENCE_S / 50)
-        kept = source.agent.offer("kept", [1], 16, ttl_s=PATIENCE_S / 50)
-        assert kept.renew(30)
+        kept = source.agent.offer("kept", [1], 16, ttl_s=PATIENCE_S / 4)
+        assert kept.renew(10 * PATIENCE_S)
         end = await soon(short.ended())
         assert (end.how, end.reason) == (How.EXPIRED, Reason.LEASE_EXPIRED)
         assert await refused(source, sink, "short", short.ticket) is Reason.TICKET_EXPIRED

@@ -80,7 +80,7 @@ async def test_where_the_better_way_is_not_for_both_tcp_it_is(theirs: list[Trans
 
 @pytest.mark.parametrize(("ours", "theirs"), [(Shut, Shm), (Shm, Mute)], ids=["cannot be dialled", "does not answer"])
 async def test_a_better_way_that_does_not_open_is_no_end(ours: type[Shm], theirs: type[Shm]) -> None:
-    async with two([Tcp(), ours()], [Tcp(), theirs()], handshake_s=PATIENCE_S / 40) as (source, sink):
+    async with two([Tcp(), ours()], [Tcp(), theirs()], handshake_s=PATIENCE_S / 10) as (source, sink):
         assert await way(source, sink) == "tcp"
         assert await way(source, sink, "next") == "tcp"
         assert sink.agent.figures()["faults"] == {"fallback": 1}

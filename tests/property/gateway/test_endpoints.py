@@ -11,15 +11,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from gateway.booking import Booking
 from gateway.config import Config
-from gateway.endpoints import Booking, EndpointTable
+from gateway.endpoints import EndpointTable
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
 from gateway.relay import UpstreamBroke
 from gateway.told import Usage
 from gateway.watch.scrape import Reading
-from policies.health import Event
+from policies.health import Event, is_unreachable
 from policies.model import Candidate, Pick, Request
 
 KINDS = ["reset", "timeout", "connect_failed", "status_500", "status_503", "engine_error", "ejected", "framing"]
@@ -110,8 +111,10 @@ class Bookings(RuleBasedStateMachine):
             assert load.decode_tokens == sum(prompt for _, prompt, _, began in mine if began)
 
     @invariant()
-    def somebody_is_available_unless_all_are_dead(self) -> None:
-        alive: list[Any] = [live for live in self.lives if live.health.state != "dead"]
+    def an_endpoint_is_available_unless_all_are_dead_or_unreachable(self) -> None:
+        alive: list[Any] = [
+            live for live in self.lives if live.health.state != "dead" and not is_unreachable(live.health)
+        ]
         assert bool(alive) == any(live.load.available for live in alive)
 
 

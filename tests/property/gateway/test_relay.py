@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -37,10 +38,18 @@ class Seen:
     broke: str | None
 
 
-def feed(data: bytes, cuts: list[int], *, eof: bool = False, http_1_0: bool = False, alias: str | None = None) -> Seen:
+def feed(
+    data: bytes,
+    cuts: list[int],
+    *,
+    eof: bool = False,
+    http_1_0: bool = False,
+    alias: str | None = None,
+    choices: int = 1,
+) -> Seen:
     firsts: list[None] = []
     renamer = Renamer("served", alias) if alias else None
-    relay = Relay(OURS, lambda: firsts.append(None), http_1_0, renamer)
+    relay = Relay(OURS, lambda: firsts.append(None), http_1_0, renamer, choices=choices)
     out, broke = b"", None
     edges = [0, *sorted({min(cut, len(data)) for cut in cuts}), len(data)]
     try:
@@ -165,6 +174,66 @@ def test_a_stream_that_ends_without_done_ends_with_an_error_and_no_done(
     assert seen == feed(wire, [])
 
 
+@st.composite
+def several(draw: st.DrawFn) -> tuple[list[str], int]:
+    """The events of some choices, in any order that keeps each one's own, with and without blanks; how many choices."""
+    choices = draw(st.integers(1, 4))
+    left = [draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=3)) for _ in range(choices)]
+    spaced, events = draw(st.booleans()), [ROLE]
+    while any(left):
+        index = draw(st.sampled_from([index for index in range(choices) if left[index]]))
+        text = left[index].pop()
+        reason = None if left[index] else draw(st.sampled_from(["stop", "length", "tool_calls"]))
+        choice = {"index": index, "delta": {"content": text}, "finish_reason": reason}
+        chunk = json.dumps({"model": "served", "choices": [choice]}, separators=None if spaced else (",", ":"))
+        events.append(f"data: {chunk}\n\n")
+    if spaced:
+        events[0] = "data: " + json.dumps(json.loads(ROLE[6:])) + "\n\n"
+    return [*events, USAGE] if draw(st.booleans()) else events, choices
+
+
+@given(several(), st.lists(st.integers(1, 200), max_size=30), CUTS, st.sampled_from([None, "my-alias"]), st.booleans())
+def test_a_stream_that_ends_properly_once_every_choice_is_finished_is_whole_and_gets_its_done(
+    told: tuple[list[str], int], sizes: list[int], cuts: list[int], alias: str | None, http_1_0: bool
+) -> None:
+    events, choices = told
+    payload = "".join(events).encode()
+    seen = feed(HEAD + chunked(payload, sizes), cuts, alias=alias, http_1_0=http_1_0, choices=choices)
+    got = seen.out.partition(b"\r\n\r\n")[2] if http_1_0 else read(seen.out)[1]
+    if alias is not None:
+        payload = re.sub(rb'("model": ?)"served"', rb'\1"my-alias"', payload)
+    assert got == payload + DONE.encode()
+    assert (seen.state, seen.failed, seen.broke, seen.reusable) == (State.DONE, False, None, True)
+
+
+@given(several(), st.lists(st.integers(1, 200), max_size=30), CUTS, st.data())
+def test_a_stream_that_ends_properly_while_a_choice_is_unfinished_is_broken(
+    told: tuple[list[str], int], sizes: list[int], cuts: list[int], data: st.DataObject
+) -> None:
+    events, choices = told
+    finishing = [event for event in events if '"finish_reason"' in event and "null" not in event]
+    lost = data.draw(st.sampled_from([*finishing, None]))
+    kept = [event for event in events if event != lost]
+    payload = "".join(kept).encode()[: None if lost else -1]
+    seen = feed(HEAD + chunked(payload, sizes), cuts, choices=choices + (lost is None and payload.endswith(b"}\n")))
+    got = read(seen.out)[1]
+    assert b"[DONE]" not in got
+    assert b'"stream_interrupted"' in got
+    assert seen.failed
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_a_stream_that_its_engine_gave_up_is_not_whole_without_done(reason: str) -> None:
+    payload = (ROLE + delta("a") + delta("", finish_reason=reason)).encode()
+    assert feed(HEAD + chunked(payload, []), []).failed
+    assert not feed(HEAD + chunked(payload + DONE.encode(), []), []).failed
+
+
+def test_a_finished_stream_whose_body_does_not_end_is_broken() -> None:
+    wire = (HEAD + chunked(story(["a"]).removesuffix(DONE).encode(), [])).removesuffix(b"0\r\n\r\n")
+    assert feed(wire, [], eof=True).broke == "truncated"
+
+
 @given(TEXTS, st.lists(st.integers(1, 200), max_size=30), CUTS, st.integers(0, 2500))
 def test_a_stream_cut_short_never_passes_for_whole(
     texts: list[str], sizes: list[int], cuts: list[int], length: int
@@ -228,7 +297,7 @@ def test_a_stream_in_any_other_framing_reaches_the_client_in_chunks(
     texts: list[str], cuts: list[int], framing: str, finished: bool
 ) -> None:
     payload = story(texts).encode()
-    payload = payload if finished else payload.removesuffix(DONE.encode())
+    payload = payload if finished else payload[: payload.index(b'"finish_reason":"')]
     length = b"content-length: %d\r\n" % len(payload) if framing == "length" else b""
     wire = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + length + b"\r\n" + payload
     seen = feed(wire, cuts, eof=framing == "close")
@@ -550,3 +619,39 @@ def test_an_encoded_answer_is_not_passed_on_as_if_it_were_plain() -> None:
 def test_a_close_before_the_first_byte_can_be_retried() -> None:
     seen = feed(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n", [], eof=True)
     assert (seen.broke, seen.out) == ("truncated", b"")
+
+
+@pytest.mark.parametrize("reads", [1, 2, 7])
+def test_a_head_above_64_kib_is_refused_however_few_reads_it_comes_in(reads: int) -> None:
+    wire = HEAD[:-2] + b"".join(b"x-%d: %b\r\n" % (n, b"a" * 1000) for n in range(70)) + b"\r\n" + b"5\r\ndata:\r\n"
+    relay = Relay(OURS)
+    size = len(wire) // reads + 1
+    for at in range(0, (reads - 1) * size, size):
+        relay.feed(wire[at : at + size], 0.0)
+    with pytest.raises(UpstreamBroke, match="head is too long"):
+        relay.feed(wire[(reads - 1) * size :], 0.0)
+    assert relay.head is None
+
+
+@pytest.mark.parametrize("control", [b"\x00", b"\x01", b"\x0b", b"\x1b", b"\x7f"])
+def test_control_bytes_in_a_content_type_go_no_further(control: bytes) -> None:
+    relay = Relay(OURS)
+    with pytest.raises(UpstreamBroke, match="control characters"):
+        relay.feed(b"HTTP/1.1 200 OK\r\ncontent-type: text/%bplain\r\ncontent-length: 2\r\n\r\nhi" % control, 0.0)
+
+
+def test_many_interim_answers_are_read_past() -> None:
+    relay = Relay(OURS)
+    assert relay.feed(b"HTTP/1.1 103 \r\n\r\n" * 5000, 0.0) == b""
+    assert relay.head is None
+    relay.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi", 0.0)
+    assert relay.status == 0 or relay.committed
+
+
+def test_nothing_is_added_inside_a_long_event_under_an_alias() -> None:
+    """A part of it had to be shown, since so much is not held."""
+    relay = Relay(OURS, None, False, Renamer("served", "my-alias"))
+    relay.feed(HEAD + chunked(delta("a").encode() + b'data: {"long":"' + b"x" * 100_000, [])[:-5], 0.0)
+    assert not relay.at_seam
+    relay.feed(chunked(b'"}\n\n', [])[:-5], 0.0)
+    assert relay.at_seam

@@ -214,6 +214,21 @@ def test_an_answer_that_breaks_with_its_first_events_was_not_begun(end: bytes) -
     assert not told  # what the request is made of is let go of then, and it is to be asked again
 
 
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_stream_that_ends_properly_after_its_finish_reason_is_whole_without_done(chat: bool, counted: bool) -> None:
+    ledger = Ledger(terms(chat, True, 6), 1000)
+    relay = Recorded(b"", None, False, Recorder(ledger, ledger.first, "served", "asked"), patient=True)
+    parts = list(events(list(range(6)), 6, chat=chat, opening=True))[: -1 if counted else -2]
+    out = fed(relay, HEAD + b"".join(map(chunk, parts)) + LAST_CHUNK, 10**6)
+    assert (relay.state, relay.failed_in_stream) == (State.DONE, False)
+    *_, last = read(out)
+    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9} | (
+        {"prompt_tokens": 99, "total_tokens": 105} if counted else {}
+    )
+    assert out.count(b"[DONE]") == 1
+
+
 def test_a_last_event_that_the_client_was_not_shown_does_not_end_its_stream() -> None:
     ledger = Ledger(terms(True, False, 9), 1000)
     relay = Recorded(b"", renamer=Recorder(ledger, ledger.first, "served", "asked"))

@@ -9,8 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from gateway.booking import Booking
 from gateway.config import Config
-from gateway.endpoints import Booking, EndpointTable
+from gateway.endpoints import EndpointTable
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.health import Event, Health, HealthLimits, State, advance, available, probe_due
+from policies.health import Event, Health, HealthLimits, State, advance, available, is_unreachable, probe_due
 from policies.retry import RetryBudget, RetryLimits
 
 LIMITS = HealthLimits()
@@ -45,7 +45,7 @@ def test_nobody_returns_but_through_a_probe_and_nobody_is_up_but_through_returni
     healths = history(events, seed)
     for (event, _), before, after in zip(events, healths, healths[1:], strict=False):
         if after.state is State.RETURNING and before.state is not State.RETURNING:
-            assert event is Event.PROBE_OK
+            assert event in (Event.PROBE_OK, Event.PROBE_OK_NEEDED)
         if after.state is State.UP and before.state is not State.UP:
             assert before.state is State.RETURNING
 
@@ -62,10 +62,18 @@ def test_every_endpoint_comes_back_once_it_is_well(events: list[tuple[Event, flo
     assert health.state is State.UP
 
 
-@given(st.lists(st.builds(Health, state=st.sampled_from(State), until=st.floats(0, 1000)), max_size=12))
+healths = st.builds(
+    Health,
+    state=st.sampled_from(State),
+    until=st.floats(0, 1000),
+    cause=st.none() | st.sampled_from(Event),
+)
+
+
+@given(st.lists(healths, max_size=12))
 def test_a_pool_with_a_living_endpoint_always_has_somebody_to_ask(pool: list[Health]) -> None:
     mask = available(pool, LIMITS)
-    living = [health.state is not State.DEAD for health in pool]
+    living = [health.state is not State.DEAD and not is_unreachable(health) for health in pool]
     assert len(mask) == len(pool)
     assert any(mask) == any(living)
     assert all(alive for alive, asked in zip(living, mask, strict=True) if asked)

@@ -15,8 +15,8 @@ GUIDE = (ROOT / "docs" / "deploying.md").read_text()
 
 
 def test_its_values_are_the_charts_and_their_configuration_passes_the_check(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
-    values = YAML(typ="safe").load(block)
+    blocks = map(YAML(typ="safe").load, re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL))
+    (values,) = [block for block in blocks if "image" in block]
     known = YAML(typ="safe").load((ROOT / "deploy/helm/penstock/values.yaml").read_text())
     assert values.keys() <= known.keys()
     (tmp_path / "secrets").mkdir()

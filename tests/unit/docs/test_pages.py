@@ -29,6 +29,7 @@ from gateway.metrics import Metrics
 from gateway.workers.figures import Figures
 from policies import admissions, registry
 from policies.run import pick
+from tests.authority import Authority
 from tests.unit.policies.builders import ask, candidate
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +40,7 @@ WRITTEN = {name: PAGES[name] for name in PAGES.keys() - made()}
 ROOMS = ("docs", "gateway", "policies", "kvtransfer", "mockgpu", "planner", "deploy", "tests")
 NOT_COMMANDS = {"--enable-prompt-tokens-details", "--load-format", "--enable-feature", "--ahead", "--functions"}
 """Options in running text that belong to an engine, to Prometheus, or to a bench."""
-SUFFIXES = ("py", "md", "txt", "yaml", "log")
+SUFFIXES = ("py", "md", "txt", "yaml", "log", "crt")
 
 each_page = pytest.mark.parametrize("name", PAGES)
 each_written_page = pytest.mark.parametrize("name", sorted(WRITTEN))
@@ -267,6 +268,8 @@ SNIPPETS = [
 @pytest.mark.parametrize(("name", "block"), SNIPPETS)
 def test_every_configuration_it_shows_passes_the_check(name: str, block: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("long-enough-for-everybody")
+    if "tls/server.pem" in block:
+        Authority(tmp_path / "tls").issue("server", "localhost")
     part = YAML(typ="safe").load(re.sub(rf"'?{SECRETS}'?", "'${file:secret}'", block))
     with (tmp_path / "gateway.yaml").open("w") as file:
         YAML(typ="safe").dump(completed(part), file)

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple, cast
 
 from aiohttp import web
 
-from gateway.answer import GatewayError
+from gateway.answer import Failure, GatewayError
 from gateway.client import Client
 from gateway.config import Limits
+from gateway.connections import ClientConnections
 from gateway.front import Front
 from gateway.lobby import Lobby
+from gateway.networks import Networks
 from gateway.openai import Api
 from gateway.outbox import Outbox
-from gateway.talk import Talk
 
 TURNS = 12  # of the event loop: more than any answer here takes
 
@@ -86,6 +87,23 @@ class Seen(NamedTuple):
     moved: bool
 
 
+class Bytes:
+    """Memory for bodies, as gateway/gate.py has it."""
+
+    def __init__(self) -> None:
+        self.held, self.most = 0, 2**40
+
+    def hold(self, body_bytes: int) -> int:
+        if self.held + body_bytes > self.most:
+            raise GatewayError(Failure.OVERLOADED, "full")
+        self.held += body_bytes
+        return body_bytes
+
+    def release(self, body_bytes: int) -> None:
+        self.held -= body_bytes
+        assert self.held >= 0
+
+
 class House:
     """Makes connections whose requests are answered with their own length, at once or after a turn of the loop."""
 
@@ -93,9 +111,11 @@ class House:
         self._slow = slow
         self._outbox = Outbox(asyncio.get_running_loop())
         self._manager = web.Server(self._ordinary, handler_cancellation=True)
-        self.fronts: set[Talk] = set()
         self.served: list[tuple[str, bytes, str | None]] = []
         self.limits = Limits()
+        self.budget = Bytes()
+        self.refused: list[str] = []
+        self.fronts = ClientConnections(self.budget, Networks(()), self.refused.append)
 
     def lobby(self) -> Lobby:
         return Lobby(self._serve, self.fronts, self.limits, self._outbox, self._manager)
@@ -114,7 +134,8 @@ class House:
         seen = Seen(_answers(pipe.text), pipe.closed or pipe.half_closed, [*self.served], pipe.protocol is not protocol)
         pipe.close()
         await turns()
-        assert not self.fronts
+        assert len(self.fronts) == 0
+        assert self.budget.held == 0
         return seen
 
     async def _serve(self, client: Client, api: Api) -> None:

@@ -11,7 +11,13 @@ import pytest
 
 from gateway import account
 from gateway.account import AccessLine, AccessLog
+from gateway.config import Observability
 from gateway.meters import Counter
+
+
+def to(file: Path, **settings: Any) -> Observability:
+    return Observability.model_validate({"access_log": str(file), "access_flush": "1ms", **settings})
+
 
 LINE = AccessLine(0.0, "req_1", "127.0.0.1", "/v1/chat/completions", 429, "refused", 10)
 
@@ -22,7 +28,7 @@ async def test_the_loop_goes_on_before_the_thread_that_writes_has_begun(
     begun: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
     monkeypatch.setattr(account, "start_new_thread", lambda write, given: begun.append((write, given)))
     file, dropped = tmp_path / "access.jsonl", Counter()
-    log = AccessLog(str(file), 0.0, asyncio.get_running_loop(), blocks=False, dropped=dropped)
+    log = AccessLog(to(file), asyncio.get_running_loop(), dropped)
     log.write(LINE)
     while not begun:
         await asyncio.sleep(0)
@@ -41,7 +47,7 @@ async def test_lines_for_which_there_was_no_thread_are_counted_and_the_next_ones
         raise RuntimeError("can't start new thread")
 
     file, dropped = tmp_path / "access.jsonl", Counter()
-    log = AccessLog(str(file), 0.0, asyncio.get_running_loop(), blocks=False, dropped=dropped)
+    log = AccessLog(to(file), asyncio.get_running_loop(), dropped)
     with monkeypatch.context() as without:
         without.setattr(account, "start_new_thread", refused)
         log.write(LINE)
@@ -50,3 +56,18 @@ async def test_lines_for_which_there_was_no_thread_are_counted_and_the_next_ones
     log.write(LINE)
     await log.close()
     assert (file.read_bytes().count(b'"req_1"'), dropped.value) == (1, 1)
+
+
+async def test_a_file_that_was_moved_away_is_let_go_without_any_new_line(tmp_path: Path) -> None:
+    file = tmp_path / "access.jsonl"
+    log = AccessLog(to(file), asyncio.get_running_loop(), Counter())
+    log.write(LINE)
+    while not file.read_bytes():
+        await asyncio.sleep(0.001)
+    file.rename(tmp_path / "access.jsonl.1")
+    log.reopen()
+    while not file.exists():
+        await asyncio.sleep(0.001)
+    log.write(LINE)
+    await log.close()
+    assert [each.read_bytes().count(b'"req_1"') for each in sorted(tmp_path.iterdir())] == [1, 1]

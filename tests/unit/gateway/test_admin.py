@@ -10,6 +10,7 @@ import pytest
 
 from gateway.account import AccessLine
 from tests.chaos.house import House, house
+from tests.unit.gateway.split.halves import front, holds
 
 CANARY = "canary-5f2e9c"
 
@@ -57,15 +58,40 @@ async def test_every_request_leaves_one_line_that_reads_back(tmp_path: Path) -> 
         assert len(known) == 9
 
 
-async def test_a_gateway_stays_ready_when_its_engines_die_and_is_not_once_it_drains() -> None:
-    async with house(1) as home:
-        home.app.gateway.endpoints.wedged(next(iter(home.app.gateway.endpoints.all())))
-        async with home.http.get(home.app.admin_url + "/readyz") as answer:
-            assert answer.status == 200
+async def ready(home: House) -> tuple[int, str]:
+    async with home.http.get(home.app.admin_url + "/readyz") as answer:
+        return answer.status, await answer.text()
+
+
+async def test_a_gateway_is_ready_while_one_endpoint_serves_and_not_once_it_drains() -> None:
+    async with house(2) as home:
+        endpoints = home.app.gateway.endpoints
+        first, second = endpoints.all()
+        endpoints.drain(first, wanted=True)
+        assert await ready(home) == (200, "ready\n")
+        endpoints.drain(second, wanted=True)
+        status, why = await ready(home)
+        assert (status, "no endpoint is available" in why) == (503, True)
+        endpoints.drain(second, wanted=False)
+        assert await ready(home) == (200, "ready\n")
         home.app.draining = True
-        async with home.http.get(home.app.admin_url + "/readyz") as answer:
-            assert (answer.status, await answer.text()) == (503, "draining\n")
+        assert await ready(home) == (503, "draining\n")
         home.app.draining = False
+
+
+@pytest.mark.parametrize(("role", "out"), [("prefill", slice(0, 2)), ("decode", slice(2, 4))])
+async def test_a_gateway_is_not_ready_while_every_endpoint_of_a_role_is_out(role: str, out: slice) -> None:
+    async with front("sglang", [holds] * 2, [holds] * 2, engine="sglang", bootstrap="10.0.0.7:8998") as running:
+        endpoints = running.app.gateway.endpoints
+        one, other = endpoints.all()[out]
+        url = running.app.admin_url + "/readyz"
+        endpoints.wedged(one)
+        async with running.http.get(url) as answer:
+            assert answer.status == 200
+        endpoints.wedged(other)
+        async with running.http.get(url) as answer:
+            assert (answer.status, await answer.text()) == (503, f"model 'demo': no {role} endpoint is available\n")
+        assert (await running.ask()).status == 503
 
 
 async def test_the_endpoints_page_tells_loads_and_health() -> None:

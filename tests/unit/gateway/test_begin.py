@@ -16,7 +16,7 @@ from gateway.openai import Api
 from gateway.serve import Gateway
 from tests.replaced import stand_in
 
-CLIENT = cast(Client, SimpleNamespace(address="10.0.0.7", headers={"traceparent": "theirs"}))
+CLIENT = cast(Client, SimpleNamespace(address="10.0.0.7", headers={"traceparent": "theirs"}, closes=False))
 
 
 def begun(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Exchange]:

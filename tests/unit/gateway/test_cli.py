@@ -156,12 +156,6 @@ def test_serve_says_which_key_names_an_address_that_is_not_here(
     assert f": listeners.{listener}, http://192.0.2.1:{port}: " in caplog.text
 
 
-def test_serve_takes_no_changes_back_by_itself_with_workers(runner: CliRunner, tmp_path: Path) -> None:
-    (tmp_path / "g.yaml").write_text(f"{ENGINES}reload: {{auto_rollback: {{window: 60s}}}}\n")
-    result = runner.invoke(cli.app, ["serve", "--config", str(tmp_path / "g.yaml"), "--workers", "2"])
-    assert (result.exit_code, "cannot be used with workers" in result.output) == (1, True)
-
-
 def test_serve_names_the_port_that_is_taken_and_the_flag_to_change_it(runner: CliRunner, taken: int) -> None:
     result = runner.invoke(cli.app, ["serve", "--engine", "http://127.0.0.1:1", "--port", str(taken)])
     assert result.exit_code == 1

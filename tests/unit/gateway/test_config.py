@@ -120,6 +120,31 @@ def test_an_alias_is_read_as_often_as_it_is_used(tmp_path: Path) -> None:
     assert config(tmp_path, text).pools["b"].endpoints[0].layout.tp == 8
 
 
+@pytest.mark.parametrize(
+    ("layout", "hardware", "message"),
+    [
+        ("{tp: 16}", "{}", "tp 16 crosses link domains of 8 GPUs"),
+        ("{tp: 72}", "{link_domain_gpus: 72}", "tp 72 does not divide the attention heads of most models"),
+        ("{tp: 16}", "{link_domain_gpus: 72}", None),
+        ("{tp: 7}", "{}", "tp 7 does not divide the attention heads of most models"),
+        ("{tp: 8, pp: 2}", "{gpus: 16}", None),
+    ],
+)
+def test_a_layout_that_is_probably_not_meant_is_warned_of(
+    tmp_path: Path, layout: str, hardware: str, message: str | None
+) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text(
+        f"version: 1\nhardware: {hardware}\nmodels: [{{name: own, pool: main}}]\n"
+        f"pools:\n  main:\n    endpoints:\n      - {{url: http://h:1, layout: {layout}}}\n"
+    )
+    warnings = examine(file, {}).warnings
+    assert [(each.line, each.path) for each in warnings] == (
+        [] if message is None else [(7, "pools.main.endpoints[0].layout.tp")]
+    )
+    assert message is None or message in str(warnings[0])
+
+
 def test_doubtful_things_are_warned_of_with_their_place(tmp_path: Path) -> None:
     file = tmp_path / "gateway.yaml"
     file.write_text(

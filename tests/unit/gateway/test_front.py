@@ -115,6 +115,7 @@ async def test_answers_that_nobody_reads_hold_back_the_next_request() -> None:
     front.data_received(request(b"two"))
     assert [body for _, body, _ in house.served] == [b"one"]
     front.resume_writing()
+    await turns()
     assert [body for _, body, _ in house.served] == [b"one", b"two"]
     pipe.close()
     await turns()

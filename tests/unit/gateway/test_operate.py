@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -71,3 +74,28 @@ def test_what_an_engine_says_moves_no_cursor(capsys: pytest.CaptureFixture[str])
     assert shown("a\x1b[2Jb\x9b1m\u202ec\nd é") == "a\\x1b[2Jb\\x9b1m\\u202ec\nd é"
     say("model \x1b]0;title\x07")
     assert capsys.readouterr().out == "model \\x1b]0;title\\x07\n"
+
+
+def test_the_version_is_printed_by_an_option_too() -> None:
+    runner = CliRunner()
+    assert runner.invoke(cli.app, ["--version"]).output == runner.invoke(cli.app, ["version"]).output
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell: str) -> None:
+    typed = {
+        "_PENSTOCK_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": "penstock dr",
+        "COMP_CWORD": "1",
+        "_TYPER_COMPLETE_ARGS": "penstock dr",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", "from gateway.__main__ import main; main()"],
+        env=os.environ | typed,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "drain" in done.stdout
+    assert "undrain" not in done.stdout

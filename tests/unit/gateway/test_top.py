@@ -138,7 +138,7 @@ async def test_what_the_gateway_refuses_is_told_on_the_screen_and_ends_nothing()
                 while screen.query_one(DataTable).row_count != 1:
                     await pilot.pause(0.01)
                 screen.clear_notifications()
-                await pilot.press(key)
+                await pilot.press(key, *(("y",) if key == "d" else ()))
                 while not len(screen._notifications):
                     await pilot.pause(0.01)
             assert [each.message for each in screen._notifications] == ["only with the admin key"]
@@ -167,8 +167,8 @@ async def test_keys_drain_explain_filter_and_pause() -> None:
     from textual.coordinate import Coordinate
     from textual.widgets import DataTable
 
+    from gateway.top.screen import Confirm, Top
     from gateway.top.screen import Told as Page
-    from gateway.top.screen import Top
 
     source = Told()
     frame = view(endpoint("d-0"), OUT, why=(WHY,))
@@ -183,7 +183,12 @@ async def test_keys_drain_explain_filter_and_pause() -> None:
         table = screen.query_one(DataTable)
         source.frames.put(copy.deepcopy(frame))
         await until(lambda: table.row_count == 2)
-        await pilot.press("down", "d")
+        await pilot.press("down", "d", "n", "d", "escape")
+        await until(lambda: not isinstance(screen.screen, Confirm))
+        assert source.asked == []
+        await pilot.press("d")
+        await until(lambda: isinstance(screen.screen, Confirm))
+        await pilot.press("y")
         await until(lambda: source.asked == [("POST", "/endpoints/d-1/drain")])
         frame["endpoints"][1]["state"] = "drained"
         source.frames.put(copy.deepcopy(frame))

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from gateway.config import ConfigError, examine, examine_text
-from gateway.reload.reloader import SENT
+from gateway.reload.reloader import SENT, ChangeOptions
 from gateway.reload.versions import Versions, made
 from gateway.workers.configure import Configured
 from gateway.workers.process import Answer, Worker
@@ -113,7 +113,7 @@ async def test_an_edit_between_two_readings_is_what_new_workers_begin_with_once_
 
 
 async def test_a_worker_that_may_not_have_taken_what_the_others_took_must_begin_anew(house: House) -> None:
-    house.workers[1].lost_at = "/config"
+    house.workers[1].lost_at = "/config?force=1"
     await house.configured.put(NEW.encode(), {})
     assert house.lost == [house.workers[1]]
     assert house.configured.running.text == NEW.encode()
@@ -133,14 +133,14 @@ async def test_a_rejection_is_noted_by_the_workers_and_taken_back_by_a_file_that
     assert set(house.workers[0].asked) == {"/config/reload?dry_run=1&noted=1"}
     house.file.write_text(OLD)
     await house.configured.changed()
-    assert [each.asked[-1] for each in house.workers] == ["/config/reload"] * 2
+    assert [each.asked[-1] for each in house.workers] == ["/config/reload?force=1"] * 2
     await house.configured.changed()
     assert house.workers[0].asked[-1] == "/config/reload?dry_run=1&noted=1", "there is nothing to take back any more"
     assert house.configured.version == 1
 
 
 async def test_a_dry_run_tells_its_asker_alone(house: House) -> None:
-    answer = await house.configured.put(BAD.encode(), {}, dry_run=True)
+    answer = await house.configured.put(BAD.encode(), {}, ChangeOptions(dry_run=True))
     assert json.loads(answer.body)["result"] == "rejected"
     assert (house.said, house.workers[0].asked) == ([], ["/config?dry_run=1"])
 
@@ -163,7 +163,7 @@ async def test_versions_of_before_a_restart_can_be_gone_back_to(tmp_path: Path) 
 async def test_a_worker_that_had_to_go_back_begins_anew_since_it_counts_versions_that_the_others_never_had(
     house: House,
 ) -> None:
-    house.workers[1].refuses_at = "/config"
+    house.workers[1].refuses_at = "/config?force=1"
     answer = await house.configured.put(NEW.encode(), {})
     assert json.loads(answer.body)["result"] == "rejected"
     assert house.agree(OLD)

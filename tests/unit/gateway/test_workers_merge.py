@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gateway.canary import figures
 from gateway.meters import Merge
 from gateway.metrics import Metrics
+from gateway.sketch import Counts, bucket_of
 from gateway.workers import merge
 
 RULES = {spec.name: spec.merge for spec in Metrics().catalogue()}
@@ -52,7 +55,7 @@ def test_the_last_word_counts_where_the_rule_says_so() -> None:
 
 def endpoint(in_flight: int, *, available: bool) -> dict[str, object]:
     state = "up" if available else "ejected"
-    rest = {"connections": 1, "in_flight_elsewhere": 9, "state": state, "cause": None, "back_in_s": None}
+    rest = {"connections": 1, "in_flight_elsewhere": 9, "state": state, "cause": None, "slow": None, "back_in_s": None}
     return {"pool": "main", "url": "http://a:1", "in_flight": in_flight, "available": available} | rest
 
 
@@ -96,6 +99,7 @@ def test_what_shadows_came_to_is_of_all_workers_requests() -> None:
             "differed": 10,
             "nobody": 0,
             "failed": 3,
+            "conclusive": False,
             "agreement": 0.8,
             "ttft_gain_s": 0.12,
             "cached_tokens_gain": 10.0,
@@ -105,15 +109,20 @@ def test_what_shadows_came_to_is_of_all_workers_requests() -> None:
     assert merge.shadows([{"shadows": []}, {"shadows": []}]) == {"shadows": []}
 
 
-def canary(met: int, late: int, within_s: dict[str, int]) -> dict[str, object]:
-    sides = [figures("primary", "a", {"met": met, "ttft": late, "untold": 1}, within_s), figures("canary", "b", {}, {})]
+def test_the_scores_of_all_workers_together_decide_whether_a_shadow_can_be_judged() -> None:
+    (merged,) = merge.shadows([shadows(100, 50, 10, 0.1), shadows(100, 30, 10, 0.1)])["shadows"]
+    assert merged["policies"][0]["conclusive"] is True
+
+
+def canary(met: int, late: int, ttft: Counts) -> dict[str, object]:
+    sides = [figures("primary", "a", {"met": met, "ttft": late, "untold": 1}, ttft), figures("canary", "b", {}, {})]
     return {"canaries": [{"pool": "main", "share": "5 %", "sides": sides}]}
 
 
 def test_a_canarys_sides_are_of_all_workers_requests_and_their_percentiles_of_all_observations() -> None:
-    quick, slow = {"0.1": 60, "1.0": 60, "+Inf": 60}, {"0.1": 0, "1.0": 100, "+Inf": 100}
+    quick, slow = {bucket_of(0.1): 60}, {bucket_of(1.0): 100}
     (merged,) = merge.canaries([canary(50, 10, quick), canary(70, 30, slow)])["canaries"]
     primary, other = merged["sides"]
     assert (primary["requests"], primary["goodput"]) == (162, 0.75)
-    assert (primary["ttft_p50_s"], primary["ttft_p99_s"]) == (1.0, 1.0)
+    assert primary["ttft_p50_s"] == primary["ttft_p99_s"] == pytest.approx(1.0, rel=0.011)
     assert (other["requests"], other["goodput"], other["ttft_p50_s"]) == (0, None, None)

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from gateway.live.marks import Mark, Marks
 from gateway.live.standing import Pair, Standing
 from gateway.live.view import view
-from gateway.metrics import TTFT_BUCKETS_S
 from gateway.workers.process import Answer, Worker
 from gateway.workers.watch import Watch, together
 from tests.unit.gateway.live.empty import mark
@@ -37,8 +36,8 @@ def watch(*stubs: Stub) -> tuple[Watch, list[Stub]]:
 
 def endpoint(in_flight: int, **more: Any) -> dict[str, Any]:
     known = {"name": "a:1", "url": "http://a:1", "pool": "main", "role": "both", "in_flight": in_flight}
-    calm = {"state": "up", "cause": None, "since_s": None, "available": True, "silence_s": 1.0, "waiting": 0}
-    return known | calm | {"backlog_tokens": 0, "backlog_s": 0.0} | more
+    calm = {"state": "up", "cause": None, "slow": None, "since_s": None, "available": True}
+    return known | calm | {"silence_s": 1.0, "waiting": 0, "backlog_tokens": 0, "backlog_s": 0.0} | more
 
 
 def standing(in_flight: int = 0, **more: Any) -> Standing:
@@ -47,15 +46,9 @@ def standing(in_flight: int = 0, **more: Any) -> Standing:
     return replace(made, **more)
 
 
-def counts(at: int, count: int) -> tuple[int, ...]:
-    found = [0] * (len(TTFT_BUCKETS_S) + 1)
-    found[at] = count
-    return tuple(found)
-
-
 def served(requests: float, bucket: int = 3, **more: Any) -> Mark:
     answers = {("200", "served"): requests}
-    ttft = {"a:1": counts(bucket, int(requests))}
+    ttft = {"a:1": {bucket: int(requests)}}
     return mark(at=1.0, answers=answers, ttft=ttft, tokens=10 * requests, believed={"a:1": (100, 50)}, **more)
 
 
@@ -64,7 +57,7 @@ async def test_counts_are_added_and_percentiles_are_of_all_observations() -> Non
     noted, stands = await both.look(None)
     shown = view(stands, Marks(), noted)
     assert noted.answers == {("200", "served"): 100.0}
-    assert noted.ttft == {"a:1": tuple(map(sum, zip(counts(3, 90), counts(9, 10), strict=True)))}
+    assert noted.ttft == {"a:1": {3: 90, 9: 10}}
     assert (noted.tokens, noted.believed) == (1000.0, {"a:1": (200, 100)})
     assert shown["totals"]["since_start"]["requests"] == 100
     assert shown["totals"]["waiting"] == 5

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.layout import KvDtype, KvLayout
 from kvtransfer.messages import VERSION, Beat, Card, Credit, Hello, Message, ProtocolError, Ready, Welcome, encode
-from kvtransfer.session import MOST_HELLO_BYTES, Session, Unproven
+from kvtransfer.session import MOST_HELLO_BYTES, Session, Unproven, greeting_nonce, shows_key
 
 KEY = b"k" * 32
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, dtype=KvDtype.BF16, block_tokens=16)
@@ -172,3 +172,12 @@ def test_any_bytes_are_refused_by_name_in_the_handshake(data: bytes, dialled: bo
     with pytest.raises((ProtocolError, Unproven)):
         session.answer(data)
     assert session.peer is None
+
+
+def test_a_greeting_shows_the_key_it_was_made_with_and_no_other() -> None:
+    nonce = greeting_nonce(KEY, b"12345678")
+    assert len(nonce) == 16
+    assert shows_key(KEY, nonce)
+    assert not shows_key(b"q" * 32, nonce)
+    assert not shows_key(KEY, nonce[:-1] + bytes([nonce[-1] ^ 1]))
+    assert greeting_nonce(KEY, b"87654321")[8:] != nonce[8:]

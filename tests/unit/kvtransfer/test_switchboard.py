@@ -66,10 +66,46 @@ def test_a_link_that_ends_before_its_dialler_knows_it_is_no_silence() -> None:
 
     made, heard = switchboard(Mock(dial=dial))
     made.dial("h:1")
+    dial_again(made)
     assert heard == [("h:1", Reason.UNREACHABLE, "the peer closed the link")]
     assert len(made) == 0
     assert not made._short_lived
-    link.close.assert_called_once_with()
+    assert link.close.call_count == 4
+
+
+def dial_again(made: Switchboard) -> int:
+    """Run the dials that were put off, and those that these put off. Returns how many there were."""
+    count, timers = 0, made._clock.call_at
+    while timers.call_args_list:  # type: ignore[attr-defined]
+        calls = list(timers.call_args_list)  # type: ignore[attr-defined]
+        timers.reset_mock()  # type: ignore[attr-defined]
+        for call in calls:
+            count += 1
+            call.args[1]()
+    return count
+
+
+def test_a_peer_that_hangs_up_before_its_proof_is_dialled_four_times_in_all() -> None:
+    links = [Mock(transport="tcp", lanes=1, peer="h:1") for _ in range(5)]
+    transport = Mock(dial=Mock(side_effect=links))
+    made, heard = switchboard(transport)
+    made.dial("h:1")
+    for link in links[:4]:
+        assert not heard
+        made.lose(link, Reason.LINK_LOST, "closed")
+        dial_again(made)
+    assert heard == [("h:1", Reason.LINK_LOST, "closed")]
+    assert transport.dial.call_count == 4
+
+
+def test_a_peer_with_another_key_is_not_dialled_again() -> None:
+    link = Mock(transport="tcp", lanes=1, peer="h:1")
+    transport = Mock(dial=Mock(return_value=link))
+    made, heard = switchboard(transport)
+    made.dial("h:1")
+    made.lose(link, Reason.WRONG_KEY, "the seal does not hold")
+    assert heard == [("h:1", Reason.WRONG_KEY, "the seal does not hold")]
+    assert not dial_again(made)
 
 
 def test_a_lane_is_of_a_link_by_its_own_transport_and_of_no_stranger_that_repeats_its_greeting() -> None:
@@ -301,6 +337,7 @@ async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up
     answer, hit = Session.answer, threading.Event()
     async with groups("inproc", SMALL, SMALL, options=[PATIENT, PATIENT]) as (source, sink):
         here = (sink if sink_loses else source).agent
+        source.agent.offer("r", [2], 16, public=True)
 
         def loses(session: Session, data: bytes) -> tuple[Message | None, bytes | None]:
             answered = answer(session, data)
@@ -312,7 +349,9 @@ async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up
 
         monkeypatch.setattr(Session, "answer", loses)
         lost = sink.agent.fetch(source.agent.address, "r", [1], 16)
-        assert (await asyncio.wait_for(lost.ended(), PATIENCE_S)).reason is Reason.LINK_LOST
+        end = await asyncio.wait_for(lost.ended(), PATIENCE_S)
+        # The sink dials again while it has used no link for it.
+        assert end.landed if sink_loses else end.reason is Reason.LINK_LOST
         source.agent.offer("s", [1], 16, public=True)
         landing = sink.agent.fetch(source.agent.address, "s", [1], 16)
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed

@@ -42,3 +42,18 @@ def test_a_port_of_a_half_that_is_taken_exits_1(options: tuple[str, ...]) -> Non
         result = CliRunner().invoke(app, ["mock", "--port", "0", *options, str(taken.getsockname()[1])])
     assert result.exit_code == 1
     assert "error: cannot listen: " in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--kv-tls", ""], "needs a directory"),
+        (["--kv-tls", "/no/such"], "/no/such/tls.crt"),
+        (["--kv-tls", "x", "--kv-transport", "shm"], "not for shm"),
+    ],
+    ids=["nothing", "missing files", "no TCP"],
+)
+def test_tls_options_that_cannot_work_are_named(options: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(app, ["mock", "--port", "0", "--dialect", "vllm_nixl", *options])
+    assert result.exit_code == 2
+    assert complaint in result.output

@@ -125,9 +125,9 @@ async def test_a_fault_that_ends_leaves_another_of_its_kind_in_force() -> None:
     box, group, door, wires = boxed(clock)
     box.set("slow:x=2@0-5,slow:x=3@2-9,refuse@0-5,refuse@2-9,lost-rank@0-5,lost-rank:rank=1@2-9")
     clock.to(6)
-    assert (group.slowness, door.is_open, group.dead) == (3, False, True)
+    assert (group.slow_prefill, door.is_open, group.dead) == (3, False, True)
     clock.to(9)
-    assert (group.slowness, door.is_open, group.dead) == (1, True, False)
+    assert (group.slow_prefill, door.is_open, group.dead) == (1, True, False)
     box.set("wire-corrupt:after=7@0-9,freeze@2-5")
     clock.to(12)
     assert wires.wrong == Fault(FaultKind.WIRE_STALL)
@@ -136,6 +136,17 @@ async def test_a_fault_that_ends_leaves_another_of_its_kind_in_force() -> None:
     assert wires.wrong.kind is FaultKind.WIRE_CORRUPT
     clock.to(18)
     assert wires.wrong is None
+
+
+async def test_a_group_may_be_slow_at_prompts_and_at_tokens_by_different_factors() -> None:
+    clock = Clock()
+    box, group, *_ = boxed(clock)
+    box.set("slow:x=3:prefill,slow:x=5:decode@0-5")
+    assert (group.slow_prefill, group.slow_decode) == (3, 5)
+    clock.to(6)
+    assert (group.slow_prefill, group.slow_decode) == (3, 1)
+    with pytest.raises(FaultError):
+        box.set("slow:decode=2")
 
 
 async def test_requests_cut_off_by_one_partition_arrive_when_the_last_one_ends() -> None:
@@ -165,9 +176,9 @@ async def test_a_box_begins_and_ends_the_faults_of_a_group() -> None:
     group = TpGroup(GroupSpec("m", model_named("demo-8b"), gpu_named("h100"), tp=2, speed=inf), loop)
     box = FaultBox(group, door, loop, Random(0))
     box.set("slow:x=3,refuse,lost-rank")
-    assert (group.slowness, door.is_open, group.dead) == (3, False, True)
+    assert (group.slow_prefill, door.is_open, group.dead) == (3, False, True)
     box.set("5xx@5-")
-    assert (group.slowness, door.is_open, group.dead) == (1, True, False)
+    assert (group.slow_prefill, door.is_open, group.dead) == (1, True, False)
     assert box.strike() is None
     with pytest.raises(FaultError):
         box.set("nonsense")

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from policies.health import Event, Health, HealthLimits, State, advance, available, probe_due
+from policies.health import Event, Health, HealthLimits, State, advance, available, is_proven, is_unreachable, probe_due
 
 LIMITS = HealthLimits(jitter=0.0)
 UP = Health()
@@ -65,20 +65,48 @@ def test_one_failure_while_returning_doubles_the_backoff() -> None:
     assert (again.state, again.until) == (State.EJECTED, 4.0)
 
 
-def test_the_backoff_doubles_up_to_five_minutes() -> None:
+def test_the_backoff_doubles_with_each_return_that_ends_badly_up_to_five_minutes() -> None:
     health, lengths = UP, []
     for _ in range(12):
         now = health.until
-        health = after(health, Event.CONNECT_FAILED if health.state is State.UP else Event.PROBE_FAILED, now=now)
+        health = after(after(health, Event.PROBE_OK, now=now), Event.CONNECT_FAILED, now=now)
         lengths.append(health.until - now)
     assert lengths == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
 
 
-def test_an_endpoint_is_out_since_it_left_and_for_what_it_left_however_often_it_is_probed() -> None:
-    health = after(UP, Event.CONNECT_FAILED, now=7.0)
-    for _ in range(4):
-        health = after(health, Event.PROBE_FAILED, now=health.until)
-    assert (health.since, health.cause, health.ejections) == (7.0, Event.CONNECT_FAILED, 5)
+def test_failed_probes_lengthen_no_ejection_and_change_no_cause() -> None:
+    ejected = after(UP, Event.CONNECT_FAILED, now=7.0)
+    for now in range(8, 600):
+        assert after(ejected, Event.PROBE_FAILED, now=now) is ejected
+    assert after(ejected, Event.PROBE_OK, now=600.0).state is State.RETURNING
+
+
+def test_a_probe_that_goes_well_ends_a_long_backoff_where_no_other_endpoint_is_available() -> None:
+    for state in (State.EJECTED, State.DEAD):
+        out = Health(state, since=10.0, until=70.0, ejections=7)
+        assert after(out, Event.PROBE_OK, now=11.0) is out
+        assert after(out, Event.PROBE_OK_NEEDED, now=10.9) is out, "it flaps: a second at least"
+        assert after(out, Event.PROBE_OK_NEEDED, now=11.0).state is State.RETURNING
+    first = after(UP, Event.CONNECT_FAILED)
+    assert after(first, Event.PROBE_OK_NEEDED).state is State.RETURNING
+
+
+def test_an_ejected_endpoint_whose_connections_fail_is_unreachable_from_then_on() -> None:
+    ejected = after(UP, *[Event.FAILED] * 3)
+    assert not is_unreachable(ejected)
+    lost = after(ejected, Event.CONNECT_FAILED, now=0.5)
+    assert is_unreachable(lost)
+    assert (lost.since, lost.until, lost.ejections) == (ejected.since, ejected.until, 1)
+    assert after(lost, Event.CONNECT_FAILED) is lost
+
+
+def test_an_endpoint_is_proven_until_a_failure_and_again_after_a_success() -> None:
+    assert is_proven(UP)
+    assert not is_proven(after(UP, Event.FAILED))
+    assert is_proven(after(UP, Event.FAILED, Event.SUCCEEDED))
+    returning = after(after(UP, Event.CONNECT_FAILED), Event.PROBE_OK, now=1.0)
+    assert not is_proven(returning), "a probe is no answer"
+    assert is_proven(after(returning, Event.SUCCEEDED))
 
 
 def test_a_newcomer_that_never_answered_a_probe_says_so() -> None:
@@ -100,7 +128,7 @@ def test_a_flapping_endpoint_is_ejected_less_than_once_a_minute_in_the_long_run(
             ejections.append(now)
     late = [moment for moment in ejections if moment > 300]
     assert len(late) <= 3300 / 60
-    assert len(ejections) - len(late) <= 8
+    assert len(ejections) - len(late) <= 9  # 1 + 2 + 4 ... + 256 s
 
 
 def test_a_minute_without_an_ejection_is_forgiven() -> None:
@@ -132,6 +160,14 @@ def test_the_last_living_endpoint_is_never_ejected() -> None:
     assert available([out], LIMITS) == [True]
     assert available([out, Health(State.DEAD), Health(State.DEAD)], LIMITS) == [True, False, False]
     assert available([out, out], LIMITS).count(True) == 1
+
+
+def test_no_rule_of_a_pool_brings_back_an_endpoint_that_refuses_connections() -> None:
+    refused = after(UP, Event.CONNECT_FAILED)
+    assert available([refused] * 7 + [UP], LIMITS) == [False] * 7 + [True]
+    assert available([refused] * 3, LIMITS) == [False] * 3
+    failing = Health(State.EJECTED, until=9.0, cause=Event.FAILED)
+    assert available([refused, refused, failing], LIMITS) == [False, False, True]
 
 
 def test_all_dead_is_all_dead() -> None:

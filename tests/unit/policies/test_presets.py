@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from policies import registry
+from policies.filters import prefer_proven
 from policies.model import Candidate, EndpointLoad
 from policies.run import pick, refusal
 from tests.unit.policies.builders import ask, candidate
@@ -152,3 +153,13 @@ def test_a_refusal_names_the_filter_that_left_nobody(
 def test_a_refusal_of_nobody_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(ValueError, match="refuses nobody"):
         refusal(registry.build("least_loaded", {}), ask(), [candidate(0)])
+
+
+def test_a_retry_goes_to_an_endpoint_with_a_success_since_its_last_failure() -> None:
+    candidates = [candidate(slot) for slot in range(4)]
+    for each in candidates[:3]:
+        each.load.is_proven = False
+    assert len(prefer_proven(ask(), candidates)) == 4, "a first try goes anywhere"
+    retried = ask(tried=("tp0",))
+    assert prefer_proven(retried, candidates) == [candidates[3]]
+    assert prefer_proven(retried, candidates[:3]) == candidates[:3], "none has had one"

@@ -50,7 +50,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- /* What a gateway takes over only by a restart: a change of it rolls the pods, any other change does not. */ -}}
 {{- define "penstock.restarts" -}}
 {{- $config := fromYaml (include "penstock.config" .) -}}
-{{- $log := pick (default dict $config.observability) "access_log" "access_flush" "access_blocks" -}}
+{{- $log := pick (default dict $config.observability) "access_log" "access_flush" "access_blocks" "access_rotate" "log" -}}
 {{- $rest := pick $config "listeners" "prefix" "shared" "workers" -}}
 {{- dict "observability" $log | mergeOverwrite $rest | toJson | sha256sum -}}
 {{- end -}}

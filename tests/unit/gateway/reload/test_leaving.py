@@ -98,10 +98,10 @@ async def test_the_gauge_of_who_may_be_picked_is_1_for_the_ejected_beyond_half_a
     def up() -> list[str]:
         return sorted(line[-3:] for line in page(made).splitlines() if line.startswith("penstock_endpoint_up{"))
 
-    async with running(tmp_path, more="health: {interval: 60s, slow_start: 10s}\n") as made:
+    async with running(tmp_path, more="health: {backoff: 60s, slow_start: 10s}\n") as made:
         table = made.app.gateway.endpoints
-        for live in table.all():
-            table.happened(live, Event.CONNECT_FAILED)
+        for live in table.all() * 3:
+            table.happened(live, Event.FAILED)
         assert [live.health.state for live in table.all()] == [State.EJECTED, State.EJECTED]
         assert up() == ["0.0", "1.0"]
         for live in table.all():
@@ -110,6 +110,7 @@ async def test_the_gauge_of_who_may_be_picked_is_1_for_the_ejected_beyond_half_a
         (told,) = [line for line in page(made).splitlines() if line.startswith("# HELP penstock_endpoint_up ")]
         assert "0 while it is dead, drained by hand, ejected, or new and not yet found well." in told
         assert "at most half a pool stays out: the others may be picked and count 1." in told
+        assert "One that refuses connections always stays out." in told
 
 
 async def test_whoever_drains_a_name_means_the_endpoint_that_has_it_now(tmp_path: Path) -> None:

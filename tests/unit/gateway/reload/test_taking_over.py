@@ -15,9 +15,11 @@ from gateway.config import from_engines
 from gateway.config.source import FILE_CAP_BYTES
 from gateway.reload import swap
 from gateway.reload.follow import POLL_S
+from gateway.reload.reloader import ChangeOptions
 from tests.fair_time import PATIENCE_S, Stopwatch, at_most, pace
 from tests.unit.gateway.reload.running import Running, dumped, running
 
+FORCE = ChangeOptions(force=True)
 LEAST = ("policy: prefix_aware", "policy: least_loaded")
 
 
@@ -309,12 +311,12 @@ async def test_engines_of_the_command_line_have_no_file_and_can_be_changed_and_g
     app = App(begun.config, Origin(begun, None, {}, lambda line, bad: said.append(line)))
     assert (await app.reloader.reload("signal")).result == "nothing"
     text = "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\npools: {engines: {endpoints: [{url: 'http://h:9'}]}}"
-    outcome = await app.reloader.put(text.encode(), "admin")
+    outcome = await app.reloader.put(text.encode(), "admin", options=FORCE)
     assert (outcome.result, [change.path for change in outcome.changes]) == (
         "applied",
         ["pools.engines.policy", "pools.engines.endpoints.127.0.0.1:9", "pools.engines.endpoints.h:9"],
     )
-    assert (await app.reloader.rollback(1)).result == "applied"
+    assert (await app.reloader.rollback(1, options=FORCE)).result == "applied"
     assert app.gateway.snapshot.policies["engines"].name == "least_loaded"
     assert [line.split(" (")[0] for line in said] == ["reloaded PUT config v2", "reloaded command line v3"]
 

@@ -101,7 +101,7 @@ def test_the_rest_is_asked_for_with_what_is_left_of_its_bounds(body: dict[str, A
 
 def test_the_engine_is_asked_to_tell_ids_and_to_count_them_and_nothing_else_changes() -> None:
     body = CHAT | {"stream_options": {"include_usage": False}, "temperature": 0.5}
-    sent = json.loads(telling(call(body), "served").body)
+    sent = json.loads(telling(call(body), "served", "cache_salt").body)
     assert sent.pop("stream_options") == {"include_usage": True, "continuous_usage_stats": True}
     assert sent.pop("return_token_ids") is True
     assert sent == {name: value for name, value in body.items() if name != "stream_options"} | {"model": "served"}

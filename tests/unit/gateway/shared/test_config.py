@@ -37,10 +37,6 @@ def test_a_short_key_and_a_missing_one_are_refused() -> None:
     assert "key" in refused("shared: {redis: {url: 'redis://a'}}\n")
 
 
-def test_workers_and_a_rollback_by_itself_exclude_each_other() -> None:
-    assert "cannot be used with workers" in refused("workers: 2\nreload: {auto_rollback: {}}\n")
-
-
 def test_neither_key_nor_password_is_shown() -> None:
     text = POOLS + "shared: {redis: {url: 'redis://a', password: '${PASSWORD}'}, key: '${KEY}'}\n"
     loaded = examine_text(text.encode(), "g.yaml", ENV)

@@ -349,11 +349,12 @@ async def front(
     decode_role: str | Sequence[str] = "decode",
     max_concurrency: int | None = None,
     contexts: Sequence[int] = (),
+    reserved: Sequence[Sequence[str]] = (),
     policy: str = "prefix_aware",
     **sections: Any,
 ) -> AsyncIterator[Front]:
     """A gateway that splits prompts of 100 tokens and more between so many scripted halves; `contexts` are the longest
-    that the decoders take."""
+    that the decoders take, `reserved` the tenants that they serve."""
     async with AsyncExitStack() as stack:
         halves = [Half(script) for script in (*prefill, *decode)]
         for half in halves:
@@ -368,6 +369,8 @@ async def front(
             endpoints = [spec | {"max_concurrency": max_concurrency} for spec in endpoints]
         for spec, tokens in zip(endpoints[len(prefill) :], contexts, strict=False):
             spec["context_tokens"] = tokens
+        for spec, tenants in zip(endpoints[len(prefill) :], reserved, strict=False):
+            spec["tenants"] = tenants
         for spec in endpoints[: len(prefill)]:
             if bootstrap is not None:
                 spec["bootstrap"] = bootstrap

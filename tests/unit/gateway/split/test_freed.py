@@ -34,22 +34,6 @@ async def test_kv_that_a_dead_decoder_was_given_is_freed_by_another_where_no_lat
         await f.at_rest()
 
 
-async def test_kv_for_which_the_budget_allows_no_other_decoder_is_freed_all_the_same() -> None:
-    async with front(NIXL, [prefills()], [decodes, decodes], retries={"budget": 0, "floor": 1}) as f:
-        f.have_met()
-        gate = f.app.gateway.gate
-        assert gate.retry_at_once(), "somebody else's"
-        f.decode[0].stop()
-        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
-        asking = asyncio.ensure_future(f.ask())
-        freed = await f.decode[1].was_asked()
-        f.app.gateway.endpoints.all()[2].load.in_flight -= 1
-        assert (freed.json["kv_transfer_params"], freed.json["max_tokens"]) == (OBJECT, 1)
-        gate.give_back_turn()
-        assert (await asking).text == WHOLE
-        await f.at_rest()
-
-
 async def test_kv_of_a_prefiller_that_has_no_other_decoder_waits_for_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.split.handoffs.MOST_WAIT_S", 0.0)
     async with front(NIXL, [prefills()], [resets]) as f:

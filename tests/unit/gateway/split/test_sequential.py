@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.account import Accounts
-from gateway.endpoints import Reservation
+from gateway.booking import Reservation
 from gateway.exchange import Exchange
 from gateway.split.pair import PairAttempt
 from gateway.split.words import Words
@@ -215,22 +215,27 @@ async def test_a_decoder_that_cannot_be_reached_passes_the_handoff_to_another(mo
         assert [each.retries for each in ended] == [[f.decode[0].name]], "it stays on record"
 
 
-async def test_the_same_handoff_takes_a_turn_of_the_retry_budget_and_over_it_the_request_waits() -> None:
-    async with front(NIXL, [prefills()], [decodes, decodes], retries={"budget": 0, "floor": 1}) as f:
+async def test_a_decoder_that_refuses_connections_costs_no_turn_of_the_retry_budget() -> None:
+    budget = {"budget": 0, "floor": 1, "attempts": 1}
+    async with front(NIXL, [prefills()], [decodes, decodes], retries=budget) as f:
         gate = f.app.gateway.gate
-        assert gate.retry_at_once(), "somebody else's"
+        assert gate.retry_at_once(), "another request's"
         f.decode[0].stop()
         f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
-        asking = asyncio.ensure_future(f.ask())
-        async with asyncio.timeout(PATIENCE_S):
-            while not f.blamed(f.decode[0]):
-                await asyncio.sleep(0.001)
-        assert not f.decode[1].asked
-        gate.give_back_turn()
-        assert (await asking).text == WHOLE
+        assert (await f.ask()).text == WHOLE
         f.app.gateway.endpoints.all()[2].load.in_flight -= 1
-        assert len(f.prefill[0].asked) == 2
+        gate.give_back_turn()
+        assert (len(f.prefill[0].asked), len(f.decode[1].asked)) == (1, 1), "the same handoff"
+        assert f.blamed(f.decode[0]) == 1
         assert f.metric("penstock_retries_total") == 1
+        await f.at_rest()
+
+
+async def test_a_prefiller_that_refuses_connections_costs_no_attempt() -> None:
+    async with front(NIXL, [prefills()] * 4, [decodes], retries={"attempts": 1}) as f:
+        for half in f.prefill[:3]:
+            half.stop()
+        assert (await f.ask()).text == WHOLE
         await f.at_rest()
 
 
@@ -340,7 +345,7 @@ async def test_an_answer_that_ends_with_an_error_event_is_the_decoders_failure()
 
 
 async def test_a_prefill_is_a_success_of_its_engine() -> None:
-    async with front(NIXL, [each(resets, prefills())], [decodes]) as f:
+    async with front(NIXL, [each(refuses(500), prefills())], [decodes]) as f:
         await f.ask()
         live = f.app.gateway.endpoints.all()[0]
         assert live.health.failures == 1

@@ -36,6 +36,8 @@ class Loop:
 class Wire:
     """One connection. The bytes of every request that it carried; `done` lands with the answer's end."""
 
+    is_fresh = True
+
     def __init__(self) -> None:
         self.carried: list[bytes] = []
         self.aborted = False

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.canary import Chosen, Sides, chosen, quantile
+from gateway.canary import Chosen, Sides, chosen
 from gateway.config.choices import Canary
 from gateway.exchange import Exchange
-from gateway.meters import Histogram
 from gateway.metrics import Metrics
 from gateway.openai import Api
 from policies.model import Request
@@ -61,20 +60,6 @@ def test_a_session_that_is_no_utf_8_has_a_side_too() -> None:
 def test_named_tenants_are_on_its_side_and_nobody_else() -> None:
     part = canary(tenants=["a", "b"])
     assert [part.takes(request(1, tenant=name)) for name in ("a", "b", "c", "")] == [True, True, False, False]
-
-
-def test_a_quantile_is_the_bound_of_its_bucket() -> None:
-    histogram = Histogram((0.1, 1.0))
-    assert quantile(within(histogram), 0.5) is None
-    for value in (0.05, 0.05, 0.5):
-        histogram.observe(value)
-    assert (quantile(within(histogram), 0.5), quantile(within(histogram), 0.99)) == (0.1, 1.0)
-    histogram.observe(7.0)
-    assert quantile(within(histogram), 0.99) is None
-
-
-def within(histogram: Histogram) -> dict[str, int]:
-    return {bound: int(count) for bound, count in histogram.cumulative()}
 
 
 def test_a_request_that_outlives_its_canary_counts_neither_for_the_next_one_nor_for_none() -> None:

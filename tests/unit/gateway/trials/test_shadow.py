@@ -8,6 +8,7 @@ from random import Random
 from time import monotonic
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway import shadow
@@ -15,10 +16,11 @@ from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
 from gateway.metrics import Metrics
 from gateway.openai import Api, Call
-from gateway.shadow import Named, Shadows, judged, named
+from gateway.shadow import MIN_COMPARED, Named, Shadows, judged, named
 from policies import ledger, registry, run
 from policies.contract import Policy, Weighted
 from policies.filters import available
+from policies.fingerprint import Fingerprinter
 from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Pick, Request
 from policies.pickers import best
 from tests.replaced import stand_in
@@ -183,6 +185,26 @@ async def test_a_pool_whose_own_policy_reads_no_prefixes_is_fingerprinted_for_it
     await turns()
     assert shadows._endpoints.taught == [pick.candidate.load.slot]  # type: ignore[attr-defined]
     assert metrics.trials.tokens.labels("main", "prefix_aware-0", "more").value == 800
+
+
+async def test_a_prompt_that_was_fingerprinted_for_the_pick_is_not_fingerprinted_again() -> None:
+    shadows, _ = made(registry.build("prefix_aware", {}), primary="least_loaded")
+    ask = msgspec.structs.replace(asked(), fingerprint=Fingerprinter(b"sixteen bytes or more").of(b"", b"a prompt"))
+    picked(shadows, Route(), ask)
+    await turns()
+    assert shadows._endpoints.taught == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("picks", "conclusive"), [(MIN_COMPARED - 1, False), (MIN_COMPARED, True)])
+async def test_a_shadow_with_too_few_scores_says_that_it_cannot_be_judged(picks: int, conclusive: bool) -> None:
+    shadows, _ = made(registry.build("round_robin", {}))
+    for _ in range(picks):
+        shadows._allowed_s = 1.0
+        picked(shadows, Route(), asked())
+        await turns()
+    (policy,) = shadows.told()["policies"]  # type: ignore[misc]
+    assert policy["agreed"] + policy["differed"] == picks
+    assert policy["conclusive"] is conclusive
 
 
 def test_two_shadows_of_one_name_are_told_apart_by_their_parameters() -> None:

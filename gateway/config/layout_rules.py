@@ -1,0 +1,91 @@
+"""Rules for layouts: TP sizes that an engine refuses, more GPUs than there are, TP across links.
+
+They read plain data like checks.py, so that they report in the same run as the rules for one value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from gateway.config.findings import Finding, get, items
+from gateway.config.problems import Path
+from gateway.config.tree import Hardware
+from policies.known_models import AttentionShape, attention_shape, tp_problem
+
+RANKS = ("tp", "pp", "dp")
+
+
+def errors(data: Any) -> Iterator[Finding]:
+    """Layouts that cannot start."""
+    for path, names, layout in _layouts(data):
+        tp = get(layout, "tp")
+        shape = _known_shape(names)
+        if shape is not None and _is_count(tp):
+            problem = tp_problem(shape, tp)
+            if problem is not None:
+                yield Finding((*path, "tp"), f"{problem}: the engine does not start")
+    yield from _too_many_gpus(data)
+
+
+def warnings(data: Any) -> Iterator[Finding]:
+    """Layouts that start and are probably not meant."""
+    domain = get(get(data, "hardware"), "link_domain_gpus")
+    domain = domain if _is_count(domain) else Hardware().link_domain_gpus
+    for path, names, layout in _layouts(data):
+        tp = get(layout, "tp")
+        if not _is_count(tp):
+            continue
+        if tp > domain:
+            text = f"tp {tp} crosses link domains of {domain} GPUs, so every layer waits for the network"
+            yield Finding((*path, "tp"), f"{text}; set hardware.link_domain_gpus if they are larger")
+        elif tp & (tp - 1) and _known_shape(names) is None:
+            text = f"tp {tp} does not divide the attention heads of most models"
+            yield Finding((*path, "tp"), f"{text}, and the shape of this model is not known")
+
+
+def _too_many_gpus(data: Any) -> Iterator[Finding]:
+    gpus = get(get(data, "hardware"), "gpus")
+    used = sum(_gpus_of(layout) for _, _, layout in _layouts(data))
+    if _is_count(gpus) and used > gpus:
+        text = f"the layouts of all endpoints take {used} GPUs, and there are {gpus}"
+        yield Finding(("hardware", "gpus"), text)
+
+
+def _gpus_of(layout: Any) -> int:
+    total = 1
+    for key in RANKS:
+        size = get(layout, key)
+        total *= size if _is_count(size) else 1
+    return total
+
+
+def _layouts(data: Any) -> Iterator[tuple[Path, list[str], Any]]:
+    """Every endpoint's layout with its path and the model names that the endpoint serves."""
+    for path, pool in items(get(data, "pools"), ("pools",)):
+        names = list(_pool_models(data, path[-1]))
+        for at, spec in items(get(pool, "endpoints"), (*path, "endpoints")):
+            yield (*at, "layout"), _with_own_name(spec, names), get(spec, "layout")
+        found = get(get(pool, "discover"), "endpoint")
+        if get(found, "layout") is not None:
+            at = (*path, "discover", "endpoint", "layout")
+            yield at, _with_own_name(found, names), get(found, "layout")
+
+
+def _with_own_name(spec: Any, names: list[str]) -> list[str]:
+    served = get(spec, "served_model")
+    return [served] if isinstance(served, str) else names
+
+
+def _pool_models(data: Any, pool: object) -> Iterator[str]:
+    for _, model in items(get(data, "models"), ("models",)):
+        if get(model, "pool") == pool and isinstance(get(model, "name"), str):
+            yield model["name"]
+
+
+def _known_shape(names: list[str]) -> AttentionShape | None:
+    return next((shape for name in names if (shape := attention_shape(name)) is not None), None)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

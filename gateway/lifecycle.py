@@ -1,0 +1,149 @@
+"""One gateway process from its start to its end: which signal does what, and how it gives way to a successor.
+
+    SIGTERM   not ready for timeouts.grace, then drain and end      SIGINT  drain and end
+    SIGHUP    reopen the access log, take the configuration over    SIGUSR2 restart without refusing anything
+
+A worker gets SIGUSR2 from its supervisor once another worker has its listening socket: it only drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import uvloop
+
+from gateway.app import App, Origin
+from gateway.restart import notify
+from gateway.restart.learned_state import booked, collect
+from gateway.restart.successor import HandoverError, Successor
+
+log = logging.getLogger("penstock")
+
+
+def run(origin: Origin, ready: Callable[[App], None] | None = None, *, hangup_reloads: bool = True) -> int:
+    """Run a gateway until SIGINT or SIGTERM; the exit code. `ready` is called once it listens.
+
+    Without `hangup_reloads` SIGHUP keeps its usual meaning for a program in a terminal; a worker only reopens its log.
+    """
+    return uvloop.run(_run(origin, ready, hangup_reloads=hangup_reloads))
+
+
+async def _run(origin: Origin, ready: Callable[[App], None] | None, *, hangup_reloads: bool) -> int:
+    try:
+        app = App(origin.loaded.config, origin)
+    except OSError as error:
+        log.error("cannot start: observability.access_log: %s", error)
+        return 1
+    process = _Process(app, origin)
+    process.follow_signals(hangup_reloads=hangup_reloads)
+    try:
+        await app.start()
+        if ready is not None:
+            ready(app)
+        if origin.predecessor is None:
+            notify.ready(origin.env)
+        await process.until_end()
+    except OSError as error:
+        log.error("cannot listen: %s", error)
+        return 1
+    finally:
+        await process.end()
+    return 0
+
+
+class _Process:
+    """The signals of a process, and what they have begun."""
+
+    def __init__(self, app: App, origin: Origin) -> None:
+        self._app = app
+        self._env = origin.env
+        self._is_worker = origin.local is not None
+        self._loop = asyncio.get_running_loop()
+        self._ending = asyncio.Event()
+        self._terminated = self._restarting = False
+        self._successor: Successor | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        app.end = self._ending.set
+
+    def follow_signals(self, *, hangup_reloads: bool) -> None:
+        add = self._loop.add_signal_handler
+        add(signal.SIGINT, self._ending.set)
+        add(signal.SIGTERM, self._terminate)
+        if self._is_worker:
+            add(signal.SIGHUP, self._app.reopen_log)
+            add(signal.SIGUSR2, self._begin, self._retire)
+        elif hangup_reloads:
+            add(signal.SIGHUP, self._begin, self._hang_up)
+            add(signal.SIGUSR2, self._begin, self._restart)
+
+    async def until_end(self) -> None:
+        """Return when the process has to end: after SIGTERM's grace, or when a successor serves all its clients."""
+        await self._ending.wait()
+        if self._successor is not None:
+            return
+        notify.stopping(self._env)
+        if self._terminated:  # a person at a terminal need not wait for a balancer
+            await self._app.recede()
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._app.stop()
+        if self._successor is not None:
+            self._successor.close()
+
+    def _terminate(self) -> None:
+        self._terminated = True
+        self._ending.set()
+
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = self._loop.create_task(work())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _hang_up(self) -> None:
+        self._app.reopen_log()
+        if self._successor is not None:  # the configuration is the successor's now
+            return
+        notify.reloading(self._env)
+        try:
+            await self._app.reloader.reload("signal")
+        finally:
+            notify.ready(self._env)
+
+    async def _retire(self) -> None:
+        await self._app.retire()
+        self._ending.set()
+
+    async def _restart(self) -> None:
+        if self._restarting or self._ending.is_set():
+            log.warning("SIGUSR2: ignored, because a restart or the end of this process is under way")
+            return
+        if os.getpid() == 1:
+            log.error("SIGUSR2: ignored in process 1, because its end would be the container's: replace the container")
+            return
+        self._restarting = True
+        try:
+            await self._hand_over()
+        finally:
+            self._restarting = False
+
+    async def _hand_over(self) -> None:
+        app = self._app
+        log.info("SIGUSR2: starting a successor")
+        successor = Successor(self._env, app.bound, app.secret)
+        try:
+            await successor.start(app.config.prefix.block_bytes, partial(collect, app.gateway))
+        except HandoverError as error:
+            log.error("restart failed: %s. This process goes on.", error)
+            return
+        self._successor = successor
+        log.info("the successor (pid %d) accepts connections", successor.pid)
+        async with successor.informed(partial(booked, app.gateway), self._ending.set):
+            await self._retire()

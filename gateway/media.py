@@ -1,0 +1,46 @@
+"""Media in prompts: images, audio and files that stand in a request as base64 must not count as text.
+
+Lives here: finding them in raw JSON, and the bytes that replace them for estimates and fingerprints. What is sent to
+engines is never changed. Not here: how many tokens they really take, which is learnt (policies/prompt_lengths.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+MEDIA_TOKENS = 1024
+"""What one image, recording or file counts for until usage says more: one megapixel takes 750 to 1,400 tokens."""
+BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm-d use the same)
+
+_LEAST = MEDIA_TOKENS * BYTES_PER_TOKEN  # what is smaller counts as text: for less than a medium of its own
+_WINDOW = 64
+_STEP = _LEAST - _WINDOW
+_DIGEST_BYTES = 32
+# A member's string of base64 or a data URL. Members of text are left out, whatever is in them.
+_MEDIUM = re.compile(
+    rb'("(?!(?:text|content|arguments|refusal|reasoning|reasoning_content|name|id)")\w{1,64}":[ \t\r\n]{0,8}")'
+    rb"[A-Za-z0-9+/=_:;,.%%\\-]{%d,}" % _LEAST
+)
+
+
+def may_hold_media(body: bytes) -> bool:
+    """Whether there may be a medium: text has a blank or a quote every few words, so a few looks rule one out."""
+    for at in range(_STEP, len(body), _STEP):
+        end = at + _WINDOW
+        if body.find(b" ", at, end) < 0 and body.find(b'"', at, end) < 0:
+            return True
+    return False
+
+
+def without_media(prompt: bytes) -> tuple[bytes, int]:
+    """The prompt's JSON with a stand-in of MEDIA_TOKENS for each medium, and how many there were.
+
+    The stand-in is made of the medium's hash: prompts with other media are other prompts from there on.
+    """
+    return _MEDIUM.subn(_stand_in, prompt)
+
+
+def _stand_in(found: re.Match[bytes]) -> bytes:
+    digest = hashlib.blake2b(memoryview(found.string)[found.end(1) : found.end()], digest_size=_DIGEST_BYTES)
+    return found[1] + digest.hexdigest().encode() * (_LEAST // (2 * _DIGEST_BYTES))

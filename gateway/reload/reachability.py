@@ -1,0 +1,65 @@
+"""Whether a configuration leads to endpoints that can be reached, found out before it is put in force.
+
+Lives here: which endpoints are asked, and a TCP connection to each. Not here: what a refusal does (reloader.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Set
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from gateway.config import Config
+
+CONNECT_S = 1.0
+MOST_AT_ONCE = 64
+
+
+async def unreachable_pool(config: Config, known: Set[str], available: Set[str]) -> str | None:
+    """The first pool whose endpoints all refuse connections, although the change has something to lose.
+
+    `known` are the URLs of the endpoints in force, `available` those of them that get requests now.
+    A pool without a new endpoint is not asked: this change did not make it unreachable. Neither is
+    one that discovers endpoints.
+    """
+    for name, pool in config.pools.items():
+        urls = {endpoint.url for endpoint in pool.endpoints}
+        if pool.discover is not None or urls <= known or urls & available:
+            continue
+        if not await _any_reachable(sorted(urls)):
+            return name
+    return None
+
+
+async def _any_reachable(urls: Iterable[str]) -> bool:
+    limit = asyncio.Semaphore(MOST_AT_ONCE)
+
+    async def is_reachable(url: str) -> bool:
+        async with limit:
+            return await _connects(url)
+
+    tasks = [asyncio.ensure_future(is_reachable(url)) for url in urls]
+    try:
+        for attempt in asyncio.as_completed(tasks):
+            if await attempt:
+                return True
+        return False
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _connects(url: str) -> bool:
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+    return True

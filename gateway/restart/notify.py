@@ -1,0 +1,41 @@
+"""sd_notify(3): tell systemd what this process is doing, through the socket that NOTIFY_SOCKET names."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from time import CLOCK_MONOTONIC, clock_gettime_ns
+
+log = logging.getLogger("penstock")
+
+
+def notify(env: Mapping[str, str], *assignments: str) -> bool:
+    """Send assignments such as READY=1. False where no service manager listens; a failure is logged, never raised."""
+    address = env.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return False
+    if address.startswith("@"):  # an abstract socket
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.setblocking(False)
+            sender.sendto("\n".join(assignments).encode(), address)
+    except OSError as error:
+        log.warning("the service manager cannot be notified: %s", error)
+        return False
+    return True
+
+
+def reloading(env: Mapping[str, str]) -> bool:
+    """A reload begins; READY=1 ends it."""
+    return notify(env, "RELOADING=1", f"MONOTONIC_USEC={clock_gettime_ns(CLOCK_MONOTONIC) // 1000}")
+
+
+def ready(env: Mapping[str, str]) -> bool:
+    return notify(env, "READY=1", f"STATUS=serving, pid {os.getpid()}")
+
+
+def stopping(env: Mapping[str, str]) -> bool:
+    return notify(env, "STOPPING=1", "STATUS=draining")

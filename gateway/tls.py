@@ -1,0 +1,282 @@
+"""TLS settings as values, and the ssl.SSLContext of each. Reads certificate files; opens no connection.
+
+The configuration checks (gateway/config/tls_files.py), the listeners and the clients of engines share it.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import time
+from typing import Any
+
+import msgspec
+
+FILE_CAP_BYTES = 1 << 20
+CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
+"""TLS 1.2 only: forward secrecy and authenticated encryption. TLS 1.3 has no other suites."""
+
+ALPN = ("http/1.1",)
+VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
+WRITE_BUFFER_BYTES = 64 * 1024
+"""What a peer may leave unread before its writer is paused: as on a plain connection (uvloop: 512 KiB with TLS)."""
+
+_NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which the ssl module does not name
+
+
+class KeyPair(msgspec.Struct, frozen=True):
+    """Paths of a certificate chain and of its private key, both PEM."""
+
+    certificate: str
+    key: str
+    password: str | None = None
+
+    def __repr__(self) -> str:
+        return f"KeyPair({self.certificate}, {self.key})"
+
+
+class ServerSettings(msgspec.Struct, frozen=True):
+    """What a listener offers. The first pair serves clients whose server name no pair has."""
+
+    pairs: tuple[KeyPair, ...]
+    client_ca: str | None = None
+    client_required: bool = True
+    minimum: str = "1.2"
+    ciphers: str = CIPHERS
+
+
+class ClientSettings(msgspec.Struct, frozen=True):
+    """What a client accepts. Without `ca` the system's authorities are trusted; `verify` False accepts any server."""
+
+    ca: str | None = None
+    pair: KeyPair | None = None
+    verify: bool = True
+
+
+class Encryption(msgspec.Struct, frozen=True):
+    """What a connection to a server needs for TLS. `server_name` None: the host of its URL."""
+
+    context: ssl.SSLContext
+    server_name: str | None = None
+
+
+class FileProblem(msgspec.Struct, frozen=True):
+    """What is wrong with a file of the settings. `role`: certificate, key or ca."""
+
+    role: str
+    message: str
+
+
+class ValidTimes(msgspec.Struct, frozen=True):
+    """When a certificate is valid, seconds since the epoch, and the DNS names that it is for."""
+
+    not_before: float
+    not_after: float
+    names: tuple[str, ...]
+
+
+def server_context(settings: ServerSettings) -> ssl.SSLContext:
+    """The context of a listener. Raises OSError (ssl.SSLError is one) when a file cannot be used."""
+    contexts = [_server_context(settings, pair) for pair in settings.pairs]
+    default = contexts[0]
+    if len(contexts) > 1:
+        named: dict[str, ssl.SSLContext] = {}
+        for context, pair in zip(contexts, settings.pairs, strict=True):
+            for name in valid_times(pair).names:
+                named.setdefault(name.lower(), context)
+        default.sni_callback = _ByServerName(named)
+    return default
+
+
+def client_context(settings: ClientSettings) -> ssl.SSLContext:
+    """The context of a client. Raises OSError when a file cannot be used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(ALPN)
+    if not settings.verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    elif settings.ca is None:
+        context.load_default_certs()
+    else:
+        context.load_verify_locations(settings.ca)
+    if settings.pair is not None:
+        _load_pair(context, settings.pair)
+    return context
+
+
+def files_of(settings: ServerSettings | ClientSettings) -> tuple[str, ...]:
+    """Paths of all files of the settings."""
+    if isinstance(settings, ServerSettings):
+        pairs: Sequence[KeyPair] = settings.pairs
+        ca = settings.client_ca
+    else:
+        pairs = () if settings.pair is None else (settings.pair,)
+        ca = settings.ca
+    own = [path for pair in pairs for path in (pair.certificate, pair.key)]
+    return tuple(dict.fromkeys((*own, *(() if ca is None else (ca,)))))
+
+
+def stamp_of(settings: ServerSettings | ClientSettings) -> tuple[tuple[int, ...] | None, ...]:
+    """A value that changes when one of the files is written or replaced, links followed."""
+    return tuple(_stamp(path) for path in files_of(settings))
+
+
+def pair_problems(pair: KeyPair) -> Iterator[FileProblem]:
+    """What is wrong with a certificate and its key: at most one problem of each file."""
+    unreadable = (_unreadable("certificate", pair.certificate), _unreadable("key", pair.key))
+    found = [problem for problem in unreadable if problem is not None]
+    if not found and not _holds_certificate(pair.certificate):
+        found.append(FileProblem("certificate", "holds no certificate in PEM form"))
+    if found:
+        yield from found
+        return
+    try:
+        times = valid_times(pair)
+    except (OSError, ValueError) as error:
+        yield _pair_problem(error)
+        return
+    now = time()
+    if times.not_after < now:
+        yield FileProblem("certificate", "has expired")
+    elif times.not_before > now:
+        yield FileProblem("certificate", "is not valid yet")
+
+
+def ca_problem(path: str) -> FileProblem | None:
+    """What is wrong with a file of certificate authorities; None: nothing."""
+    problem = _unreadable("ca", path)
+    if problem is None and not _holds_certificate(path):
+        problem = FileProblem("ca", "holds no certificate in PEM form")
+    return problem
+
+
+def has_valid_ciphers(ciphers: str) -> bool:
+    """Whether OpenSSL knows at least one cipher of the list."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).set_ciphers(ciphers)
+    except ssl.SSLError:
+        return False
+    return True
+
+
+def valid_times(pair: KeyPair) -> ValidTimes:
+    """Reads a certificate through a handshake in memory, which also proves that the key belongs to it.
+
+    Raises OSError or ValueError when the pair cannot serve. The ssl module has no public parser for a file.
+    """
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load_pair(server, pair)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VerifyFlags(_NO_CHECK_TIME) | ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(cadata=_first_certificate(pair.certificate))
+    shown = _handshake(server, client)
+    names = [str(value) for kind, value in shown.get("subjectAltName", ()) if kind == "DNS"]
+    if not names:
+        names = [str(value) for entry in shown.get("subject", ()) for key, value in entry if key == "commonName"]
+    before, after = str(shown["notBefore"]), str(shown["notAfter"])
+    return ValidTimes(ssl.cert_time_to_seconds(before), ssl.cert_time_to_seconds(after), tuple(names))
+
+
+class _ByServerName:
+    """An SNI callback: gives a connection the context of the certificate for the name that the client asked for."""
+
+    __slots__ = ("_contexts",)
+
+    def __init__(self, contexts: dict[str, ssl.SSLContext]) -> None:
+        self._contexts = contexts
+
+    def __call__(self, connection: Any, name: str | None, _: ssl.SSLContext) -> None:
+        if name is None:
+            return
+        name = name.lower()
+        found = self._contexts.get(name) or self._contexts.get(f"*.{name.partition('.')[2]}")
+        if found is not None:
+            connection.context = found
+
+
+def _server_context(settings: ServerSettings, pair: KeyPair) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = VERSIONS[settings.minimum]
+    context.set_ciphers(settings.ciphers)
+    context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
+    context.set_alpn_protocols(ALPN)
+    _load_pair(context, pair)
+    if settings.client_ca is not None:
+        context.load_verify_locations(settings.client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED if settings.client_required else ssl.CERT_OPTIONAL
+    return context
+
+
+def _load_pair(context: ssl.SSLContext, pair: KeyPair) -> None:
+    password = pair.password or ""  # without one OpenSSL would ask at the terminal
+    context.load_cert_chain(pair.certificate, pair.key, lambda: password)
+
+
+def _stamp(path: str) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _unreadable(role: str, path: str) -> FileProblem | None:
+    file = Path(path)
+    try:
+        if file.exists() and not file.is_file():
+            return FileProblem(role, f"{path} is not a regular file")
+        with file.open("rb") as opened:
+            if len(opened.read(FILE_CAP_BYTES + 1)) > FILE_CAP_BYTES:
+                return FileProblem(role, f"{path} is larger than {FILE_CAP_BYTES >> 20} MiB")
+    except OSError as error:
+        return FileProblem(role, f"{path} cannot be read: {error.strerror}")
+    except ValueError:
+        return FileProblem(role, "is no path of a file")
+    return None
+
+
+def _holds_certificate(path: str) -> bool:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _first_certificate(path: str) -> bytes:
+    text = Path(path).read_text("ascii", "replace")
+    start = text.index("-----BEGIN CERTIFICATE-----")
+    end_mark = "-----END CERTIFICATE-----"
+    return ssl.PEM_cert_to_DER_cert(text[start : text.index(end_mark, start) + len(end_mark)])
+
+
+def _pair_problem(error: Exception) -> FileProblem:
+    reason = getattr(error, "reason", None)
+    if reason == "KEY_VALUES_MISMATCH":
+        return FileProblem("key", "does not belong to the certificate")
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return FileProblem("certificate", f"cannot serve: {error.verify_message}")
+    if isinstance(error, ssl.SSLError) and reason in (None, "BAD_DECRYPT", "NO_START_LINE", "PEM_LIB"):
+        return FileProblem("key", "is no private key in PEM form, or key_password does not open it")
+    return FileProblem("certificate", f"cannot be used with its key: {reason or error}")
+
+
+def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any]:
+    """The certificate that the server shows, as getpeercert() gives it. Raises ssl.SSLError."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)
+    finished: set[ssl.SSLObject] = set()
+    for _ in range(8):
+        for end in ends:
+            try:
+                end.do_handshake()
+                finished.add(end)
+            except ssl.SSLWantReadError:
+                continue
+        if len(finished) == len(ends):
+            return dict(ends[0].getpeercert() or {})
+    raise ssl.SSLError("the handshake did not end")

@@ -1,0 +1,97 @@
+"""Slow groups in a replay: found by the gateway's own comparison, given less, ejected, and taken back.
+
+The evidence and the verdicts are policies/speed_record.py's and policies/outlier.py's. Not here: hedges, which a replay
+does not have, and the retry budget: all requests that wait at a group when it is ejected are moved.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mockgpu.job import Job
+from planner.replay.group import Group
+from policies import outlier
+from policies.model import NO_CEILING
+from policies.outlier import Member, SlowLimits
+from policies.saved_state import belief_state, restore_belief
+from policies.speed_record import Verdict
+
+if TYPE_CHECKING:
+    from planner.replay.fleet import Fleet
+
+REVIEW_S, PROBE_S = 1.0, 1.0
+CLEAR = 1.6
+SUSPECT_CEILING = 1
+
+
+class Speeds:
+    """Sole owner of what was sampled of streams. `ejected`: (clock, group) of every ejection."""
+
+    def __init__(self, fleet: Fleet, factor: float) -> None:
+        self._fleet = fleet
+        self._limits = SlowLimits(factor)
+        self._made: dict[Job, int] = {}
+        self.ejected: list[tuple[float, int]] = []
+
+    def open(self) -> None:
+        """Begin to review the groups once a second."""
+        if self._limits.factor:
+            self._fleet.at(REVIEW_S, self._review)
+
+    def _review(self, now: float, _: object) -> None:
+        fleet = self._fleet
+        rated = [group for group in fleet.groups if group.alive and group.load.available]
+        made: dict[Job, int] = {}
+        for group in rated:
+            made |= self._sample(group, now)
+        self._made = made
+        before = [group.speed.verdict for group in rated]
+        outlier.review([_member(group) for group in rated], now, self._limits)
+        for group, verdict in zip(rated, before, strict=True):
+            if group.speed.verdict is not verdict:
+                self._act(now, group)
+        if fleet.under_way:
+            fleet.at(now + REVIEW_S, self._review)
+
+    def _sample(self, group: Group, now: float) -> dict[Job, int]:
+        """What the group's streams made since the last review, as the gateway counts their pieces."""
+        made = {job: group.engine.made(job, now) for job in group.engine.scheduler.decoding}
+        older = [job for job in made if job in self._made]
+        group.speed.streamed(len(older), sum(made[job] - self._made[job] for job in older), REVIEW_S, now)
+        return made
+
+    def _act(self, now: float, group: Group) -> None:
+        verdict, fleet = group.speed.verdict, self._fleet
+        group.load.ceiling = NO_CEILING if verdict is Verdict.NORMAL else SUSPECT_CEILING
+        others = sum(other.load.available for other in fleet.groups if other is not group)
+        if verdict is not Verdict.SLOW or others < len(fleet.groups) / 2:
+            return
+        self.ejected.append((now, group.load.slot))
+        group.load.available = False
+        group.speed.restart()
+        fleet.door.refresh(now)
+        waiting = [each for each in fleet.flights.values() if each.group is group and each.record.first_s is None]
+        for flight in waiting:
+            fleet.failed(now, flight, group)
+        fleet.at(now + PROBE_S, self._probe, group)
+
+    def _probe(self, now: float, group: Group) -> None:
+        """The piece of work that the gateway times beside a peer: it takes as long as the engine is slow."""
+        if max(group.engine.slow_prefill, group.engine.slow_decode) >= CLEAR * group.kind.slowness:
+            if self._fleet.under_way:
+                self._fleet.at(now + 2 * PROBE_S, self._probe, group)
+            return
+        peer = next((other for other in self._fleet.groups if other is not group and other.load.available), None)
+        if peer is not None:
+            restore_belief(group.load.belief, belief_state(peer.load.belief))
+        group.speed.accept()
+        group.load.ceiling = NO_CEILING
+        group.load.available = group.alive
+        self._fleet.door.refresh(now)
+
+
+def _member(group: Group) -> Member:
+    kind = (group.kind.gpu, group.kind.tp, group.kind.role, group.kind.model)
+    load, speed, shape = group.load, group.speed, group.load.belief.shape
+    others = load.in_flight - load.decoding - speed.waiting
+    return Member(speed, kind, shape, speed.step_tokens(load.prefill_tokens, shape.budget_tokens, others))

@@ -1,0 +1,286 @@
+"""What policies have learned, as plain values: for a process that goes on where another one stops.
+
+Lives here: the values and how they are taken from and put back into live objects. Not here: which objects there are
+(gateway/restart/learned_state.py). Slots differ between processes, so whatever holds slots is restored through a map.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from math import isfinite
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from policies.kalman import MOST_CORRECTION
+from policies.latency import Shape
+from policies.prefix_index import MAX_SLOTS, _beyond, _stamps
+from policies.quota import Limits
+from policies.sessions import Session
+
+if TYPE_CHECKING:
+    from policies.dual import PricedAdmission
+    from policies.kalman import Kalman
+    from policies.latency import Belief
+    from policies.lengths import OutputLengths
+    from policies.prefix_index import PrefixIndex
+    from policies.quota import Quota
+
+BLOCKS = 512
+"""Blocks of an index in one value: about half a millisecond of work."""
+_SLOT = MAX_SLOTS - 1
+_STAMP_BYTES = 8
+
+
+class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
+    """Some blocks of a prefix index, oldest first: keys (u64), how many stamps each has (u16), and all stamps (u64)."""
+
+    keys: bytes
+    counts: bytes
+    stamps: bytes
+
+
+class HolderState(msgspec.Struct, frozen=True, array_like=True):
+    """What a prefix index knows of one slot beside its blocks (prefix_index._Holder)."""
+
+    slot: int
+    stamp: int
+    oldest_alive: int
+    tokens: dict[int, float]
+    held: float
+    trust: float
+    evicted: float
+    missed: float
+    reborn: int
+
+
+class KalmanState(msgspec.Struct, frozen=True, array_like=True):
+    logs: list[float]
+    covar: list[list[float]]
+    var: float
+    last: float
+
+
+class BeliefState(msgspec.Struct, frozen=True, array_like=True):
+    """How fast an endpoint is, relative to the prior `shape`."""
+
+    shape: Shape
+    prompts: KalmanState
+    decodes: KalmanState
+    layers: KalmanState
+    request_s: float
+    reached: float
+    mix: list[float]
+    context: float
+    error: float
+
+
+class SessionState(msgspec.Struct, frozen=True, array_like=True):
+    name: str | int
+    tokens: int
+    seen_s: float
+
+
+class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
+    """Means of a priced admission, and the sessions that it counts as active, oldest first."""
+
+    means: tuple[float | None, float | None, float | None, float | None, float | None]
+    phi: float
+    memory_s: float
+    sessions: list[SessionState]
+
+
+class QuotaState(msgspec.Struct, frozen=True, array_like=True):
+    """(level, at) of each bucket; `at` is on the machine's monotonic clock."""
+
+    limits: Limits
+    requests: tuple[float, float] | None
+    tokens: tuple[float, float] | None
+
+
+class LengthState(msgspec.Struct, frozen=True, array_like=True):
+    key: tuple[str, ...]
+    answers: int
+    mean: float
+
+
+# Prefix index
+
+
+def index_blocks(index: PrefixIndex) -> Iterator[Blocks]:
+    """All blocks. The index may change between two values: what is learned meanwhile may be missing."""
+    for shard in tuple(index._shards):
+        rows = iter(tuple(shard.items()))
+        while part := tuple(islice(rows, BLOCKS)):
+            counts, stamps = array("H"), array("Q")
+            for _, holders in part:
+                found = _stamps(holders)
+                counts.append(len(found))
+                stamps.extend(found)
+            yield Blocks(array("Q", (key for key, _ in part)).tobytes(), counts.tobytes(), stamps.tobytes())
+
+
+def index_holders(index: PrefixIndex) -> list[HolderState]:
+    """To be taken after all blocks, so that no block has a stamp that is unknown here."""
+    return [
+        HolderState(
+            slot,
+            one.stamp,
+            index._oldest_alive[slot],
+            dict(one.tokens),
+            one.held,
+            one.trust,
+            one.evicted,
+            one.missed,
+            one.reborn,
+        )
+        for slot, one in enumerate(index._holders)
+    ]
+
+
+def restore_blocks(index: PrefixIndex, blocks: Blocks, slots: Mapping[int, int]) -> int:
+    """Add blocks; return how many. Stamps of slots that are not in `slots` are dropped. Raise ValueError."""
+    keys, counts, stamps = array("Q", blocks.keys), array("H", blocks.counts), array("Q", blocks.stamps)
+    if len(keys) != len(counts) or sum(counts) != len(stamps):
+        raise ValueError("blocks, counts and stamps do not match")
+    index._make_room(len(keys))
+    known: dict[bytes, int] = {}  # neighbours share one number, as they did before
+    begin = added = 0
+    for key, count in zip(keys, counts, strict=True):
+        raw = stamps[begin : begin + count].tobytes()
+        begin += count
+        holders = known.get(raw)
+        if holders is None:
+            holders = known[raw] = _moved(array("Q", raw), slots)
+        shard = index._shards[key & index._shard_mask]
+        if holders and key not in shard:
+            shard[key] = holders
+            index._blocks += 1
+            index._further += _beyond(holders)
+            added += 1
+    return added
+
+
+def _moved(stamps: array[int], slots: Mapping[int, int]) -> int:
+    holders = 0
+    for stamp in reversed(stamps):
+        slot = slots.get(stamp & _SLOT)
+        if slot is not None:
+            holders = holders << 64 | _at(stamp, slot)
+    return holders
+
+
+def _at(stamp: int, slot: int) -> int:
+    return stamp & ~_SLOT | slot
+
+
+def restore_holder(index: PrefixIndex, state: HolderState, slot: int) -> None:
+    """Its capacity stays as the endpoint itself has told it."""
+    holder = index._holder(slot)
+    holder.stamp, holder.reborn = _at(state.stamp, slot), _at(state.reborn, slot)
+    holder.tokens = {_at(stamp, slot): tokens for stamp, tokens in state.tokens.items()}
+    holder.tokens.setdefault(holder.stamp, 0.0)
+    holder.held, holder.trust = state.held, state.trust
+    holder.evicted, holder.missed = state.evicted, state.missed
+    index._oldest_alive[slot] = _at(state.oldest_alive, slot)
+
+
+# Speeds
+
+
+def belief_state(belief: Belief) -> BeliefState:
+    return BeliefState(
+        belief.shape,
+        _kalman_state(belief.prompts),
+        _kalman_state(belief.decodes),
+        _kalman_state(belief.layers),
+        belief.request_s,
+        belief._reached,
+        list(belief._mix),
+        belief._context,
+        belief.error,
+    )
+
+
+def restore_belief(belief: Belief, state: BeliefState) -> bool:
+    """False, and nothing is changed, where the prior is another one or numbers make no sense."""
+    filters = ((belief.prompts, state.prompts), (belief.decodes, state.decodes), (belief.layers, state.layers))
+    if state.shape != belief.shape or len(state.mix) != len(belief._mix):
+        return False
+    numbers = (state.request_s, state.reached, state.context, state.error, *state.mix)
+    if not all(map(isfinite, numbers)) or not all(_fits(live, saved) for live, saved in filters):
+        return False
+    for live, saved in filters:
+        live.restore(saved.logs, saved.covar, saved.var, saved.last)
+    belief.request_s, belief._reached = state.request_s, state.reached
+    belief._mix, belief._context, belief.error = list(state.mix), state.context, state.error
+    belief.settle()
+    return True
+
+
+def _kalman_state(live: Kalman) -> KalmanState:
+    return KalmanState(list(live._logs), [list(row) for row in live.covar], live.var, live._last)
+
+
+def _fits(live: Kalman, state: KalmanState) -> bool:
+    size = len(live._logs)
+    numbers = [*state.logs, state.var, state.last, *(each for row in state.covar for each in row)]
+    return (
+        len(state.logs) == len(state.covar) == size
+        and all(len(row) == size for row in state.covar)
+        and all(map(isfinite, numbers))
+        and all(abs(each) <= MOST_CORRECTION for each in state.logs)
+    )
+
+
+# Admission, quotas, lengths of answers
+
+
+def admission_state(live: PricedAdmission) -> AdmissionState:
+    sessions = live.sessions
+    rows = [SessionState(name, each.tokens, each.seen_s) for name, each in sessions._in.items()]
+    means = (live._budget, live._tpot_budget, live._typical_s, live._per_weight, live._work_s)
+    return AdmissionState(means, sessions.phi, sessions.memory_s, rows)
+
+
+def restore_admission(live: PricedAdmission, state: AdmissionState) -> None:
+    live._budget, live._tpot_budget, live._typical_s, live._per_weight, live._work_s = state.means
+    sessions, gate = live.sessions, live._rule.sessions
+    sessions.phi = min(gate.most, max(gate.least, state.phi))
+    sessions.memory_s = min(gate.longest_s, max(gate.shortest_s, state.memory_s))
+    for row in state.sessions:
+        if row.name not in sessions._in:
+            one = sessions._in[row.name] = Session(row.seen_s)
+            sessions._resize(one, max(0, row.tokens))
+    if state.sessions:
+        live.calm = False
+
+
+def quota_state(live: Quota) -> QuotaState:
+    requests, tokens = live._requests, live._tokens
+    return QuotaState(
+        live.limits,
+        None if requests is None else (requests._level, requests._at),
+        None if tokens is None else (tokens._level, tokens._at),
+    )
+
+
+def restore_quota(live: Quota, state: QuotaState) -> bool:
+    """False, and nothing is changed, where the limits are others now."""
+    if state.limits != live.limits:
+        return False
+    for bucket, saved in ((live._requests, state.requests), (live._tokens, state.tokens)):
+        if bucket is not None and saved is not None:
+            bucket._level, bucket._at = min(float(bucket.limit), saved[0]), saved[1]
+    return True
+
+
+def length_states(live: OutputLengths) -> list[LengthState]:
+    return [LengthState(key, answers, mean) for key, (answers, mean) in live._means.items()]
+
+
+def restore_lengths(live: OutputLengths, states: list[LengthState]) -> None:
+    for each in states[-live._most :]:
+        live._means[each.key] = each.answers, each.mean

@@ -1,0 +1,172 @@
+"""Connections without the key: however many there are, a member links, and little is held for them. Over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
+
+import pytest
+
+from kvtransfer.agent import Agent
+from kvtransfer.frame import Kind, frame
+from kvtransfer.messages import VERSION, Card, Hello, encode
+from kvtransfer.options import Options
+from kvtransfer.session import greeting_nonce
+from kvtransfer.transports.base import STRANGER_BYTES
+from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, groups, until
+from tests.contract.kvtransfer.links import PATIENCE_S
+
+# The proof may take long on a busy machine: a test must not pass because idle connections ran out of time.
+DEFAULTS = Options(misses=60, handshake_s=120.0)
+HOSTS = {"one address": ["127.0.0.1"], "several addresses": [f"127.0.0.{at}" for at in range(2, 7)]}
+
+
+def connect(agent: Agent, from_host: str) -> socket.socket:
+    host, _, port = agent.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S, source_address=(from_host, 0))
+
+
+def unproven(agent: Agent) -> int:
+    return len(agent._board._unproven)
+
+
+def count_dials(monkeypatch: pytest.MonkeyPatch, agent: Agent) -> list[object]:
+    dials: list[object] = []
+    dial = agent._board._dial
+    monkeypatch.setattr(agent._board, "_dial", lambda dialling: (dials.append(dialling), dial(dialling)))
+    return dials
+
+
+async def fetch(source: Group, sink: Group, name: str) -> None:
+    offer = source.agent.offer(name, [0], 16)
+    landing = sink.agent.fetch(source.agent.address, name, [3], 16, ticket=offer.ticket)
+    end = await asyncio.wait_for(landing.ended(), PATIENCE_S)
+    assert end.landed, end
+
+
+@asynccontextmanager
+async def besieged(count: int, hosts: list[str], said: bytes = b"") -> AsyncIterator[tuple[Group, Group]]:
+    """A source and a sink that are not linked, and so many connections to the source that have said so much."""
+    async with groups("tcp", SMALL, SMALL, options=[DEFAULTS, PATIENT]) as (source, sink):
+        with ExitStack() as stack:
+            for at in range(count):
+                sock = stack.enter_context(closing(connect(source.agent, hosts[at % len(hosts)])))
+                sock.sendall(said)
+            await until(lambda: taken_in(source.agent) == count, "not all connections were taken in")
+            yield source, sink
+
+
+def taken_in(agent: Agent) -> int:
+    return len(agent._board._lines) + agent.figures()["faults"].get("strangers", 0)
+
+
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+async def test_a_member_links_at_its_first_try_beside_100_idle_connections(
+    hosts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with besieged(100, hosts) as (source, sink):
+        limit = DEFAULTS.unproven_per_address if len(hosts) == 1 else DEFAULTS.most_strangers
+        assert unproven(source.agent) == limit
+        dials = count_dials(monkeypatch, sink.agent)
+        await fetch(source, sink, "r")
+        assert len(dials) == 1
+        assert unproven(source.agent) >= limit - 1  # the member took the place of one at most
+
+
+async def test_the_oldest_connection_is_dropped_and_the_others_stay() -> None:
+    async with groups("tcp", SMALL, options=[DEFAULTS]) as (source,):
+        with ExitStack() as stack:
+            socks = []
+            for count in range(1, 41):
+                socks.append(stack.enter_context(closing(connect(source.agent, "127.0.0.1"))))
+                await until(lambda count=count: taken_in(source.agent) == count)
+            for sock in socks[:8]:
+                assert await asyncio.to_thread(sock.recv, 1) == b""
+            for sock in socks[8:]:
+                sock.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    sock.recv(1)
+
+
+async def test_what_is_held_of_connections_without_the_key_is_bounded() -> None:
+    """Each says all of a long message but its end, then more is refused."""
+    unfinished = frame(Kind.MESSAGE, bytes(STRANGER_BYTES))[:-1]
+    async with besieged(100, HOSTS["several addresses"], unfinished) as (source, sink):
+        links = list(source.agent._board._lines)
+        await until(lambda: min(link.received_bytes for link in links) == len(unfinished))
+        held = sum(link.received_bytes for link in links)
+        assert held <= DEFAULTS.most_strangers * (STRANGER_BYTES + 64)
+        await fetch(source, sink, "r")
+        with closing(connect(source.agent, "127.0.0.1")) as sock:
+            with suppress(OSError):
+                sock.sendall(frame(Kind.MESSAGE, bytes(STRANGER_BYTES + 1)))
+            assert await asyncio.to_thread(ended, sock)
+
+
+def ended(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+async def test_members_that_have_greeted_are_dropped_for_no_other() -> None:
+    """They wait for their proof, as on a slow network, while connections without the key come."""
+    async with groups("tcp", SMALL, options=[DEFAULTS]) as (source,):
+        with ExitStack() as stack:
+            members = []
+            for at in range(40):
+                members.append(stack.enter_context(closing(connect(source.agent, "127.0.0.1"))))
+                nonce = greeting_nonce(KEY, at.to_bytes(8, "big"))
+                hello = encode(Hello(VERSION, nonce, Card(f"m{at}", bytes(16), SMALL), 1))
+                members[-1].sendall(frame(Kind.MESSAGE, hello))
+                assert await asyncio.to_thread(members[-1].recv, 1), "no Welcome"
+                await until(lambda: not unproven(source.agent))
+            for _ in range(100):
+                stack.enter_context(closing(connect(source.agent, "127.0.0.1")))
+            await until(lambda: taken_in(source.agent) == 140)
+            assert len(source.agent._board._lines) == 40 + DEFAULTS.unproven_per_address
+
+
+async def test_a_greeting_that_is_replayed_keeps_one_connection_and_not_many() -> None:
+    hello = frame(Kind.MESSAGE, encode(Hello(VERSION, greeting_nonce(KEY, bytes(8)), Card("x", bytes(16), SMALL), 1)))
+    async with besieged(100, ["127.0.0.1"], hello) as (source, sink):
+        await until(lambda: len(source.agent._board._lines) == DEFAULTS.unproven_per_address + 1)
+        await fetch(source, sink, "r")
+
+
+@pytest.fixture
+def flood() -> Iterator[list[int]]:
+    """Connections to a port, one after the other, each closed by the other end or when 200 are open. 3,000 at most."""
+    stop, ports = threading.Event(), [0]
+
+    def run() -> None:
+        socks: list[socket.socket] = []
+        for _ in range(3000):
+            if stop.wait(0.001):
+                break
+            if ports[0]:
+                with suppress(OSError):
+                    socks.append(socket.create_connection(("127.0.0.1", ports[0]), timeout=PATIENCE_S))
+            if len(socks) > 200:
+                socks.pop(0).close()
+        for sock in socks:
+            sock.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield ports
+    stop.set()
+    thread.join()
+
+
+async def test_a_flood_of_connections_without_the_key_starves_no_member(flood: list[int]) -> None:
+    async with groups("tcp", *[SMALL] * 6, options=[DEFAULTS]) as (source, *sinks):
+        flood[0] = int(source.agent.address.rpartition(":")[2])
+        await until(lambda: source.agent.figures()["faults"].get("strangers", 0) > 20, "there is no flood")
+        for at, sink in enumerate(sinks):
+            await fetch(source, sink, f"r{at}")
+        flood[0] = 0

@@ -1,0 +1,75 @@
+"""Endpoints that are dead: no request fails as long as one endpoint of its pool serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from gateway.watch.watcher import RECOVERY_S
+from policies.registry import names
+from tests.e2e.engine_fleet import Fleet, Mode, fleet
+
+DEAD = (Mode.REFUSES, Mode.RESETS)
+
+
+def modes(alive: int, of: int, dead: tuple[Mode, ...] = DEAD) -> list[Mode]:
+    """The dead ones in turn of these kinds, and the rest alive."""
+    return [dead[index % len(dead)] for index in range(of - alive)] + [Mode.ANSWERS] * alive
+
+
+def no_endpoint_saw_a_request_twice(running: Fleet) -> bool:
+    return all(times == 1 for engine in running.engines for times in engine.posts.values())
+
+
+@pytest.mark.parametrize("policy", names())
+async def test_with_4_of_64_endpoints_alive_at_the_start_no_request_fails(policy: str) -> None:
+    async with fleet(modes(alive=4, of=64), policy=policy) as running:
+        assert await running.ask_often(64) == Counter({200: 64})
+        assert [await running.ask() for _ in range(20)] == [200] * 20
+        assert no_endpoint_saw_a_request_twice(running)
+
+
+@pytest.mark.parametrize("dead", [(Mode.REFUSES,)])
+@pytest.mark.parametrize("policy", names())
+async def test_when_60_of_64_endpoints_die_under_load_no_request_fails(policy: str, dead: tuple[Mode, ...]) -> None:
+    async with fleet([Mode.ANSWERS] * 64, policy=policy, delay_s=0.01) as running:
+        over = asyncio.Event()
+        load = asyncio.create_task(running.load(32, over))
+        await asyncio.sleep(0.2)
+        for engine, mode in zip(running.engines, modes(alive=4, of=64, dead=dead), strict=True):
+            await engine.become(mode)
+        await asyncio.sleep(0.3)
+        over.set()
+        statuses = await load
+        assert set(statuses) == {200}, statuses
+        assert no_endpoint_saw_a_request_twice(running)
+
+
+@pytest.mark.parametrize("of", [8, 16])
+@pytest.mark.parametrize("policy", ["round_robin", "prefix_aware"])
+async def test_with_one_endpoint_alive_at_the_start_no_request_fails(policy: str, of: int) -> None:
+    async with fleet(modes(alive=1, of=of), policy=policy) as running:
+        assert await running.ask_often(24) == Counter({200: 24})
+        assert [await running.ask() for _ in range(20)] == [200] * 20
+
+
+@pytest.mark.parametrize("dead", DEAD)
+async def test_while_all_are_dead_a_request_gets_503_and_the_first_that_is_back_is_used_at_once(dead: Mode) -> None:
+    async with fleet([Mode.ANSWERS] * 4, policy="prefix_aware", health={"backoff": "60s", "backoff_max": "60s"}) as f:
+        assert await f.ask_often(8) == Counter({200: 8})
+        for engine in f.engines:
+            await engine.become(dead)
+        while any(live.load.available for live in f.app.gateway.endpoints.all()):
+            assert await f.ask() in (502, 503)
+        for _ in range(20):
+            assert await f.ask() == 503
+        assert min([(await f.timed())[1] for _ in range(10)]) < 0.1  # the best: the machine may be busy
+        assert all(live.health.until - live.health.since > 45 for live in f.app.gateway.endpoints.all())
+        await f.engines[2].become(Mode.ANSWERS)
+        assert RECOVERY_S * 1.1 < 1.5, "so long at most, and a probe, on a machine that is not busy"
+        async with asyncio.timeout(20):  # far below the back-off
+            while not any(live.load.available for live in f.app.gateway.endpoints.all()):
+                await asyncio.sleep(0.05)
+        assert await f.ask_often(20) == Counter({200: 20})

@@ -1,0 +1,37 @@
+"""Images through a real gateway: no refusal and no wait comes from the bytes of their base64."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.e2e.processes import gateway
+from tests.e2e.stub import recording_stub
+from tests.e2e.wire import Wire, post
+from tests.fair_time import Stopwatch, pace
+
+CONFIG = """
+models: [{{name: demo, pool: main, context_tokens: 65536}}]
+pools:
+  main: {{endpoints: [{{url: '{url}', context_tokens: 65536}}]}}
+"""
+
+
+@pytest.mark.parametrize("size", [200_000, 3_000_000])
+def test_a_large_image_on_an_idle_gateway_is_answered_at_once(tmp_path: Path, size: int) -> None:
+    image = base64.b64encode(Random(size).randbytes(size * 3 // 4)).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{image}"}}
+    body = {"model": "demo", "messages": [{"role": "user", "content": [part]}], "max_tokens": 16}
+    with recording_stub() as stub, gateway(tmp_path, CONFIG.format(url=stub.url)) as running:
+        took = Stopwatch(running.pid)
+        with Wire(running.port) as wire:
+            wire.socket.settimeout(60)
+            wire.send(post(body))
+            answer = wire.answer()
+        print(answer.status, answer.body[:200], took.fair_s)
+        assert answer.status == 200
+        assert took.fair_s < 2 * pace()
+        assert stub.requests[-1].json == body

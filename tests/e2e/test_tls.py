@@ -1,0 +1,273 @@
+"""TLS at a real gateway process: the openai SDK, curl and bare sockets; certificates exchanged under load."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+
+from tests.authority import Authority
+from tests.e2e.processes import Gateway, mock_fleet
+from tests.e2e.processes import gateway as plain_gateway
+
+MODEL = "demo-8b"
+MESSAGES: Any = [{"role": "user", "content": "How deep is the reservoir behind the dam?"}]
+SOON_S = 20.0
+CONFIG = """
+version: 1
+listeners:
+  api:
+    port: 0
+    tls:
+      certificate: tls/server.pem
+      key: tls/server.key
+      handshake_timeout: 1s
+      more: [{{certificate: tls/other.pem, key: tls/other.key}}]
+      {api}
+  admin:
+    port: 0
+    tls: {{certificate: tls/server.pem, key: tls/server.key}}
+observability: {{access_log: 'off'}}
+{rest}
+pools:
+  main:
+    endpoints:
+      - {{url: '{0}'}}
+      - {{url: '{1}'}}
+"""
+
+
+class House(NamedTuple):
+    """A gateway with TLS, the authority of its certificates, and a context that trusts it."""
+
+    gateway: Gateway
+    authority: Authority
+    trust: ssl.SSLContext
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[str]]:
+    with mock_fleet() as urls:
+        yield urls
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory, engines: list[str]) -> Iterator[House]:
+    yield from started(tmp_path_factory.mktemp("tls"), engines)
+
+
+def started(folder: Path, engines: list[str], api: str = "", rest: str = "") -> Iterator[House]:
+    authority = Authority(folder / "tls")
+    authority.issue("server", "localhost", "127.0.0.1")
+    authority.issue("other", "other.example.org", "*.wild.example.org")
+    config = CONFIG.format(*engines, api=api, rest=rest)
+    with plain_gateway(folder, config, complete=False) as gateway:
+        yield House(gateway, authority, ssl.create_default_context(cafile=str(authority.ca)))
+        assert "Traceback" not in gateway.said, gateway.said
+
+
+def sdk(house: House, trust: ssl.SSLContext | None = None) -> openai.OpenAI:
+    http = openai.DefaultHttpxClient(verify=trust or house.trust)
+    return openai.OpenAI(
+        base_url=f"{house.gateway.url}/v1", api_key="none", max_retries=0, timeout=SOON_S, http_client=http
+    )
+
+
+def shown(house: House, server_name: str = "localhost", **context: Any) -> dict[str, Any]:
+    """The certificate that the gateway shows to a new connection."""
+    trust = ssl.create_default_context(cafile=str(house.authority.ca))
+    for name, value in context.items():
+        setattr(trust, name, value)
+    with (
+        socket.create_connection(("127.0.0.1", house.gateway.port), SOON_S) as raw,
+        trust.wrap_socket(raw, server_hostname=server_name) as line,
+    ):
+        return {**(line.getpeercert() or {}), "alpn": line.selected_alpn_protocol(), "version": line.version()}
+
+
+def names_of(certificate: dict[str, Any]) -> list[str]:
+    return [name for _, name in certificate["subjectAltName"]]
+
+
+def test_the_openai_sdk_gets_whole_and_streamed_answers_over_tls(house: House) -> None:
+    with sdk(house) as client:
+        whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8)
+        stream = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8, stream=True)
+        streamed = "".join(event.choices[0].delta.content or "" for event in stream if event.choices)
+        models = [each.id for each in client.models.list()]  # served by the other parser
+    assert streamed == whole.choices[0].message.content
+    assert models == [MODEL]
+
+
+def test_the_async_sdk_gets_many_streams_at_once_over_tls(house: House) -> None:
+    async def asked() -> list[str]:
+        http = openai.DefaultAsyncHttpxClient(verify=house.trust)
+        async with openai.AsyncOpenAI(base_url=f"{house.gateway.url}/v1", api_key="none", http_client=http) as client:
+
+            async def one() -> str:
+                stream = await client.chat.completions.create(
+                    model=MODEL, messages=MESSAGES, max_tokens=64, stream=True
+                )
+                return "".join([event.choices[0].delta.content or "" async for event in stream if event.choices])
+
+            return await asyncio.gather(*(one() for _ in range(16)))
+
+    answers = asyncio.run(asked())
+    assert len(answers) == 16
+    assert set(answers) == {answers[0]}
+    assert answers[0]
+
+
+def test_a_large_body_arrives_whole_over_tls(house: House) -> None:
+    text = "water " * 20_000
+    with sdk(house) as client:
+        usage = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": text}], max_tokens=1
+        ).usage
+    assert usage is not None
+    assert usage.prompt_tokens > 10_000
+
+
+def test_curl_gets_an_answer_and_the_metrics_over_tls(house: House) -> None:
+    command = ["curl", "-sS", "--max-time", "20", "--cacert", str(house.authority.ca)]
+    models = subprocess.run([*command, f"{house.gateway.url}/v1/models"], capture_output=True, text=True, check=True)
+    assert MODEL in models.stdout
+    page = subprocess.run([*command, f"{house.gateway.admin_url}/metrics"], capture_output=True, text=True, check=True)
+    assert 'penstock_tls_certificate_not_after_timestamp_seconds{listener="api"}' in page.stdout
+
+
+def test_the_server_name_chooses_among_several_certificates(house: House) -> None:
+    assert names_of(shown(house, "localhost")) == ["localhost", "127.0.0.1"]
+    assert names_of(shown(house, "other.example.org"))[0] == "other.example.org"
+    assert names_of(shown(house, "a.wild.example.org"))[0] == "other.example.org"
+    assert names_of(shown(house, "unknown.example.org", check_hostname=False)) == ["localhost", "127.0.0.1"]
+
+
+def test_http_1_1_is_agreed_on_and_old_versions_of_tls_are_refused(house: House) -> None:
+    trust = ssl.create_default_context(cafile=str(house.authority.ca))
+    trust.set_alpn_protocols(["h2", "http/1.1"])
+    with socket.create_connection(("127.0.0.1", house.gateway.port), SOON_S) as raw:
+        assert trust.wrap_socket(raw, server_hostname="localhost").selected_alpn_protocol() == "http/1.1"
+    old = ssl.create_default_context(cafile=str(house.authority.ca))
+    old.set_ciphers("DEFAULT:@SECLEVEL=0")
+    with pytest.warns(DeprecationWarning, match="TLSv1"):
+        old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
+    with (
+        socket.create_connection(("127.0.0.1", house.gateway.port), SOON_S) as raw,
+        pytest.raises((ssl.SSLError, ConnectionError)),
+    ):
+        old.wrap_socket(raw, server_hostname="localhost")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n", b"\x16\x03\x01\x02\x00"])
+def test_clients_that_complete_no_handshake_are_closed_within_its_time(house: House, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", house.gateway.port), SOON_S) as raw:
+        raw.sendall(sent)
+        began = time.monotonic()
+        try:
+            said = raw.recv(100)
+        except ConnectionResetError:
+            said = b""
+        assert time.monotonic() - began < SOON_S / 2
+        assert not said.startswith(b"HTTP")
+
+
+def test_many_open_handshakes_leave_room_for_a_client_that_completes_one(house: House) -> None:
+    idle = [socket.create_connection(("127.0.0.1", house.gateway.port), SOON_S) for _ in range(200)]
+    try:
+        assert shown(house)["version"] == "TLSv1.3"
+    finally:
+        for each in idle:
+            each.close()
+
+
+def test_a_new_certificate_is_used_by_new_connections_and_streams_go_on(house: House) -> None:
+    before = shown(house)["serialNumber"]
+    stop, failed, done = threading.Event(), [], []
+
+    def load() -> None:
+        while not stop.is_set():
+            try:
+                with sdk(house) as client:
+                    for _ in range(3):
+                        stream = client.chat.completions.create(
+                            model=MODEL, messages=MESSAGES, max_tokens=32, stream=True
+                        )
+                        done.append(sum(1 for _ in stream))
+            except Exception as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=load) for _ in range(3)]
+    with sdk(house) as client:
+        client.models.list()  # its connection stays open
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(3):
+                house.authority.issue("server", "localhost", "127.0.0.1")
+                before = until_other(house, before)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert client.models.list()
+    assert failed == []
+    assert len(done) > 3
+
+
+def until_other(house: House, serial: str) -> str:
+    ends = time.monotonic() + SOON_S
+    while time.monotonic() < ends:
+        found = str(shown(house)["serialNumber"])
+        if found != serial:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"the certificate is the old one still: {house.gateway.said}")
+
+
+def test_a_broken_certificate_file_is_told_and_the_old_one_stays_in_use(house: House) -> None:
+    before = shown(house)["serialNumber"]
+    file = house.authority.ca.with_name("server.pem")
+    good = file.read_bytes()
+    file.write_bytes(b"no certificate")
+    admin = openai.DefaultHttpxClient(base_url=house.gateway.admin_url, verify=house.trust)
+    ends = time.monotonic() + SOON_S
+    while (error := admin.get("/config").json()["last_error"]) is None and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert "listeners.api.tls.certificate" in error["problems"][0]["text"]
+    assert shown(house)["serialNumber"] == before
+    file.write_bytes(good)
+    while admin.get("/config").json()["last_error"] is not None and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert admin.get("/config").json()["last_error"] is None
+
+
+def test_a_listener_with_a_client_ca_refuses_clients_without_a_certificate(tmp_path: Path, engines: list[str]) -> None:
+    for house in started(tmp_path, engines, api="client_ca: tls/ca.pem"):
+        with sdk(house) as client, pytest.raises(openai.APIConnectionError):
+            client.models.list()
+        own = house.authority.issue("client", "client.example.org")
+        trust = ssl.create_default_context(cafile=str(house.authority.ca))
+        trust.load_cert_chain(own.certificate, own.key)
+        with sdk(house, trust) as client:
+            assert [each.id for each in client.models.list()] == [MODEL]
+
+
+def test_workers_serve_over_tls_and_take_over_a_new_certificate(tmp_path: Path, engines: list[str]) -> None:
+    for house in started(tmp_path, engines, rest="workers: 2"):
+        with sdk(house) as client:
+            assert client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=2).choices
+        with openai.DefaultHttpxClient(verify=house.trust) as admin:
+            assert admin.get(f"{house.gateway.admin_url}/readyz").status_code == 200
+        before = shown(house)["serialNumber"]
+        house.authority.issue("server", "localhost", "127.0.0.1")
+        until_other(house, str(before))

@@ -1,0 +1,108 @@
+"""https:// engines behind a path prefix: requests, probes and models, verified on both sides."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.authority import Authority
+from tests.e2e.processes import ENV, gateway, whole
+from tests.e2e.stub import MODEL, TEXT, Stub, recording_stub
+
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+CONFIG = """
+models: [{{name: demo, pool: main}}]
+pools:
+  main:
+    endpoints:
+      - url: '{url}/some/prefix/'
+        tls: {{{tls}}}
+"""
+OWN = "ca: ca.pem, certificate: penstock.pem, key: penstock.key, server_name: engine.example.org"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    made = Authority(tmp_path)
+    made.issue("engine", "engine.example.org")
+    made.issue("penstock", "penstock.example.org")
+    return made
+
+
+def engine_context(authority: Authority, *, asks: bool = True, names: list[str | None] | None = None) -> ssl.SSLContext:
+    """TLS of an engine that asks for a client certificate, and writes down the server names it was asked for."""
+    folder = authority.ca.parent
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(authority.ca))
+    context.load_cert_chain(folder / "engine.pem", folder / "engine.key")
+    context.verify_mode = ssl.CERT_REQUIRED if asks else ssl.CERT_NONE
+    if names is not None:
+        context.sni_callback = lambda connection, name, own: names.append(name)
+    return context
+
+
+def ask(url: str, **options: Any) -> str | None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, **options)
+        if options.get("stream"):
+            return " ".join(event.choices[0].delta.content or "" for event in answer)
+        return answer.choices[0].message.content
+
+
+def endpoints(admin_url: str) -> Any:
+    with urllib.request.urlopen(f"{admin_url}/endpoints") as answer:
+        return json.load(answer)["endpoints"]
+
+
+def prefixed(stub: Stub) -> set[str]:
+    return {path.removeprefix("/some/prefix") for path in stub.gets if path.startswith("/some/prefix/")}
+
+
+def test_requests_and_probes_go_by_tls_and_the_prefix(tmp_path: Path, authority: Authority) -> None:
+    names: list[str | None] = []
+    with recording_stub(engine_context(authority, names=names)) as stub:
+        with gateway(tmp_path, CONFIG.format(url=stub.url, tls=OWN)) as running:
+            assert ask(running.url) == TEXT
+            assert ask(running.url, stream=True).split() == TEXT.split()  # type: ignore[union-attr]
+            assert [each["state"] for each in endpoints(running.admin_url)] == ["up"]
+        assert {each.line for each in stub.requests} == {"POST /some/prefix/v1/chat/completions HTTP/1.1"}
+        assert {"/health", "/v1/models", "/metrics"} <= prefixed(stub)
+        assert {path for path in stub.gets if not path.startswith("/some/prefix/")} == set()
+        assert set(names) == {"engine.example.org"}
+
+
+@pytest.mark.parametrize("tls", ["ca: ca.pem", "server_name: engine.example.org"], ids=["name", "authority"])
+def test_an_engine_that_cannot_prove_its_identity_gets_no_request(
+    tmp_path: Path, authority: Authority, tls: str
+) -> None:
+    with recording_stub(engine_context(authority, asks=False)) as stub:
+        with gateway(tmp_path, CONFIG.format(url=stub.url, tls=tls)) as running, pytest.raises(openai.APIStatusError):
+            ask(running.url)
+        assert (stub.requests, stub.gets) == ([], set())
+
+
+def test_verify_false_serves_and_check_warns_of_it(tmp_path: Path, authority: Authority) -> None:
+    with recording_stub(engine_context(authority, asks=False)) as stub:
+        config = CONFIG.format(url=stub.url, tls="verify: false")
+        with gateway(tmp_path, config) as running:
+            assert ask(running.url) == TEXT
+    (tmp_path / "check.yaml").write_text(whole(config))
+    command = [sys.executable, "-m", "gateway", "check", str(tmp_path / "check.yaml")]
+    checked = subprocess.run(command, capture_output=True, text=True, env=ENV, check=False)
+    assert "tls.verify" in checked.stdout + checked.stderr
+
+
+def test_doctor_examines_an_engine_over_tls(tmp_path: Path, authority: Authority) -> None:
+    file = tmp_path / "doctor.yaml"
+    with recording_stub(engine_context(authority)) as stub:
+        file.write_text(whole(CONFIG.format(url=stub.url, tls=OWN)))
+        command = [sys.executable, "-m", "gateway", "doctor", "--config", str(file), "--json"]
+        found = subprocess.run(command, capture_output=True, text=True, env=ENV, check=False)
+        assert {"/health", "/v1/models"} <= prefixed(stub), found.stdout + found.stderr

@@ -1,0 +1,82 @@
+"""With workers, a change after which requests fail is taken back in all of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.processes import Gateway, gateway, mock_fleet
+from tests.e2e.shared_house import until
+from tests.fair_time import PATIENCE_S
+
+BODY = json.dumps({"model": "demo-8b", "max_tokens": 2, "prompt": "hello"}).encode()
+JUDGED = "reload: {auto_rollback: {window: 600s, error_ratio: 0.2, requests: 12}}\n"
+
+
+class BrokenEngine(BaseHTTPRequestHandler):
+    """Says that it is well and answers every request with 500."""
+
+    def do_GET(self) -> None:
+        self._answer(200, {"data": [{"id": "demo-8b"}]})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self._answer(500, {"error": {"message": "broken"}})
+
+    def _answer(self, status: int, value: object) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Not to the test's output."""
+
+
+@pytest.fixture
+def broken() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BrokenEngine) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def call(url: str, method: str, body: bytes | None = None) -> tuple[int, Any]:
+    request = urllib.request.Request(url, body, {"content-type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def ask(running: Gateway) -> int:
+    return call(f"{running.url}/v1/completions", "POST", BODY)[0]
+
+
+def test_a_change_after_which_requests_of_all_workers_fail_is_taken_back_in_all(tmp_path: Path, broken: str) -> None:
+    with mock_fleet() as (good, *_):
+        text = f"workers: 2\n{JUDGED}pools: {{main: {{endpoints: [{{url: '{good}'}}]}}}}\n"
+        with gateway(tmp_path, text) as running:
+            assert [ask(running) for _ in range(24)] == [200] * 24
+            worse = (tmp_path / "gateway.yaml").read_text().replace(good, broken)
+            assert call(f"{running.admin_url}/config", "PUT", worse.encode())[0] == 200
+            assert ask(running) >= 500
+
+            def went_back() -> bool:
+                ask(running)
+                endpoints = call(f"{running.admin_url}/endpoints", "GET")[1]["endpoints"]
+                return {each["url"] for each in endpoints if each["state"] != "leaving"} == {good}
+
+            until(went_back)
+            until(lambda: [ask(running) for _ in range(12)] == [200] * 12)
+            assert "v2 made things worse" in running.said

@@ -1,0 +1,29 @@
+"""The interval of a median that the paired benchmark prints."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from tests.bench.intervals import median_interval
+
+
+def test_the_interval_of_24_values_leaves_six_values_outside_on_either_side() -> None:
+    low, middle, high = median_interval([float(value) for value in range(24, 0, -1)])
+    assert (low, middle, high) == (7.0, 12.5, 18.0)  # ranks 7 and 18, a table of the sign test
+
+
+@pytest.mark.parametrize("values", [[3.0], [1.0, 2.0], [5.0, 1.0, 3.0, 2.0, 4.0]])
+def test_too_few_values_give_the_whole_range(values: list[float]) -> None:
+    low, _, high = median_interval(values)
+    assert (low, high) == (min(values), max(values))
+
+
+def test_about_95_percent_of_intervals_hold_the_true_median() -> None:
+    rng = Random(5)
+    held = 0
+    for _ in range(2_000):
+        low, _, high = median_interval([rng.lognormvariate(0.0, 1.0) for _ in range(24)])
+        held += low <= 1.0 <= high
+    assert 0.95 <= held / 2_000 <= 0.99  # order statistics are conservative: 97.7 % for 24 values

@@ -1,0 +1,91 @@
+"""Media in a prompt count as one medium each, however large; text counts as text, whatever it looks like."""
+
+from __future__ import annotations
+
+import base64
+import json
+from random import Random
+from typing import Any
+
+import pytest
+
+from gateway.media import MEDIA_TOKENS, may_hold_media, without_media
+from gateway.openai import Api, Call, Caller, parse
+from gateway.prefixes import Prefixes
+from gateway.slo import NOTHING
+from policies.prompt_lengths import PromptLengths
+from tests.unit.gateway.test_openai import Model
+
+IMAGE = base64.b64encode(Random(1).randbytes(200_000)).decode()
+OTHER = base64.b64encode(Random(2).randbytes(200_000)).decode()
+TEXT = {"type": "text", "text": "What is this?"}
+PARTS: list[dict[str, Any]] = [
+    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{IMAGE}", "detail": "high"}},
+    {"type": "image_url", "image_url": f"data:image/png;base64,{IMAGE}"},
+    {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{IMAGE}"}},
+    {"type": "input_audio", "input_audio": {"data": IMAGE, "format": "wav"}},
+    {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{IMAGE}", "filename": "a.pdf"}},
+    {"type": "image_embeds", "image_embeds": IMAGE},
+]
+
+
+def asked(content: object, separators: tuple[str, str] = (",", ":"), prompts: PromptLengths | None = None) -> Call:
+    body = {"model": "demo", "messages": [{"role": "user", "content": content}]}
+    raw = json.dumps(body, separators=separators).encode()
+    return parse(raw, Api.CHAT, {"demo": Model()}, Caller("r", "", NOTHING, 0.0, prompts=prompts))
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: str(part["type"]))
+def test_a_part_of_base64_counts_as_one_medium_and_is_sent_as_it_came(
+    part: dict[str, Any], separators: tuple[str, str]
+) -> None:
+    call = asked([TEXT, part], separators)
+    assert MEDIA_TOKENS < call.request.prompt_tokens < MEDIA_TOKENS + 100
+    assert call.media == 1
+    assert IMAGE.encode() in call.body
+    assert asked([TEXT, part, part], separators).media == 2
+
+
+def test_text_that_looks_like_base64_counts_as_text() -> None:
+    for content in (IMAGE, [{"type": "text", "text": IMAGE}], json.dumps({"data": IMAGE})):
+        call = asked(content)
+        assert call.request.prompt_tokens > len(IMAGE) // 4
+        assert call.media == 0
+
+
+def test_a_small_medium_and_plain_text_are_left_alone() -> None:
+    small = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + IMAGE[:3000]}}
+    assert asked([TEXT, small]).media == 0
+    words = "It was the best of times, it was the worst of times. " * 10_000
+    assert not may_hold_media(json.dumps({"content": words}).encode())
+
+
+def test_prompts_with_other_images_share_no_blocks_past_the_image() -> None:
+    def keys(image: str) -> list[int]:
+        before = {"type": "text", "text": "Look. " * 300}
+        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
+        call = asked([before, part, {"type": "text", "text": "And now? " * 300}])
+        return list(Prefixes(b"s" * 32, 1 << 22, 512).of(call, "demo").keys)
+
+    one, again, other = keys(IMAGE), keys(IMAGE), keys(OTHER)
+    assert one == again
+    shared = sum(a == b for a, b in zip(one, other, strict=True))
+    assert 1800 // 512 <= shared <= 2000 // 512
+    assert one[:shared] == other[:shared]
+
+
+def test_a_prompt_of_nothing_but_keys_and_blobs_is_read_in_linear_time() -> None:
+    messages = b'[{"x":"' + b"A" * 5000 + b'"},' + b'{"data":"' * 100_000 + b"]"
+    assert without_media(messages)[1] == 1
+
+
+def test_estimates_follow_what_engines_count_of_like_prompts() -> None:
+    prompts, part = PromptLengths(), PARTS[0]
+    plain = asked("word " * 400).estimated_tokens
+    for _ in range(8):
+        prompts.counted("demo", True, asked([TEXT, part]).estimated_tokens, 300)
+        prompts.counted("demo", False, plain, plain // 2)
+    assert asked([TEXT, part], prompts=prompts).request.prompt_tokens == 300
+    assert asked("word " * 400, prompts=prompts).request.prompt_tokens == pytest.approx(plain / 2, abs=1)
+    assert asked("word " * 400, prompts=prompts).estimated_tokens == plain

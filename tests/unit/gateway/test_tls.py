@@ -1,0 +1,174 @@
+"""TLS settings: what `check` says of certificate files, and contexts made of them."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import pytest
+
+from gateway import tls
+from gateway.config import ConfigError, Loaded, examine
+from gateway.config.compare import changes
+from gateway.reload.reloader import _bound
+from tests.authority import Authority, Files
+
+CONFIG = """version: 1
+listeners:
+  api:
+    tls:
+      certificate: {certificate}
+      key: {key}
+{more}pools:
+  main:
+    endpoints:
+      - url: http://a:1
+"""
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def good(authority: Authority) -> Files:
+    return authority.issue("server", "localhost")
+
+
+def written(folder: Path, certificate: str = "server.pem", key: str = "server.key", more: str = "") -> Path:
+    file = folder / "penstock.yaml"
+    file.write_text(CONFIG.format(certificate=certificate, key=key, more=more))
+    return file
+
+
+def problems(file: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        examine(file, {})
+    return [f"{each.line}:{each.col} {each.path} {each.message}" for each in caught.value.problems]
+
+
+def test_relative_paths_start_from_the_folder_of_the_configuration(tmp_path: Path, good: Files) -> None:
+    section = examine(written(tmp_path), {}).config.listeners.api.tls
+    assert section is not None
+    assert (section.certificate, section.key) == (str(good.certificate), str(good.key))
+
+
+def test_a_missing_file_is_an_error_at_its_line_and_column(tmp_path: Path, good: Files) -> None:
+    found = problems(written(tmp_path, certificate="none.pem"))
+    assert len(found) == 1
+    assert found[0].startswith("5:20 listeners.api.tls.certificate ")
+    assert found[0].endswith("none.pem cannot be read: No such file or directory")
+
+
+@pytest.mark.usefixtures("good")
+def test_a_key_of_another_certificate_is_an_error(tmp_path: Path, authority: Authority) -> None:
+    authority.issue("other", "localhost")
+    found = problems(written(tmp_path, key="other.key"))
+    assert found == ["6:12 listeners.api.tls.key does not belong to the certificate"]
+
+
+def test_an_expired_certificate_is_an_error(tmp_path: Path, authority: Authority) -> None:
+    authority.issue("server", "localhost", expired=True)
+    assert problems(written(tmp_path)) == ["5:20 listeners.api.tls.certificate has expired"]
+
+
+@pytest.mark.usefixtures("good")
+def test_files_that_hold_something_else_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "text.pem").write_text("text")
+    assert problems(written(tmp_path, certificate="text.pem")) == [
+        "5:20 listeners.api.tls.certificate holds no certificate in PEM form"
+    ]
+    assert problems(written(tmp_path, key="text.pem")) == [
+        "6:12 listeners.api.tls.key is no private key in PEM form, or key_password does not open it"
+    ]
+    assert problems(written(tmp_path, more="      client_ca: text.pem\n")) == [
+        "7:18 listeners.api.tls.client_ca holds no certificate in PEM form"
+    ]
+
+
+@pytest.mark.usefixtures("good")
+def test_unknown_ciphers_are_an_error(tmp_path: Path) -> None:
+    found = problems(written(tmp_path, more="      ciphers: NONE-SUCH\n"))
+    assert found == ["7:16 listeners.api.tls.ciphers names no cipher that OpenSSL knows"]
+
+
+@pytest.mark.usefixtures("good")
+def test_an_exchanged_file_is_a_change_that_needs_no_restart(tmp_path: Path, authority: Authority) -> None:
+    before = examine(written(tmp_path), {})
+    authority.issue("server", "localhost")
+    after = examine(written(tmp_path), {})
+    assert before.digest != after.digest
+    found = changes(before, after)
+    assert [str(each) for each in found] == [
+        "listeners.api.tls.certificate: server.pem has another value now",
+        "listeners.api.tls.key: server.key has another value now",
+    ]
+    assert _bound(found) == ()
+
+
+@pytest.mark.usefixtures("good")
+def test_tls_that_comes_or_goes_needs_a_restart(tmp_path: Path) -> None:
+    encrypted = examine(written(tmp_path), {})
+    file = tmp_path / "plain.yaml"
+    file.write_text("version: 1\npools: {main: {endpoints: [{url: 'http://a:1'}]}}\n")
+    assert _bound(changes(encrypted, examine(file, {}))) == ("listeners.api.tls",)
+
+
+def test_every_file_is_followed_even_when_it_is_missing(tmp_path: Path, good: Files) -> None:
+    assert {good.certificate, good.key} <= set(examine(written(tmp_path), {}).references)
+    with pytest.raises(ConfigError) as caught:
+        examine(written(tmp_path, key="none.key"), {})
+    assert tmp_path / "none.key" in caught.value.references
+
+
+def test_a_key_password_is_used_and_never_shown(tmp_path: Path, good: Files) -> None:
+    from cryptography.hazmat.primitives import serialization
+
+    key = serialization.load_pem_private_key(good.key.read_bytes(), None)
+    sealed = serialization.BestAvailableEncryption(b"open sesame")
+    good.key.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, sealed),
+    )
+    assert problems(written(tmp_path)) == [
+        "6:12 listeners.api.tls.key is no private key in PEM form, or key_password does not open it"
+    ]
+    file = written(tmp_path, more="      key_password: ${WORD}\n")
+    loaded = examine(file, {"WORD": "open sesame"})
+    assert "sesame" not in repr(loaded)
+    assert "sesame" not in repr(loaded.config.listeners.api.tls and loaded.config.listeners.api.tls.settings)
+
+
+def test_valid_times_are_those_of_the_certificate(authority: Authority) -> None:
+    files = authority.issue("old", "old.example.org", "*.old.example.org", expired=True)
+    times = tls.valid_times(tls.KeyPair(str(files.certificate), str(files.key)))
+    assert times.not_after - times.not_before == 86400
+    assert times.names == ("old.example.org", "*.old.example.org")
+
+
+def test_a_listener_accepts_tls_1_2_and_later_with_forward_secrecy_only(good: Files) -> None:
+    pair = tls.KeyPair(str(good.certificate), str(good.key))
+    context = tls.server_context(tls.ServerSettings((pair,)))
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+    old = [each["name"] for each in context.get_ciphers() if each["protocol"] != "TLSv1.3"]
+    assert old
+    assert all(name.startswith("ECDHE-") and ("GCM" in name or "CHACHA20" in name) for name in old)
+
+
+@pytest.mark.parametrize(
+    ("tail", "path"),
+    [
+        ("      - {url: 'https://a', tls: {verify: false}}\n", "pools.main.endpoints[0].tls.verify"),
+    ],
+)
+def test_a_client_that_verifies_nothing_is_warned_of(tmp_path: Path, tail: str, path: str) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text(f"version: 1\npools:\n  main:\n    endpoints:\n{tail}")
+    loaded: Loaded = examine(file, {})
+    assert [each.path for each in loaded.warnings] == [path]
+
+
+def test_tls_of_an_endpoint_needs_an_https_url(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text("version: 1\npools:\n  main:\n    endpoints:\n      - {url: 'http://a', tls: {verify: false}}\n")
+    assert problems(file) == ["5:9 pools.main.endpoints[0] tls needs a url that begins with https://"]

@@ -1,0 +1,332 @@
+"""Links over TLS: who may connect, with which certificate, and what the wire shows."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvtransfer.lattice import Runs
+from kvtransfer.regions import Region
+from kvtransfer.tls_files import TlsFiles
+from kvtransfer.transports import tcp as tcp_module
+from kvtransfer.transports.base import Link, Slice, TransportError, Verdict
+from kvtransfer.transports.tcp import Tcp
+from kvtransfer.transports.tls import TlsContexts, TlsLink
+from tests.certificates import Authority
+from tests.contract.kvtransfer.links import BLOCK_BYTES, BLOCKS, PATIENCE_S, Owner, linked_pair, until, window
+
+SIZE = BLOCKS * BLOCK_BYTES
+WHOLE = Runs(np.array([0]), np.array([0]), np.array([SIZE]))
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"))
+
+
+def files(authority: Authority, name: str, *hosts: str, peer_name: str = "", days: int = 1) -> TlsFiles:
+    certificate, key = authority.issue(name, *hosts, days=days)
+    return TlsFiles(certificate=str(certificate), key=str(key), ca=str(authority.path), peer_name=peer_name)
+
+
+@pytest.fixture
+def agent(authority: Authority) -> TlsFiles:
+    return files(authority, "agent", "127.0.0.1", "kv.fleet")
+
+
+@contextmanager
+def two(source: TlsFiles | None, sink: TlsFiles | None) -> Iterator[tuple[Tcp, Owner, Tcp, Owner, str]]:
+    one, other, gives, hears = Tcp(tls=source), Tcp(tls=sink), Owner(), Owner()
+    try:
+        address = one.start(gives, [])
+        other.start(hears, [])
+        yield one, gives, other, hears, address
+    finally:
+        for end in (one, other):
+            end.close()
+
+
+def exchange(source: TlsFiles | None, sink: TlsFiles | None) -> Link:
+    """A message each way. Raises TransportError or AssertionError if the link does not come up."""
+    with two(source, sink) as (_, gives, other, hears, address):
+        link = other.dial(address)
+        link.send(b"ping")
+        until(lambda: gives.all("message") or gives.all("lost") or hears.all("lost"))
+        lost = [*gives.all("lost"), *hears.all("lost")]
+        if lost:
+            raise TransportError(str(lost))
+        gives.heard[0].link.send(b"pong")
+        assert hears.wait("message") == [b"pong"]
+        assert gives.wait("message") == [b"ping"]
+        return link
+
+
+def test_two_with_certificates_of_one_authority_talk(agent: TlsFiles) -> None:
+    link = exchange(agent, agent)
+    assert isinstance(link, TlsLink)
+
+
+@pytest.mark.parametrize(("source_has", "sink_has"), [(True, False), (False, True)])
+def test_an_end_without_tls_and_one_with_it_do_not_talk(source_has: bool, sink_has: bool, agent: TlsFiles) -> None:
+    with pytest.raises(TransportError):
+        exchange(agent if source_has else None, agent if sink_has else None)
+
+
+@pytest.mark.parametrize("stranger", ["source", "sink"])
+def test_a_certificate_of_another_authority_is_refused(stranger: str, agent: TlsFiles, tmp_path: Path) -> None:
+    certificate, key = Authority(tmp_path, "other").issue("x", "127.0.0.1")
+    strange = msgspec.structs.replace(agent, certificate=str(certificate), key=str(key))
+    with pytest.raises(TransportError, match=r"certificate|unknown ca|unable to get"):
+        exchange(*((strange, agent) if stranger == "source" else (agent, strange)))
+
+
+def test_a_certificate_that_has_expired_is_refused(authority: Authority, agent: TlsFiles) -> None:
+    with pytest.raises(TransportError, match="expired"):
+        exchange(files(authority, "old", "127.0.0.1", days=-1), agent)
+
+
+def test_who_shows_no_certificate_is_refused(agent: TlsFiles) -> None:
+    with two(agent, None) as (_, gives, _, _, address):
+        context = ssl.create_default_context(cafile=agent.ca)
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as sock, suppress(ssl.SSLError):
+            wrapped = context.wrap_socket(sock, server_hostname=host)
+            wrapped.sendall(b"hello")
+            assert wrapped.recv(1) == b""
+        assert "did not return a certificate" in str(gives.wait("lost")[0])
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+def test_tls_1_1_is_refused(agent: TlsFiles) -> None:
+    with two(agent, None) as (_, gives, _, _, address):
+        context = ssl.create_default_context(cafile=agent.ca)
+        context.load_cert_chain(agent.certificate, agent.key)
+        context.minimum_version = ssl.TLSVersion.TLSv1
+        context.maximum_version = ssl.TLSVersion.TLSv1_1
+        context.set_ciphers("ALL:@SECLEVEL=0")
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port))) as sock, pytest.raises(ssl.SSLError):
+            context.wrap_socket(sock, server_hostname=host)
+        gives.wait("lost")
+
+
+def test_tls_1_2_is_spoken(agent: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = TlsContexts._context
+
+    def limited(contexts: TlsContexts, protocol: int) -> ssl.SSLContext:
+        context = make(contexts, protocol)
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        return context
+
+    monkeypatch.setattr(TlsContexts, "_context", limited)
+    exchange(agent, agent)
+
+
+def test_the_dialled_name_must_be_in_the_certificate(authority: Authority, agent: TlsFiles) -> None:
+    with pytest.raises(TransportError, match=r"127\.0\.0\.1"):
+        exchange(files(authority, "elsewhere", "10.0.0.1", "localhost"), agent)
+
+
+@pytest.mark.parametrize("lacks", ["source", "sink", "none"])
+def test_a_peer_name_is_asked_of_both_ends(lacks: str, authority: Authority) -> None:
+    ends = [
+        files(authority, f"end-{end}-{lacks}", "other.fleet" if end == lacks else "kv.fleet", peer_name="kv.fleet")
+        for end in ("source", "sink")
+    ]
+    if lacks == "none":
+        exchange(*ends)
+        return
+    with pytest.raises(TransportError, match=r"kv\.fleet|closed"):
+        exchange(*ends)
+
+
+def test_files_are_read_again_for_new_links_and_old_links_go_on(authority: Authority, tmp_path: Path) -> None:
+    followed = copied(files(authority, "first", "127.0.0.1"), tmp_path)
+    second = files(authority, "second", "127.0.0.1")
+    with two(followed, followed) as (_, gives, other, _, address):
+        before = other.dial(address)
+        assert subject_of(before) == "first"
+        shutil.copy(second.certificate, followed.certificate)
+        assert subject_of(other.dial(address)) == "first"  # the key does not fit yet
+        shutil.copy(second.key, followed.key)
+        assert subject_of(other.dial(address)) == "second"
+        before.send(b"still here")
+        assert gives.wait("message") == [b"still here"]
+
+
+def test_an_authority_can_be_exchanged(authority: Authority, agent: TlsFiles, tmp_path: Path) -> None:
+    followed = copied(agent, tmp_path)
+    new = Authority(tmp_path, "new")
+    certificate, key = new.issue("n", "127.0.0.1")
+    newcomer = TlsFiles(certificate=str(certificate), key=str(key), ca=str(authority.path))
+    with two(followed, newcomer) as (_, gives, other, _, address):
+        with suppress(TransportError):
+            other.dial(address)
+        gives.wait("lost")
+        Path(followed.ca).write_bytes(authority.path.read_bytes() + new.path.read_bytes())
+        other.dial(address).send(b"ping")
+        assert gives.wait("message") == [b"ping"]
+
+
+def copied(these: TlsFiles, directory: Path) -> TlsFiles:
+    names = {"certificate": these.certificate, "key": these.key, "ca": these.ca}
+    return TlsFiles(**{name: shutil.copy(path, directory / name) for name, path in names.items()})
+
+
+def subject_of(link: Link) -> str:
+    assert isinstance(link, TlsLink)
+    certificate = link._tls.getpeercert()
+    assert certificate is not None
+    return dict(part[0] for part in certificate["subject"])["commonName"]  # type: ignore[misc, index]
+
+
+@pytest.mark.parametrize("which", ["certificate", "key", "ca"])
+@pytest.mark.parametrize("wrong", ["missing", "garbage"])
+def test_files_that_cannot_be_used_are_named(which: str, wrong: str, agent: TlsFiles, tmp_path: Path) -> None:
+    path = tmp_path / "file.pem"
+    if wrong == "garbage":
+        path.write_text("not a certificate")
+    with pytest.raises(TransportError, match=str(path)):
+        Tcp(tls=msgspec.structs.replace(agent, **{which: str(path)}))
+
+
+def test_a_key_with_a_password_is_an_error_and_no_question(agent: TlsFiles, tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization as pem
+
+    key = pem.load_pem_private_key(Path(agent.key).read_bytes(), None)
+    path = tmp_path / "locked.key"
+    locked = key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.BestAvailableEncryption(b"secret"))
+    path.write_bytes(locked)
+    with pytest.raises(TransportError, match=r"locked\.key"):
+        Tcp(tls=msgspec.structs.replace(agent, key=str(path)))
+
+
+def test_a_peer_that_says_nothing_holds_up_no_other_and_a_dial_gives_up(
+    agent: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_module, "_DIAL_S", 0.1)
+    with two(agent, agent) as (_, gives, other, _, address):
+        host, _, port = address.rpartition(":")
+        with closing(socket.create_connection((host, int(port)))):
+            gives.wait("linked")
+            monkeypatch.setattr(tcp_module, "_DIAL_S", PATIENCE_S)
+            other.dial(address).send(b"ping")
+            assert gives.wait("message") == [b"ping"]
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            monkeypatch.setattr(tcp_module, "_DIAL_S", 0.1)
+            with pytest.raises(TransportError, match="no TLS handshake"):
+                other.dial(f"127.0.0.1:{mute.getsockname()[1]}")
+
+
+def test_an_end_that_closes_while_a_handshake_waits_ends_its_threads(agent: TlsFiles) -> None:
+    with two(agent, agent) as (one, gives, _, _, address):
+        host, _, port = address.rpartition(":")
+        with closing(socket.create_connection((host, int(port)))):
+            gives.wait("linked")
+            link = gives.heard[0].link
+            link.fence(1)
+            assert gives.wait("fenced") == [1]
+            one.close()
+            assert not link._thread.is_alive()  # type: ignore[attr-defined]
+
+
+def test_no_byte_of_a_window_or_message_is_seen_on_the_wire(agent: TlsFiles) -> None:
+    pattern = b"the key and value of a token...." * 2
+    seen, lock = bytearray(), threading.Lock()
+
+    def hear(data: bytes) -> None:
+        with lock:
+            seen.extend(data)
+
+    into, out_of = (Region.create(BLOCKS, BLOCK_BYTES, name=name) for name in ("into", "out-of"))
+    out_of.bytes[:] = np.frombuffer(pattern * (SIZE // len(pattern)), np.uint8)
+    with two(agent, agent) as (_, gives, other, hears, address), relay(address, hear) as through:
+        link = other.dial(through)
+        gives.wait("linked")
+        far = gives.heard[0].link
+        for end in (link, far):
+            end.secure(bytes(32))
+        hears.place = lambda head: Slice(WHOLE, into, 0, 0)
+        link.send(pattern)
+        far.put(window(1, WHOLE), Slice(WHOLE, out_of, 0, 0, lambda: True))
+        assert hears.wait("landed") == [(window(1, WHOLE), Verdict.OK)]
+        gives.wait("message")
+        assert bytes(into.bytes) == bytes(out_of.bytes)
+    assert len(seen) > SIZE
+    assert pattern not in seen
+    for region in (into, out_of):
+        region.close()
+
+
+@contextmanager
+def relay(address: str, hear: object) -> Iterator[str]:
+    """Passes one connection on and has all its bytes heard."""
+    host, _, port = address.rpartition(":")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def copy(one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(65536):
+                hear(data)  # type: ignore[operator]
+                other.sendall(data)
+        with suppress(OSError):
+            other.shutdown(socket.SHUT_RDWR)
+
+    def run() -> None:
+        near, _ = listener.accept()
+        far = socket.create_connection((host, int(port)))
+        threads = [threading.Thread(target=copy, args=ends) for ends in ((near, far), (far, near))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        near.close()
+        far.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    thread.join(PATIENCE_S)
+    listener.close()
+
+
+@pytest.mark.parametrize("runs_of", [SIZE, 16384, 4096 + 24], ids=["one run", "records", "odd runs"])
+def test_windows_dropped_before_a_slow_reader_end_as_stale_and_the_link_goes_on(runs_of: int) -> None:
+    """The socket is full in the middle of a record when the source's memory is replaced by zeros."""
+    count = SIZE // runs_of
+    starts = np.arange(count) * runs_of
+    runs = Runs(starts, starts, np.full(count, runs_of))
+    with linked_pair("tls") as pair:
+        held, go_on = threading.Event(), threading.Event()
+
+        def slow(head: object) -> Slice:
+            held.set()
+            assert go_on.wait(PATIENCE_S)
+            return Slice(runs, pair.into, 0, 0)
+
+        pair.hears.place = slow  # type: ignore[assignment]
+        for transfer in range(1, 9):
+            pair.put(window(transfer, runs), runs)
+        assert held.wait(PATIENCE_S)
+        until(lambda: pair.source._out.blocked)  # type: ignore[attr-defined]
+        sent = len(pair.gives.all("sent"))
+        for transfer in range(1, 9):
+            pair.source.drop(transfer)
+        time.sleep(0.02)
+        go_on.set()
+        pair.source.send(b"after")
+        assert pair.hears.wait("message") == [b"after"]
+        verdicts = [verdict for _, verdict in pair.hears.all("landed")]  # type: ignore[misc]
+        assert verdicts[:sent] == [Verdict.OK] * sent
+        assert verdicts[sent:] == [Verdict.STALE]
+        assert not pair.hears.all("lost")

@@ -1,0 +1,30 @@
+"""How answers of real engines are compared: tokens exactly, logprobs to 4 digits."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.real.asking import Answer, differences
+
+
+def answer(*tokens: tuple[str, float]) -> Answer:
+    return Answer(200, {}, tokens=tokens)
+
+
+def test_rounding_of_float32_is_no_difference() -> None:
+    assert differences(answer(("a", -3.0747004), ("b", -0.00001)), answer(("a", -3.0747018), ("b", 0.0))) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        answer(("a", -3.0757004)),
+        answer(("b", -3.0747004)),
+        answer(),
+        answer(("a", -3.0747004), ("b", -1.0)),
+        answer(("a", float("nan"))),
+    ],
+    ids=["logprob", "token", "none", "longer", "nan"],
+)
+def test_another_token_count_or_fourth_digit_is_one(other: Answer) -> None:
+    assert len(differences(answer(("a", -3.0747004)), other)) == 1
