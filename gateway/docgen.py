@@ -267,9 +267,11 @@ _METRICS_INTRO = """\
 # Metrics
 
 `GET /metrics` on the admin port, in Prometheus' text format. Base units; counters end in `_total`.
-Observing one costs about 0.1 us (`tests/bench/bench_metrics.py`). `penstock_process_*` tell memory, CPU and file
-descriptors of the process besides. A scraper that accepts `application/openmetrics-text` gets that format, with
-exemplars: every bucket of a family with exemplars names the newest request that fell into it, and its trace.
+Observing one costs about 0.1 us (`tests/bench/bench_metrics.py`). The standard `process_*` metrics are there
+too (CPU seconds, resident and virtual memory, file descriptors and their limit, start time). With `workers` they are
+sums over the workers and their supervisor; the start time is the supervisor's. A scraper that accepts
+`application/openmetrics-text` gets that format, with exemplars: every bucket of a family with exemplars
+names the newest request that fell into it, and its trace.
 
 The tables are the rows of the boards in `deploy/grafana/` (docs/observability.md). "Of workers" says how the same
 series of several processes become one, "owner" which module below `gateway/` changes it. What `workers/supervisor.py`

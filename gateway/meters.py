@@ -272,7 +272,7 @@ class Meters:
     def __init__(self) -> None:
         self.families: list[AnyFamily] = []
         self._process = CollectorRegistry(auto_describe=False)
-        ProcessCollector(namespace="penstock", registry=self._process)
+        ProcessCollector(registry=self._process)
 
     def section(self, row: str, owner: str) -> Section:
         """Makes families that `owner` (a module's path below gateway/) changes and that stand in this row."""

@@ -12,10 +12,13 @@ import msgspec
 
 from gateway.meters import Merge, Spec
 from gateway.observe.labels import Row
-from gateway.observe.promql import Asked, asked, quantile, rate, rate_or_zero, share
+from gateway.observe.promql import Asked, asked, quantile, rate, rate_or_zero, selector, share
 from gateway.observe.slos import JUDGED, OBJECTIVES
 
 WIDE_LABELS = frozenset({"hash", "version"})
+GATEWAYS = "~penstock.*"
+"""How the scrape jobs of gateways are named. `process_*` metrics of other jobs have the same names."""
+
 SUFFIXES = ("_bucket", "_sum", "_count")
 UNITS: Mapping[str, str] = MappingProxyType(
     {"seconds": "s", "bytes": "bytes", "ratio": "percentunit", "tokens": "short"}
@@ -60,6 +63,8 @@ _GOOD = rate_or_zero("penstock_goodput_total", kept="met")
 _JUDGED = rate("penstock_goodput_total", kept=JUDGED)
 _HIT = f"{rate('penstock_prefix_hit_tokens_total')} / {rate('penstock_prefix_lookup_tokens_total')}"
 _CACHED = f"{rate('penstock_cached_tokens_total')} / {rate('penstock_prompt_tokens_total')}"
+_OWN_MEMORY = selector("process_resident_memory_bytes", {"job": GATEWAYS})
+_OWN_FILES = selector("process_open_fds", {"job": GATEWAYS})
 _AVOIDABLE = rate("penstock_prefill_tokens_total", cause="~spread|evicted")
 _SPLIT_SHARE = (
     f"{rate_or_zero('penstock_split_decisions_total', decision='split')} / {rate('penstock_split_decisions_total')}"
@@ -206,11 +211,11 @@ INTERNALS = Board(
     {
         Row.PROCESS: (
             Panel("Event loop's lag", _p("penstock_loop_lag_seconds"), "s", text="Above 100 ms every stream stutters."),
+            Panel("Memory", _one(f"sum by (instance) ({_OWN_MEMORY})", "{{instance}}"), "bytes"),
             Panel(
-                "Memory", _one("sum by (instance) (penstock_process_resident_memory_bytes)", "{{instance}}"), "bytes"
+                "CPU", _one(rate("process_cpu_seconds_total", "instance", job=GATEWAYS), "{{instance}}"), "percentunit"
             ),
-            Panel("CPU", _one(rate("penstock_process_cpu_seconds_total", "instance"), "{{instance}}"), "percentunit"),
-            Panel("File descriptors", _one("sum by (instance) (penstock_process_open_fds)", "{{instance}}")),
+            Panel("File descriptors", _one(f"sum by (instance) ({_OWN_FILES})", "{{instance}}")),
         ),
         Row.CONFIGURATION: (
             Panel(

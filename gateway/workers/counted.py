@@ -31,8 +31,8 @@ class Counted:
         self._gone = ""
         self._one_at_a_time = asyncio.Lock()
 
-    async def page(self) -> str:
-        """As of now. One scrape at a time."""
+    async def page(self, own: str = "") -> str:
+        """As of now, with the supervisor's `own` page. One scrape at a time."""
         async with self._one_at_a_time:
             workers = [*self._serving(), *self._ending()]
             told = zip(workers, await asyncio.gather(*map(_scraped, workers)), strict=True)
@@ -44,7 +44,7 @@ class Counted:
                 self._gone = await asyncio.to_thread(merge.metrics, [], {}, [self._gone, *gone])
             now = [fresh[worker] for worker in serving if worker in fresh]
             rest = [page for worker, page in self._last.items() if worker not in serving or worker not in fresh]
-            return await asyncio.to_thread(merge.metrics, now, self._rules, [self._gone, *rest])
+            return await asyncio.to_thread(merge.metrics, [*now, own], self._rules, [self._gone, *rest])
 
 
 async def _scraped(worker: Worker) -> str | None:

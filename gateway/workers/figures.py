@@ -32,6 +32,5 @@ class Figures:
         return tuple(family.spec for family in self._meters.families)
 
     def render(self) -> bytes:
-        """Their part of a scrape's text; what the system knows of the supervisor's process is left out, for the page
-        has the workers' there."""
-        return b"".join(part for part in self._meters.slices() if b"penstock_worker" in part)
+        """The text of their scrape, with the `process_*` metrics of the supervisor."""
+        return self._meters.render()

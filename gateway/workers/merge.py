@@ -18,7 +18,7 @@ from gateway.shadow import MIN_COMPARED, RESULTS
 from gateway.sketch import Counts
 
 SUMMED = ("in_flight", "connections")
-FIRST = frozenset({"penstock_process_start_time_seconds", "penstock_process_max_fds"})
+EARLIEST = "process_start_time_seconds"
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -46,7 +46,7 @@ def _families(pages: Sequence[str]) -> Iterator[Metric]:
 def _rule(name: str, kind: str, rules: Mapping[str, Merge]) -> Merge:
     if kind != "gauge":
         return Merge.SUM
-    return Merge.MIN if name in FIRST else rules.get(name, Merge.SUM)
+    return Merge.MIN if name == EARLIEST else rules.get(name, Merge.SUM)
 
 
 def _one(rule: Merge, one: float, other: float) -> float:

@@ -63,9 +63,8 @@ def _add_merged(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
         return web.Response(status=503, text=told[0].body.decode() if told else "no worker serves\n")
 
     async def metrics(_: web.Request) -> web.Response:
-        page = await counted.page()
-        own = supervisor.figures.render()
-        return web.Response(body=page.encode() + own, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        page = await counted.page(supervisor.figures.render().decode())
+        return web.Response(body=page.encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     routes.add_get("/healthz", healthz)
     routes.add_get("/readyz", readyz)

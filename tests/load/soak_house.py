@@ -36,7 +36,7 @@ HELD = (
 )
 """Gauges of the gateway that are 0 when nobody asks for anything."""
 
-KEPT = ("penstock_tasks", "penstock_process_open_fds")
+KEPT = ("penstock_tasks", "process_open_fds")
 """Gauges that are as at the start when nobody asks for anything."""
 
 

@@ -58,6 +58,13 @@ def test_every_family_of_the_catalogue_is_on_an_idle_page_with_its_type_and_help
         assert (family.type, family.documentation) == (spec.kind, spec.help)
 
 
+def test_the_process_has_the_metrics_and_names_of_every_prometheus_client() -> None:
+    page = samples(Metrics().render())
+    for name in ("cpu_seconds_total", "resident_memory_bytes", "open_fds", "max_fds", "start_time_seconds"):
+        assert page[f"process_{name}", frozenset()] > 0
+    assert page["process_virtual_memory_bytes", frozenset()] >= page["process_resident_memory_bytes", frozenset()]
+
+
 def test_names_carry_the_prefix_and_base_units() -> None:
     for spec in Metrics().catalogue():
         assert spec.name.startswith("penstock_")

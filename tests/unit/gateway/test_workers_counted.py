@@ -27,6 +27,13 @@ class Stub:
         return Answer(200, {}, (PAGE + OPEN).format(self.count).encode())
 
 
+async def test_the_supervisors_process_counts_like_those_of_its_workers() -> None:
+    serving = [cast("Worker", Stub(5)), cast("Worker", Stub(7))]
+    page = await Counted(lambda: serving, list, {}).page("# TYPE open gauge\nopen 2.0\n# TYPE mine gauge\nmine 1.0\n")
+    assert "open 14.0\n" in page
+    assert "mine 1.0\n" in page
+
+
 async def test_what_was_counted_by_who_is_silent_ending_or_gone_still_counts() -> None:
     serving, ending = [Stub(5), Stub(7)], [Stub(0)][:0]
     counted = Counted(

@@ -40,11 +40,15 @@ def test_one_page_says_the_same_after_merging() -> None:
 
 
 def test_a_process_started_when_the_first_of_its_workers_did() -> None:
-    pages = [
-        f"# TYPE penstock_process_start_time_seconds gauge\npenstock_process_start_time_seconds {at}.0\n"
-        for at in (7, 5)
-    ]
-    assert "penstock_process_start_time_seconds 5.0" in merge.metrics(pages, {})
+    pages = [f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {at}.0\n" for at in (7, 5)]
+    assert "process_start_time_seconds 5.0" in merge.metrics(pages, {})
+
+
+def test_files_and_their_limits_are_summed_alike_so_that_their_ratio_is_the_mean_of_the_processes() -> None:
+    page = "# TYPE process_open_fds gauge\nprocess_open_fds {}.0\n# TYPE process_max_fds gauge\nprocess_max_fds 100.0\n"
+    merged = merge.metrics([page.format(10), page.format(30)], RULES)
+    assert "process_open_fds 40.0\n" in merged
+    assert "process_max_fds 200.0\n" in merged
 
 
 def test_the_last_word_counts_where_the_rule_says_so() -> None:

@@ -40,7 +40,7 @@ def test_every_row_is_on_one_board_and_every_family_in_some_query() -> None:
 
 def test_no_query_asks_for_what_the_catalogue_does_not_have() -> None:
     labels = {spec.name: {label.name for label in spec.labels} for spec in Metrics().catalogue()}
-    process = {"up", *(name for name in known() if name.startswith("penstock_process_"))}
+    process = {"up", *(name for name in known() if name.startswith("process_"))}
     for where, query in queries().items():
         allowed: set[str] = {"instance", "job"}
         for each in asked(query):
