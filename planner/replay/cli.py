@@ -6,7 +6,6 @@ Exit status: 0 done, 1 a file could not be read, nothing was served, or a capaci
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,6 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from planner.files import writable
 from planner.replay import arguments
@@ -23,15 +21,13 @@ from planner.replay.record import End
 from planner.replay.report import HEADS, cells_of, page
 from planner.replay.spec import FleetError, FleetSpec, preset, read_fleet
 from planner.replay.sweep import Contest, Standing, Unjudged, compare
+from planner.replay.tables import figure_tables, table
 from planner.traces import READERS, TraceError, TraceRequest, read_trace, sliced
 from policies import registry
 from policies.admissions import build_admission
 from policies.registry import PolicyConfigError
 
 _EXPECTED = 350
-_WIDE = 220
-_BRIEF = {"policy", "load", "attainment", "good req/s", "TTFT p99 s", "TPOT p99 ms", "hits", "shed"}
-"""What fits the width of a terminal; a pipe, JSON and the page have the rest."""
 
 Trace = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Recorded traffic, or a .yaml mix of it.")]
 Fleet = Annotated[str, typer.Option(help="F1-F4, F6, F5:6p2d@50 (groups, GB/s), or a YAML or JSON file.")]
@@ -179,25 +175,13 @@ def _print(standing: Standing, as_json: bool) -> None:
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(as_plain(standing)), indent=2).decode())
         return
-    console = Console(file=sys.stdout)
-    if not console.is_terminal:
-        console.width = _WIDE
-    shown = [cell for cell, head in enumerate(HEADS) if not console.is_terminal or head in _BRIEF]
-    rows = [[cells_of(point)[cell] for cell in shown] for point in standing.points]
-    console.print(_table([HEADS[cell] for cell in shown], rows))
+    console = Console(file=sys.stdout)  # into a pipe as wide as COLUMNS says, or 80
+    for each in figure_tables(HEADS, [cells_of(point) for point in standing.points], console.width):
+        console.print(each)
     for number, target in enumerate(standing.contest.targets):
         loads = [(name, standing.capacities[name][number].load) for name in standing.contest.policies]
         rows = [[name, "–" if load is None else f"{load:.3g}"] for name, load in loads]
-        console.print(_table(("policy", f"capacity at {target:.0%}"), rows))
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table()
-    for place, name in enumerate(names):
-        table.add_column(name, justify="right" if place else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
+        console.print(table(("policy", f"capacity at {target:.0%}"), rows))
 
 
 def as_plain(standing: Standing) -> dict[str, Any]:

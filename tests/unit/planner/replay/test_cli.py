@@ -228,3 +228,14 @@ def test_a_trace_that_cannot_be_read_exits_1_with_file_and_line(trace: Path) -> 
     trace.write_text(trace.read_text() + "{\n")
     result = call(trace)
     assert (result.exit_code, "trace.jsonl:21: " in result.output) == (1, True)
+
+
+def test_what_goes_into_a_pipe_fits_80_columns_and_has_every_figure(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = call(trace, "--policy", "round_robin,sglang_cache_aware")
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    words = set(re.findall(r"[\w/]+", result.stdout))
+    assert {"sglang_cache_aware", "attainment", "imbalance", "fairness", "decision"} <= words
