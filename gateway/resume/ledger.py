@@ -44,8 +44,8 @@ class Ledger:
     """
 
     __slots__ = (
-        *("_alone", "_before", "_counted", "_envelope", "_most", "_saved", "_waiting", "done", "finish", "made"),
-        *("obstacle", "prompt", "prompt_tokens", "resumed", "said", "terms"),
+        *("_alone", "_before", "_counted", "_details", "_envelope", "_most", "_saved", "_waiting", "done", "finish"),
+        *("made", "obstacle", "prompt", "prompt_tokens", "resumed", "said", "terms"),
     )
 
     def __init__(self, terms: Terms, most_tokens: int) -> None:
@@ -60,6 +60,7 @@ class Ledger:
         self._alone = True
         self._counted = self.done = False
         self._before = 0
+        self._details: dict[str, Any] | None = None  # of the prompt, from the engine that began
         self._envelope: dict[str, Any] = {}
         self.mark()
 
@@ -144,7 +145,8 @@ class Ledger:
     @property
     def usage(self) -> Usage:
         """Tokens of the whole answer."""
-        return Usage(self.prompt_tokens, self.made)
+        cached = None if self._details is None else self._details.get("cached_tokens")
+        return Usage(self.prompt_tokens, self.made, cached if type(cached) is int else None)
 
     # As the client is shown it
 
@@ -152,6 +154,8 @@ class Ledger:
         """A chunk of the engine that began."""
         usage = chunk.get("usage")
         _, choice = self.note(chunk)
+        if usage and self._details is None:
+            self._details = usage.get("prompt_tokens_details")
         if not self._envelope:
             self._envelope = {name: value for name, value in chunk.items() if name != "choices"}
         if choice is None:
@@ -194,11 +198,19 @@ class Ledger:
         return _event(chunk) if self.terms.shows_usage else b""
 
     def _sums(self, ended: dict[str, Any] | None) -> dict[str, Any]:
-        """Counts of the whole. What the first engine had cached it did not live to say."""
+        """Counts of the whole. Of the prompt's details, those of the engine that began hold.
+
+        If it did not report them before it broke, the last engine's hold, with no more cached tokens than the prompt
+        has: that engine was also given the part of the answer which the client already had.
+        """
         prompt, made = self.prompt_tokens, self.made
         usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
-        if ended is not None and "prompt_tokens_details" in ended:
-            usage["prompt_tokens_details"] = None
+        if self._details is None and ended is not None and ended.get("prompt_tokens_details") is not None:
+            last: dict[str, Any] = ended["prompt_tokens_details"]
+            cached = last.get("cached_tokens")
+            self._details = last | ({"cached_tokens": min(cached, prompt)} if cached else {})
+        if self._details is not None or (ended is not None and "prompt_tokens_details" in ended):
+            usage["prompt_tokens_details"] = self._details
         return usage
 
 

@@ -223,6 +223,8 @@ class PairAttempt:
             Usage(answer.prompt_tokens, 1, answer.cached_tokens) if isinstance(answer, Answer) else relay.usage
         )
         self._leave_prefill()
+        if answer is None:
+            self.words.prefilled(relay.usage)
         meaning = None if answer is None else self.words.meaning(answer, alone=self.decode is None)
         if isinstance(meaning, Finished):
             self._finished = meaning

@@ -21,6 +21,7 @@ from gateway.rename import Corrector, Renamer
 from gateway.snapshot import Route
 from gateway.split.edit import edited, shows_usage
 from gateway.split.pairing import SplitRoute
+from gateway.told import Usage
 from gateway.trace import passed_on
 from kvtransfer.dialects import (
     Answer,
@@ -148,6 +149,12 @@ class Words:
             renamer = Renamer(served, asked)
         headers = answer_headers(work.x, endpoint.name) + self._facts.header
         return Relay(headers, None, work.client.http_1_0, renamer, handover is not None, work.x.gaps)
+
+    def prefilled(self, usage: Usage) -> None:
+        """Note how much of the prompt the prefill engine had cached; the client is told 0 if it does not report it."""
+        self._record.cached_tokens = usage.cached_tokens
+        if self._corrector is not None:
+            self._corrector.cached_tokens = usage.cached_tokens or 0
 
     def meaning(self, answer: Answer | Unusable, *, alone: bool) -> Handover | Unusable | Finished | None:
         """What a prefill answer means; `alone` while no decoder has the request yet. None: all is as it should be."""

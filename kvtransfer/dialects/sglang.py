@@ -39,8 +39,8 @@ def prefill(terms: Terms) -> Edits:
 
 
 def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
-    """The same to the decode server."""
-    return Handover(prefill(terms))
+    """The same to the decode server, which reports the KV it was sent as cached tokens."""
+    return Handover(prefill(terms), reports_own_cache=False)
 
 
 SGLANG = Dialect(

@@ -237,3 +237,39 @@ def test_a_last_event_that_the_client_was_not_shown_does_not_end_its_stream() ->
     with pytest.raises(UpstreamBroke):
         relay.feed(chunk(b'data: {"error": {"message": "dead"}}\n\ndata: [DONE]\n\n') + LAST_CHUNK, 2.0)
     assert b'"error"' in relay.break_off(Failure.UPSTREAM_FAILED, "gone")
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize(
+    ("first", "last", "shown"),
+    [
+        ({"cached_tokens": 2}, {"cached_tokens": 8}, {"cached_tokens": 2}),
+        ({"cached_tokens": 2}, None, {"cached_tokens": 2}),
+        (None, {"cached_tokens": 8, "audio_tokens": 0}, {"cached_tokens": 3, "audio_tokens": 0}),
+        (None, {"cached_tokens": None}, {"cached_tokens": None}),
+        (None, None, None),
+    ],
+    ids=["both", "the first", "the last", "neither counts", "neither"],
+)
+def test_the_usage_of_a_continued_stream_keeps_the_details_of_its_prompt(
+    first: dict[str, int] | None, last: dict[str, int] | None, shown: dict[str, int] | None, chat: bool
+) -> None:
+    ledger = Ledger(terms(chat, True, 6), 1000)
+    for begun, ids, details, show in ((True, [0, 1], first, ledger.first), (False, [2, 3, 4, 5], last, ledger.rest)):
+        detailed = {"prompt_tokens_details": details}
+        parts = [*events(ids, 6, chat=chat and begun, opening=begun)][: -2 if begun else None]
+        told = b"".join(parts).replace(b'"total_tokens"', json.dumps(detailed).encode()[1:-1] + b', "total_tokens"')
+        out = Recorder(ledger, show, "served", "asked").feed(told, sse=True, ended=False)
+        if begun:
+            ledger.resume()
+    usage = json.loads(out.split(b"\n\n")[-3].removeprefix(b"data: "))["usage"]
+    assert usage == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9, "prompt_tokens_details": shown}
+    assert ledger.usage.cached_tokens == (None if shown is None else shown["cached_tokens"])
+
+
+def test_a_stream_that_lacks_only_its_end_keeps_the_details_of_its_prompt() -> None:
+    ledger = Ledger(terms(True, True, 1), 1000)
+    usage = {"completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 2}}
+    choice = {"index": 0, "delta": {"content": "a"}, "token_ids": [1]}
+    ledger.first({"choices": [choice], "prompt_token_ids": PROMPT, "usage": usage})
+    assert b'"prompt_tokens_details":{"cached_tokens":2}' in ledger.closing()

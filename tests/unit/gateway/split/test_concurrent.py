@@ -239,6 +239,38 @@ async def test_only_kv_of_a_prefill_that_was_asked_for_is_freed_by_a_decoder(
         assert f.metric("penstock_split_leases_given_up_total") == sent
 
 
+@pytest.mark.parametrize(("details", "shown"), [({"cached_tokens": 4}, 4), (None, 0)])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_of_sglang_shows_what_the_prefiller_had_cached(
+    stream: bool, details: dict[str, int] | None, shown: int
+) -> None:
+    """Its decode server counts the KV that it was sent as cached."""
+
+    async def prefill(asked: Asked) -> None:
+        usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10, "prompt_tokens_details": details}
+        if not stream:
+            await prefills(None, usage=usage)(asked)
+            return
+        asked.open_stream()
+        choice = {"index": 0, "delta": {"content": TEXT[0]}, "finish_reason": "length"}
+        asked.event({"model": "demo", "choices": [choice]})
+        asked.event({"model": "demo", "choices": [], "usage": usage})
+        asked.end_stream()
+
+    gate = asyncio.Event()
+    async with sglang([prefill], [after(gate, decodes)]) as f:
+        members = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        asking = asyncio.ensure_future(f.ask(**members))
+        async with asyncio.timeout(PATIENCE_S):
+            while not f.metric("penstock_split_legs_total", role="prefill", outcome="served"):
+                await asyncio.sleep(0.001)
+        gate.set()
+        reply = await asking
+        usage = reply.events[-1]["usage"] if stream else reply.json["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": shown}
+        assert reply.text == WHOLE
+
+
 async def test_a_silent_half_of_sglang_is_asked_for_a_token_that_needs_no_other_half() -> None:
     """Without a room it would answer 400 at its door, which says nothing about the engine behind it."""
     quickly = {"progress": "100ms", "timeout": "5s"}
