@@ -131,7 +131,7 @@ class App:
         seen = config.observability
         dropped = self.metrics.inside.log_lines_dropped_total
         self._log = AccessLog(seen, self._loop, dropped)
-        self._tracer = Tracer(self.metrics, Random(secrets.randbits(64)))
+        self._tracer = Tracer(self.metrics, Random(secrets.randbits(64)), origin.env)
         self._watcher = Watcher(config, self._endpoints, self._learnt)
         self._endpoints.on_out = self._watcher.suspect
         self._pump = None if seal is None else self._join(seal, origin.local, rng)

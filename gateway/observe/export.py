@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Mapping
 from random import Random
 from secrets import token_hex
@@ -17,11 +16,11 @@ from time import monotonic, time
 import aiohttp
 import msgspec
 
-from gateway.build import own_version
 from gateway.config import Traces
 from gateway.exchange import Exchange
 from gateway.metrics import Metrics
-from gateway.observe.spans import Attribute, Span, tree
+from gateway.observe.resource import attributes
+from gateway.observe.spans import Span, tree
 from gateway.trace import Trace, new_id, parent_of
 
 log = logging.getLogger("penstock")
@@ -37,12 +36,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 class Tracer:
     """Who is traced, and the way to the collector. One per process, in its event loop; `on` is None while nobody is."""
 
-    def __init__(self, metrics: Metrics, rng: Random) -> None:
+    def __init__(self, metrics: Metrics, rng: Random, env: Mapping[str, str]) -> None:
+        """`env` may name the OpenTelemetry resource (resource.py)."""
         results = ("exported", "dropped", "failed")
         self._exported, self._dropped, self._failed = map(metrics.inside.trace_spans_total.labels, results)
         self._rng = rng
         self._encode = msgspec.json.Encoder().encode
-        self._resource = _resource()
+        self._resource = {"attributes": attributes(env)}
         self._waiting: list[Span] = []
         self._timer: asyncio.TimerHandle | None = None
         self._sending: asyncio.Task[None] | None = None
@@ -143,8 +143,3 @@ class Tracer:
 
 def _authorization(config: Traces) -> Mapping[str, str]:
     return {} if config.key is None else {"authorization": f"Bearer {config.key.reveal()}"}
-
-
-def _resource() -> dict[str, list[Attribute]]:
-    told = {"service.name": "penstock", "service.version": own_version(), "process.pid": str(os.getpid())}
-    return {"attributes": [Attribute(key, {"stringValue": value}) for key, value in told.items()]}

@@ -29,7 +29,7 @@ PARENT = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-0
 
 def main() -> None:
     """Prints the best of seven runs of each."""
-    tracer = Tracer(Metrics(), Random(1))
+    tracer = Tracer(Metrics(), Random(1), {})
     off = tracer.on
     tracer.follow(Traces.model_validate({"endpoint": "http://127.0.0.1:4318/v1/traces", "ratio": 0.01}))
     relay = Relay(b"")

@@ -226,7 +226,7 @@ def test_what_is_kept_to_be_explained_holds_no_fingerprint() -> None:
 async def test_requests_are_accounted_at_the_end_of_the_turn_and_one_that_cannot_be_costs_no_other_its_own() -> None:
     loop, metrics = asyncio.get_running_loop(), Metrics()
     log = AccessLog(Observability(access_log="off"), loop, metrics.inside.log_lines_dropped_total)
-    accounts = Accounts(metrics, log, Tracer(metrics, Random(1)), loop)
+    accounts = Accounts(metrics, log, Tracer(metrics, Random(1), {}), loop)
     broken, refused = exchange(1), exchange(2)
     broken.relay = answered(0.5, 0.5, 1)  # of whose pick nothing is known
     refused.status, refused.outcome, refused.reason = 503, "refused", "no_capacity"

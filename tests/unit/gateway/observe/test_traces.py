@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
@@ -92,6 +93,7 @@ async def test_a_request_is_one_tree_from_its_first_byte_to_its_last(sent: list[
         ids = [(each["traceId"], each["spanId"]) for each in there.spans if each["name"] == "engine"]
         assert contexts(sent) == [f"00-{trace}-{span}-01" for trace, span in ids]
         assert there.resources[0]["service.name"] == "penstock"
+        assert UUID(there.resources[0]["service.instance.id"]).version == 4
     assert home.metric("penstock_trace_spans_total") == len(there.spans)
 
 
