@@ -33,7 +33,7 @@ log = logging.getLogger("penstock")
 MAX_CHILDREN = 8192
 SPLIT_STAGES = ("queue", "prefill", "transfer", "first_token")
 WAITED_S = 0.001  # below it a request found a place at once
-NO_ANSWER, NO_USAGE = Relay(b""), Usage()  # what a line tells of an answer that there was not; it is never fed
+NO_ANSWER = Relay(b"")  # what a line tells of an answer that there was not; it is never fed
 REOPEN_AGAIN_S = 0.05
 KEEP_BYTES = 8 * 1024 * 1024  # lines waiting for a blocked sink; beyond it they are dropped and counted
 
@@ -275,10 +275,10 @@ class Accounts:
 
     def _account(self, x: Exchange, now: float, zero: float) -> None:
         """One that was over at `now`. `zero` is when the monotonic clock began, in Unix time."""
-        relay = x.relay
-        usage = NO_USAGE if relay is None else usage_of(x, relay)
-        if relay is not None and relay.committed:
-            self._answered(x, relay, usage, now)
+        answer = x.relay or NO_ANSWER
+        usage = usage_of(x, answer)
+        if answer.committed:
+            self._answered(x, answer, usage, now)
         else:
             self._unanswered(x, now)
         if x.outcome == "client_gone":
@@ -286,14 +286,13 @@ class Accounts:
         if x.side is not None:
             x.side.count(x)
         if self._log.on:
-            line = _line(x, relay or NO_ANSWER, usage, now, zero)
+            line = _line(x, answer, usage, now, zero)
             if self._log.blocks and x.fingerprint is not None:
                 line.blocks = ids_of(x.fingerprint)
             self._log.write(line)
         if x.trace is not None:
             self._traces.ended(x, x.trace, now)
-        if self.explained.size:
-            self.explained.keep(x)
+        self.explained.keep(x, usage, answer.events, now)
 
     def forget(self, endpoint: str) -> None:
         """An endpoint of this name is gone: its children were dropped from their families."""

@@ -16,6 +16,7 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPEN
 
 from gateway.config.source import FILE_CAP_BYTES
 from gateway.live import pages as live_pages
+from gateway.live.recent import Query, add_requests, recent
 from gateway.live.standing import state_of
 from gateway.readiness import obstacle
 from gateway.reload import pages
@@ -85,8 +86,12 @@ def _add_state(app: App, routes: web.UrlDispatcher) -> None:
             return web.json_response({"message": "no such request among the newest that are over"}, status=404)
         return web.json_response(found)
 
+    async def requests(query: Query) -> dict[str, object]:
+        return recent(app.gateway.accounts.explained, query)
+
     routes.add_get("/endpoints", endpoints)
     routes.add_get("/explain/{id}", explain)
+    add_requests(routes, requests)
     routes.add_get("/shadow", shadow)
     routes.add_get("/canary", canary)
 

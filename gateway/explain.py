@@ -7,14 +7,18 @@ reasons themselves, which are the policy's (policies.contract.Terms).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
 import msgspec
 
 from gateway.exchange import Exchange
+from gateway.told import Usage
 from policies.contract import Policy, Terms
 from policies.model import Ask, Candidate, EndpointLoad, Pick
+
+Ended = tuple[Exchange, Usage, int, float]
+"""A request that is over, the token counts its engine gave, the events of its answer, and when it ended (monotonic)."""
 
 _NUMBERS = tuple(name for name in EndpointLoad.__slots__ if name not in ("belief", "entries", "timeline"))
 numbers_of = attrgetter(*_NUMBERS)
@@ -68,25 +72,29 @@ class Explained:
 
     def __init__(self, size: int = 0) -> None:
         self.size = size
-        self._ring: deque[Exchange] = deque(maxlen=size)
+        self._ring: deque[Ended] = deque(maxlen=size)
 
     def resize(self, size: int) -> None:
         """From now on so many; those that were kept are forgotten when the number changes."""
         if size != self.size:
             self.size, self._ring = size, deque(maxlen=size)
 
-    def keep(self, x: Exchange) -> None:
-        """A request is over."""
+    def keep(self, x: Exchange, usage: Usage, events: int, now: float) -> None:
+        """Add a request that is over. Nothing is kept with a size of 0."""
         x.forget()
-        self._ring.append(x)
+        self._ring.append((x, usage, events, now))
+
+    def newest_first(self) -> Iterator[Ended]:
+        """The requests that are kept."""
+        return reversed(self._ring)
 
     def newest(self) -> dict[str, object] | None:
         """The page of the request that was over last."""
-        return told(self._ring[-1]) if self._ring else None
+        return told(self._ring[-1][0]) if self._ring else None
 
     def find(self, request_id: str) -> dict[str, object] | None:
         """The page of one request; None when it is not, or no longer, known. O(size)."""
-        return next((told(x) for x in self._ring if x.id == request_id), None)
+        return next((told(ended[0]) for ended in self._ring if ended[0].id == request_id), None)
 
 
 def told(x: Exchange) -> dict[str, object]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from time import time
+from types import MappingProxyType
 from typing import Any
 
 from gateway.live import why
@@ -18,23 +19,35 @@ from gateway.live.standing import Standing
 from gateway.sketch import NONE, Counts, grown, merged, quantile, rounded
 
 RATES_S, SHARES_S, SPARK_S = 10.0, 60.0, 60
+SEVERITIES: Mapping[str, int] = MappingProxyType(
+    {"dead": 5, "ejected": 5, "returning": 3, "draining": 2, "drained": 2, "leaving": 1}
+)
+IMPAIRED = 4
+"""Severity of an endpoint that takes requests but is slow or silent."""
 
 
 def view(standing: Standing, marks: Marks, now: Mark) -> dict[str, Any]:
     """Everything, as of `now`."""
     soon, minute = marks.before(now.at, RATES_S) or now, marks.before(now.at, SHARES_S) or now
-    endpoints = _endpoints(standing, marks, now, minute)
+    rows = _endpoints(standing, marks, now, minute)
+    findings = why.findings(_minute(standing, now, minute, rows))
+    impaired = {each.endpoint for each in findings if each.grade == "warn"}
     return {
         "at": round(time(), 3),
         "span_s": {"rates": round(now.at - soon.at, 3), "shares": round(now.at - minute.at, 3)},
         "config": standing.config,
         "totals": _totals(standing, now, soon, minute),
         "pools": standing.pools,
-        "endpoints": endpoints,
+        "endpoints": [row | {"severity": severity(row["state"], row["name"] in impaired)} for row in rows],
         "flow": flow(standing, now, soon),
-        "why": [_reason(each) for each in why.reasons(_minute(standing, now, minute, endpoints))],
+        "why": [_reason(each) for each in why.shortened(findings)],
         "history": _history(marks.steps(now), now.at),
     }
+
+
+def severity(state: str, is_impaired: bool) -> int:
+    """How broken an endpoint is: 5 out, 4 slow or silent, 3 on trial after it was out, 2 drained, 1 leaving, 0 well."""
+    return SEVERITIES.get(state, IMPAIRED if is_impaired else 0)
 
 
 def _reason(reason: why.Reason) -> dict[str, Any]:

@@ -16,6 +16,8 @@ Grade = Literal["bad", "warn", "note"]
 
 MOST = 8
 SLOWER = 2.0
+SILENT_S = 2.0
+OUT = frozenset({"ejected", "dead"})
 LEAST_MISSED = 0.01
 GRADES: tuple[Grade, ...] = ("bad", "warn", "note")
 
@@ -106,8 +108,8 @@ class Minute(msgspec.Struct, frozen=True):
     shared_problem: str | None = None
 
 
-def reasons(minute: Minute) -> list[Reason]:
-    """The gravest first, MOST at most."""
+def findings(minute: Minute) -> list[Reason]:
+    """All there is to say, the gravest first."""
     found = [
         *_configuration(minute),
         *_shared(minute),
@@ -121,7 +123,20 @@ def reasons(minute: Minute) -> list[Reason]:
         *_recomputed(minute),
         *_whole(minute),
     ]
-    return sorted(found, key=lambda each: GRADES.index(each.grade))[:MOST]
+    return sorted(found, key=lambda each: GRADES.index(each.grade))
+
+
+def shortened(found: Sequence[Reason]) -> Sequence[Reason]:
+    """MOST of them: what speaks of no endpoint first, and a last sentence that counts the rest and names endpoints."""
+    if len(found) <= MOST:
+        return found
+    general = [each for each in found if each.endpoint is None][: MOST - 2]
+    single = [each for each in found if each.endpoint is not None][: MOST - 1 - len(general)]
+    kept = [each for each in found if each in general or each in single]
+    rest = [each for each in found if each not in kept]
+    names = dict.fromkeys(each.endpoint for each in rest if each.endpoint is not None)
+    of = f": {', '.join(names)}" if names else ""
+    return [*kept, Reason(rest[0].grade, f"{len(rest)} more{of}.")]
 
 
 def _configuration(minute: Minute) -> Iterator[Reason]:
@@ -138,7 +153,7 @@ def _out(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[Reason]:
     for each in endpoints:
         name, state, since = each["name"], each["state"], each["since_s"]
         ago = "" if since is None else f" for {span(since)}"
-        if state in ("ejected", "dead"):
+        if state in OUT:
             cause = _cause(each)
             asked = "; it is asked all the same, too many of its pool seem to fail" if each["available"] else ""
             yield Reason("bad", f"{name} is out{ago}: {cause}{asked}.", name)
@@ -148,7 +163,7 @@ def _out(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[Reason]:
             yield Reason("note", f"{name} gets nothing new: an operator drained it.", name)
         elif each.get("slow"):
             yield Reason("warn", f"{name} gets few requests: it is {each['slow']}.", name)
-        elif each["silence_s"] > 2.0:
+        elif each["silence_s"] > SILENT_S:
             yield Reason("warn", f"{name} has owed every client a byte for {span(each['silence_s'])}.", name)
 
 
@@ -178,6 +193,8 @@ def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[Reason]:
                 alike.setdefault((each["pool"], each["role"]), []).append(each[key])
         ordered = {group: sorted(values) for group, values in alike.items() if len(values) > 2}
         for each in endpoints:
+            if each["state"] in OUT or each.get("slow"):
+                continue  # said already
             values = ordered.get((each["pool"], each["role"]))
             usual = median_without(values, each[key]) if values and each[key] else None
             if usual and each[key] > SLOWER * usual:

@@ -16,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.config.source import FILE_CAP_BYTES
 from gateway.live import pages as live_pages
+from gateway.live.recent import Query, add_requests, together
 from gateway.metrics import Metrics
 from gateway.reload.pages import add_changes
 from gateway.reload.reloader import ChangeOptions
@@ -66,9 +67,14 @@ def _add_merged(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
         page = await counted.page(supervisor.figures.render().decode())
         return web.Response(body=page.encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    async def requests(query: Query) -> dict[str, Any]:
+        told = await _all(supervisor.ready(), query.path)
+        return together((json.loads(each.body) for each in told if each.status == 200), query)
+
     routes.add_get("/healthz", healthz)
     routes.add_get("/readyz", readyz)
     routes.add_get("/metrics", metrics)
+    add_requests(routes, requests)
     for path, made in (("/endpoints", merge.endpoints), ("/shadow", merge.shadows), ("/canary", merge.canaries)):
         routes.add_get(path, _merging(supervisor, path, made))
 

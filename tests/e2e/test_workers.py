@@ -109,6 +109,10 @@ def test_the_live_view_is_of_all_workers(two: tuple[Gateway, Path]) -> None:
     with urllib.request.urlopen(f"{running.admin_url}/live/stream", timeout=PATIENCE_S) as stream:
         frame = json.loads(stream.readline().removeprefix(b"data: "))
     assert frame["totals"]["since_start"] == seen["totals"]["since_start"]
+    _, listed = told(running, "/requests?limit=200")
+    assert len(listed["requests"]) == min(200, seen["totals"]["since_start"]["requests"])
+    assert listed["size"] == 1024
+    assert told(running, f"/explain/{listed['requests'][-1]['id']}")[1]["status"] == 200
     assert (told(running, "/shadow"), told(running, "/canary")) == ((200, {"shadows": []}), (200, {"canaries": []}))
     with urllib.request.urlopen(running.admin_url, timeout=PATIENCE_S) as front:
         assert front.headers["X-Frame-Options"] == "DENY"

@@ -147,7 +147,7 @@ def test_the_ring_keeps_the_newest_and_nothing_of_what_clients_said() -> None:
     for number in range(5):
         x = exchange(number)
         x.relay = answered(0.1, 0.2, 10)
-        ring.keep(x)
+        ring.keep(x, Usage(), 0, 1.0)
         assert x.call is not None
         assert (x.relay, x.call.body, x.call.prompt) == (None, b"", ())
     assert [ring.find(f"req_{number}") is not None for number in range(5)] == [False, False, True, True, True]
@@ -167,7 +167,7 @@ def test_a_page_tells_candidates_best_first_with_the_terms_as_they_were_at_the_p
     x.before = before(policy, x.pick)
     x.parsed_at, x.admitted_at = 0.0, 0.5
     members[2].load.ready_at = 99.0  # what came afterwards changes nothing
-    ring.keep(x)
+    ring.keep(x, Usage(), 0, 1.0)
     page = ring.find(x.id)
     assert page is not None
     assert page["admission"] == {"verdict": "admitted", "waited_s": 0.5}
@@ -192,7 +192,7 @@ def test_a_policy_without_terms_is_noted_without_them() -> None:
 def test_a_refusal_is_told_with_its_numbers() -> None:
     x, ring = exchange(), Explained(1)
     x.status, x.outcome, x.reason, x.detail = 429, "refused", "price", "3.0 s are queued."
-    ring.keep(x)
+    ring.keep(x, Usage(), 0, 1.0)
     page = ring.find(x.id)
     assert page is not None
     assert page["admission"] == {"verdict": "refused", "reason": "price", "detail": "3.0 s are queued."}
@@ -219,7 +219,7 @@ def test_what_is_kept_to_be_explained_holds_no_fingerprint() -> None:
     assert x.call is not None
     x.asked = Ask(x.call.request, 0.0, Random(0), (), frozenset(), Fingerprinter(bytes(16)).of(b"", bytes(10_000)))
     explained = Explained(2)
-    explained.keep(x)
+    explained.keep(x, Usage(), 0, 1.0)
     assert x.asked.fingerprint is None
 
 

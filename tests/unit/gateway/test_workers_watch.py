@@ -107,3 +107,22 @@ def test_an_endpoint_is_out_when_one_worker_says_so_and_pairs_are_added() -> Non
     assert (row["state"], row["cause"], row["available"], row["silence_s"]) == ("ejected", "connect_failed", False, 0.5)
     assert whole.pairs == {names: Pair(4, 1, pytest.approx(0.2), 0.6, "tcp")}
     assert (whole.under_way, whole.streams, whole.refused) == (3, 5, "line 3")
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "severity"),
+    [
+        ("dead", {}, 5),
+        ("ejected", {"cause": "slow", "slow": "4.1 times as slow"}, 5),
+        ("up", {"slow": "4.1 times as slow as its peers per token"}, 4),
+        ("up", {"silence_s": 3.0}, 4),
+        ("returning", {}, 3),
+        ("draining", {}, 2),
+        ("leaving", {}, 1),
+        ("up", {}, 0),
+    ],
+)
+async def test_a_row_says_how_broken_its_endpoint_is(state: str, more: dict[str, Any], severity: int) -> None:
+    both, _ = watch(Stub(served(1), standing(endpoints=[endpoint(0, state=state, **more)])))
+    noted, stands = await both.look(None)
+    assert view(stands, Marks(), noted)["endpoints"][0]["severity"] == severity

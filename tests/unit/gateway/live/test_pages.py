@@ -117,6 +117,7 @@ async def test_a_group_that_is_killed_is_seen_within_two_seconds() -> None:
         assert frame["why"][0]["text"].startswith(f"{victim} is out for ")
         assert frame["endpoints"][1]["cause"] == "connect_failed"
         assert not frame["endpoints"][1]["available"]
+        assert [each["severity"] for each in frame["endpoints"]] == [0, 5, 0]
 
 
 async def test_streams_end_with_the_gateway_and_hold_its_end_up_no_longer_than_a_frame() -> None:
@@ -153,7 +154,8 @@ async def test_a_drained_endpoint_gets_nothing_new_until_it_is_brought_back() ->
             assert await answer.json() == {"result": "applied", "endpoint": names[0], "drained": True, "in_flight": 0}
         for _ in range(4):
             assert (await home.ask()).headers["x-penstock-endpoint"] == names[1]
-        assert (await live(home))["endpoints"][0]["state"] == "drained"
+        seen = (await live(home))["endpoints"]
+        assert [(each["state"], each["severity"]) for each in seen] == [("drained", 2), ("up", 0)]
         async with post(f"{home.app.admin_url}/endpoints/{names[0]}/undrain") as answer:
             assert answer.status == 200
         assert {(await home.ask()).headers["x-penstock-endpoint"] for _ in range(4)} == set(names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.live.why import MOST, Minute, reasons, span
+from gateway.live.why import MOST, Minute, findings, shortened, span
 
 
 def endpoint(name: str, **more: Any) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def endpoint(name: str, **more: Any) -> dict[str, Any]:
 
 
 def said(*endpoints: dict[str, Any], **more: Any) -> list[tuple[str, str]]:
-    return [(each.grade, each.text) for each in reasons(Minute(endpoints, 60.0, **more))]
+    return [(each.grade, each.text) for each in shortened(findings(Minute(endpoints, 60.0, **more)))]
 
 
 def test_nothing_is_said_while_all_is_well() -> None:
@@ -66,7 +66,19 @@ def test_refusals_come_before_retries_and_notes() -> None:
 
 def test_a_fleet_on_fire_is_told_in_a_few_lines() -> None:
     fleet = [endpoint(f"g-{at}", state="dead", cause="probe_failed", since_s=9.0, available=False) for at in range(40)]
-    assert len(said(*fleet)) == MOST
+    told = said(*fleet, shed={"too_slow": 3.0})
+    assert len(told) == MOST
+    assert told[-2] == ("bad", "3 requests refused: their promise could not have been kept.")
+    assert told[-1][0] == "bad"
+    assert told[-1][1].startswith("34 more: g-6, g-7, ")
+    assert told[-1][1].endswith(", g-39.")
+
+
+def test_one_that_is_said_to_be_slow_already_is_not_compared_again() -> None:
+    fleet = [endpoint(name) for name in "abc"]
+    slow = endpoint("d", tpot_p50_s=0.041, slow="4.1 times as slow as its peers per token")
+    assert len(said(*fleet, slow)) == 1
+    assert len(said(*fleet, slow | {"state": "ejected", "cause": "slow"})) == 1
 
 
 def test_lengths_of_time_read_as_one_says_them() -> None:
