@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from gateway.commands import HERE, Admin, Json, fail, print_json, say
-from gateway.operate import Server
+from gateway.admin_client import AdminAddress, Server, with_admin_options
+from gateway.commands import Json, fail, print_json, say
 from gateway.units import duration_s
 
 LABEL = "chaos"
@@ -64,7 +64,9 @@ UNSEEN = frozenset({Action.SLOW})
 For = Annotated[str | None, typer.Option("--for", metavar="TIME", help="Heal it by itself after this long, as in 10s.")]
 
 
+@with_admin_options
 def chaos(
+    admin: AdminAddress,
     action: Annotated[Action, typer.Argument(help="What to do to it.")],
     target: Annotated[list[str] | None, typer.Argument(help="Names of endpoints; restore: all unless given.")] = None,
     factor: Annotated[float, typer.Option("--factor", min=0.01, help="slow: so many times as slow.")] = 10.0,
@@ -72,7 +74,6 @@ def chaos(
     rank: Annotated[int, typer.Option("--rank", min=0, help="lose-rank: which GPU.")] = 0,
     hang: Annotated[bool, typer.Option("--hang", help="lose-rank: the others wait for it and tell nobody.")] = False,
     lasting: For = None,
-    admin: Admin = HERE,
     as_json: Json = False,
 ) -> None:
     """Break a mock TP group of the demo, see what the gateway makes of it, and heal it."""

@@ -25,8 +25,9 @@ import typer.core
 import typer.main
 from rich.console import Console
 
+from gateway.admin_client import AdminAddress, Server, with_admin_options
 from gateway.build import is_compiled, own_version
-from gateway.commands import HERE, Admin, Json, all_letters, fail, print_json, say
+from gateway.commands import Json, all_letters, fail, print_json, say
 
 if TYPE_CHECKING:
     from gateway.config import ConfigError, Loaded, Problem
@@ -182,12 +183,13 @@ def check(
 
 
 @app.command()
+@with_admin_options
 def plan(
+    admin: AdminAddress,
     file: Annotated[Path, typer.Argument(help="The configuration that might come.")],
     last: Annotated[str, typer.Option("--last", metavar="TIME", help="How far back to look.")] = "10m",
     log: Annotated[Path | None, typer.Option("--log", help="Access log; the running gateway's unless given.")] = None,
     running: Annotated[Path | None, typer.Option("--running", help="File in force; asked of --admin else.")] = None,
-    admin: Admin = HERE,
     model: Annotated[str | None, typer.Option("--model", help="What mock groups serve, as in penstock mock.")] = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="What they run on, where endpoints have no label.")] = None,
     fail_if_worse: Annotated[
@@ -199,7 +201,6 @@ def plan(
     """What a configuration would have made of the last minutes: the access log, replayed through it and through the
     one in force."""
     from gateway.config import ConfigError, examine
-    from gateway.operate import Server
     from gateway.units import duration_s
     from planner.plan import CaseError, Taken, as_plain, cases, recent, show
     from planner.plan import plan as planned

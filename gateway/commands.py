@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 
 HERE = "http://127.0.0.1:8081"
-Admin = Annotated[str, typer.Option("--admin", envvar="PENSTOCK_ADMIN", help="URL of the admin server.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -11,19 +11,20 @@ from urllib.parse import quote
 
 import typer
 
-from gateway.commands import HERE, Admin, Json, fail, print_json, say
-from gateway.operate import KeyFile, Server
+from gateway.admin_client import AdminAddress, KeyFile, Server, with_admin_options
+from gateway.commands import Json, fail, print_json, say
 
 POLL_S = 0.5
 
 Endpoint = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name, as `penstock top` shows it.")]
 
 
+@with_admin_options
 def drain(
+    admin: AdminAddress,
     endpoint: Endpoint,
     wait: Annotated[bool, typer.Option("--wait", help="Return when its last request has finished.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait at most.")] = 600.0,
-    admin: Admin = HERE,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
@@ -40,9 +41,10 @@ def drain(
         fail(f"{endpoint} still serves {reply['in_flight']} requests after {timeout:g} s")
 
 
+@with_admin_options
 def undrain(
+    admin: AdminAddress,
     endpoint: Endpoint,
-    admin: Admin = HERE,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:

@@ -5,33 +5,21 @@ Lives here: asking, and printing what came back. Exit codes: 0 done, 1 refused, 
 
 from __future__ import annotations
 
-import http.client
-import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from gateway.commands import HERE, Admin, Json, fail, print_json, say
-
-WAIT_S = 30.0
-ANSWER_CAP_BYTES = 64 << 20
-KEY_CAP_BYTES = 64 << 10
-
-KeyFile = Annotated[
-    Path | None,
-    typer.Option("--key-file", help="File with the admin key; or set PENSTOCK_ADMIN_KEY. Reading needs none."),
-]
+from gateway.admin_client import AdminAddress, KeyFile, Server, with_admin_options
+from gateway.commands import Json, fail, print_json, say
 
 Force = Annotated[bool, typer.Option("--force", help="Also if no endpoint of a pool can be reached.")]
 
 
-def status(admin: Admin = HERE, as_json: Json = False) -> None:
+@with_admin_options
+def status(admin: AdminAddress, as_json: Json = False) -> None:
     """What a running gateway serves by: version, source, last error, endpoints."""
     server = Server(admin, None)
     config, fleet = server.ask("GET", "/config"), server.ask("GET", "/endpoints")["endpoints"]
@@ -58,14 +46,16 @@ def status(admin: Admin = HERE, as_json: Json = False) -> None:
     _tried(shadows, canaries)
 
 
-def reload(force: Force = False, admin: Admin = HERE, key_file: KeyFile = None, as_json: Json = False) -> None:
+@with_admin_options
+def reload(admin: AdminAddress, force: Force = False, key_file: KeyFile = None, as_json: Json = False) -> None:
     """Reload the configuration file now. The gateway also follows the file unless reload.watch is false."""
     _show(Server(admin, key_file).ask("POST", f"/config/reload?force={force:d}"), as_json=as_json)
 
 
+@with_admin_options
 def diff(
+    admin: AdminAddress,
     file: Annotated[Path | None, typer.Argument(help="File to compare; the gateway's own unless given.")] = None,
-    admin: Admin = HERE,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
@@ -94,10 +84,11 @@ def diff(
         say(f"would need a restart: {', '.join(told['needs_restart'])}", style="yellow")
 
 
+@with_admin_options
 def rollback(
+    admin: AdminAddress,
     version: Annotated[int | None, typer.Argument(min=1, help="Its number; the one before unless given.")] = None,
     force: Force = False,
-    admin: Admin = HERE,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
@@ -106,7 +97,8 @@ def rollback(
     _show(Server(admin, key_file).ask("POST", path), as_json=as_json)
 
 
-def history(admin: Admin = HERE, as_json: Json = False) -> None:
+@with_admin_options
+def history(admin: AdminAddress, as_json: Json = False) -> None:
     """The versions that were in force, newest first."""
     told = Server(admin, None).ask("GET", "/config/versions")
     if as_json:
@@ -116,75 +108,6 @@ def history(admin: Admin = HERE, as_json: Json = False) -> None:
         mark = "*" if each["version"] == told["applied"] else " "
         say(f"{mark} v{each['version']}  {each['at']}  {each['source']}  {each['hash']}  {Path(each['file']).name}")
         _changes(each["changes"], indent="      ")
-
-
-class NoAnswerError(Exception):
-    """The admin server did not answer, or refused; the message is a sentence for its operator."""
-
-
-class Server:
-    """An admin server, asked one thing at a time: ask() for commands, which end when it fails, try_ask() for others."""
-
-    def __init__(self, url: str, key_file: Path | None) -> None:
-        try:
-            parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
-            self._host, self._port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-            self._host.encode("idna")
-        except ValueError:
-            self._host = ""
-        if not self._host or parts.scheme not in ("http", "https"):
-            raise typer.BadParameter(f"{url!r} is no URL of an admin server; write {HERE}", param_hint="--admin")
-        self._url, self._tls = url, parts.scheme == "https"
-        self._key = _key(key_file)
-
-    def _connection(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=WAIT_S)
-
-    def stream(self, path: str) -> Iterator[Any]:
-        """The JSON of each event of a stream, until it ends or breaks off. Raises NoAnswerError if there is none."""
-        connection = self._connection()
-        try:
-            connection.request("GET", path)
-            answer = connection.getresponse()
-            if answer.status != 200:
-                why = answer.read(ANSWER_CAP_BYTES).decode(errors="replace").strip()
-                raise NoAnswerError(f"{self._url} streams nothing now: {why}")
-            while line := answer.readline(ANSWER_CAP_BYTES):
-                if line.startswith(b"data: "):
-                    yield json.loads(line[6:])
-        except (OSError, http.client.HTTPException, ValueError):
-            return
-        finally:
-            connection.close()
-
-    def ask(self, method: str, path: str, body: bytes | None = None) -> Any:
-        """The JSON of the answer, whatever its status. Ends the command with a sentence when there is none."""
-        try:
-            return self.try_ask(method, path, body)
-        except NoAnswerError as error:
-            fail(str(error))
-
-    def try_ask(self, method: str, path: str, body: bytes | None = None) -> Any:
-        """The JSON of the answer, whatever its status. Raises NoAnswerError."""
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        connection = self._connection()
-        try:
-            connection.request(method, path, body, headers)
-            answer = connection.getresponse()
-            told = json.loads(answer.read(ANSWER_CAP_BYTES))
-        except (OSError, http.client.HTTPException) as error:
-            hint = "is it running, and is --admin its admin server?"
-            raise NoAnswerError(f"no gateway answers at {self._url}: {error}; {hint}") from error
-        except ValueError:
-            told = None
-        finally:
-            connection.close()
-        if not isinstance(told, dict) or (answer.status >= 400 and "message" not in told):
-            raise NoAnswerError(f"what answers at {self._url} is no admin server of a gateway (status {answer.status})")
-        if told.get("result") == "refused":
-            raise NoAnswerError(str(told["message"]))
-        return told
 
 
 def _print_shared(shared: dict[str, Any] | None) -> None:
@@ -220,21 +143,6 @@ def _tried(shadows: list[dict[str, Any]], canaries: list[dict[str, Any]]) -> Non
             if each.get("ttft_p99_s") is not None:
                 told += f", p99 {each['ttft_p99_s']:g} s"
             say(f"{told} (canary: {pool['share']})")
-
-
-def _key(file: Path | None) -> str:
-    """The admin key, or nothing. Ends the command when it could not be sent."""
-    if file is None:
-        key = os.environ.get("PENSTOCK_ADMIN_KEY", "")
-    else:
-        try:
-            with file.open("rb") as handle:
-                key = handle.read(KEY_CAP_BYTES).decode().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            fail(f"{file} cannot be read: {error}")
-    if key and not (key.isascii() and key.isprintable()):
-        fail(f"the key in {file or 'PENSTOCK_ADMIN_KEY'} cannot be sent in a header: it is not printable ASCII")
-    return key
 
 
 def _text(file: Path) -> bytes:

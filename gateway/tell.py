@@ -13,18 +13,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gateway.commands import HERE, Admin, Json, fail, print_json, say
-from gateway.operate import Server
+from gateway.admin_client import AdminAddress, Server, with_admin_options
+from gateway.commands import Json, fail, print_json, say
 
 NEWEST = "last"
 MOST_ROWS = 16
 
 
+@with_admin_options
 def explain(
+    admin: AdminAddress,
     request_id: Annotated[
         str, typer.Argument(metavar="ID", help="What x-request-id of its answer says; the newest unless given.")
     ] = NEWEST,
-    admin: Admin = HERE,
     as_json: Json = False,
 ) -> None:
     """Why a request went where it went: its promise, who was considered, what it cost, and how it came out."""

@@ -11,17 +11,18 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from gateway.commands import HERE, Admin, Json, fail, print_json, say
-from gateway.operate import KeyFile, NoAnswerError, Server
+from gateway.admin_client import AdminAddress, KeyFile, NoAnswerError, Server, with_admin_options
+from gateway.commands import Json, fail, print_json, say
 from gateway.top.plain import board
 
 WIDTH_WITHOUT_A_TERMINAL = 132
 NO_KEYS = Text(f"For keys (drain, explain, filter): {sys.executable} -m pip install textual", "dim")
 
 
+@with_admin_options
 def top(
+    admin: AdminAddress,
     once: Annotated[bool, typer.Option("--once", help="Print it once and leave.")] = False,
-    admin: Admin = HERE,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:

@@ -18,8 +18,8 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
+from gateway.admin_client import NoAnswerError
 from gateway.live.standing import DRAINED
-from gateway.operate import NoAnswerError
 from gateway.tell import NEWEST
 from gateway.tell import lines as explained
 from gateway.top.plain import COLUMNS, cells, flow, heading, reasons

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gateway import cli
-from gateway.operate import NoAnswerError
+from gateway.admin_client import NoAnswerError
 from gateway.top.plain import COLUMNS, board, spark, volume
 from tests.chaos.house import house
 from tests.fair_time import PATIENCE_S
