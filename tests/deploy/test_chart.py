@@ -20,6 +20,7 @@ from helm_python import Chart, chart
 
 from gateway.config import Config, examine
 from gateway.observe.alerts import ALERTS
+from tests.authority import Authority
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "deploy" / "helm" / "penstock"
@@ -29,6 +30,7 @@ FULL = json.loads((Path(__file__).parent / "full.values.json").read_text())
 SECRETS = {"team-a": "sk-team-a-of-the-test", "fleet": "sixteen-characters-and-more", "redis": "r", "admin": "adm"}
 ENGINES = [{"url": f"http://vllm-{n}.vllm:8000", "name": f"vllm-{n}"} for n in range(2)]
 LEAST: dict[str, Any] = {"config": {"pools": {"chat": {"policy": "prefix_aware", "endpoints": ENGINES}}}}
+TLS = {**LEAST, "tls": {"secret": "gateway-tls", "clientCa": "ca.crt", "admin": True}}
 CASES = {"least": LEAST, "full": FULL}
 
 
@@ -68,9 +70,9 @@ def test_helm_lints_it_without_a_warning() -> None:
     assert [each for each in report["messages"] if each["severity"] > 1] == []
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_object_is_one_that_kubernetes_takes(case: str) -> None:
-    rendered = objects(CASES[case])
+@pytest.mark.parametrize("values", [*CASES.values(), TLS], ids=[*CASES, "tls"])
+def test_every_object_is_one_that_kubernetes_takes(values: dict[str, Any]) -> None:
+    rendered = objects(values)
     assert {"Deployment", "Service", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget"} <= {
         each["kind"] for each in rendered
     }
@@ -122,6 +124,41 @@ def test_no_secret_is_in_an_object_that_the_chart_makes() -> None:
     }
 
 
+def tls_values(**tls: Any) -> dict[str, Any]:
+    return {**LEAST, "tls": {"secret": "gateway-tls", **tls}, "serviceMonitor": {"enabled": True}}
+
+
+def test_a_tls_secret_encrypts_the_api_and_is_mounted_beside_the_configuration(tmp_path: Path) -> None:
+    values = tls_values(clientCa="ca.crt")
+    Authority(tmp_path / "tls").issue("tls", "gw-penstock.llm.svc")
+    for made, mounted in (("tls.pem", "tls.crt"), ("ca.pem", "client-ca.crt")):
+        (tmp_path / "tls" / made).rename(tmp_path / "tls" / mounted)
+    listeners = gateway_yaml(values, tmp_path).listeners
+    assert listeners.api.tls is not None
+    assert listeners.api.tls.client_ca == str(tmp_path / "tls" / "client-ca.crt")
+    assert listeners.admin.tls is None
+    sources = one("Deployment", values)["spec"]["template"]["spec"]["volumes"][0]["projected"]["sources"]
+    (secret,) = [each["secret"] for each in sources if "secret" in each]
+    assert secret["name"] == "gateway-tls"
+    assert {each["key"]: each["path"] for each in secret["items"]} == {
+        "tls.crt": "tls/tls.crt",
+        "tls.key": "tls/tls.key",
+        "ca.crt": "tls/client-ca.crt",
+    }
+
+
+def test_probes_commands_and_scrapes_use_https_where_the_admin_server_has_tls(tmp_path: Path) -> None:
+    values = tls_values(admin=True)
+    (container,) = one("Deployment", values)["spec"]["template"]["spec"]["containers"]
+    probes = [container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
+    assert [each["scheme"] for each in probes] == ["HTTPS"] * 3
+    env = {each["name"]: each["value"] for each in container["env"]}
+    assert env == {"PENSTOCK_ADMIN": "https://127.0.0.1:8081", "PENSTOCK_ADMIN_INSECURE": "1"}
+    assert one("ServiceMonitor", values)["spec"]["endpoints"][0]["scheme"] == "https"
+    protocols = [one("Service", values, suffix)["spec"]["ports"][0]["appProtocol"] for suffix in ("penstock", "admin")]
+    assert protocols == ["https", "https"]
+
+
 def test_pods_are_given_their_drain_and_half_a_minute() -> None:
     pod = one("Deployment", {**LEAST, "drainSeconds": 600})["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 630
@@ -152,6 +189,8 @@ def test_pods_are_replaced_only_by_a_change_that_no_reload_can_make() -> None:
         {**LEAST, "networkPolicy": {"adminFrom": []}},
         {"config": {"pools": {"a": {}}, "admin": {"key": "in clear"}}},
         {**LEAST, "discovery": {"enabled": "yes"}},
+        {**LEAST, "tls": {"admin": True}},
+        {**LEAST, "tls": {"clientCa": "ca.crt"}},
     ],
     ids=str,
 )

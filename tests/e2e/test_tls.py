@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +19,7 @@ import openai
 import pytest
 
 from tests.authority import Authority
-from tests.e2e.processes import Gateway, mock_fleet
+from tests.e2e.processes import ENV, Gateway, mock_fleet
 from tests.e2e.processes import gateway as plain_gateway
 
 MODEL = "demo-8b"
@@ -143,6 +146,21 @@ def test_curl_gets_an_answer_and_the_metrics_over_tls(house: House) -> None:
     assert MODEL in models.stdout
     page = subprocess.run([*command, f"{house.gateway.admin_url}/metrics"], capture_output=True, text=True, check=True)
     assert 'penstock_tls_certificate_not_after_timestamp_seconds{listener="api"}' in page.stdout
+
+
+def test_a_command_asks_the_admin_server_over_tls(house: House) -> None:
+    command = [sys.executable, "-m", "gateway", "status", "--admin", house.gateway.admin_url]
+    done = subprocess.run([*command, "--ca", str(house.authority.ca)], capture_output=True, text=True, env=ENV)
+    assert "2 of 2 endpoints available" in done.stdout, done.stderr
+
+
+def test_the_images_health_check_asks_an_admin_server_with_tls(house: House) -> None:
+    text = (Path(__file__).parents[2] / "deploy" / "docker" / "Dockerfile").read_text()
+    (check,) = re.findall(r"HEALTHCHECK.*\\\n +CMD (\[.*\])$", text, re.MULTILINE)
+    _, *words = json.loads(check)
+    env = ENV | {"PENSTOCK_ADMIN": house.gateway.admin_url}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_server_name_chooses_among_several_certificates(house: House) -> None:

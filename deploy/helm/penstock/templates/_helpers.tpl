@@ -34,6 +34,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- $config := deepCopy .Values.config -}}
 {{- $own := dict "version" 1 -}}
 {{- $_ := set $own "listeners" (dict "api" (dict "host" "0.0.0.0" "port" (int .Values.ports.api)) "admin" (dict "host" "0.0.0.0" "port" (int .Values.ports.admin))) -}}
+{{- if .Values.tls.secret -}}
+{{- $pair := dict "certificate" "tls/tls.crt" "key" "tls/tls.key" -}}
+{{- $client := ternary (dict "client_ca" "tls/client-ca.crt") dict (ne .Values.tls.clientCa "") -}}
+{{- $_ := set $own.listeners.api "tls" (merge $client $pair) -}}
+{{- if .Values.tls.admin -}}
+{{- $_ := set $own.listeners.admin "tls" $pair -}}
+{{- end -}}
+{{- end -}}
 {{- $_ := set $own "timeouts" (mergeOverwrite (default dict $config.timeouts) (dict "shutdown" (printf "%ds" (int .Values.drainSeconds)))) -}}
 {{- $_ := set $own "reload" (mergeOverwrite (default dict $config.reload) (dict "state_dir" "/var/lib/penstock")) -}}
 {{- $service := printf "%s-admin" (include "penstock.fullname" .) -}}
@@ -46,6 +54,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- $_ := set $own "admin" $admin -}}
 {{- toYaml (mergeOverwrite $config $own) -}}
 {{- end -}}
+
+{{- /* "s" where a listener has TLS: http{{ include "penstock.apiTls" . }}:// */ -}}
+{{- define "penstock.apiTls" -}}{{ if .Values.tls.secret }}s{{ end }}{{- end -}}
+{{- define "penstock.adminTls" -}}{{ if and .Values.tls.secret .Values.tls.admin }}s{{ end }}{{- end -}}
 
 {{- /* What a gateway takes over only by a restart: a change of it rolls the pods, any other change does not. */ -}}
 {{- define "penstock.restarts" -}}
