@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
 
 from gateway.config.source import FILE_CAP_BYTES
+from gateway.exposition import content_type, end, text, wants_openmetrics
 from gateway.live import pages as live_pages
 from gateway.live.recent import Query, add_requests, recent
 from gateway.live.standing import state_of
@@ -50,17 +49,26 @@ def _add_health(app: App, routes: web.UrlDispatcher) -> None:
         return web.Response(text="ready\n") if reason is None else web.Response(status=503, text=f"{reason}\n")
 
     async def metrics(request: web.Request) -> web.Response:
-        exemplars = "application/openmetrics-text" in request.headers.get("Accept", "")
+        exemplars = wants_openmetrics(request.headers.get("Accept", ""))
         page = []
-        for family in app.metrics.slices(exemplars=exemplars):
-            page.append(family)
+        for reading in app.metrics.readings(exemplars=exemplars):
+            page.append(text(reading, exemplars=exemplars))
             await asyncio.sleep(0)  # tens of milliseconds at 64 endpoints: streams go on in between
-        shown = OPENMETRICS if exemplars else CONTENT_TYPE_LATEST
-        return web.Response(body=b"".join(page), headers={"Content-Type": shown})
+        page.append(end(exemplars=exemplars))
+        return web.Response(body=b"".join(page), headers={"Content-Type": content_type(exemplars=exemplars)})
+
+    async def readings(request: web.Request) -> web.Response:
+        """What a supervisor merges, one from each worker."""
+        found = []
+        for reading in app.metrics.readings(exemplars="exemplars" in request.query):
+            found.append(reading)
+            await asyncio.sleep(0)
+        return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
 
     routes.add_get("/healthz", healthz)
     routes.add_get("/readyz", readyz)
     routes.add_get("/metrics", metrics)
+    routes.add_get("/metrics/readings", readings)
 
 
 def _add_state(app: App, routes: web.UrlDispatcher) -> None:

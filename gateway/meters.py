@@ -1,30 +1,22 @@
-"""Counters, gauges and histograms that cost a list increment, exposed through prometheus-client.
+"""Counters, gauges and histograms that cost a list increment.
 
-Lives here: the mechanism. Not here: which metrics there are (metrics.py). prometheus-client's own histograms take a
-lock and 2.3 us an observation; a gateway is one thread, so ours keep plain arrays and are read only when scraped.
+Lives here: the mechanism. Not here: which metrics there are (metrics.py) and the text of a scrape (exposition.py).
+prometheus-client's own histograms take a lock and 2.3 us an observation; a gateway is one thread, so ours keep plain
+arrays and are read only when scraped.
 Owner of all numbers: the event loop's thread. Scraping from another thread may tear a histogram; do not.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from time import monotonic, time
 from typing import Generic, TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    Exemplar,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
+from prometheus_client import Metric
 from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector
 
 from gateway.sketch import bucket_of
 
@@ -49,10 +41,9 @@ class Merge(StrEnum):
 
 
 UNITS = ("seconds", "bytes", "tokens", "ratio")
-EOF = b"# EOF\n"
 
 Mark = tuple[float, float, str, str]
-"""What an exemplar tells: the value, when (monotonic seconds), the request's id, its trace's id or ""."""
+"""An exemplar: the value, its time (monotonic seconds), the request's id, its trace's id or ""."""
 
 
 class Spec(msgspec.Struct, frozen=True):
@@ -80,6 +71,24 @@ class Spec(msgspec.Struct, frozen=True):
         return last if last in UNITS else ""
 
 
+class Buckets(msgspec.Struct, frozen=True, array_like=True):
+    """What a histogram has counted: observations by bucket (not cumulative) and their sum.
+
+    marks   the newest request of each bucket, its time in Unix seconds; empty unless asked for
+    """
+
+    counts: list[int]
+    sum: float
+    marks: list[Mark | None] = []
+
+
+class Reading(msgspec.Struct, frozen=True, array_like=True):
+    """A family at one moment: its values by label values, in the order of the spec."""
+
+    spec: Spec
+    values: dict[tuple[str, ...], float | Buckets]
+
+
 class Counter:
     """Only grows."""
 
@@ -91,6 +100,10 @@ class Counter:
     def inc(self, amount: float = 1.0) -> None:
         """Adds `amount` (>= 0)."""
         self.value += amount
+
+    def read(self) -> float:
+        """The value that a scrape sees."""
+        return self.value
 
 
 class Gauge:
@@ -152,29 +165,16 @@ class Histogram:
             self.marks = [None] * len(self.counts)
         self.marks[at] = mark
 
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound as Prometheus writes it, observations at or below it), +Inf last."""
-        total, shown = 0, []
-        for bound, count in zip((*self._bounds, float("inf")), self.counts, strict=True):
-            total += count
-            shown.append(("+Inf" if bound == float("inf") else repr(bound), float(total)))
-        return shown
-
-    def exemplars(self) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
-        """As cumulative(), each bucket with its newest request if it remembers one."""
-        zero = time() - monotonic()
-        marks = self.marks or [None] * len(self.counts)
-        return [
-            shown if mark is None else (*shown, _exemplar(mark, zero))
-            for shown, mark in zip(self.cumulative(), marks, strict=True)
-        ]
+    def buckets(self, zero: float | None = None) -> Buckets:
+        """What it has counted so far. With `zero`, the Unix time at which the monotonic clock began, each bucket comes
+        with its newest request."""
+        marks = [] if zero is None else [mark and _at_unix_time(mark, zero) for mark in self.marks]
+        return Buckets(self.counts.copy(), self.sum, marks)
 
 
-def _exemplar(mark: Mark, zero: float) -> Exemplar:
-    """`zero` is when the monotonic clock began, in Unix time."""
+def _at_unix_time(mark: Mark, zero: float) -> Mark:
     value, at, request_id, trace_id = mark
-    labels = {"request_id": request_id} | ({"trace_id": trace_id} if trace_id else {})
-    return Exemplar(labels, value, round(zero + at, 3))
+    return value, round(zero + at, 3), request_id, trace_id
 
 
 Meter = TypeVar("Meter", Counter, Gauge, Histogram)
@@ -271,60 +271,32 @@ class Meters:
 
     def __init__(self) -> None:
         self.families: list[AnyFamily] = []
-        self._process = CollectorRegistry(auto_describe=False)
-        ProcessCollector(registry=self._process)
+        self._process = ProcessCollector(registry=None)
 
     def section(self, row: str, owner: str) -> Section:
         """Makes families that `owner` (a module's path below gateway/) changes and that stand in this row."""
         return Section(self.families, row, owner)
 
-    def render(self) -> bytes:
-        """Everything in Prometheus' text format (prometheus_client.CONTENT_TYPE_LATEST)."""
-        return b"".join(self.slices())
-
-    def slices(self, *, exemplars: bool = False) -> Iterator[bytes]:
-        """As `render`, a family at a time: a server that yields to its loop in between stalls no stream. With
-        `exemplars` it is OpenMetrics' text, which has a place for them."""
+    def readings(self, *, exemplars: bool = False) -> Iterator[Reading]:
+        """What each family has counted, and the standard `process_*` metrics; buckets with their newest requests if
+        `exemplars` is set."""
+        zero = time() - monotonic() if exemplars else None
         for family in self.families:
-            page = _Page(_exposed(family, exemplars=exemplars))
-            yield _openmetrics(page).removesuffix(EOF) if exemplars else generate_latest(page)
-        yield _openmetrics(self._process) if exemplars else generate_latest(self._process)
+            yield Reading(family.spec, _values(family, zero))
+        yield from map(_of_process, self._process.collect())
 
 
-class _Page(Collector):
-    """One family as prometheus-client wants to be handed it."""
-
-    def __init__(self, metric: Metric) -> None:
-        self._metric = metric
-
-    def collect(self) -> Iterable[Metric]:
-        return (self._metric,)
-
-
-_FAMILIES: Mapping[str, Callable[..., Metric]] = {
-    "counter": CounterMetricFamily,
-    "gauge": GaugeMetricFamily,
-    "histogram": HistogramMetricFamily,
-}
-
-
-def _openmetrics(page: Collector) -> bytes:
-    written: bytes = openmetrics(page)  # type: ignore[no-untyped-call]
-    return written
-
-
-def _exposed(family: AnyFamily, *, exemplars: bool) -> Metric:
-    spec = family.spec
-    shown = _FAMILIES[spec.kind](spec.name, spec.help, labels=[label.name for label in spec.labels], unit=spec.unit)
+def _values(family: AnyFamily, zero: float | None) -> dict[tuple[str, ...], float | Buckets]:
+    found: dict[tuple[str, ...], float | Buckets] = {}
     for values, meter in family.children():
-        _add(shown, values, meter, exemplars=exemplars and spec.marked)
-    return shown
+        value = meter.buckets(zero if family.spec.marked else None) if isinstance(meter, Histogram) else meter.read()
+        if value is not None:
+            found[values] = value
+    return found
 
 
-def _add(shown: Metric, values: tuple[str, ...], meter: Counter | Gauge | Histogram, *, exemplars: bool) -> None:
-    if isinstance(shown, HistogramMetricFamily) and isinstance(meter, Histogram):
-        shown.add_metric(values, meter.exemplars() if exemplars else meter.cumulative(), meter.sum)
-    elif isinstance(shown, CounterMetricFamily) and isinstance(meter, Counter):
-        shown.add_metric(values, meter.value)
-    elif isinstance(shown, GaugeMetricFamily) and isinstance(meter, Gauge) and (value := meter.read()) is not None:
-        shown.add_metric(values, value)
+def _of_process(metric: Metric) -> Reading:
+    """A metric of prometheus-client's collector. The group of processes started when its first process did."""
+    name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+    merge = Merge.MIN if metric.name == "process_start_time_seconds" else Merge.SUM
+    return Reading(Spec(name, metric.type, metric.documentation, merge=merge), {(): metric.samples[0].value})

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gateway.meters import Counter, Family, Gauge, Histogram, Label, Merge, Meters, Section, Spec
+from gateway.exposition import page
+from gateway.meters import Counter, Family, Gauge, Histogram, Label, Merge, Meters, Reading, Section, Spec
 from gateway.observe.inside import Inside
 from gateway.observe.labels import ENDPOINT, KIND, POOL, RESULT, Row
 from gateway.observe.trials import Trials
@@ -80,13 +81,12 @@ class Metrics:
         self.trials = Trials(meters, TTFT_BUCKETS_S)
 
     def render(self) -> bytes:
-        """The text a scrape gets."""
-        return self._meters.render()
+        """The text of a scrape in Prometheus' format."""
+        return page(self.readings(), exemplars=False)
 
-    def slices(self, *, exemplars: bool = False) -> Iterator[bytes]:
-        """The same text a family at a time, for a server that lets its streams go on in between; in OpenMetrics' format
-        when it is to have exemplars."""
-        return self._meters.slices(exemplars=exemplars)
+    def readings(self, *, exemplars: bool = False) -> Iterator[Reading]:
+        """All families one by one, for a server that lets its streams go on in between."""
+        return self._meters.readings(exemplars=exemplars)
 
     def catalogue(self) -> tuple[Spec, ...]:
         """What there is, in order."""

@@ -1,55 +1,60 @@
 """What all workers ever counted, as one page for a scrape: a sum that fell would look like a start from nothing.
 
-Remembers the last page of every worker, for one who does not answer just now, and what those had counted who are gone.
-Not here: how pages become one (merge.py).
+Remembers the last readings of every worker: for one that does not answer just now, and of those that are gone what they
+had counted. Not here: how readings are merged (merge.py) and written (exposition.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from gateway.meters import Merge
+import msgspec
+
+from gateway.exposition import page
+from gateway.meters import Reading
 from gateway.workers import merge
 from gateway.workers.process import LOST, Worker
 
 SCRAPE_S = 5.0
+PATH = "/metrics/readings"
+
+Readings = Sequence[Reading]
+_decoder = msgspec.msgpack.Decoder(list[Reading])
 
 
 class Counted:
-    """Of the workers who are `serving` everything, of those who are `ending` what they have only counts."""
+    """Everything of the workers that are `serving`, and counters of those that are `ending` their connections."""
 
-    def __init__(
-        self,
-        serving: Callable[[], Sequence[Worker]],
-        ending: Callable[[], Sequence[Worker]],
-        rules: Mapping[str, Merge],
-    ) -> None:
+    def __init__(self, serving: Callable[[], Sequence[Worker]], ending: Callable[[], Sequence[Worker]]) -> None:
         self._serving, self._ending = serving, ending
-        self._rules = rules
-        self._last: dict[Worker, str] = {}
-        self._gone = ""
+        self._last: dict[Worker, Readings] = {}
+        self._gone: Readings = ()
         self._one_at_a_time = asyncio.Lock()
 
-    async def page(self, own: str = "") -> str:
-        """As of now, with the supervisor's `own` page. One scrape at a time."""
+    async def page(self, own: Readings = (), *, exemplars: bool = False) -> bytes:
+        """The text of a scrape as of now, with the supervisor's `own` readings. One scrape at a time."""
         async with self._one_at_a_time:
             workers = [*self._serving(), *self._ending()]
-            told = zip(workers, await asyncio.gather(*map(_scraped, workers)), strict=True)
-            fresh = {worker: page for worker, page in told if page is not None}
+            answers = await asyncio.gather(*(_scraped(each, exemplars=exemplars) for each in workers))
+            fresh = {worker: found for worker, found in zip(workers, answers, strict=True) if found is not None}
             self._last |= fresh
             serving = self._serving()
             gone = [self._last.pop(worker) for worker in self._last.keys() - {*serving, *self._ending()}]
             if gone:
-                self._gone = await asyncio.to_thread(merge.metrics, [], {}, [self._gone, *gone])
+                self._gone = await asyncio.to_thread(merge.readings, (), [self._gone, *gone])
             now = [fresh[worker] for worker in serving if worker in fresh]
-            rest = [page for worker, page in self._last.items() if worker not in serving or worker not in fresh]
-            return await asyncio.to_thread(merge.metrics, [*now, own], self._rules, [self._gone, *rest])
+            rest = [found for worker, found in self._last.items() if worker not in serving or worker not in fresh]
+            return await asyncio.to_thread(_written, [*now, own], [self._gone, *rest], exemplars)
 
 
-async def _scraped(worker: Worker) -> str | None:
+def _written(now: Sequence[Readings], gone: Sequence[Readings], exemplars: bool) -> bytes:
+    return page(merge.readings(now, gone), exemplars=exemplars)
+
+
+async def _scraped(worker: Worker, *, exemplars: bool) -> Readings | None:
     try:
-        answer = await worker.ask("GET", "/metrics", timeout_s=SCRAPE_S)
-    except LOST:
+        answer = await worker.ask("GET", f"{PATH}?exemplars" if exemplars else PATH, timeout_s=SCRAPE_S)
+        return _decoder.decode(answer.body) if answer.status == 200 else None
+    except (*LOST, msgspec.DecodeError):
         return None
-    return answer.body.decode() if answer.status == 200 else None

@@ -5,7 +5,7 @@ They stand on no board: a gateway without workers has none of them.
 
 from __future__ import annotations
 
-from gateway.meters import Counter, Family, Gauge, Label, Meters, Spec
+from gateway.meters import Counter, Family, Gauge, Label, Meters, Reading, Spec
 from gateway.observe.labels import Row
 
 
@@ -31,6 +31,6 @@ class Figures:
         """What there is, in order."""
         return tuple(family.spec for family in self._meters.families)
 
-    def render(self) -> bytes:
-        """The text of their scrape, with the `process_*` metrics of the supervisor."""
-        return self._meters.render()
+    def readings(self) -> list[Reading]:
+        """Their values, and the `process_*` metrics of the supervisor."""
+        return list(self._meters.readings())

@@ -5,48 +5,53 @@ Shares and means are made of all requests, never of the workers' shares. Not her
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
+from operator import add
 from typing import Any
 
-from prometheus_client import Metric
-from prometheus_client.parser import text_string_to_metric_families
-
 from gateway.canary import figures
-from gateway.meters import Merge
+from gateway.meters import Buckets, Mark, Merge, Reading
 from gateway.shadow import MIN_COMPARED, RESULTS
 from gateway.sketch import Counts
 
 SUMMED = ("in_flight", "connections")
-EARLIEST = "process_start_time_seconds"
-
-Series = tuple[str, tuple[tuple[str, str], ...]]
 
 
-def metrics(pages: Sequence[str], rules: Mapping[str, Merge], gone: Sequence[str] = ()) -> str:
-    """Prometheus' text of all pages together. Counters and histograms are summed, gauges as `rules` say, by name; of
-    the pages of those who are `gone` only what was counted."""
-    order: dict[str, tuple[str, str, dict[Series, float]]] = {}
-    for family in chain(_families(pages), (each for each in _families(gone) if each.type != "gauge")):
-        kind, _, series = order.setdefault(family.name, (family.type, family.documentation, {}))
-        rule = _rule(family.name, kind, rules)
-        for sample in family.samples:
-            if sample.name.endswith("_created"):
-                continue
-            key = sample.name, tuple(sorted(sample.labels.items()))
-            before = series.get(key)
-            series[key] = sample.value if before is None else _one(rule, before, sample.value)
-    return "".join(_shown(name, *found) for name, found in order.items())
+def readings(pages: Iterable[Iterable[Reading]], gone: Iterable[Iterable[Reading]] = ()) -> list[Reading]:
+    """All pages as one. Counters and histograms are summed, gauges merged by the rule of their spec; of the pages of
+    workers that are `gone` only counters and histograms."""
+    found: dict[str, Reading] = {}
+    counted = (each for page in gone for each in page if each.spec.kind != "gauge")
+    for reading in chain(chain.from_iterable(pages), counted):
+        one = found.get(reading.spec.name)
+        if one is None:
+            found[reading.spec.name] = Reading(reading.spec, reading.values.copy())
+        elif one.spec.buckets == reading.spec.buckets:
+            _add(one, reading)
+    return list(found.values())
 
 
-def _families(pages: Sequence[str]) -> Iterator[Metric]:
-    return chain.from_iterable(map(text_string_to_metric_families, pages))
+def _add(one: Reading, other: Reading) -> None:
+    for labels, value in other.values.items():
+        before = one.values.get(labels)
+        if before is None:
+            one.values[labels] = value
+        elif isinstance(before, Buckets) and isinstance(value, Buckets):
+            one.values[labels] = _summed(before, value)
+        elif not isinstance(before, Buckets) and not isinstance(value, Buckets):
+            one.values[labels] = _one(one.spec.merge, before, value)
 
 
-def _rule(name: str, kind: str, rules: Mapping[str, Merge]) -> Merge:
-    if kind != "gauge":
-        return Merge.SUM
-    return Merge.MIN if name == EARLIEST else rules.get(name, Merge.SUM)
+def _summed(one: Buckets, other: Buckets) -> Buckets:
+    """The observations of both; of each bucket the newer request."""
+    counts = list(map(add, one.counts, other.counts))
+    marks = [max(filter(None, pair), key=_time, default=None) for pair in zip_longest(one.marks, other.marks)]
+    return Buckets(counts, one.sum + other.sum, marks)
+
+
+def _time(mark: Mark) -> float:
+    return mark[1]
 
 
 def _one(rule: Merge, one: float, other: float) -> float:
@@ -59,23 +64,6 @@ def _one(rule: Merge, one: float, other: float) -> float:
             return min(one, other)
         case Merge.LAST:
             return other
-
-
-def _shown(name: str, kind: str, text: str, series: Mapping[Series, float]) -> str:
-    shown = f"{name}_total" if kind == "counter" else name
-    lines = [f"# HELP {shown} {_escaped(text)}\n# TYPE {shown} {kind}\n"]
-    for (sample, labels), value in series.items():
-        inside = ",".join(f'{label}="{_quoted(told)}"' for label, told in labels)
-        lines.append(f"{sample}{{{inside}}} {value!r}\n" if inside else f"{sample} {value!r}\n")
-    return "".join(lines)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace("\n", r"\n")
-
-
-def _quoted(text: str) -> str:
-    return _escaped(text).replace('"', r"\"")
 
 
 def endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

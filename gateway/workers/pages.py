@@ -12,12 +12,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.config.source import FILE_CAP_BYTES
+from gateway.exposition import content_type, wants_openmetrics
 from gateway.live import pages as live_pages
 from gateway.live.recent import Query, add_requests, together
-from gateway.metrics import Metrics
 from gateway.reload.pages import add_changes
 from gateway.reload.reloader import ChangeOptions
 from gateway.trust import guard
@@ -49,8 +48,7 @@ def application(supervisor: Supervisor) -> web.Application:
 
 def _add_merged(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
     """What all say, made one."""
-    rules = {spec.name: spec.merge for spec in Metrics().catalogue()}
-    counted = Counted(supervisor.ready, supervisor.ending, rules)
+    counted = Counted(supervisor.ready, supervisor.ending)
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -63,9 +61,10 @@ def _add_merged(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
             return web.Response(text="ready\n")
         return web.Response(status=503, text=told[0].body.decode() if told else "no worker serves\n")
 
-    async def metrics(_: web.Request) -> web.Response:
-        page = await counted.page(supervisor.figures.render().decode())
-        return web.Response(body=page.encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def metrics(request: web.Request) -> web.Response:
+        exemplars = wants_openmetrics(request.headers.get("Accept", ""))
+        page = await counted.page(supervisor.figures.readings(), exemplars=exemplars)
+        return web.Response(body=page, headers={"Content-Type": content_type(exemplars=exemplars)})
 
     async def requests(query: Query) -> dict[str, Any]:
         told = await _all(supervisor.ready(), query.path)

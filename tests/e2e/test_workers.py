@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
 from tests.e2e.processes import Gateway, gateway, mock_fleet
 from tests.e2e.shared_house import CACHE_FIRST, endpoints, heard_out, metric, page, until
@@ -97,6 +98,20 @@ async def test_prompts_are_found_in_caches_whichever_worker_was_asked(
     assert metric(two[0], "penstock_workers") == 2
     assert metric(two[0], "penstock_shared_up") == 1
     assert len(endpoints(two[0])) == 2
+
+
+async def test_a_scraper_that_takes_openmetrics_gets_exemplars_with_workers_too(two: tuple[Gateway, Path]) -> None:
+    running, _ = two
+    await ask(running.url, "a prompt")
+    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    request = urllib.request.Request(f"{running.admin_url}/metrics", headers=accept)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+        families = {each.name: each for each in openmetrics(answer.read().decode())}
+    marked = [each.exemplar for each in families["penstock_ttft_seconds"].samples if each.exemplar]
+    assert marked
+    assert all(told(running, f"/explain/{each.labels['request_id']}")[0] == 200 for each in marked)
+    assert families["penstock_workers"].samples[0].value == 2
 
 
 def test_the_live_view_is_of_all_workers(two: tuple[Gateway, Path]) -> None:

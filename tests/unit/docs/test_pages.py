@@ -25,6 +25,7 @@ from ruamel.yaml import YAML
 from gateway.cli import app
 from gateway.config import examine_text, json_schema
 from gateway.docgen import pages as made
+from gateway.exposition import page
 from gateway.metrics import Metrics
 from gateway.workers.figures import Figures
 from policies import admissions, registry
@@ -198,7 +199,9 @@ def test_every_make_target_it_names_is_there(name: str) -> None:
 @cache
 def series() -> frozenset[str]:
     """Names of families and of what a histogram or the process tells, of a gateway and of a supervisor."""
-    return frozenset(re.findall(r"penstock_\w+", (Metrics().render() + Figures().render()).decode()))
+    return frozenset(
+        re.findall(r"penstock_\w+", (Metrics().render() + page(Figures().readings(), exemplars=False)).decode())
+    )
 
 
 @each_written_page

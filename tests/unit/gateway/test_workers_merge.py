@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
+from gateway import exposition
 from gateway.canary import figures
-from gateway.meters import Merge
+from gateway.meters import Buckets, Merge, Reading, Spec
 from gateway.metrics import Metrics
 from gateway.sketch import Counts, bucket_of
 from gateway.workers import merge
 
-RULES = {spec.name: spec.merge for spec in Metrics().catalogue()}
 
-
-def page(requests: int, up: float, ttft_s: float) -> str:
+def page(requests: int, up: float, ttft_s: float) -> list[Reading]:
     metrics = Metrics()
     metrics.requests_total.labels('a "model"\\\n', "200", "served").inc(requests)
     metrics.endpoint_up.labels("a:1").set(up)
     metrics.shared_staleness_seconds.set(ttft_s)
     metrics.ttft_seconds.labels("m", "a:1").observe(ttft_s)
-    return metrics.render().decode()
+    return list(metrics.readings())
+
+
+def text(*pages: list[Reading], exemplars: bool = False) -> str:
+    return exposition.page(merge.readings(pages), exemplars=exemplars).decode()
 
 
 def test_counters_and_histograms_are_summed_and_gauges_follow_their_rules() -> None:
-    merged = merge.metrics([page(3, 1.0, 0.002), page(4, 0.0, 0.03)], RULES)
+    merged = text(page(3, 1.0, 0.002), page(4, 0.0, 0.03))
     assert 'penstock_requests_total{code="200",model="a \\"model\\"\\\\\\n",reason="served"} 7.0' in merged
     assert 'penstock_endpoint_up{endpoint="a:1"} 0.0' in merged
     assert "penstock_shared_staleness_seconds 0.03" in merged
@@ -32,29 +37,63 @@ def test_counters_and_histograms_are_summed_and_gauges_follow_their_rules() -> N
     assert 'penstock_ttft_seconds_bucket{endpoint="a:1",le="+Inf",model="m"} 2.0' in merged
 
 
-def test_one_page_says_the_same_after_merging() -> None:
+@pytest.mark.parametrize("exemplars", [False, True])
+def test_the_page_of_one_worker_is_the_page_of_a_gateway_without_workers(exemplars: bool) -> None:
     alone = page(3, 1.0, 0.002)
-    again = merge.metrics([merge.metrics([alone], RULES)], RULES)
-    assert again == merge.metrics([alone], RULES)
-    assert again.count("# TYPE ") == alone.count("# TYPE ")
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(alone), type=list[Reading])
+    assert text(sent, exemplars=exemplars) == exposition.page(alone, exemplars=exemplars).decode()
 
 
-def test_a_process_started_when_the_first_of_its_workers_did() -> None:
-    pages = [f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {at}.0\n" for at in (7, 5)]
-    assert "process_start_time_seconds 5.0" in merge.metrics(pages, {})
+def test_each_bucket_shows_the_newest_request_of_all_workers() -> None:
+    one, other = Metrics(), Metrics()
+    for metrics, marks in (
+        (one, ((0.2, 10.0, "old", ""), (9000.0, 11.0, "slow", "4bf92f"))),
+        (other, ((0.21, 12.0, "new", ""), (0.05, 9.0, "fast", ""))),
+    ):
+        for mark in marks:
+            metrics.ttft_seconds.labels("m", "a").mark(mark)
+    merged = text(*(list(each.readings(exemplars=True)) for each in (one, other)), exemplars=True)
+    family = next(each for each in openmetrics(merged) if each.name == "penstock_ttft_seconds")
+    marked = {each.labels["le"]: each.exemplar.labels for each in family.samples if each.exemplar}
+    assert marked == {
+        "0.06": {"request_id": "fast"},
+        "0.25": {"request_id": "new"},
+        "+Inf": {"request_id": "slow", "trace_id": "4bf92f"},
+    }
+    assert "request_id" not in text(list(one.readings()), list(other.readings()))
 
 
-def test_files_and_their_limits_are_summed_alike_so_that_their_ratio_is_the_mean_of_the_processes() -> None:
-    page = "# TYPE process_open_fds gauge\nprocess_open_fds {}.0\n# TYPE process_max_fds gauge\nprocess_max_fds 100.0\n"
-    merged = merge.metrics([page.format(10), page.format(30)], RULES)
-    assert "process_open_fds 40.0\n" in merged
-    assert "process_max_fds 200.0\n" in merged
+def gauge(name: str, value: float, rule: Merge = Merge.SUM) -> list[Reading]:
+    return [Reading(Spec(name, "gauge", "help", merge=rule), {(): value})]
 
 
-def test_the_last_word_counts_where_the_rule_says_so() -> None:
-    pages = [f"# TYPE x gauge\nx {value}.0\n" for value in (3, 1)]
-    assert "x 1.0" in merge.metrics(pages, {"x": Merge.LAST})
-    assert "x 3.0" in merge.metrics(pages, {"x": Merge.MAX})
+def test_the_last_value_counts_where_the_rule_says_so() -> None:
+    assert "\nx 1.0" in text(gauge("x", 3, Merge.LAST), gauge("x", 1, Merge.LAST))
+    assert "\nx 3.0" in text(gauge("x", 3, Merge.MAX), gauge("x", 1, Merge.MAX))
+
+
+def test_processes_are_summed_and_started_when_the_first_of_them_did() -> None:
+    """Limits of files are summed as well: the ratio of open files to them is the mean of the processes."""
+    one, other = list(Metrics().readings()), list(Metrics().readings())
+    for page, more in ((one, 1), (other, 3)):
+        for reading in page:
+            if reading.spec.name.startswith("process_"):
+                reading.values[()] = 100.0 * more
+    merged = text(one, other)
+    assert "\nprocess_start_time_seconds 100.0\n" in merged
+    for name in ("cpu_seconds_total", "resident_memory_bytes", "virtual_memory_bytes", "open_fds", "max_fds"):
+        assert f"\nprocess_{name} 400.0\n" in merged
+
+
+def test_a_histogram_with_other_buckets_is_left_out() -> None:
+    """A worker may come from another version of the program."""
+
+    def lag(*bounds: float) -> list[Reading]:
+        spec = Spec("lag_seconds", "histogram", "help", buckets=bounds)
+        return [Reading(spec, {(): Buckets([1] * (len(bounds) + 1), 1.0)})]
+
+    assert "lag_seconds_count 3.0" in text(lag(1.0, 2.0), lag(1.0))
+    assert "lag_seconds_count 6.0" in text(lag(1.0, 2.0), lag(1.0, 2.0))
 
 
 def endpoint(in_flight: int, *, available: bool) -> dict[str, object]:
