@@ -17,7 +17,7 @@ import msgspec
 import typer
 
 from gateway import tls
-from gateway.commands import HERE, fail
+from gateway.commands import HERE, fail, say
 
 WAIT_S = 30.0
 ANSWER_CAP_BYTES = 64 << 20
@@ -197,7 +197,9 @@ def _context(admin: AdminAddress) -> ssl.SSLContext:
         problems.append(problem)
     for problem in problems:
         option, path = files[problem.role]
-        fail(f"{option} {path}: {problem.message}")
+        if problem.is_error:
+            fail(f"{option} {path}: {problem.message}")
+        say(f"{option} {path} {problem.message}", style="yellow", err=True)
     return tls.client_context(tls.ClientSettings(_text(admin.ca), pair, not admin.insecure))
 
 

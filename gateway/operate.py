@@ -27,7 +27,10 @@ def status(admin: AdminAddress, as_json: Json = False) -> None:
     if as_json:
         told = {
             key: config[key]
-            for key in ("version", "applied", "file_differs", "last_error", "needs_restart", "models", "shared")
+            for key in (
+                *("version", "applied", "file_differs", "last_error", "needs_restart", "models", "shared"),
+                "certificates",
+            )
         }
         print_json(told | {"endpoints": fleet, "shadows": shadows, "canaries": canaries})
         return
@@ -41,6 +44,9 @@ def status(admin: AdminAddress, as_json: Json = False) -> None:
         say(text, style="yellow")
     if config["needs_restart"]:
         say(f"needs a restart: {', '.join(config['needs_restart'])}", style="yellow")
+    for each in config["certificates"]:
+        if each["problem"] is not None:
+            say(f"{each['path']}: {each['file']} {each['problem']}", style="red")
     for problem in error["problems"] if error else ():
         say(f"last attempt rejected ({error['source']}, {error['at']}): {problem['text']}", style="red")
     _tried(shadows, canaries)

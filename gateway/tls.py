@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from time import time
 from typing import Any
@@ -63,10 +64,11 @@ class Encryption(msgspec.Struct, frozen=True):
 
 
 class FileProblem(msgspec.Struct, frozen=True):
-    """What is wrong with a file of the settings. `role`: certificate, key or ca."""
+    """What is wrong with a file of the settings. `role`: certificate, key or ca. Without `is_error` it can be used."""
 
     role: str
     message: str
+    is_error: bool = True
 
 
 class ValidTimes(msgspec.Struct, frozen=True):
@@ -75,6 +77,14 @@ class ValidTimes(msgspec.Struct, frozen=True):
     not_before: float
     not_after: float
     names: tuple[str, ...]
+
+    def doubt(self, now: float) -> str | None:
+        """Why peers refuse the certificate now, with the date; None: they do not, by its times."""
+        if self.not_after < now:
+            return f"expired on {_date(self.not_after)}; its peers refuse it"
+        if self.not_before > now:
+            return f"is not valid before {_date(self.not_before)}; its peers refuse it"
+        return None
 
 
 def server_context(settings: ServerSettings) -> ssl.SSLContext:
@@ -138,11 +148,9 @@ def pair_problems(pair: KeyPair) -> Iterator[FileProblem]:
     except (OSError, ValueError) as error:
         yield _pair_problem(error)
         return
-    now = time()
-    if times.not_after < now:
-        yield FileProblem("certificate", "has expired")
-    elif times.not_before > now:
-        yield FileProblem("certificate", "is not valid yet")
+    doubt = times.doubt(time())
+    if doubt is not None:
+        yield FileProblem("certificate", doubt, is_error=False)
 
 
 def ca_problem(path: str) -> FileProblem | None:
@@ -214,6 +222,10 @@ def _server_context(settings: ServerSettings, pair: KeyPair) -> ssl.SSLContext:
 def _load_pair(context: ssl.SSLContext, pair: KeyPair) -> None:
     password = pair.password or ""  # without one OpenSSL would ask at the terminal
     context.load_cert_chain(pair.certificate, pair.key, lambda: password)
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _stamp(path: str) -> tuple[int, ...] | None:

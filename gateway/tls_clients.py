@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+from time import time
 from typing import Any
 
 from gateway import tls
@@ -37,6 +38,9 @@ class ClientContexts:
             return last[1]
         try:
             context = tls.client_context(settings)
+            doubt = None if settings.pair is None else tls.valid_times(settings.pair).doubt(time())
+            if settings.pair is not None and doubt is not None:
+                log.warning("TLS towards engines: the certificate %s %s", settings.pair.certificate, doubt)
         except (OSError, ValueError) as error:
             log.error("TLS towards engines: %s cannot be used: %s", ", ".join(tls.files_of(settings)), error)
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if last is None else last[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from time import time
 from typing import TYPE_CHECKING, Protocol, cast
 
 from gateway import tls
@@ -62,16 +63,26 @@ class TlsListener:
         self._use(section)
 
     def _use(self, section: ListenerTls) -> None:
-        self._stamp = section.settings, tls.stamp_of(section.settings)
-        self._context = tls.server_context(section.settings)
-        self._handshake_s = section.handshake_timeout
-        self.not_after = min(tls.valid_times(pair).not_after for pair in section.settings.pairs)
+        settings = section.settings
+        stamp = settings, tls.stamp_of(settings)
+        context, times = tls.server_context(settings), [tls.valid_times(pair) for pair in settings.pairs]
+        doubts = [each.doubt(time()) for each in times]
+        self._stamp, self._context, self._handshake_s = stamp, context, section.handshake_timeout
+        self.not_after = min(each.not_after for each in times)
+        for pair, doubt in zip(settings.pairs, doubts, strict=True):
+            if doubt is not None:
+                log.warning("TLS: the certificate %s %s", pair.certificate, doubt)
 
     def follow(self, section: ListenerTls | None) -> None:
-        """Use the section and its files, as they are now, for new connections. The old ones stay if a file fails."""
+        """Use the section and its files, as they are now, for new connections.
+
+        The old ones stay if a file fails, or if the new certificate has expired and the one in use has not.
+        """
         if section is None or (section.settings, tls.stamp_of(section.settings)) == self._stamp:
             return
         try:
+            if section.settings == self._stamp[0] and self.not_after > time() >= _not_after(section.settings):
+                raise ValueError("it has expired")
             self._use(section)
         except (OSError, ValueError) as error:
             log.error("TLS: %s cannot be used, the certificate in use stays: %s", section.certificate, error)
@@ -220,3 +231,8 @@ class Handshake(asyncio.Protocol):
         self._listener.end(self)
         self._early.clear()
         self._errand = self._raw = None
+
+
+def _not_after(settings: tls.ServerSettings) -> float:
+    """When the first of the certificates expires."""
+    return min(tls.valid_times(pair).not_after for pair in settings.pairs)

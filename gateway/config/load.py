@@ -88,6 +88,7 @@ def _build(source: Source, text: bytes = b"") -> Loaded:
     if source.problems or config is None:
         raise ConfigError(source.problems.values(), source.references)
     doubts = [source.problem(each.path, each.message, key=each.on_key) for each in checks.warnings(source.data)]
+    doubts += source.doubts
     in_clear = list(checks.secrets_in_clear(source.data))
     return Loaded(
         config,

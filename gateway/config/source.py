@@ -99,9 +99,9 @@ def numbers_if_substituted(value: Any) -> Any:
 class Source:
     """One file as data: `data` (plain values), `marks` (path -> place of a value), `keys` (path -> place of its key).
 
-    `problems` collects what is wrong already; a path in it is not worth judging again. `written` has every value as it
-    stands in the text, references unfilled; `references` the files it names. `files` has the digest of each file whose
-    path is a value.
+    `problems` collects what is wrong already; a path in it is not worth judging again. `doubts` has the warnings about
+    files. `written` has every value as it stands in the text, references unfilled; `references` the files it names.
+    `files` has the digest of each file whose path is a value.
     """
 
     def __init__(self, file: str) -> None:
@@ -114,6 +114,7 @@ class Source:
         self.marks: dict[Path, Mark] = {}
         self.keys: dict[Path, Mark] = {}
         self.problems: dict[Path, Problem] = {}
+        self.doubts: list[Problem] = []
 
     def mark(self, path: Path, *, key: bool = False) -> Mark:
         """The place of `path` (of its key if asked); of its nearest parent that has one when it is not in the file."""
@@ -131,6 +132,10 @@ class Source:
     def fail(self, path: Path, message: str, *, key: bool = False) -> None:
         """Notes a problem at `path`; the first one at a path is kept."""
         self.problems.setdefault(path, self.problem(path, message, key=key))
+
+    def doubt(self, path: Path, message: str) -> None:
+        """Notes a warning at `path`."""
+        self.doubts.append(self.problem(path, message))
 
     def depends_on(self, *facts: bytes) -> None:
         """What the data was made from; any change of it changes `digest`."""

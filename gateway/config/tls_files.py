@@ -1,4 +1,7 @@
-"""Checks the files that TLS sections name (missing, unmatched, expired), and adds them to the digest."""
+"""Checks the files that TLS sections name, and adds them to the digest. An expired certificate is a warning only.
+
+With an error the gateway could not be restarted, and would refuse changes that have nothing to do with it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 
+import msgspec
+
 from gateway import tls
-from gateway.config.problems import Path
+from gateway.config.problems import Path, show_path
 from gateway.config.source import Source
 from gateway.config.tls import ClientTls, ListenerTls
 from gateway.config.tree import Config
@@ -17,16 +22,44 @@ def examine(config: Config, source: Source) -> None:
     """Add what is wrong with the files to the problems of the source, and the files to what it was made from."""
     files = _Files(source)
     for path, section in _sections(config):
+        for at, pair in _pairs(path, section):
+            files.pair(at, pair)
         if isinstance(section, ListenerTls):
-            files.pair(path, section.pair)
-            for index, each in enumerate(section.more):
-                files.pair((*path, "more", index), each.pair)
             files.authorities(path, "client_ca", section.client_ca)
         else:
-            pair = section.settings.pair
-            if pair is not None:
-                files.pair(path, pair)
             files.authorities(path, "ca", section.ca)
+
+
+class Certificate(msgspec.Struct, frozen=True):
+    """A certificate that the configuration names at `path`. `doubt`: why its peers refuse it now, if they do."""
+
+    path: str
+    file: str
+    not_after: float
+    doubt: str | None
+
+
+def certificates(config: Config, now: float) -> Iterator[Certificate]:
+    """The certificates of the configuration that can be read now, each at the first place that names it."""
+    first: dict[tls.KeyPair, Path] = {}
+    for path, section in _sections(config):
+        for at, pair in _pairs(path, section):
+            first.setdefault(pair, at)
+    for pair, path in first.items():
+        try:
+            times = tls.valid_times(pair)
+        except (OSError, ValueError):
+            continue  # `examine` names the problem
+        yield Certificate(show_path((*path, "certificate")), pair.certificate, times.not_after, times.doubt(now))
+
+
+def _pairs(path: Path, section: ListenerTls | ClientTls) -> Iterator[tuple[Path, tls.KeyPair]]:
+    """The certificates of a section with their keys, and where the section names them."""
+    if isinstance(section, ListenerTls):
+        yield path, section.pair
+        yield from (((*path, "more", index), each.pair) for index, each in enumerate(section.more))
+    elif section.settings.pair is not None:
+        yield path, section.settings.pair
 
 
 def _sections(config: Config) -> Iterator[tuple[Path, ListenerTls | ClientTls]]:
@@ -55,11 +88,15 @@ class _Files:
     def pair(self, path: Path, pair: tls.KeyPair) -> None:
         """A certificate and its key, under `path`."""
         if pair not in self._pairs:
-            self._pairs[pair] = tuple(tls.pair_problems(pair))
+            found = self._pairs[pair] = tuple(tls.pair_problems(pair))
+            for problem in found:
+                if not problem.is_error:
+                    self._source.doubt((*path, problem.role), problem.message)
         self._note((*path, "certificate"), pair.certificate)
         self._note((*path, "key"), pair.key)
         for problem in self._pairs[pair]:
-            self._source.fail((*path, problem.role), problem.message)
+            if problem.is_error:
+                self._source.fail((*path, problem.role), problem.message)
 
     def authorities(self, path: Path, key: str, file: str | None) -> None:
         """A file of certificate authorities, at `key` under `path`."""

@@ -277,6 +277,17 @@ ALERTS = (
         (("instance", "g"),),
     ),
     Alert(
+        "PenstockCertificateExpires",
+        "min by (instance, listener) (penstock_tls_certificate_not_after_timestamp_seconds) - time()",
+        "< 604800",
+        "10m",
+        "ticket",
+        "A listener's certificate expires within a week, or has expired: clients will refuse it.",
+        (('penstock_tls_certificate_not_after_timestamp_seconds{instance="g", listener="api"}', "600000x60"),),
+        (('penstock_tls_certificate_not_after_timestamp_seconds{instance="g", listener="api"}', "2600000x60"),),
+        (("instance", "g"), ("listener", "api")),
+    ),
+    Alert(
         "PenstockLoopLag",
         quantile(0.99, "penstock_loop_lag_seconds", "instance", "5m"),
         "> 0.1",

@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
+from time import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
-from gateway.config import Problem
+from gateway.config import Config, Problem
 from gateway.config.compare import Change, shown
 from gateway.config.source import FILE_CAP_BYTES
+from gateway.config.tls_files import certificates
 from gateway.reload.reloader import ChangeOptions, Outcome, Rejection, Reloader
 from gateway.reload.trial import tallied
 from gateway.reload.versions import Version
@@ -38,6 +40,7 @@ def add(app: App, routes: web.UrlDispatcher) -> None:
         state = _state(reloader) | {
             "shared": app.shared_state(),
             "file_differs": await asyncio.to_thread(reloader.file_differs),
+            "certificates": await asyncio.to_thread(_certificates, reloader.running.config),
             "generation": snapshot.generation,
             "models": sorted(snapshot.routes),
             "retiring": app.swap.retiring,
@@ -123,6 +126,14 @@ def _state(reloader: Reloader) -> dict[str, Any]:
         "last_error": _rejection(reloader.last_error),
         "needs_restart": list(reloader.needs_restart),
     }
+
+
+def _certificates(config: Config) -> list[dict[str, Any]]:
+    """When the certificates in the files expire, and why they are refused now, if they are."""
+    return [
+        {"path": each.path, "file": each.file, "not_after": _time(each.not_after), "problem": each.doubt}
+        for each in certificates(config, time())
+    ]
 
 
 def _told(outcome: Outcome) -> web.Response:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,13 @@ import pytest
 from gateway import tls
 from gateway.config import ConfigError, Loaded, examine
 from gateway.config.compare import changes
+from gateway.config.tls import ListenerTls
+from gateway.config.tls_files import certificates
 from gateway.reload.reloader import _bound
+from gateway.tls_listener import TlsListener
 from tests.authority import Authority, Files
+
+JANUARY_2020 = 1577836800.0
 
 CONFIG = """version: 1
 listeners:
@@ -68,9 +76,60 @@ def test_a_key_of_another_certificate_is_an_error(tmp_path: Path, authority: Aut
     assert found == ["6:12 listeners.api.tls.key does not belong to the certificate"]
 
 
-def test_an_expired_certificate_is_an_error(tmp_path: Path, authority: Authority) -> None:
+def test_an_expired_certificate_is_a_warning_with_its_date(tmp_path: Path, authority: Authority) -> None:
     authority.issue("server", "localhost", expired=True)
-    assert problems(written(tmp_path)) == ["5:20 listeners.api.tls.certificate has expired"]
+    (warning,) = examine(written(tmp_path), {}).warnings
+    told = "expired on 2020-01-02 00:00 UTC; its peers refuse it"
+    assert (warning.line, warning.col, warning.path) == (5, 20, "listeners.api.tls.certificate")
+    assert warning.message == told
+
+
+def test_certificates_are_listed_with_their_ends_and_doubts(tmp_path: Path, authority: Authority) -> None:
+    authority.issue("server", "localhost", expired=True)
+    config = examine(written(tmp_path), {}).config
+    (found,) = certificates(config, JANUARY_2020 + 60)
+    assert (found.path, found.file) == ("listeners.api.tls.certificate", str(tmp_path / "server.pem"))
+    assert (found.not_after, found.doubt) == (JANUARY_2020 + 86400, None)
+    (early,) = certificates(config, JANUARY_2020 - 1)
+    assert early.doubt == "is not valid before 2020-01-01 00:00 UTC; its peers refuse it"
+    (late,) = certificates(config, JANUARY_2020 + 86401)
+    assert late.doubt == "expired on 2020-01-02 00:00 UTC; its peers refuse it"
+
+
+def listener(file: Path) -> tuple[TlsListener, Callable[[], None]]:
+    """A listener of the configuration, and what reads the file again."""
+
+    def section() -> ListenerTls:
+        found = examine(file, {}).config.listeners.api.tls
+        assert found is not None
+        return found
+
+    made = TlsListener(section(), asyncio.Protocol, 1.0, lambda: None)
+    return made, lambda: made.follow(section())
+
+
+def test_a_listener_starts_with_an_expired_certificate_and_logs_its_date(
+    tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority.issue("server", "localhost", expired=True)
+    made, follow = listener(written(tmp_path))
+    assert made.not_after == JANUARY_2020 + 86400
+    assert "server.pem expired on 2020-01-02" in caplog.text
+    authority.issue("server", "localhost")
+    follow()
+    assert made.not_after > time.time()
+
+
+def test_a_valid_certificate_in_use_is_not_exchanged_for_an_expired_one(
+    tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority.issue("server", "localhost")
+    made, follow = listener(written(tmp_path))
+    before = made.not_after
+    authority.issue("server", "localhost", expired=True)
+    follow()
+    assert made.not_after == before
+    assert "the certificate in use stays: it has expired" in caplog.text
 
 
 @pytest.mark.usefixtures("good")

@@ -24,6 +24,7 @@ GIVEN = frozenset({"instance", "job"})
 
 WITHOUT_A_CHILD = {
     "penstock_split_leases_given_up_total": "no client that left at the wrong moment",
+    "penstock_tls_certificate_not_after_timestamp_seconds": "no listener with TLS",
 }
 """Families in queries by hand whose labels this traffic does not bring forth; their names are there all the same."""
 
