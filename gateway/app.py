@@ -133,7 +133,7 @@ class App:
         self._log = AccessLog(seen, self._loop, dropped)
         self._tracer = Tracer(self.metrics, Random(secrets.randbits(64)), origin.env)
         self._watcher = Watcher(config, self._endpoints, self._learnt)
-        self._endpoints.on_out = self._watcher.suspect
+        self._endpoints.on_out, self._endpoints.ask_health = self._watcher.suspect, self._watcher.check
         self._pump = None if seal is None else self._join(seal, origin.local, rng)
         plan = build(config, self._endpoints, self._gate, {})
         self._endpoints.adopt(plan.adoption)

@@ -1,8 +1,14 @@
-"""What follows a failed attempt: another one within the fleet's budget, a refusal, or an answer that is broken off."""
+"""What follows a failed attempt: another one within the fleet's budget, a refusal, or an answer that is broken off.
+
+A retry goes to an endpoint that answers: when an attempt was lost at one endpoint, others may be dead of the same
+cause, and a request has few attempts. So before the next one the chosen endpoint is asked for its health, in all three
+loops: whole requests (serve.py), split ones (split/dispatch.py) and the rest of a stream (resume/going_on.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -12,7 +18,6 @@ from gateway.client import Client
 from gateway.exchange import Exchange
 from gateway.relay import STOPPED, UpstreamBroke
 from policies import run
-from policies.contract import Policy
 from policies.filters import below_cap, fits_context, serves_tenant
 from policies.model import Ask, Candidate, Pick, Request
 
@@ -21,8 +26,14 @@ if TYPE_CHECKING:
     from gateway.snapshot import Route
 
 
-async def retry(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> None:
-    """Wait for leave to try again elsewhere. Raises what the client is told when there is none.
+Choose = Callable[[Sequence[str]], Sequence[Candidate]]
+"""The endpoints that would be asked now if these names were left out; empty if there are none."""
+
+
+async def retry(gateway: Gateway, x: Exchange, broke: UpstreamBroke, choose: Choose) -> Sequence[str]:
+    """Wait for leave to try again elsewhere; return the names that the next attempt has to leave out.
+
+    Raises what the client is told when there is no leave.
 
     Who failed stands in `x.retries` already. An endpoint that never saw the request cost no engine
     anything: it needs no leave, and each endpoint is tried once, so these attempts end. A turn of
@@ -30,16 +41,40 @@ async def retry(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> None:
     """
     if broke.kind == STOPPED:
         raise stopped()
-    if is_unsent(gateway, x, broke):
-        return
-    if x.attempts < gateway.snapshot.config.retries.attempts:
+    if not is_unsent(gateway, x, broke):
+        if x.attempts >= gateway.snapshot.config.retries.attempts:
+            raise _given_up(x, broke)
         x.retrying = x.retrying or await gateway.gate.retry_turn()
         if gateway.gate.stopping:
             raise stopped()
-        if x.retrying:
-            gateway.accounts.retried(broke.kind)
-            return
-    raise _given_up(x, broke)
+        if not x.retrying:
+            raise _given_up(x, broke)
+        gateway.accounts.retried(broke.kind)
+    return await check_chosen(gateway, x, choose)
+
+
+async def check_chosen(gateway: Gateway, x: Exchange, choose: Choose) -> Sequence[str]:
+    """Return the names to leave out so that the next attempt goes to endpoints that answer their health check.
+
+    Only after an attempt that counts. An endpoint that fails the check costs no attempt. One that is silent is left
+    out as long as there are others.
+    """
+    endpoints, silent = gateway.endpoints, list[str]()
+    while x.attempts and (chosen := choose([*x.retries, *silent])):
+        answers = await asyncio.gather(*(endpoints.check(each) for each in chosen))
+        names = [each.endpoint.name for each in chosen]
+        if all(answers):
+            others = [live.endpoint.name for live in endpoints.all() if live.endpoint.name not in names]
+            if choose(others):
+                return others
+            silent += names  # no longer available: it was taken out while it was asked
+        for name, answer in zip(names, answers, strict=True):
+            if answer is None:
+                silent.append(name)
+            elif not answer:
+                x.retries.append(name)
+                x.unsent += 1
+    return x.retries
 
 
 _BESIDE_ROOM = (fits_context.__name__, serves_tenant.__name__)  # filters that another endpoint may pass, if a full one
@@ -54,13 +89,14 @@ def is_unsent(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> bool:
     return True
 
 
-def crowded(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Pick | None:
+def crowded(route: Route, ask: Ask) -> Pick | None:
     """Those with room take no prompt so long, or not of its tenant: one that does gets it beyond its cap, and its
     engine has it wait.
 
     Permits are counted by pool, so who has one may find every endpoint taken that its prompt fits. None when it is
     something else that left nobody.
     """
+    policy, candidates = route.policy, route.candidates
     if run.refusal(policy, ask, candidates) not in _BESIDE_ROOM:
         return None
     filters = tuple(keep for keep in policy.filters if keep is not below_cap)

@@ -6,7 +6,7 @@ Decisions about health are policies.health's; here its events are gathered and i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from random import Random
 from time import monotonic
 
@@ -46,11 +46,13 @@ class EndpointTable:
 
     on_change  called when an endpoint's availability has changed
     on_out     called with an endpoint that was ejected or found dead
+    ask_health asks an endpoint whether it is well; None: it was silent
     """
 
     __slots__ = (
         *("_by_slot", "_hits", "_limits", "_looked_up", "_metrics", "_pools", "_progress_s"),
-        *("_ramp_s", "_roster", "found", "news", "on_change", "on_out", "prefixes", "rng", "speeds"),
+        *("_ramp_s", "_roster", "ask_health", "found", "news", "on_change", "on_out", "prefixes"),
+        *("rng", "speeds"),
     )
 
     def __init__(self, config: Config, prefixes: Prefixes, metrics: Metrics, rng: Random, outbox: Outbox) -> None:
@@ -58,6 +60,7 @@ class EndpointTable:
         self.rng = rng
         self.on_change: Callable[[], None] = lambda: None
         self.on_out: Callable[[LiveEndpoint], None] = lambda live: None
+        self.ask_health: Callable[[LiveEndpoint], Awaitable[bool | None]] = _believe_well
         self.news: News | None = None
         self._metrics = metrics
         self._looked_up, self._hits = metrics.prefix_lookup_tokens_total, metrics.prefix_hit_tokens_total
@@ -202,6 +205,10 @@ class EndpointTable:
             self.happened(live, Event.PROBE_OK_NEEDED if self.is_needed(live) else Event.PROBE_OK)
         else:
             self.happened(live, Event.PROBE_FAILED)
+
+    async def check(self, candidate: Candidate) -> bool | None:
+        """Ask an endpoint for its health: whether it is well; None when it was silent."""
+        return await self.ask_health(self._by_slot[candidate.load.slot])
 
     def is_needed(self, live: LiveEndpoint) -> bool:
         """Whether no endpoint of its pool and role is available."""
@@ -383,6 +390,11 @@ class EndpointTable:
     def close(self) -> None:
         for live in self.all():
             live.upstream.close()
+
+
+async def _believe_well(_: LiveEndpoint) -> bool | None:
+    """Without a watcher there is no probe."""
+    return True
 
 
 def _health_limits(config: Config) -> HealthLimits:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from functools import partial
 from time import monotonic
 
@@ -34,7 +35,7 @@ from gateway.split import dispatch as split
 from gateway.split.handoffs import Handoffs
 from policies import run
 from policies.fingerprint import Fingerprint
-from policies.model import Ask, Pick, Request
+from policies.model import Ask, Candidate, Pick, Request
 
 log = logging.getLogger("penstock")
 
@@ -162,14 +163,14 @@ def _fingerprint(endpoints: EndpointTable, route: Route, call: Call) -> Fingerpr
 
 async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route, call: Call) -> None:
     """Pick, book and send, until an endpoint answers or nothing is left to try."""
-    endpoints, request, policy = gateway.endpoints, call.request, route.policy
-    fingerprint = x.fingerprint or _fingerprint(endpoints, route, call)
-    x.fingerprint = fingerprint
+    endpoints, request = gateway.endpoints, call.request
+    fingerprint = x.fingerprint = x.fingerprint or _fingerprint(endpoints, route, call)
     problem: UpstreamBroke | None = None
+    left_out: Sequence[str] = ()
     try:
         while True:
-            ask = endpoints.ask(request, fingerprint, x.retries)
-            pick = x.pick = run.pick(policy, ask, route.candidates) or crowded(policy, ask, route.candidates)
+            ask = endpoints.ask(request, fingerprint, left_out)
+            pick = x.pick = run.pick(route.policy, ask, route.candidates) or crowded(route, ask)
             if pick is None:
                 raise nobody(x, route, ask, problem)
             x.picked_at = monotonic()
@@ -194,12 +195,21 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
             if x.committed:
                 return await go_on(gateway, x, client, route, call, problem)
             x.retries.append(pick.candidate.endpoint.name)
-            await retry(gateway, x, problem)
+            left_out = await retry(gateway, x, problem, partial(_choose, endpoints, x, route, request))
     finally:
         if x.retrying:
             if x.hedge is not None:
                 x.hedge.close()
             gateway.gate.give_back_turn()
+
+
+def _choose(
+    endpoints: EndpointTable, x: Exchange, route: Route, request: Request, left_out: Sequence[str]
+) -> Sequence[Candidate]:
+    """As the pick of an attempt, which it precedes."""
+    ask = endpoints.ask(request, x.fingerprint, left_out)
+    pick = run.pick(route.policy, ask, route.candidates) or crowded(route, ask)
+    return () if pick is None else (pick.candidate,)
 
 
 def _watch(gateway: Gateway, x: Exchange, route: Route, ask: Ask, pick: Pick) -> None:

@@ -287,7 +287,9 @@ class Retries(Section):
         "first answer wins. Within the retry budget. 0: none.",
     )
     attempts: Annotated[int, Field(strict=True, ge=1, le=16), BeforeValidator(number_if_substituted)] = setting(
-        3, "Most endpoints one request is sent to. Those that refuse the connection do not count."
+        3,
+        "Most endpoints one request is sent to. Those that refuse the connection do not count; nor do those that fail "
+        "the health check before a retry.",
     )
 
 

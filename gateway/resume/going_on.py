@@ -6,11 +6,12 @@ go_on()   what follows when a leg breaks after its first byte: the rest, from so
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from gateway import legs
-from gateway.attempts import break_off
+from gateway.attempts import break_off, check_chosen
 from gateway.booking import Booking
 from gateway.client import Client
 from gateway.exchange import Exchange
@@ -20,7 +21,7 @@ from gateway.relay import STOPPED, UpstreamBroke
 from gateway.resume.ledger import Continuation, Ledger, Recorded, Recorder
 from gateway.resume.terms import telling, terms_of
 from policies import run
-from policies.model import EngineKind, Pick
+from policies.model import Candidate, EngineKind, Pick
 
 if TYPE_CHECKING:
     from gateway.serve import Gateway
@@ -109,7 +110,7 @@ class _Rest:
             self._close()
             return CLOSED, None
         obstacle = obstacle or await self._leave()
-        pick = None if obstacle else self._pick()
+        pick = None if obstacle else self._pick(await check_chosen(self._gateway, x, self._choose))
         if pick is None:
             return obstacle or "nobody", None
         x.pick = pick
@@ -130,9 +131,13 @@ class _Rest:
             return STOPPED
         return "" if x.retrying else "budget"
 
-    def _pick(self) -> Pick | None:
+    def _choose(self, left_out: Sequence[str]) -> Sequence[Candidate]:
+        pick = self._pick(left_out)
+        return () if pick is None else (pick.candidate,)
+
+    def _pick(self, left_out: Sequence[str]) -> Pick | None:
         x, route = self._x, self._route
-        ask = self._gateway.endpoints.ask(self._call.request, x.fingerprint, x.retries)
+        ask = self._gateway.endpoints.ask(self._call.request, x.fingerprint, left_out)
         able = [each for each in route.candidates if each.endpoint.engine is EngineKind.VLLM]
         return run.pick(route.policy, ask, able)
 

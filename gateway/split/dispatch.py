@@ -5,6 +5,8 @@ The counterpart of serve.py's dispatch for models with a `split`; a pair's own a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,7 @@ from gateway.split.pair import PairAttempt
 from gateway.split.pairing import SplitRoute
 from gateway.split.words import Work
 from policies import run
-from policies.model import Ask
+from policies.model import Ask, Candidate, Pick
 from policies.split import Decision, Pair, Reason
 
 if TYPE_CHECKING:
@@ -34,9 +36,10 @@ async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Cli
     work = Work(gateway, route, split, x, client, call, fingerprint)
     problem: UpstreamBroke | None = None
     recompute = False
+    left_out: Sequence[str] = ()
     try:
         while True:
-            decision, ask = _decide(work, recompute)
+            decision, ask = _decide(work, recompute, left_out)
             if decision.pair is None:
                 problem = await _whole(work, ask, decision, problem)
                 recompute = False  # that was tried: a pair of others may do better than nobody
@@ -46,35 +49,51 @@ async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Cli
                 return None
             if x.committed:
                 return break_off(x, client, problem)
-            await retry(gateway, x, problem)
+            left_out = await retry(gateway, x, problem, partial(_choose, work, recompute))
     finally:
         if x.retrying:
             gateway.gate.give_back_turn()
 
 
-def _decide(work: Work, recompute: bool) -> tuple[Decision, Ask]:
-    gateway, route, pools = work.gateway, work.route, work.split.pools
-    ask = gateway.endpoints.ask(work.call.request, work.fingerprint, work.x.retries)
-    mode = gateway.handoffs.splitting.get(route.name, False)
-    if recompute and any(each.load.available for each in pools.alone):
-        decision = Decision(None, Reason.RECOMPUTE, mode)
-    else:
-        decision = work.split.splitter.decide(pools, ask, shape(work.call.members), mode)
-        gateway.handoffs.splitting[route.name] = decision.splitting
-    gateway.handoffs.decided(decision)
+def _decide(work: Work, recompute: bool, left_out: Sequence[str]) -> tuple[Decision, Ask]:
+    handoffs = work.gateway.handoffs
+    ask = work.gateway.endpoints.ask(work.call.request, work.fingerprint, left_out)
+    decision = _decision(work, ask, recompute)
+    handoffs.splitting[work.route.name] = decision.splitting
+    handoffs.decided(decision)
     work.x.split = SplitRecord(decision.reason)
     return decision, ask
+
+
+def _decision(work: Work, ask: Ask, recompute: bool) -> Decision:
+    pools = work.split.pools
+    mode = work.gateway.handoffs.splitting.get(work.route.name, False)
+    if recompute and any(each.load.available for each in pools.alone):
+        return Decision(None, Reason.RECOMPUTE, mode)
+    return work.split.splitter.decide(pools, ask, shape(work.call.members), mode)
+
+
+def _choose(work: Work, recompute: bool, left_out: Sequence[str]) -> Sequence[Candidate]:
+    """As the choice of an attempt, which it precedes: a pair, or one endpoint for all of it."""
+    ask = work.gateway.endpoints.ask(work.call.request, work.fingerprint, left_out)
+    pair = _decision(work, ask, recompute).pair
+    if pair is not None:
+        return pair.prefill.candidate, pair.decode.candidate
+    pick = _pick_alone(work, ask)
+    return () if pick is None else (pick.candidate,)
+
+
+def _pick_alone(work: Work, ask: Ask) -> Pick | None:
+    """A split request's permit is one and its places are two: one with a permit may find all below their cap taken."""
+    alone = work.split.pools.alone
+    return run.pick(work.route.policy, ask, alone) or run.pick(work.split.splitter.crowded, ask, alone)
 
 
 async def _whole(work: Work, ask: Ask, decision: Decision, problem: UpstreamBroke | None) -> UpstreamBroke | None:
     """One endpoint for all of it; what broke, or None. `problem` is what broke before. Raises GatewayError when nobody
     may."""
     x, route, endpoints, request = work.x, work.route, work.gateway.endpoints, work.call.request
-    alone = work.split.pools.alone
-    pick = run.pick(route.policy, ask, alone)
-    if pick is None:  # a split request's permit is one and its places are two: who has a permit too may find all taken
-        pick = run.pick(work.split.splitter.crowded, ask, alone)
-    x.pick = pick
+    pick = x.pick = _pick_alone(work, ask)
     if pick is None:
         raise _nobody(work, ask, decision, problem)
     x.picked_at = monotonic()

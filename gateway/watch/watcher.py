@@ -13,6 +13,7 @@ import logging
 import traceback
 from collections.abc import Awaitable, Callable
 from time import monotonic
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -32,6 +33,7 @@ log = logging.getLogger("penstock")
 METRICS_LIMIT = 4 * 1024 * 1024
 MODELS_EVERY_S = 30.0
 RECOVERY_S = 1.0  # an endpoint that is out is probed so often at least, whatever its back-off
+CHECK_S = 0.5  # for a health check that a request waits for
 CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
 UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
 
@@ -63,6 +65,7 @@ class Watcher:
         self._learnt = learnt
         self._tasks: dict[LiveEndpoint, tuple[asyncio.Task[None], ...]] = {}
         self._suspected: dict[LiveEndpoint, asyncio.Task[None]] = {}
+        self._checks: dict[LiveEndpoint, asyncio.Task[bool | None]] = {}
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -104,7 +107,8 @@ class Watcher:
         return self._config.health.progress / 10
 
     async def stop(self) -> None:
-        tasks = [task for pair in self._tasks.values() for task in pair] + list(self._suspected.values())
+        tasks: list[asyncio.Task[Any]] = [task for pair in self._tasks.values() for task in pair]
+        tasks += [*self._suspected.values(), *self._checks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -145,6 +149,30 @@ class Watcher:
             interval_s = min(RECOVERY_S, self._config.health.interval)
             await asyncio.sleep(interval_s * self._endpoints.rng.uniform(0.9, 1.1))
             await self._tried(self._probe, live)
+
+    async def check(self, live: LiveEndpoint) -> bool | None:
+        """Whether an endpoint is well enough for a retry; None when it was silent. Requests share a check."""
+        if self._session is None:
+            return True
+        task = self._checks.get(live)
+        if task is None:
+            task = asyncio.create_task(self._check(live), name=f"check {live.endpoint.name}")
+            self._checks[live] = task
+            task.add_done_callback(lambda _: self._checks.pop(live, None))
+        return await asyncio.shield(task)
+
+    async def _check(self, live: LiveEndpoint) -> bool | None:
+        timeout_s = min(CHECK_S, self._config.health.timeout)
+        try:
+            status, _ = await self._fetch(live, self._config.health.path, timeout_s, 4096)
+        except UNREACHABLE as error:
+            if not _is_unreachable(error):
+                return None
+            self._endpoints.refused(live)
+            return False
+        if status != 200:  # a good answer is no reason for a return: _probe() sees to that
+            self._endpoints.probed(live, status)
+        return status == 200
 
     async def _look(self, live: LiveEndpoint) -> None:
         probes = () if live in self._suspected else (self._probe(live),)

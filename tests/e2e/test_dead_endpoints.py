@@ -31,16 +31,16 @@ async def test_with_4_of_64_endpoints_alive_at_the_start_no_request_fails(policy
         assert no_endpoint_saw_a_request_twice(running)
 
 
-@pytest.mark.parametrize("dead", [(Mode.REFUSES,)])
+@pytest.mark.parametrize("dead", [(Mode.RESETS,), DEAD])
 @pytest.mark.parametrize("policy", names())
 async def test_when_60_of_64_endpoints_die_under_load_no_request_fails(policy: str, dead: tuple[Mode, ...]) -> None:
     async with fleet([Mode.ANSWERS] * 64, policy=policy, delay_s=0.01) as running:
         over = asyncio.Event()
         load = asyncio.create_task(running.load(32, over))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         for engine, mode in zip(running.engines, modes(alive=4, of=64, dead=dead), strict=True):
             await engine.become(mode)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.15)
         over.set()
         statuses = await load
         assert set(statuses) == {200}, statuses

@@ -80,13 +80,17 @@ Script = Callable[[Asked], Awaitable[None]]
 
 
 class Half:
-    """One scripted engine: `url`, what it was `asked`, and what it does about it."""
+    """One scripted engine: `url`, what it was `asked`, and what it does about it.
+
+    is_dead    every connection is accepted and closed; is_silent: no probe is answered
+    """
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.asked: list[Asked] = []
         self.came = asyncio.Event()
         self.url = ""
+        self.is_dead = self.is_silent = False
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -102,6 +106,14 @@ class Half:
         """Nobody listens any more, and whoever was talking is cut off."""
         assert self._server is not None
         self._server.close()
+        self._abort()
+
+    def die(self) -> None:
+        """From now on every connection is accepted and closed, as by a proxy whose engine is dead."""
+        self.is_dead = True
+        self._abort()
+
+    def _abort(self) -> None:
         for writer in tuple(self._writers):
             writer.transport.abort()
 
@@ -113,12 +125,17 @@ class Half:
         return self.asked[times - 1]
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_dead:
+            writer.transport.abort()
+            return
         self._writers.add(writer)
         here: list[Asked] = []
         telling: set[asyncio.Task[None]] = set()
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"GET") and self.is_silent:
+                    continue
                 if head.startswith(b"GET"):
                     self._ordinary(head, writer)
                     continue
