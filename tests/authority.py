@@ -27,12 +27,15 @@ class Authority:
         self._ca.cert_pem.write_to_path(self.ca)
 
     def issue(self, file: str, *names: str, expired: bool = False) -> Files:
-        """Write file.pem and file.key for these names, each by renaming, as a certificate manager does."""
+        """Write file.pem and file.key for these names, each by renaming, as a certificate manager does.
+
+        The certificate's common name is `file`.
+        """
         times = {}
         if expired:
             start = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
             times = {"not_before": start, "not_after": start + datetime.timedelta(days=1)}
-        issued = self._ca.issue_cert(*names, **times)  # type: ignore[arg-type]
+        issued = self._ca.issue_cert(*names, common_name=file, **times)  # type: ignore[arg-type]
         found = Files(self._folder / f"{file}.pem", self._folder / f"{file}.key")
         chain = b"".join(each.bytes() for each in issued.cert_chain_pems)
         for path, text in ((found.certificate, chain), (found.key, issued.private_key_pem.bytes())):

@@ -92,7 +92,7 @@ def _remove(directory: str, owner: int) -> None:
 def tls_files() -> TlsFiles:
     """One certificate for all ends, made once. Processes that a test starts find it by PENSTOCK_TEST_TLS."""
     from kvtransfer.tls_files import TlsFiles
-    from tests.certificates import Authority
+    from tests.authority import Authority
 
     with _MAKING:  # trials run in threads
         directory = os.environ.get("PENSTOCK_TEST_TLS")
@@ -101,7 +101,7 @@ def tls_files() -> TlsFiles:
             atexit.register(_remove, directory, os.getpid())
             Authority(Path(directory)).issue("agent", "127.0.0.1", "localhost")
             os.environ["PENSTOCK_TEST_TLS"] = directory
-    certificate, key, ca = (f"{directory}/{name}" for name in ("agent.crt", "agent.key", "ca.pem"))
+    certificate, key, ca = (f"{directory}/{name}" for name in ("agent.pem", "agent.key", "ca.pem"))
     return TlsFiles(certificate=certificate, key=key, ca=ca)
 
 

@@ -22,7 +22,7 @@ from kvtransfer.transports import tcp as tcp_module
 from kvtransfer.transports.base import Link, Slice, TransportError, Verdict
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.transports.tls import TlsContexts, TlsLink
-from tests.certificates import Authority
+from tests.authority import Authority
 from tests.contract.kvtransfer.links import BLOCK_BYTES, BLOCKS, PATIENCE_S, Owner, linked_pair, until, window
 
 SIZE = BLOCKS * BLOCK_BYTES
@@ -34,9 +34,9 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("tls"))
 
 
-def files(authority: Authority, name: str, *hosts: str, peer_name: str = "", days: int = 1) -> TlsFiles:
-    certificate, key = authority.issue(name, *hosts, days=days)
-    return TlsFiles(certificate=str(certificate), key=str(key), ca=str(authority.path), peer_name=peer_name)
+def files(authority: Authority, name: str, *hosts: str, peer_name: str = "", expired: bool = False) -> TlsFiles:
+    certificate, key = authority.issue(name, *hosts, expired=expired)
+    return TlsFiles(certificate=str(certificate), key=str(key), ca=str(authority.ca), peer_name=peer_name)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_an_end_without_tls_and_one_with_it_do_not_talk(source_has: bool, sink_h
 
 @pytest.mark.parametrize("stranger", ["source", "sink"])
 def test_a_certificate_of_another_authority_is_refused(stranger: str, agent: TlsFiles, tmp_path: Path) -> None:
-    certificate, key = Authority(tmp_path, "other").issue("x", "127.0.0.1")
+    certificate, key = Authority(tmp_path / "other").issue("x", "127.0.0.1")
     strange = msgspec.structs.replace(agent, certificate=str(certificate), key=str(key))
     with pytest.raises(TransportError, match=r"certificate|unknown ca|unable to get"):
         exchange(*((strange, agent) if stranger == "source" else (agent, strange)))
@@ -92,7 +92,7 @@ def test_a_certificate_of_another_authority_is_refused(stranger: str, agent: Tls
 
 def test_a_certificate_that_has_expired_is_refused(authority: Authority, agent: TlsFiles) -> None:
     with pytest.raises(TransportError, match="expired"):
-        exchange(files(authority, "old", "127.0.0.1", days=-1), agent)
+        exchange(files(authority, "old", "127.0.0.1", expired=True), agent)
 
 
 def test_who_shows_no_certificate_is_refused(agent: TlsFiles) -> None:
@@ -166,14 +166,14 @@ def test_files_are_read_again_for_new_links_and_old_links_go_on(authority: Autho
 
 def test_an_authority_can_be_exchanged(authority: Authority, agent: TlsFiles, tmp_path: Path) -> None:
     followed = copied(agent, tmp_path)
-    new = Authority(tmp_path, "new")
+    new = Authority(tmp_path / "new")
     certificate, key = new.issue("n", "127.0.0.1")
-    newcomer = TlsFiles(certificate=str(certificate), key=str(key), ca=str(authority.path))
+    newcomer = TlsFiles(certificate=str(certificate), key=str(key), ca=str(authority.ca))
     with two(followed, newcomer) as (_, gives, other, _, address):
         with suppress(TransportError):
             other.dial(address)
         gives.wait("lost")
-        Path(followed.ca).write_bytes(authority.path.read_bytes() + new.path.read_bytes())
+        Path(followed.ca).write_bytes(authority.ca.read_bytes() + new.ca.read_bytes())
         other.dial(address).send(b"ping")
         assert gives.wait("message") == [b"ping"]
 
