@@ -17,10 +17,10 @@ class Files(NamedTuple):
 
 
 class Authority:
-    """Issues certificates into a folder. `ca` is the path of its own certificate."""
+    """Issues certificates into a folder. `ca` is the path of its own certificate. `same_as`: not another authority."""
 
-    def __init__(self, folder: Path) -> None:
-        self._ca = trustme.CA()
+    def __init__(self, folder: Path, same_as: Authority | None = None) -> None:
+        self._ca = trustme.CA() if same_as is None else same_as._ca
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.ca = folder / "ca.pem"

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import pytest
 from tests.authority import Authority
 from tests.e2e.processes import ENV, Gateway, mock_fleet
 from tests.e2e.processes import gateway as plain_gateway
+from tests.fair_time import PATIENCE_S
 
 MODEL = "demo-8b"
 MESSAGES: Any = [{"role": "user", "content": "How deep is the reservoir behind the dam?"}]
@@ -65,7 +67,7 @@ def engines() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory, engines: list[str]) -> Iterator[House]:
-    yield from started(tmp_path_factory.mktemp("tls"), engines)
+    yield from started(tmp_path_factory.mktemp("tls"), engines, rest="limits: {slow_reader: 1s, body: 1MiB}")
 
 
 def started(folder: Path, engines: list[str], api: str = "", rest: str = "") -> Iterator[House]:
@@ -250,6 +252,72 @@ def until_other(house: House, serial: str) -> str:
             return found
         time.sleep(0.05)
     raise AssertionError(f"the certificate is the old one still: {house.gateway.said}")
+
+
+def test_a_volume_of_kubernetes_that_is_exchanged_is_noticed(house: House, tmp_path: Path) -> None:
+    """The files are links through `..data`, a link to a folder that is exchanged by one renaming."""
+    folder = house.authority.ca.parent
+    before = str(shown(house)["serialNumber"])
+    for number in (1, 2):
+        issued = Authority(folder / f"..volume-{number}", house.authority).issue("server", "localhost", "127.0.0.1")
+        link = folder / "..data-new"
+        link.symlink_to(issued.key.parent.name)
+        link.rename(folder / "..data")
+        for name in ("server.pem", "server.key"):
+            if not (folder / name).is_symlink():
+                (folder / f"{name}.new").symlink_to(Path("..data") / name)
+                (folder / f"{name}.new").rename(folder / name)
+        before = until_other(house, before)
+
+
+def line_of(house: House, receive_bytes: int | None = None) -> ssl.SSLSocket:
+    raw = socket.socket()
+    if receive_bytes is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    raw.settimeout(PATIENCE_S)
+    raw.connect(("127.0.0.1", house.gateway.port))
+    return house.trust.wrap_socket(raw, server_hostname="localhost")
+
+
+def test_the_refusal_of_a_body_arrives_although_the_client_still_sends(house: House) -> None:
+    body = b"x" * (3 << 20)
+    with line_of(house) as line:
+        line.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n")
+        line.sendall(b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body))
+        line.sendall(body)
+        answer = b""
+        with suppress(OSError):  # the end of a connection that is cut
+            while data := line.recv(65536):
+                answer += data
+    head, _, text = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 413 ")
+    assert json.loads(text)["error"]
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_others_are_served(house: House) -> None:
+    request = {"model": MODEL, "messages": MESSAGES, "max_tokens": 16_000, "stream": True}
+    body = json.dumps(request).encode()
+    with line_of(house, receive_bytes=4096) as line:
+        line.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n")
+        line.sendall(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        with sdk(house) as client:
+            assert client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=2).choices
+        ends = time.monotonic() + PATIENCE_S
+        while connections(house) > 0 and time.monotonic() < ends:
+            time.sleep(0.05)
+        assert connections(house) == 0, house.gateway.said
+        answer = b""
+        with suppress(OSError):  # a connection that is reset has lost what was not read
+            while data := line.recv(65536):
+                answer += data
+    assert b"[DONE]" not in answer
+
+
+def connections(house: House) -> float:
+    """Connections of clients that the gateway has open."""
+    with openai.DefaultHttpxClient(base_url=house.gateway.admin_url, verify=house.trust) as admin:
+        (value,) = re.findall(r"^penstock_connections (\S+)$", admin.get("/metrics").text, re.MULTILINE)
+    return float(value)
 
 
 def test_a_broken_certificate_file_is_told_and_the_old_one_stays_in_use(house: House) -> None:
