@@ -37,14 +37,16 @@ async def retry(gateway: Gateway, x: Exchange, broke: UpstreamBroke, choose: Cho
 
     Who failed stands in `x.retries` already. An endpoint that never saw the request cost no engine
     anything: it needs no leave, and each endpoint is tried once, so these attempts end. A turn of
-    the budget, once taken, is the request's to its end.
+    the budget, once taken, is the request's until its answer has begun (hedge.py).
     """
     if broke.kind == STOPPED:
         raise stopped()
     if not is_unsent(gateway, x, broke):
         if x.attempts >= gateway.snapshot.config.retries.attempts:
             raise _given_up(x, broke)
-        x.retrying = x.retrying or await gateway.gate.retry_turn()
+        if not x.retrying:
+            x.retrying = await gateway.gate.retry_turn()
+            gateway.hedger.retrying.append(x)
         if gateway.gate.stopping:
             raise stopped()
         if not x.retrying:

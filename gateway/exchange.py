@@ -170,6 +170,12 @@ class Exchange:
             sent.release()
         self.let_go()
 
+    def end_retry(self, gate: Gate) -> None:
+        """Give back its turn of the retry budget, if it holds one."""
+        if self.retrying:
+            self.retrying = False
+            gate.give_back_turn()
+
     def refused(self, error: GatewayError) -> None:
         self.status, self.outcome, self.reason, self.detail = error.status, "refused", error.reason, error.message
 

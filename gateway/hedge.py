@@ -6,8 +6,9 @@ when another endpoint is expected to answer it sooner, by more than the work the
 byte of the answer serves the request; the other connection is closed, which engines take for an abort. Requests that
 wait at an endpoint ejected as slow are moved in place of being hedged.
 
-Hedges and moves take a turn of the fleet's retry budget; hedges are also a small share of all requests. Not here: the
-expected times (speed_monitor.py), and what follows a failed attempt (attempts.py).
+Hedges and moves take a turn of the fleet's retry budget; hedges are also a small share of all requests. A turn is given
+back when the answer has begun: it limits work that is done twice, not the length of answers. Not here: the expected
+times (speed_monitor.py), and what follows a failed attempt (attempts.py).
 """
 
 from __future__ import annotations
@@ -160,15 +161,17 @@ class Race:
 
 
 class Hedger:
-    """Starts hedges and moves. `waiting` is appended to by serve.py.
+    """Starts hedges and moves. `waiting` is appended to by serve.py, `retrying` by attempts.py.
 
-    allowed  hedges that the share of requests leaves now; `sent` and `moved` count
+    allowed   hedges that the share of requests leaves now; `sent` and `moved` count
+    retrying  requests that may hold a turn of the retry budget
     """
 
-    __slots__ = ("_old", "allowed", "moved", "sent", "waiting")
+    __slots__ = ("_old", "allowed", "moved", "retrying", "sent", "waiting")
 
     def __init__(self) -> None:
         self.waiting: list[Waiting] = []
+        self.retrying: list[Exchange] = []
         self._old = 0
         self.allowed = 0.0
         self.sent = self.moved = 0
@@ -184,6 +187,10 @@ class Hedger:
                 if one[0].hedge is None and not one[0].retrying:
                     self._look(gateway, one, now, share > 0)
         self._old = len(self.waiting)
+        for x in self.retrying:
+            if x.committed:
+                x.end_retry(gateway.gate)
+        self.retrying = [x for x in self.retrying if x.retrying]
 
     def _look(self, gateway: Gateway, one: Waiting, now: float, hedges: bool) -> None:
         x, client, route = one
@@ -208,6 +215,7 @@ class Hedger:
         if client.headers.get(HEADER) == "off" or not gateway.gate.retry_at_once():
             return
         x.retrying = True
+        self.retrying.append(x)
         if is_out:
             self.moved += 1
             connection.fail(SLOW, "the endpoint was ejected as slow")

@@ -200,7 +200,7 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
         if x.retrying:
             if x.hedge is not None:
                 x.hedge.close()
-            gateway.gate.give_back_turn()
+            x.end_retry(gateway.gate)
 
 
 def _choose(

@@ -154,9 +154,7 @@ class _Rest:
             booking.first_token()
             sent.body = b""
             ledger.resumed += 1
-            if x.retrying:
-                x.retrying = False
-                self._gateway.gate.give_back_turn()
+            x.end_retry(self._gateway.gate)
 
         recorder = Recorder(ledger, ledger.rest, served, asked)
         relay = Continuation(b"", began, self._client.http_1_0, recorder)

@@ -52,7 +52,7 @@ async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Cli
             left_out = await retry(gateway, x, problem, partial(_choose, work, recompute))
     finally:
         if x.retrying:
-            gateway.gate.give_back_turn()
+            x.end_retry(gateway.gate)
 
 
 def _decide(work: Work, recompute: bool, left_out: Sequence[str]) -> tuple[Decision, Ask]:

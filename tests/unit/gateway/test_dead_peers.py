@@ -7,13 +7,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 import pytest
 
 from policies.health import State
-from tests.unit.gateway.split.halves import MODEL, TEXT, Asked, Front, Half, Script, decodes, front, prefills, resets
+from tests.unit.gateway.split.halves import (
+    MODEL,
+    TEXT,
+    Asked,
+    Front,
+    Half,
+    Script,
+    begins,
+    decodes,
+    front,
+    prefills,
+    resets,
+)
 
 SELDOM = {"interval": "60s"}  # no probe but those that requests cause
 DEAD, ALIVE = 24, 2
@@ -95,6 +107,16 @@ async def test_the_rest_of_a_stream_comes_from_an_engine_that_answers() -> None:
         assert (reply.status, reply.text) == (200, "".join(TEXT))
         assert running.metric("penstock_resumes_total", result="resumed") == 1
         assert running.metric("penstock_resumes_total") == 1
+
+
+async def test_a_retry_gives_its_turn_of_the_budget_back_when_its_answer_begins() -> None:
+    async with whole([begins] * 3, policy="round_robin", retries={"budget": 0.0, "floor": 1}) as running:
+        kill(running.decode[:2])
+        async with AsyncExitStack() as streams:
+            opening = [streams.enter_async_context(running.listen()) for _ in range(3)]
+            heads = [await stream.readline() for stream in await asyncio.gather(*opening)]
+        assert all(TEXT[0].encode() in head for head in heads)
+        await running.at_rest()
 
 
 HEAD = {"id": "one", "model": MODEL, "created": 1}
