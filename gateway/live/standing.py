@@ -24,13 +24,22 @@ DRAINED = frozenset({"draining", "drained"})
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Handoffs from a prefill to a decode endpoint: how many went well or did not, how long they took, and by what."""
+    """Handoffs from a prefill to a decode endpoint: how many went well or did not, how long they took, and by what.
+
+    newest_s   seconds that each of the newest handoffs took, of all workers
+    """
 
     served: int
     failed: int
     mean_s: float | None
-    p95_s: float | None
+    newest_s: tuple[float, ...]
     transport: str | None
+
+    @property
+    def p95_s(self) -> float | None:
+        """The 95th percentile of the newest handoffs; None before the first."""
+        ordered = sorted(self.newest_s)
+        return ordered[(len(ordered) * 19 - 1) // 20] if ordered else None
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -64,7 +73,7 @@ def stand(app: App, now: float) -> Standing:
         pools=_pools(app),
         endpoints=[_facts(live) | _numbers(live, now) for live in app.gateway.endpoints.all()],
         pairs={
-            names: Pair(each.served, each.failed, each.handoff_s, each.p95_s, each.transport)
+            names: Pair(each.served, each.failed, each.handoff_s, tuple(each.newest_s), each.transport)
             for names, each in handoffs.pairs.items()
         },
         under_way=handoffs.under_way,

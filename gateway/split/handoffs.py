@@ -28,7 +28,7 @@ STEP_S = 0.1  # how long a prefill answer is waited for, at least, that nobody n
 MOST_WAIT_S = 5.0  # either, at most: engines that have no core of their own take seconds for a step
 TAKEN_S = 10.0  # how long a decoder may take to fetch KV that is only to be freed
 WEIGHT = 0.2  # of the newest handoff in a pair's mean
-NEWEST = 64  # handoffs of a pair that its percentile is of
+NEWEST = 64  # handoffs of a pair whose times are kept, for its percentile
 
 _DONE, _FAILED = State.DONE, State.FAILED  # before Python 3.12 an Enum finds its members slowly
 
@@ -64,12 +64,6 @@ class PairFigures:
         """Until the first token, from the pick: the prefill as expected, and what handoffs between the two have taken.
         None while either is unknown."""
         return None if prefill_s is None or self.handoff_s is None else prefill_s + self.handoff_s
-
-    @property
-    def p95_s(self) -> float | None:
-        """Of its newest handoffs, NEWEST of them; None before the first."""
-        ordered = sorted(self.newest_s)
-        return ordered[(len(ordered) * 19 - 1) // 20] if ordered else None
 
     @property
     def step_s(self) -> float:

@@ -56,12 +56,19 @@ def heading(view: View) -> list[Text]:
     )
     late = "red" if (ttft["p95_s"] or 0.0) > ttft["budget_s"] else ""
     second = Text.assemble(
-        (f"TTFT p50 {time_of(ttft['p50_s'])}  p95 {time_of(ttft['p95_s'])}  p99 {time_of(ttft['p99_s'])}", late),
+        (_spread(ttft), late),
         f" of {time_of(ttft['budget_s'])}   TPOT p95 {time_of(tpot['p95_s'])} of {time_of(tpot['budget_s'])}   ",
         f"prefix hits {percent(totals['prefix_hit'])}",
     )
     kept = "   ".join(f"{each['class']} {percent(each['ratio'])} kept" for each in totals["goodput"])
     return [first, second, Text(kept)] if kept else [first, second]
+
+
+def _spread(ttft: Mapping[str, Any]) -> str:
+    """Percentiles of times to first token in the last minute; of a single one its value."""
+    if ttft.get("count") == 1:
+        return f"TTFT {time_of(ttft['p50_s'])} (one request)"
+    return "TTFT " + "  ".join(f"{name} {time_of(ttft[f'{name}_s'])}" for name in ("p50", "p95", "p99"))
 
 
 def fleet(endpoints: Sequence[Mapping[str, Any]]) -> Table:

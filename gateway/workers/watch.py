@@ -124,7 +124,7 @@ def _endpoints(told: Sequence[Standing]) -> list[dict[str, Any]]:
 
 
 def _pairs(told: Sequence[Standing]) -> dict[tuple[str, str], Pair]:
-    """Handoffs added up, their mean over all; the greater 95th percentile, for nobody tells its buckets."""
+    """The handoffs of all workers: counts and newest times added, one mean."""
     found: dict[tuple[str, str], Pair] = {}
     for names, pair in ((names, pair) for each in told for names, pair in each.pairs.items()):
         one = found.get(names)
@@ -138,7 +138,7 @@ def _pairs(told: Sequence[Standing]) -> dict[tuple[str, str], Pair]:
             served,
             one.failed + pair.failed,
             sum(mean_s * count for mean_s, count in known) / whole if whole else None,
-            max((each.p95_s for each in (one, pair) if each.p95_s is not None), default=None),
+            one.newest_s + pair.newest_s,
             one.transport or pair.transport,
         )
     return found

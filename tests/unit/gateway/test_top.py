@@ -66,6 +66,12 @@ def test_one_look_tells_totals_fleet_flow_and_why() -> None:
     assert "! d-1 is out for 14 s." in said
 
 
+def test_one_request_is_shown_as_one_and_not_as_percentiles() -> None:
+    frame = view()
+    frame["totals"]["ttft"] = frame["totals"]["ttft"] | {"p95_s": 0.1, "p99_s": 0.1, "count": 1}
+    assert "TTFT 100ms (one request) of 5.00s" in printed(frame)
+
+
 def test_a_quiet_gateway_says_so() -> None:
     frame = view()
     frame["flow"]["pairs"] = []

@@ -96,16 +96,17 @@ def test_an_endpoint_is_out_when_one_worker_says_so_and_pairs_are_added() -> Non
     names = ("p", "d")
     whole = together(
         [
-            standing(pairs={names: Pair(3, 1, 0.1, 0.4, "tcp")}, under_way=1, streams=4),
+            standing(pairs={names: Pair(3, 1, 0.1, (0.1,) * 30, "tcp")}, under_way=1, streams=4),
             standing(
-                endpoints=[out], pairs={names: Pair(1, 0, 0.5, 0.6, None)}, under_way=2, streams=1, refused="line 3"
+                endpoints=[out], pairs={names: Pair(1, 0, 0.5, (0.5,), None)}, under_way=2, streams=1, refused="line 3"
             ),
-            standing(pairs={names: Pair(0, 0, None, None, None)}),
+            standing(pairs={names: Pair(0, 0, None, (), None)}),
         ]
     )
     (row,) = whole.endpoints
     assert (row["state"], row["cause"], row["available"], row["silence_s"]) == ("ejected", "connect_failed", False, 0.5)
-    assert whole.pairs == {names: Pair(4, 1, pytest.approx(0.2), 0.6, "tcp")}
+    assert whole.pairs == {names: Pair(4, 1, pytest.approx(0.2), ((0.1,) * 30 + (0.5,)), "tcp")}
+    assert whole.pairs[names].p95_s == 0.1, "of all handoffs, not the larger percentile"
     assert (whole.under_way, whole.streams, whole.refused) == (3, 5, "line 3")
 
 
