@@ -72,7 +72,7 @@ class ClientConnections:
 
     def replace(self, old: CountedConnection, new: CountedConnection) -> None:
         """The same connection goes on under another protocol, which counts its unread bytes itself."""
-        self.hold(old, 0, 0)
+        self._release(old)
         client = self._connections.pop(old, None)
         if client is not None:
             self._connections[new] = client
@@ -82,8 +82,7 @@ class ClientConnections:
         client = self._connections.pop(connection, None)
         if client is None:
             return
-        if connection in self._unread:
-            self.hold(connection, 0, 0)
+        self._release(connection)
         left = self._per_client[client] - 1
         if left:
             self._per_client[client] = left
@@ -92,27 +91,31 @@ class ClientConnections:
 
     def hold(self, connection: CountedConnection, unread: int, limit: int) -> None:
         """The connection has this many unread bytes now. Over `limit` of all, the oldest ones are dropped."""
+        if not unread:
+            self._release(connection)
+            return
         more = unread - self._unread.get(connection, 0)
         try:
             if more > 0:
                 self._budget.hold(more)
-            elif more:
+            else:
                 self._budget.release(-more)
         except GatewayError:
             self._drop(connection)
             return
         self.unread_bytes += more
-        if unread:
-            self._unread[connection] = unread
-        else:
-            self._unread.pop(connection, None)
+        self._unread[connection] = unread
         while self.unread_bytes > limit and self._unread:
             self._drop(next(iter(self._unread)))
 
-    def _drop(self, connection: CountedConnection) -> None:
+    def _release(self, connection: CountedConnection) -> None:
+        """The connection has no unread bytes any more."""
         held = self._unread.pop(connection, 0)
         self.unread_bytes -= held
         self._budget.release(held)
+
+    def _drop(self, connection: CountedConnection) -> None:
+        self._release(connection)
         self.on_refused("unread_budget")
         connection.drop_unread()
 

@@ -73,15 +73,25 @@ class Traffic:
         async with http.post(f"{self._url}/v1/chat/completions", json=body) as answer:
             text = await answer.read()
             if answer.status != 200:
-                return f"status {answer.status}"
+                return self._refusal(answer, text)
             whole = text.rstrip().endswith(b"[DONE]") and text.count(b'"delta"') >= self._tokens
-            return "streams answered" if whole else "cut"
+            return "streams answered" if whole else self._cut(text)
 
     async def _short(self, http: aiohttp.ClientSession, number: int) -> str:
         await asyncio.sleep(0.02)
         async with http.post(f"{self._url}/v1/chat/completions", json=self._body(number) | {"max_tokens": 1}) as answer:
-            await answer.read()
-            return "requests answered" if answer.status == 200 else f"status {answer.status}"
+            body = await answer.read()
+            return "requests answered" if answer.status == 200 else self._refusal(answer, body)
+
+    def _cut(self, text: bytes) -> str:
+        """A stream that ended early; its last bytes go to `problems`."""
+        self.problems.append(f"cut: {text[-300:].decode(errors='replace')}")
+        return "cut"
+
+    def _refusal(self, answer: aiohttp.ClientResponse, body: bytes) -> str:
+        """The status, as what became of a request; the engine's or gateway's words go to `problems`."""
+        self.problems.append(f"{answer.status}: {body[:500].decode(errors='replace')}")
+        return f"status {answer.status}"
 
     def _body(self, number: int) -> dict[str, Any]:
         words = f"You are assistant number {number % 7}. " * 200

@@ -88,6 +88,21 @@ def test_the_oldest_unread_bytes_are_dropped_when_the_budget_is_used_up() -> Non
     assert (all_of_them.unread_bytes, budget.held, refused) == (60, 60, ["unread_budget"])
 
 
+@pytest.mark.parametrize("leave", ["closes", "moves to the other parser"])
+def test_a_connection_that_leaves_with_unread_bytes_costs_others_none(leave: str) -> None:
+    all_of_them, budget, refused = connections()
+    other, leaving = one(), one()
+    for each in (other, leaving):
+        assert all_of_them.admit(each, "192.0.2.1", Limits())
+        all_of_them.hold(each, 500, 10_000)
+    if leave == "closes":
+        all_of_them.remove(leaving)
+    else:
+        all_of_them.replace(leaving, one())
+    assert (drops(other), drops(leaving), refused) == (0, 0, [])
+    assert all_of_them.unread_bytes == budget.held == 500
+
+
 def test_bytes_that_the_body_budget_has_no_room_for_are_dropped() -> None:
     all_of_them, budget, _ = connections()
     budget.most = 50
