@@ -14,6 +14,7 @@ GOODPUT ?=
 SOAK   ?=
 OVERLOAD ?=
 RESTARTS ?=
+TLS    ?=
 ISOLATION ?=
 BASE   ?=
 PAIRED ?=
@@ -26,7 +27,7 @@ COMPILED_TESTS ?= tests/unit/gateway tests/unit/policies tests/property/gateway 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma nixl kv-trials bench bench-kv bench-split bench-paired goodput observe real compiled test-compiled load policies gateways restarts soak overload isolation clocks web docs lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma nixl kv-trials bench bench-kv bench-split bench-paired goodput observe real compiled test-compiled load policies gateways restarts tls soak overload isolation clocks web docs lock deploy-check clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -119,6 +120,9 @@ gateways: $(VENV)/.dev ## two gateways with one view on the trace, and ten minut
 
 restarts: $(VENV)/.dev ## ten restarts under load with open streams: by SIGUSR2, under systemd-socket-activate, with workers (docs/restart.md)
 	$(PY) -m tests.load.restarts $(RESTARTS)
+
+tls: $(VENV)/.dev ## curl, openai SDK, Java and Node over TLS while certificates are exchanged: 6,000 requests, 0 may fail (two minutes; TLS="--only curl")
+	$(PY) -m tests.load.tls $(TLS)
 
 soak: $(VENV)/.dev ## twenty minutes of load and churn, and what is left of it (SOAK="--minutes 2 --warm-up 1"; docs/performance.md)
 	$(PY) -m tests.load.soak $(SOAK)
