@@ -41,7 +41,7 @@ from gateway.reload.trial import GatewayOnTrial, Trial
 from gateway.reload.versions import Versions
 from gateway.restart.channel import BoundTo
 from gateway.restart.predecessor import Predecessor
-from gateway.restart.sockets import ADMIN, API, BACKLOG, EMPTY, Sockets, bind
+from gateway.restart.sockets import ADMIN, API, BACKLOG, EMPTY, Sockets, bind, bound_send_buffers
 from gateway.serve import Gateway
 from gateway.shared.bus import ID_BYTES, Bus
 from gateway.shared.local import LocalBus
@@ -171,7 +171,9 @@ class App:
         self.reloader.on_applied = self._applied
 
     async def _applied(self, trigger: str) -> None:
-        self._tls.follow(self.reloader.running.config.listeners)
+        config = self.reloader.running.config
+        self._tls.follow(config.listeners)
+        bound_send_buffers(chain(*self.sockets.values()), config.limits.send_buffer)
         await self._trial.applied(trigger)
 
     async def start(self) -> None:
@@ -367,6 +369,7 @@ class App:
         """Listen, on sockets that were given or on new ones. The URL."""
         accept = self._tls.wrap(name, where.tls, make)
         sockets = self.sockets[name] = self.sockets.get(name) or bind(where.host, where.port)
+        bound_send_buffers(sockets, self.gateway.snapshot.config.limits.send_buffer)
         servers = [await self._loop.create_server(accept, sock=each, backlog=BACKLOG) for each in sockets]
         self._servers[name] = servers
         return http_url(where.host, sockets[0].getsockname()[1], encrypted=where.tls is not None)

@@ -51,6 +51,8 @@ from policies import admissions
 from policies.model import EngineKind, Role
 from policies.prefix_index import LEAST_CAP_BYTES
 
+LEAST_SEND_BUFFER, MOST_SEND_BUFFER = 16 << 10, 1 << 30
+
 
 class Listener(Section):
     """Where one of the two servers listens."""
@@ -237,6 +239,11 @@ class Limits(Section):
     body_min_rate: Size = setting("1KiB", "Bytes per second a body must keep up once the first second is over.")
     idle_timeout: Duration = setting("75s", "How long a client connection may stay open between requests.")
     slow_reader: Duration = setting("30s", "How long a client may leave its answer unread before it is cut off.")
+    send_buffer: Size = setting(
+        "256KiB",
+        "Memory in the kernel, per client connection, for what its client has not acknowledged; a quarter of it may "
+        "wait to be sent. It limits the speed of a connection as well: about 180 KiB per round trip.",
+    )
     body_chunks: Count = setting(16384, "Most chunks in one chunked body.")
     connections: Count = setting(20000, "Most client connections at once.")
     connections_per_address: Count = setting(
@@ -254,6 +261,8 @@ class Limits(Section):
     def _fits(self) -> Limits:
         if self.body > self.body_budget:
             raise ValueError("body is larger than body_budget, so the largest allowed request could never be served")
+        if not LEAST_SEND_BUFFER <= self.send_buffer <= MOST_SEND_BUFFER:
+            raise ValueError("send_buffer must be between 16KiB and 1GiB")
         return self
 
 

@@ -29,7 +29,7 @@ from gateway.reload.reloader import Say
 from gateway.reload.trial import Trial
 from gateway.restart import notify
 from gateway.restart.predecessor import Predecessor
-from gateway.restart.sockets import ADMIN, API, EMPTY, Sockets, bind
+from gateway.restart.sockets import ADMIN, API, EMPTY, Sockets, bind, bound_send_buffers
 from gateway.shared.local import Hub
 from gateway.tls_listener import TlsListener
 from gateway.workers import pages
@@ -127,6 +127,7 @@ class Supervisor:
 
     async def _listen_admin(self, runner: web.AppRunner, admin: AdminListener) -> None:
         sockets = self._sockets.get(ADMIN) or bind(admin.host, admin.port)
+        bound_send_buffers(sockets, self.configured.running.config.limits.send_buffer)
         self.admin_url = http_url(admin.host, sockets[0].getsockname()[1], encrypted=admin.tls is not None)
         if admin.tls is None:
             for each in sockets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from pathlib import Path
 from time import thread_time
 from typing import Any
@@ -50,6 +51,15 @@ async def test_a_saved_file_is_taken_over_within_a_second_and_said_in_one_line(t
         assert made.app.gateway.snapshot.policies["chat"].name == "least_loaded"
         made.write(made.text())
         await made.hears("v3 (1 change: pools.chat.policy)")
+
+
+async def test_each_listener_limits_the_memory_of_connections_and_follows_a_reload(tmp_path: Path) -> None:
+    async with running(tmp_path) as made:
+        listening = [each for own in made.app.sockets.values() for each in own]
+        assert {each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for each in listening} == {256 * 1024}
+        assert (await made.put(made.text() + "limits: {send_buffer: 64KiB}\n"))[0] == 200
+        assert {each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for each in listening} == {64 * 1024}
+        assert {each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) for each in listening} == {16 * 1024}
 
 
 async def test_an_edit_between_reading_the_file_and_following_it_is_not_missed(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from gateway.restart import notify
-from gateway.restart.sockets import ActivationError, bind, from_systemd
+from gateway.restart.sockets import ActivationError, bind, bound_send_buffers, from_systemd
 
 ROOT = Path(__file__).parents[4]
 PROGRAM = """
@@ -88,6 +89,30 @@ def test_a_name_with_two_addresses_is_bound_on_both_with_one_port() -> None:
 def test_a_taken_port_leaves_nothing_bound(two: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(OSError, match="in use"):
         bind("127.0.0.1", port(two[0]))
+
+
+def test_a_client_that_never_reads_fills_a_quarter_of_its_send_buffer() -> None:
+    listener = bind("127.0.0.1", 0)[0]
+    bound_send_buffers([listener], 256 * 1024)
+    listener.setblocking(True)
+    with listener, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(listener.getsockname())
+        accepted = listener.accept()[0]
+        with accepted:
+            accepted.setblocking(False)
+            taken = 0
+            with suppress(BlockingIOError):
+                while taken < 2**24:
+                    taken += accepted.send(bytes(16 * 1024))
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 256 * 1024
+    assert 32 * 1024 < taken < 128 * 1024
+
+
+def test_a_listener_that_was_closed_is_left_out_of_a_new_limit() -> None:
+    listener = bind("127.0.0.1", 0)[0]
+    listener.close()
+    bound_send_buffers([listener], 256 * 1024)
 
 
 @pytest.mark.parametrize("abstract", [False, True])
