@@ -23,21 +23,16 @@ if TYPE_CHECKING:
     from gateway.endpoints import EndpointTable
 
 
-def _tells(request: Request) -> bool:
-    """Whether its first token will be seen when it comes."""
-    return request.stream or request.output_tokens == 1
-
-
 class Booking:
     """A place taken at an endpoint, from pick to last byte. Leaving gives back whatever is still held.
 
+    `_tells`: the first token will be seen when it comes. `_awaited`: tokens to compute before it, while it is to come.
     `ahead_tokens` are those of prompts that were to be computed there, its own included.
     `place` is the ledger's entry: what is held, and what was predicted when it was taken.
     """
 
     __slots__ = (
-        *("_booked_at", "_computed", "_fingerprint", "_pick", "_table", "_told", "_usage"),
-        "_awaited",
+        *("_awaited", "_booked_at", "_computed", "_fingerprint", "_pick", "_table", "_tells", "_told", "_usage"),
         *("ahead_tokens", "endpoint", "live", "place", "request", "upstream"),
     )
     _take: Callable[[EndpointLoad, Request, int, float, bool], Entry] = staticmethod(ledger.book)
@@ -56,10 +51,11 @@ class Booking:
         self._computed = self._told = False
         self._usage: Usage | None = None
         self._booked_at = now = monotonic()
-        tells = _tells(request)
-        self._awaited = tells and self._prefills
-        if self._awaited:
-            live.speed.sent(self._computed_tokens, now)
+        self._tells = tells = request.stream or request.output_tokens == 1
+        self._awaited = 0
+        if tells and self._prefills:
+            self._awaited = awaited = max(1, request.prompt_tokens - pick.cached_tokens)
+            live.speed.sent(awaited, now)
         self.place: Entry = self._take(live.load, request, pick.cached_tokens, now, tells)
         self.ahead_tokens = live.load.prefill_tokens
 
@@ -73,23 +69,21 @@ class Booking:
             now = monotonic()
             self.place.first_token(now)
             if self._awaited:
-                self._awaited = False
-                self.live.speed.first_token(self._computed_tokens, now)
+                self._stop_waiting(now)
 
     def overtaken(self) -> None:
         """Another endpoint has answered first: so long the first token has taken here at least."""
         if self._awaited:
-            self._awaited = False
-            self.live.speed.first_token(self._computed_tokens, monotonic())
+            self._stop_waiting(monotonic())
+
+    def _stop_waiting(self, now: float) -> None:
+        tokens, self._awaited = self._awaited, 0
+        self.live.speed.first_token(tokens, now)
 
     @property
     def is_out_as_slow(self) -> bool:
         """Whether the endpoint was ejected as slow."""
         return self.live.health.state is State.EJECTED and self.live.health.cause is Event.SLOW
-
-    @property
-    def _computed_tokens(self) -> int:
-        return max(1, self.request.prompt_tokens - self._pick.cached_tokens)
 
     def served(self, usage: Usage) -> None:
         """The answer was whole. What the engine says it had cached corrects what we believed."""
@@ -111,16 +105,17 @@ class Booking:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._usage is None:
-            self.place.dropped(monotonic())
+        now, usage = monotonic(), self._usage
+        if usage is None:
+            self.place.dropped(now)
         else:
-            now, tokens = monotonic(), self._usage.completion_tokens
+            tokens = usage.completion_tokens
             self.place.finished(now, tokens)
-            if tokens and not _tells(self.request):
+            if tokens and not self._tells:
                 self.live.speed.answered(tokens, now - self._booked_at)
         if self._awaited:
-            self._awaited = False
-            self.live.speed.dropped(self._computed_tokens)
+            self.live.speed.dropped(self._awaited)
+            self._awaited = 0
         if not self._computed:
             self._unlearn()
 

@@ -1,7 +1,8 @@
 """The evidence of one endpoint's speed: samples by size of work, and the verdict of the last comparison.
 
-Evidence is gathered on every pool, whatever its policy reads, so it is a few additions per first token. Not here: the
-comparison with peers (outlier.py), and who takes the samples (gateway/booking.py, gateway/speed_monitor.py).
+Evidence is gathered on every pool, whatever its policy reads, so a request costs one append; the samples are counted at
+the next review. Not here: the comparison with peers (outlier.py), and who takes the samples (gateway/booking.py,
+gateway/speed_monitor.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ RECENT, REFERENCE = 0.76, 0.966
 NEEDED = (6.0, 3.0, 6.0)
 """Samples that a verdict needs, by measure; a third of them does at twice the ratio. So many stay however old they are:
 a quiet endpoint would have no evidence otherwise. One of TPOT is of all streams over a second."""
+
+MOST_UNCOUNTED = 64
+"""Samples of a measure that are kept between two reviews. Those that come after them are not needed for a mean."""
 
 LEAST_SHARE_CLEAR = 0.2
 """Share of a second without a prompt in work that must be left before a stream's pace is measured in it."""
@@ -98,26 +102,32 @@ class Track:
     """One measure of one endpoint.
 
     recent, reference  the same samples, forgotten soon and late: what is judged, and what peers are judged by
-    fresh              how many of them came since the last review
+    fresh              how many of them came before the review under way and after the last one
     usual              the logarithm of its usual ratio, over `seen` reviews
     """
 
-    __slots__ = ("_reviewed", "fresh", "recent", "reference", "seen", "usual")
+    __slots__ = ("_reviewed", "_uncounted", "fresh", "recent", "reference", "seen", "usual")
 
     def __init__(self, needed: float) -> None:
         self.recent, self.reference = Samples(needed), Samples(needed)
         self._reviewed = Samples(needed)
+        self._uncounted: list[tuple[int, float]] = []
         self.fresh = self.seen = 0
         self.usual = 0.0
 
     def add(self, work: int, seconds: float) -> None:
-        """A sample of so much work: prompt tokens, streams or output tokens."""
-        place = work.bit_length()
-        if place >= BINS:
-            place = BINS - 1
-        self.recent.add(place, seconds)
-        self.reference.add(place, seconds)
-        self.fresh += 1
+        """A sample of so much work: prompt tokens, streams or output tokens. It is counted at the next review."""
+        if len(self._uncounted) < MOST_UNCOUNTED:
+            self._uncounted.append((work, seconds))
+
+    def count(self) -> None:
+        """Count the samples that have come since the last review."""
+        samples, self._uncounted = self._uncounted, []
+        self.fresh += len(samples)
+        for work, seconds in samples:
+            place = min(BINS - 1, work.bit_length())
+            self.recent.add(place, seconds)
+            self.reference.add(place, seconds)
 
     def age(self) -> None:
         """A second has passed."""
@@ -136,6 +146,7 @@ class Track:
         least = self.recent.least
         self.recent, self.reference, self.fresh = Samples(least), Samples(least), 0
         self._reviewed = Samples(least)
+        self._uncounted = []
 
     @property
     def usual_ratio(self) -> float:
@@ -246,9 +257,11 @@ class SpeedRecord:
         self.verdict = Verdict.NORMAL
 
     def prepare(self, now: float) -> None:
-        """Before a review: the last step is over."""
+        """Before a review: count the samples; the last step is over."""
         if not self.waiting or now - self.since > SAME_STEP_S:
             self._end_step()
+        for track in self.tracks:
+            track.count()
 
     def step_tokens(self, waiting_tokens: int, budget_tokens: int, others: int) -> int:
         """The most prompt tokens that the step under way may have to compute before its first token.

@@ -10,7 +10,7 @@ import pytest
 
 from policies.latency import shape_for
 from policies.outlier import Member, SlowLimits, review
-from policies.speed_record import Measure, SpeedRecord, Verdict
+from policies.speed_record import MOST_UNCOUNTED, Measure, SpeedRecord, Verdict
 
 LIMITS = SlowLimits()
 H100, L40S = shape_for("h100", 4), shape_for("l40s", 2)
@@ -251,6 +251,19 @@ def test_a_factor_of_zero_finds_nobody_slow() -> None:
             engine.record.answered(100, 1.0 if engine is not engines[0] else 50.0)
         review([engine.member() for engine in engines], now + 1.0, SlowLimits(factor=0.0))
     assert engines[0].record.verdict is Verdict.NORMAL
+
+
+def test_answers_of_a_busy_endpoint_are_sampled_and_all_of_its_tokens_are_counted() -> None:
+    engines = [Engine(), Engine(), Engine(), Engine()]
+    for now in range(1, 5):
+        for engine in engines:
+            for _ in range(10 * MOST_UNCOUNTED):
+                engine.record.answered(100, 5.0 if engine is engines[0] else 1.0)
+        review([engine.member() for engine in engines], float(now), LIMITS)
+        for engine in engines:
+            assert engine.record.tracks[2].reference.total <= now * MOST_UNCOUNTED
+            assert engine.record.output > 100 * 5 * MOST_UNCOUNTED
+    assert [engine.record.verdict for engine in engines] == [Verdict.SLOW, *[Verdict.NORMAL] * 3]
 
 
 def test_probes_of_an_ejected_endpoint_grow_rarer() -> None:
