@@ -243,7 +243,7 @@ class Accounts:
 
     def follow(self, seen: Observability) -> None:
         """From now on as this configuration has it."""
-        self.kept.tenants = seen.tenants
+        self.kept.tell_tenants(seen.tenants)
         self._traces.follow(seen.traces)
         self.tracer = self._traces.on
         self.explained.resize(seen.explained)

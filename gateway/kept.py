@@ -22,6 +22,9 @@ from policies.prompt_lengths import PromptLengths
 FAILED = "failed"
 CUT_OFF = frozenset((None, "length", "abort", "error"))
 """Reasons why an answer ended that say nothing of how long it would have become by itself."""
+AT_ONCE, BATCH = 16, 8
+"""The first answers of a kind are learnt from at once, later ones so many together."""
+MAX_KINDS = 8192
 REGRET_EVERY = 32
 """One pick in so many is compared with the candidate whose first token was expected soonest: that takes a while."""
 
@@ -74,6 +77,24 @@ def judge_whole(slo: Slo, ttft_s: float, tokens: int) -> str:
     return "met" if ttft_s <= slo.ttft_s + slo.tpot_s * max(0, tokens - 1) else "ttft_missed"
 
 
+class _Kind:
+    """The answers of one class of one tenant's requests at one model.
+
+    goodput  counters by what became of the promise
+    lessons  answers that nothing was learnt from yet: output tokens per choice, estimated and counted tokens of the
+             prompt, 0 where they are not known; `batch` of them are learnt from together
+    """
+
+    __slots__ = ("batch", "goodput", "key", "lessons", "seen")
+
+    def __init__(self, key: tuple[str, str, str]) -> None:
+        """`key`: model, tenant and class."""
+        self.key = key
+        self.goodput: dict[str, Counter] = {}
+        self.lessons: list[tuple[int, int, int]] = []
+        self.batch, self.seen = 1, 0
+
+
 class Kept:
     """Counts promises by class, and what was predicted. One per process; children of metrics are found once.
 
@@ -82,26 +103,23 @@ class Kept:
     """
 
     __slots__ = (
-        "_error",
-        "_evicted",
-        "_goodput",
-        "_metrics",
-        "_never",
-        "_regret",
-        "_spread",
-        "lengths",
-        "prompts",
-        "tenants",
+        *("_error", "_evicted", "_kinds", "_metrics", "_never", "_regret", "_spread", "_tenants"),
+        *("lengths", "prompts"),
     )
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._goodput: dict[tuple[str, str, str], Counter] = {}
+        self._kinds: dict[tuple[str, str, str], _Kind] = {}
         self._error, self._regret = metrics.ttft_prediction_error_ratio, metrics.pick_regret_seconds
         causes = metrics.prefill_tokens_total
         self._never, self._spread, self._evicted = map(causes.labels, ("never_seen", "spread", "evicted"))
         self.lengths, self.prompts = OutputLengths(), PromptLengths()
-        self.tenants = False
+        self._tenants = False
+
+    def tell_tenants(self, wanted: bool) -> None:
+        """Whether promises are counted by tenant as well from now on."""
+        self._tenants = wanted
+        self._kinds = {}
 
     def compare(self, ask: Ask, pick: Pick) -> None:
         """One pick in REGRET_EVERY, before its place is taken, beside what is believed to have been soonest."""
@@ -116,13 +134,10 @@ class Kept:
         """One whose answer has begun. Leaves what it finds in the exchange."""
         call, first, last, events = x.call, relay.first_token_at, relay.last_at, relay.events
         assert call is not None
-        request, slo = call.request, call.request.slo
-        if x.outcome == "served" and usage.completion_tokens and relay.finish_reason not in CUT_OFF:
-            self.lengths.ended(request.model, request.tenant, slo.name, usage.completion_tokens // request.choices)
-        if call.estimated_tokens and usage.prompt_tokens:
-            self.prompts.counted(request.model, call.media > 0, call.estimated_tokens, usage.prompt_tokens)
+        request = call.request
+        slo, output_tokens = request.slo, usage.completion_tokens
         if first is not None and last is not None:
-            tokens = usage.completion_tokens or events - 2
+            tokens = output_tokens or events - 2
             ttft_s = x.ttft_s = first - received
             if events:
                 tpot_s = x.tpot_s = (last - first) / (tokens - 1) if tokens > 1 else None
@@ -130,12 +145,48 @@ class Kept:
                 self._predicted(x, first)
             else:
                 x.kept = judge_whole(slo, ttft_s, tokens)
+        key = request.model, x.tenant, slo.name
+        kind = self._kinds.get(key) or self._add(key)
+        whole = output_tokens and relay.finish_reason not in CUT_OFF
         if x.outcome != "served":
             x.kept = FAILED if x.outcome == "interrupted" else ""
+            whole = False
         if x.kept:
-            self._count(x, slo)
+            counter = kind.goodput.get(x.kept) or self._find(kind, x.kept)
+            counter.value += 1.0
+        kind.lessons.append(
+            (
+                output_tokens // request.choices if output_tokens and whole else 0,
+                0 if call.media else call.estimated_tokens,
+                usage.prompt_tokens or 0,
+            )
+        )
+        if len(kind.lessons) >= kind.batch:
+            self._learn(kind)
+        if call.media and call.estimated_tokens and usage.prompt_tokens:
+            self.prompts.counted(request.model, True, call.estimated_tokens, usage.prompt_tokens)
         if x.asked is not None and x.asked.cached and x.pick is not None:
             self._computed(x.asked, x.pick.cached_tokens, usage)
+
+    def _add(self, key: tuple[str, str, str]) -> _Kind:
+        if len(self._kinds) >= MAX_KINDS:  # models and tenants come and go with configurations
+            self._kinds.clear()
+        kind = self._kinds[key] = _Kind(key)
+        return kind
+
+    def _learn(self, kind: _Kind) -> None:
+        """Learn from the answers that are due."""
+        lessons, kind.lessons = kind.lessons, []
+        kind.seen += len(lessons)
+        if kind.seen >= AT_ONCE:
+            kind.batch = BATCH
+        outputs = [output for output, _, _ in lessons if output]
+        if outputs:
+            self.lengths.ended(*kind.key, sum(outputs) / len(outputs), len(outputs))
+        prompts = [(estimated, counted) for _, estimated, counted in lessons if estimated and counted]
+        if prompts:
+            estimated_tokens, prompt_tokens = map(sum, zip(*prompts, strict=True))
+            self.prompts.counted(kind.key[0], False, estimated_tokens, prompt_tokens, len(prompts))
 
     def _predicted(self, x: Exchange, first: float) -> None:
         """How far off the prediction was, where there was one. A pair's is told by the pair, not by either place."""
@@ -154,14 +205,14 @@ class Kept:
         """One that got no answer: refused at the door, or nobody could."""
         if x.call is not None and x.reason != "tenant_rate_limited" and (x.status == 429 or x.status >= 500):
             x.kept = "shed" if x.status == 429 else FAILED
-            self._count(x, x.call.request.slo)
+            request = x.call.request
+            key = request.model, x.tenant, request.slo.name
+            self._find(self._kinds.get(key) or self._add(key), x.kept).inc()
 
-    def _count(self, x: Exchange, slo: Slo) -> None:
-        key = (slo.name, x.kept, x.tenant if self.tenants else "")
-        counter = self._goodput.get(key)
-        if counter is None:
-            counter = self._goodput[key] = self._metrics.goodput_total.labels(*key)
-        counter.value += 1.0
+    def _find(self, kind: _Kind, kept: str) -> Counter:
+        _, tenant, slo = kind.key
+        counter = kind.goodput[kept] = self._metrics.goodput_total.labels(slo, kept, tenant if self._tenants else "")
+        return counter
 
     def _computed(self, asked: Ask, believed: int, usage: Usage) -> None:
         """Why the prompt's tokens were computed: nobody had them, others had, or the endpoint had lost them."""

@@ -33,14 +33,13 @@ class OutputLengths:
     def __len__(self) -> int:
         return len(self._means)
 
-    def ended(self, model: str, tenant: str, slo: str, output_tokens: int) -> None:
-        """An answer came to its own end after so many tokens."""
+    def ended(self, model: str, tenant: str, slo: str, output_tokens: float, answers: int = 1) -> None:
+        """Answers came to their own end, after so many tokens in the mean."""
         means = self._means
         for key in ((model,), (model, tenant), (model, tenant, slo)):
             seen, mean = means.pop(key, NOTHING)
-            if seen < MEMORY:
-                seen += 1
-            means[key] = seen, mean + (output_tokens - mean) / seen
+            seen = min(MEMORY, seen + answers)
+            means[key] = seen, mean + (output_tokens - mean) * min(1.0, answers / seen)
         while len(means) > self._most:
             del means[next(iter(means))]
 

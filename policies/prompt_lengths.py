@@ -21,16 +21,13 @@ class PromptLengths:
         self._ratios: dict[tuple[str, bool], float] = {}
         self._seen: dict[tuple[str, bool], list[float]] = {}
 
-    def counted(self, model: str, has_media: bool, estimated_tokens: int, prompt_tokens: int) -> None:
-        """An engine counted the tokens of a prompt that was estimated as `estimated_tokens`, uncorrected.
-
-        Runs once per request, so the ratio is updated only every LEAST_ANSWERS answers.
-        """
+    def counted(self, model: str, has_media: bool, estimated_tokens: int, prompt_tokens: int, answers: int = 1) -> None:
+        """Engines counted the tokens of so many prompts, which were estimated as `estimated_tokens`, uncorrected."""
         key = model, has_media
         seen = self._seen.get(key)
         if seen is None:
             seen = self._seen[key] = [0.0, 0.0, 0.0]
-        seen[0] += 1.0
+        seen[0] += answers
         seen[1] += estimated_tokens
         seen[2] += prompt_tokens
         if seen[0] >= LEAST_ANSWERS:

@@ -11,7 +11,7 @@ from gateway.account import AccessLog, Accounts
 from gateway.config import Observability
 from gateway.exchange import Exchange
 from gateway.explain import Explained, before, runner_up
-from gateway.kept import Kept, judge, judge_whole, outcome_of
+from gateway.kept import AT_ONCE, BATCH, Kept, judge, judge_whole, outcome_of
 from gateway.metrics import Metrics
 from gateway.observe.export import Tracer
 from gateway.openai import Api, Call
@@ -79,7 +79,7 @@ def test_promises_are_counted_by_class_and_by_tenant_only_when_asked_for() -> No
     assert count(x, answered(0.5, 0.5 + 9 * 0.04, 10)) == {("interactive", "met", ""): 1}
     metrics = Metrics()
     kept = Kept(metrics)
-    kept.tenants = True
+    kept.tell_tenants(True)
     relay = answered(0.5, 3.0, 10)
     kept.answered(x, relay, relay.usage, 0.0)
     assert [labels for labels, _ in metrics.goodput_total.children()] == [("interactive", "tpot_missed", "acme")]
@@ -212,6 +212,30 @@ def test_nothing_is_learnt_of_the_length_of_an_answer_that_broke() -> None:
     x.interrupted("stall")
     kept.answered(x, relay, relay.usage, 0.0)
     assert len(kept.lengths) == 0
+
+
+def test_the_first_answers_of_a_kind_are_learnt_from_at_once_and_later_ones_in_batches() -> None:
+    kept, seen = Kept(Metrics()), []
+    for number in range(AT_ONCE + 2 * BATCH):
+        x, relay = exchange(number), answered(0.5, 1.0, 10 if number < AT_ONCE else 30)
+        assert x.call is not None
+        x.call.estimated_tokens = 500
+        relay._reason = b'"finish_reason":"stop"'
+        kept.answered(x, relay, relay.usage, 0.0)
+        seen.append(kept.lengths.expected("demo", "", SLO.name))
+    assert seen[0] == seen[AT_ONCE + BATCH - 2] == 10
+    assert seen[AT_ONCE + BATCH - 1] == pytest.approx((AT_ONCE * 10 + BATCH * 30) / (AT_ONCE + BATCH))
+    assert seen[-1] == pytest.approx(20)  # no answer is left out: as if each had been learnt from at its end
+    assert kept.prompts.corrected("demo", False, 500) == 1000
+
+
+def test_promises_are_counted_by_tenant_from_the_moment_that_is_asked_for() -> None:
+    metrics, x, relay = Metrics(), exchange(), answered(0.5, 3.0, 10)
+    kept, x.tenant = Kept(metrics), "acme"
+    kept.answered(x, relay, relay.usage, 0.0)
+    kept.tell_tenants(True)
+    kept.answered(x, relay, relay.usage, 0.0)
+    assert [labels[2] for labels, _ in metrics.goodput_total.children()] == ["", "acme"]
 
 
 def test_what_is_kept_to_be_explained_holds_no_fingerprint() -> None:

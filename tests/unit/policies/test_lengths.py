@@ -48,6 +48,15 @@ def test_a_change_of_habit_is_followed() -> None:
     assert lengths.expected("m", "a", "chat") == pytest.approx(900, rel=0.05)
 
 
+def test_answers_told_together_count_as_if_each_had_been_told() -> None:
+    together, apart = OutputLengths(), OutputLengths()
+    for tokens in ([100, 300], [500, 500, 200], [40]):
+        together.ended("m", "a", "chat", sum(tokens) / len(tokens), len(tokens))
+        for each in tokens:
+            apart.ended("m", "a", "chat", each)
+    assert together.expected("m", "a", "chat") == pytest.approx(apart.expected("m", "a", "chat"))
+
+
 def test_the_clients_bound_is_never_exceeded() -> None:
     lengths = OutputLengths()
     lengths.ended("m", "a", "chat", 500)
