@@ -203,15 +203,19 @@ class _Children:
         self._cached: Counter = metrics.cached_tokens_total.labels(model)
 
     def count(self, x: Exchange, received: float, relay: Relay, usage: Usage, prompt_tokens: int, now: float) -> None:
-        """One answered request."""
+        """One answered request, of which kept.py has found how long its client waited."""
         trace_id = "" if x.trace is None else x.trace.trace_id
-        first = relay.first_token_at or relay.first_byte_at or now
         tokens, cached_tokens = usage.completion_tokens or max(relay.events - 2, 1), usage.cached_tokens
+        ttft_s, tpot_s = x.ttft_s, x.tpot_s
+        if ttft_s is None:  # no token was seen in it: its first byte is taken for one
+            first, last = relay.first_byte_at or now, relay.last_at or now
+            ttft_s = first - received
+            tpot_s = (last - first) / (tokens - 1) if relay.events and tokens > 1 else None
         self._requests.value += 1.0
-        self._ttft.mark((first - received, now, x.id, trace_id))
+        self._ttft.mark((ttft_s, now, x.id, trace_id))
         self._e2e.observe(now - received)
-        if relay.events and tokens > 1 and relay.last_at is not None:
-            self._tpot.mark(((relay.last_at - first) / (tokens - 1), now, x.id, trace_id))
+        if tpot_s is not None:
+            self._tpot.mark((tpot_s, now, x.id, trace_id))
         self._prompt.value += usage.prompt_tokens or prompt_tokens
         self._completion.value += tokens
         if cached_tokens:
@@ -276,7 +280,7 @@ class Accounts:
     def _account(self, x: Exchange, now: float, zero: float) -> None:
         """One that was over at `now`. `zero` is when the monotonic clock began, in Unix time."""
         answer = x.relay or NO_ANSWER
-        usage = usage_of(x, answer)
+        usage = answer.usage if x.split is None else usage_of(x, answer)
         if answer.committed:
             self._answered(x, answer, usage, now)
         else:
@@ -325,8 +329,8 @@ class Accounts:
         key = (x.model, endpoint.name, x.status, x.reason or x.outcome)
         children: _Children = self._children.get(key) or self._find(key)
         received = x.received_at or now
-        children.count(x, received, relay, usage, call.request.prompt_tokens, now)
         self.kept.answered(x, relay, usage, received)
+        children.count(x, received, relay, usage, call.request.prompt_tokens, now)
         if x.tier:
             self._metrics.overflow_total.labels(call.asked_model, x.tier).inc()
         if x.split is not None:

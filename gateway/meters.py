@@ -9,6 +9,7 @@ Owner of all numbers: the event loop's thread. Scraping from another thread may 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from time import monotonic, time
@@ -145,7 +146,7 @@ class Histogram:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.marks: list[Mark | None] = []
-        self.sketch: dict[int, int] = {}
+        self.sketch: defaultdict[int, int] = defaultdict(int)
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
@@ -159,8 +160,7 @@ class Histogram:
         at = bisect_left(self._bounds, value)
         self.counts[at] += 1
         self.sum += value
-        bucket = bucket_of(value)
-        self.sketch[bucket] = self.sketch.get(bucket, 0) + 1
+        self.sketch[bucket_of(value)] += 1
         if not self.marks:
             self.marks = [None] * len(self.counts)
         self.marks[at] = mark
