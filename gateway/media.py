@@ -13,14 +13,15 @@ MEDIA_TOKENS = 1024
 """What one image, recording or file counts for until usage says more: one megapixel takes 750 to 1,400 tokens."""
 BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm-d use the same)
 
-_LEAST = MEDIA_TOKENS * BYTES_PER_TOKEN  # what is smaller counts as text: for less than a medium of its own
+LEAST_MEDIUM = MEDIA_TOKENS * BYTES_PER_TOKEN
+"""Bytes of base64; fewer count as text: as less than a medium of their own would."""
 _WINDOW = 64
-_STEP = _LEAST - _WINDOW
+_STEP = LEAST_MEDIUM - _WINDOW
 _DIGEST_BYTES = 32
 # A member's string of base64 or a data URL. Members of text are left out, whatever is in them.
 _MEDIUM = re.compile(
     rb'("(?!(?:text|content|arguments|refusal|reasoning|reasoning_content|name|id)")\w{1,64}":[ \t\r\n]{0,8}")'
-    rb"[A-Za-z0-9+/=_:;,.%%\\-]{%d,}" % _LEAST
+    rb"[A-Za-z0-9+/=_:;,.%%\\-]{%d,}" % LEAST_MEDIUM
 )
 
 
@@ -43,4 +44,4 @@ def without_media(prompt: bytes) -> tuple[bytes, int]:
 
 def _stand_in(found: re.Match[bytes]) -> bytes:
     digest = hashlib.blake2b(memoryview(found.string)[found.end(1) : found.end()], digest_size=_DIGEST_BYTES)
-    return found[1] + digest.hexdigest().encode() * (_LEAST // (2 * _DIGEST_BYTES))
+    return found[1] + digest.hexdigest().encode() * (LEAST_MEDIUM // (2 * _DIGEST_BYTES))

@@ -17,7 +17,7 @@ import msgspec
 
 from gateway.answer import Failure, GatewayError
 from gateway.cache_salts import MAX_CLIENT_SALT, CacheSalts
-from gateway.media import BYTES_PER_TOKEN, may_hold_media, without_media
+from gateway.media import BYTES_PER_TOKEN, LEAST_MEDIUM, may_hold_media, without_media
 from gateway.slo import MAX_SESSION, MOST_PRIORITY, Wish, session_key
 from policies.lengths import OutputLengths
 from policies.model import Request, Slo
@@ -171,15 +171,17 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
     if names[-1] not in members:
         raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{names[-1]}'.", param=names[-1])
     prompt = (members[names[-1]],) if _BEFORE.isdisjoint(members) else _prompt(names, members)
-    ids, media, estimated = _token_ids(prompt[-1]) if api is _COMPLETIONS else None, 0, 0
-    if api is not _COMPLETIONS and may_hold_media(body):
+    ids, media, estimated = None, 0, 0
+    if api is _COMPLETIONS:
+        ids = _token_ids(prompt[-1])
+    elif len(body) > LEAST_MEDIUM and may_hold_media(body):
         prompt, media = _without_media(prompt)
     output_tokens = numbers.get("max_completion_tokens") or numbers.get("max_tokens")
     if model.context_tokens is not None:
         _check_context(_longest(prompt[-1]) if ids else 0, output_tokens or 0, model.context_tokens)
     if ids is None:
         estimated = ids = sum(map(len, prompt)) // BYTES_PER_TOKEN + 1
-        if caller.prompts is not None:
+        if caller.prompts is not None and caller.prompts.ratios:
             ids = caller.prompts.corrected(served, media > 0, estimated)
     choices, wish, arrived_s = numbers.get("n", 1), caller.wish, caller.arrived_s
     slo = model.slo if wish.usual else wish.of(model.slo)
@@ -202,7 +204,8 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
     if internal and salts is not None:
         client_salt = _client_salt(members)
         salt = salts.salt(caller.tenant, client_salt) if client_salt else salt
-    body, members = _outbound(body, members, internal, asked, served)
+    if internal or asked != served or XARGS in members:
+        body, members = _outbound(body, members, internal, asked, served)
     return Call(api, request, asked, body, prompt, members, salt, estimated, media)
 
 
@@ -306,14 +309,17 @@ def _refuse_odd(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     The members found, written compactly, are never longer than the body, and exactly as long only if the body is
     compact and has no other member. SDKs send that form, so the walk below is for hand-written bodies.
     """
-    compact = 1
-    for name, value in members.items():
-        length = len(value)
-        compact += 4 + len(name) + length
-        if length > MAX_DIGITS and memoryview(value)[0] not in _OPENING:
-            raise GatewayError(Failure.BAD_REQUEST, f"'{name[:64]}' has too many digits.", param=name[:64])
+    if len(body) > MAX_DIGITS:
+        _refuse_long_numbers(members)
+    compact = 1 + 4 * len(members) + sum(map(len, members)) + sum(map(len, members.values()))
     if compact != len(body):
         _walk(body, members)
+
+
+def _refuse_long_numbers(members: Mapping[str, msgspec.Raw]) -> None:
+    for name, value in members.items():
+        if len(value) > MAX_DIGITS and memoryview(value)[0] not in _OPENING:
+            raise GatewayError(Failure.BAD_REQUEST, f"'{name[:64]}' has too many digits.", param=name[:64])
 
 
 def _walk(body: bytes, members: dict[str, msgspec.Raw]) -> None:

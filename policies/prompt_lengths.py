@@ -13,12 +13,15 @@ LOWEST, HIGHEST = 1 / 64, 16.0  # no tokenizer or image encoder is further off; 
 
 
 class PromptLengths:
-    """Ratios of counted to estimated prompt tokens, learnt from answers. One writer: the code that ends requests."""
+    """Ratios of counted to estimated prompt tokens, learnt from answers. One writer: the code that ends requests.
 
-    __slots__ = ("_ratios", "_seen")
+    ratios  by model and whether there are media; absent where estimates are close enough
+    """
+
+    __slots__ = ("_seen", "ratios")
 
     def __init__(self) -> None:
-        self._ratios: dict[tuple[str, bool], float] = {}
+        self.ratios: dict[tuple[str, bool], float] = {}
         self._seen: dict[tuple[str, bool], list[float]] = {}
 
     def counted(self, model: str, has_media: bool, estimated_tokens: int, prompt_tokens: int, answers: int = 1) -> None:
@@ -37,13 +40,13 @@ class PromptLengths:
         _, estimated, counted = seen
         ratio = counted / estimated if estimated > 0 else 1.0
         if abs(ratio - 1.0) > CLOSE_ENOUGH:
-            self._ratios[key] = min(HIGHEST, max(LOWEST, ratio))
+            self.ratios[key] = min(HIGHEST, max(LOWEST, ratio))
         else:
-            self._ratios.pop(key, None)
+            self.ratios.pop(key, None)
         kept = 0.5 if estimated > MEMORY_TOKENS else 1.0
         seen[:] = 0.0, estimated * kept, counted * kept
 
     def corrected(self, model: str, has_media: bool, estimated_tokens: int) -> int:
         """The estimate as like prompts of the model turned out."""
-        ratio = self._ratios.get((model, has_media))
+        ratio = self.ratios.get((model, has_media))
         return estimated_tokens if ratio is None else int(estimated_tokens * ratio + 0.5) or 1
