@@ -42,8 +42,6 @@ class Beginning:
         if proxies is not None and proxies.is_proxy(client.address):
             x.client = proxies.client_address(client.headers, client.address)
             x.proxy_request_id = proxy_request_id(client.headers)
-        if client.closes:
-            x.closes = True
         gateway = self._gateway
         tracer = gateway.accounts.tracer
         if tracer is not None:

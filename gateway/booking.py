@@ -32,7 +32,7 @@ class Booking:
     """
 
     __slots__ = (
-        *("_awaited", "_booked_at", "_computed", "_fingerprint", "_pick", "_table", "_tells", "_told", "_usage"),
+        *("_awaited", "_booked_at", "_computed", "_fingerprint", "_table", "_tells", "_told", "_usage"),
         *("ahead_tokens", "endpoint", "live", "place", "request", "upstream"),
     )
     _take: Callable[[EndpointLoad, Request, int, float, bool], Entry] = staticmethod(ledger.book)
@@ -46,7 +46,6 @@ class Booking:
         self.live = live
         self.endpoint = live.endpoint
         self.upstream: Upstream = live.upstream
-        self._pick = pick
         self.request = request
         self._computed = self._told = False
         self._usage: Usage | None = None
@@ -92,7 +91,7 @@ class Booking:
         if self.live.health is not HEALTHY:
             self._table.happened(self.live, Event.SUCCEEDED)
         if usage.cached_tokens is not None and usage.prompt_tokens:
-            believed = min(1.0, self._pick.cached_tokens / max(1, self.request.prompt_tokens))
+            believed = min(1.0, self.place.cached_tokens / max(1, self.request.prompt_tokens))
             self._table.confirm(self.live, believed, min(1.0, usage.cached_tokens / usage.prompt_tokens))
 
     def failed(self, broke: UpstreamBroke) -> None:
@@ -122,7 +121,7 @@ class Booking:
     def _unlearn(self) -> None:
         """The prompt was never computed there: believe no more than before the pick."""
         if self._fingerprint is not None:
-            self._table.unlearn(self._fingerprint, self.live, self._pick.cached_tokens, self.request.prompt_tokens)
+            self._table.unlearn(self._fingerprint, self.live, self.place.cached_tokens, self.request.prompt_tokens)
 
 
 class Reservation(Booking):

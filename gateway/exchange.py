@@ -83,7 +83,6 @@ class Exchange:
     gaps          where the times between its pieces are counted; None unless it is looked at
     quota         of its tenant that it was taken from; None where the tenant has no limits
     side          of a canary that it is on; None where its pool has none
-    closes        the connection ends with this answer, whose head says so
     hedge         the race with a second attempt; None for nearly all
     proxy_request_id  what a trusted proxy called it in x-request-id; "" without one
     ledger        of what its client was shown, for continuing it elsewhere; None for what could not be
@@ -91,7 +90,6 @@ class Exchange:
 
     __slots__ = (
         *("accepted_at", "admitted_at", "api", "asked", "before", "body_bytes", "booking", "call", "client"),
-        "closes",
         *("detail", "fingerprint", "gaps", "hedge", "holder", "id", "kept", "ledger", "model", "outcome", "parsed_at"),
         "proxy_request_id",
         *("pick", "picked_at", "predicted_tpot_s", "predicted_ttft_s", "quota", "reason", "received_at", "relay"),
@@ -100,7 +98,10 @@ class Exchange:
     )
 
     def __init__(self, request_id: str, api: Api, client: str, accepted_at: float) -> None:
-        self.id, self.api, self.client, self.accepted_at = request_id, api, client, accepted_at
+        self.id = request_id
+        self.api = api
+        self.client = client
+        self.accepted_at = accepted_at
         self.proxy_request_id = ""
         self.received_at: float | None = None
         self.parsed_at: float | None = None
@@ -114,7 +115,7 @@ class Exchange:
         self.booking: Booking | None = None
         self.relay: Relay | None = None
         self.retries: list[str] = []
-        self.closes = self.retrying = False
+        self.retrying = False
         self.body_bytes = self.status = self.unsent = 0
         self.holder: Gate | None = None
         self.outcome = "served"

@@ -49,7 +49,7 @@ def prepare(
     if call.salt and endpoint.salt_member:
         sent = sent.salted(call.salt_member(endpoint.salt_member))
     relay = Relay(
-        answer_headers(x, endpoint.name),
+        answer_headers(x, client, endpoint.name),
         on_first,
         client.http_1_0,
         Renamer(served, call.asked_model) if served != call.asked_model else None,
@@ -88,10 +88,10 @@ def refusal(relay: Relay) -> int:
     return status
 
 
-def answer_headers(x: Exchange, endpoint: str) -> bytes:
+def answer_headers(x: Exchange, client: Client, endpoint: str) -> bytes:
     """What the client is told besides the answer."""
     tier = f"x-penstock-tier: {x.tier}\r\n" if x.tier else ""
-    last = "connection: close\r\n" if x.closes else ""
+    last = "connection: close\r\n" if client.closes else ""
     return (
         f"x-request-id: {x.id}\r\nx-penstock-endpoint: {endpoint}\r\n{tier}{last}"
         "cache-control: no-cache\r\nx-accel-buffering: no\r\n"

@@ -86,15 +86,16 @@ class Relay:
     choices    choices that the client asked for, each of which ends with a finish reason
 
     committed  a byte of the answer was handed to the client: from there on nothing can be retried
+    failed_in_stream  it ended with an error event: the engine's own, or ours because it ended early
     refused    the engine answered other than 2xx, or told a fault in its first event: `status`, and what it said
     Times are those given to feed(); None until they happened.
     """
 
     __slots__ = (
-        *("_body", "_carry", "_counts", "_done", "_failed", "_finish", "_finished", "_guesses", "_held", "_last"),
-        *("_like", "_pending", "_reason", "_reason_marker", "_rebuild", "_said", "_sse", "_torn", "_usage"),
-        *("bytes_out", "choices", "committed", "events", "first_byte_at", "first_token_at", "gaps", "head", "headers"),
-        *("http_1_0", "last_at", "on_first", "patient", "refusal", "refused", "renamer", "state", "status"),
+        *("_body", "_carry", "_counts", "_done", "_finish", "_finished", "_guesses", "_held", "_last", "_like"),
+        *("_pending", "_reason", "_reason_marker", "_rebuild", "_said", "_sse", "_torn", "_usage", "bytes_out"),
+        *("choices", "committed", "events", "failed_in_stream", "first_byte_at", "first_token_at", "gaps", "head"),
+        *("headers", "http_1_0", "last_at", "on_first", "patient", "refusal", "refused", "renamer", "state", "status"),
     )
 
     def __init__(
@@ -107,11 +108,17 @@ class Relay:
         gaps: Histogram | None = None,
         choices: int = 1,
     ) -> None:
-        self.headers, self.on_first, self.http_1_0, self.renamer = headers, on_first, http_1_0, renamer
-        self.patient, self.gaps, self.choices = patient, gaps, choices
+        self.headers = headers
+        self.on_first = on_first
+        self.http_1_0 = http_1_0
+        self.renamer = renamer
+        self.patient = patient
+        self.gaps = gaps
+        self.choices = choices
         self.state = HEAD
         self.head: Head | None = None
-        self.committed = self.refused = self._sse = self._rebuild = self._done = self._failed = self._torn = False
+        self.committed = self.refused = self.failed_in_stream = False
+        self._sse = self._rebuild = self._done = self._torn = False
         self.events = self.bytes_out = self.status = self._said = 0
         self.first_byte_at: float | None = None
         self.first_token_at: float | None = None
@@ -222,11 +229,6 @@ class Relay:
         if self._reason:
             self._finish, self._reason = reason_in(self._reason), b""
         return self._finish
-
-    @property
-    def failed_in_stream(self) -> bool:
-        """True when the stream ended with an error event: the engine's own, or ours because it ended early."""
-        return self._failed
 
     def _begin(self, data: bytes, now: float) -> bytes:
         if self._pending:
@@ -374,7 +376,7 @@ class Relay:
             if self.choices > 1:
                 self._finished |= finished_choices(window)
         if window.find(_ERROR) >= 0 and ERROR_EVENT.search(window):
-            self._failed = True
+            self.failed_in_stream = True
         if not self._done:  # whatever follows the last event is not an answer's business
             self._last = window
             if window.find(LAST_WORD) >= 0 and told_all(window):
@@ -417,7 +419,7 @@ class Relay:
 
     def _closing(self) -> bytes | None:
         """What is missing at the end of a stream without [DONE]; None unless every choice has its finish reason."""
-        if self._carry or self._failed:
+        if self._carry or self.failed_in_stream:
             return None
         finished = self._finished or finished_choices(self._reason)
         return b"data: [DONE]\n\n" if len(finished) >= self.choices else None
@@ -434,7 +436,7 @@ class Relay:
             return out
         event = self._closing()
         if event is None:
-            self._failed = True
+            self.failed_in_stream = True
             event = b"\n\n" if self._carry else b""  # it ended inside an event
             event += event_of(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
         if self.http_1_0:

@@ -127,7 +127,7 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
 async def _enter(gateway: Gateway, snapshot: Snapshot, x: Exchange, route: Route, call: Call) -> Route:
     """Be judged, and wait if need be. The route whose room gave a Permit: its own or, before a refusal, a smaller
     model's. Raises GatewayError when it is refused."""
-    fingerprint = x.fingerprint = _fingerprint(gateway.endpoints, route, call)
+    fingerprint = x.fingerprint = gateway.endpoints.prefixes.of(call, route.name) if route.fingerprints else None
     # No closure: compiled, it and this coroutine's locals would hold each other, and with them an old snapshot.
     ask = partial(_ask, gateway.endpoints, call.request, fingerprint)
     try:
@@ -157,14 +157,11 @@ def _in_force(gateway: Gateway, snapshot: Snapshot, x: Exchange, route: Route, c
     return now if now.trial is None else now.trial.side(x, call.request, now)
 
 
-def _fingerprint(endpoints: EndpointTable, route: Route, call: Call) -> Fingerprint | None:
-    return endpoints.prefixes.of(call, route.name) if route.fingerprints else None
-
-
 async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route, call: Call) -> None:
     """Pick, book and send, until an endpoint answers or nothing is left to try."""
-    endpoints, request = gateway.endpoints, call.request
-    fingerprint = x.fingerprint = x.fingerprint or _fingerprint(endpoints, route, call)
+    endpoints, request, fingerprint = gateway.endpoints, call.request, x.fingerprint
+    if fingerprint is None and route.fingerprints:
+        fingerprint = x.fingerprint = endpoints.prefixes.of(call, route.name)
     problem: UpstreamBroke | None = None
     left_out: Sequence[str] = ()
     try:
@@ -198,9 +195,7 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
             left_out = await retry(gateway, x, problem, partial(_choose, endpoints, x, route, request))
     finally:
         if x.retrying:
-            if x.hedge is not None:
-                x.hedge.close()
-            x.end_retry(gateway.gate)
+            _end_retries(gateway, x)
 
 
 def _choose(
@@ -210,6 +205,12 @@ def _choose(
     ask = endpoints.ask(request, x.fingerprint, left_out)
     pick = run.pick(route.policy, ask, route.candidates) or crowded(route, ask)
     return () if pick is None else (pick.candidate,)
+
+
+def _end_retries(gateway: Gateway, x: Exchange) -> None:
+    if x.hedge is not None:
+        x.hedge.close()
+    x.end_retry(gateway.gate)
 
 
 def _watch(gateway: Gateway, x: Exchange, route: Route, ask: Ask, pick: Pick) -> None:

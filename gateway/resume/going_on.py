@@ -44,7 +44,7 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
     sent = telling(call, served, booking.endpoint.salt_member)
     ledger = x.ledger = Ledger(terms, resume.tokens)
     recorder = Recorder(ledger, ledger.first, served, call.asked_model)
-    headers = legs.answer_headers(x, booking.endpoint.name)
+    headers = legs.answer_headers(x, client, booking.endpoint.name)
     # Before its first token it may still be asked anew, whole: a role that was shown would stand in the way.
     relay = Recorded(headers, x.first_token, client.http_1_0, recorder, patient=True, gaps=x.gaps)
     head = booking.upstream.head(x.api) + legs.request_headers(x, client.headers, len(sent.body), booking.endpoint.name)

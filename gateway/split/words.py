@@ -147,7 +147,7 @@ class Words:
             self._corrector.cached_tokens = self._record.cached_tokens
         elif served != asked:
             renamer = Renamer(served, asked)
-        headers = answer_headers(work.x, endpoint.name) + self._facts.header
+        headers = answer_headers(work.x, work.client, endpoint.name) + self._facts.header
         return Relay(headers, None, work.client.http_1_0, renamer, handover is not None, work.x.gaps)
 
     def prefilled(self, usage: Usage) -> None:
