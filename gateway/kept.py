@@ -77,8 +77,12 @@ def judge_whole(slo: Slo, ttft_s: float, tokens: int) -> str:
     return "met" if ttft_s <= slo.ttft_s + slo.tpot_s * max(0, tokens - 1) else "ttft_missed"
 
 
+Key = tuple[str, str, str, bool]
+"""Model, tenant, class, and whether there are media in the prompt."""
+
+
 class _Kind:
-    """The answers of one class of one tenant's requests at one model.
+    """The answers to one kind of request.
 
     goodput  counters by what became of the promise
     lessons  answers that nothing was learnt from yet: output tokens per choice, estimated and counted tokens of the
@@ -87,8 +91,7 @@ class _Kind:
 
     __slots__ = ("batch", "goodput", "key", "lessons", "seen")
 
-    def __init__(self, key: tuple[str, str, str]) -> None:
-        """`key`: model, tenant and class."""
+    def __init__(self, key: Key) -> None:
         self.key = key
         self.goodput: dict[str, Counter] = {}
         self.lessons: list[tuple[int, int, int]] = []
@@ -109,7 +112,7 @@ class Kept:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._kinds: dict[tuple[str, str, str], _Kind] = {}
+        self._kinds: dict[Key, _Kind] = {}
         self._error, self._regret = metrics.ttft_prediction_error_ratio, metrics.pick_regret_seconds
         causes = metrics.prefill_tokens_total
         self._never, self._spread, self._evicted = map(causes.labels, ("never_seen", "spread", "evicted"))
@@ -135,7 +138,7 @@ class Kept:
         call, first, last, events = x.call, relay.first_token_at, relay.last_at, relay.events
         assert call is not None
         request = call.request
-        slo, output_tokens = request.slo, usage.completion_tokens
+        slo, output_tokens, whole_tokens = request.slo, usage.completion_tokens or 0, 0
         if first is not None and last is not None:
             tokens = output_tokens or events - 2
             ttft_s = x.ttft_s = first - received
@@ -145,30 +148,22 @@ class Kept:
                 self._predicted(x, first)
             else:
                 x.kept = judge_whole(slo, ttft_s, tokens)
-        key = request.model, x.tenant, slo.name
-        kind = self._kinds.get(key) or self._add(key)
-        whole = output_tokens and relay.finish_reason not in CUT_OFF
         if x.outcome != "served":
             x.kept = FAILED if x.outcome == "interrupted" else ""
-            whole = False
+        elif output_tokens and relay.finish_reason not in CUT_OFF:
+            whole_tokens = output_tokens // request.choices
+        key = request.model, x.tenant, slo.name, call.media > 0
+        kind = self._kinds.get(key) or self._add(key)
         if x.kept:
             counter = kind.goodput.get(x.kept) or self._find(kind, x.kept)
             counter.value += 1.0
-        kind.lessons.append(
-            (
-                output_tokens // request.choices if output_tokens and whole else 0,
-                0 if call.media else call.estimated_tokens,
-                usage.prompt_tokens or 0,
-            )
-        )
+        kind.lessons.append((whole_tokens, call.estimated_tokens, usage.prompt_tokens or 0))
         if len(kind.lessons) >= kind.batch:
             self._learn(kind)
-        if call.media and call.estimated_tokens and usage.prompt_tokens:
-            self.prompts.counted(request.model, True, call.estimated_tokens, usage.prompt_tokens)
         if x.asked is not None and x.asked.cached and x.pick is not None:
             self._computed(x.asked, x.pick.cached_tokens, usage)
 
-    def _add(self, key: tuple[str, str, str]) -> _Kind:
+    def _add(self, key: Key) -> _Kind:
         if len(self._kinds) >= MAX_KINDS:  # models and tenants come and go with configurations
             self._kinds.clear()
         kind = self._kinds[key] = _Kind(key)
@@ -181,12 +176,13 @@ class Kept:
         if kind.seen >= AT_ONCE:
             kind.batch = BATCH
         outputs = [output for output, _, _ in lessons if output]
+        model, tenant, slo, has_media = kind.key
         if outputs:
-            self.lengths.ended(*kind.key, sum(outputs) / len(outputs), len(outputs))
+            self.lengths.ended(model, tenant, slo, sum(outputs) / len(outputs), len(outputs))
         prompts = [(estimated, counted) for _, estimated, counted in lessons if estimated and counted]
         if prompts:
             estimated_tokens, prompt_tokens = map(sum, zip(*prompts, strict=True))
-            self.prompts.counted(kind.key[0], False, estimated_tokens, prompt_tokens, len(prompts))
+            self.prompts.counted(model, has_media, estimated_tokens, prompt_tokens, len(prompts))
 
     def _predicted(self, x: Exchange, first: float) -> None:
         """How far off the prediction was, where there was one. A pair's is told by the pair, not by either place."""
@@ -206,11 +202,11 @@ class Kept:
         if x.call is not None and x.reason != "tenant_rate_limited" and (x.status == 429 or x.status >= 500):
             x.kept = "shed" if x.status == 429 else FAILED
             request = x.call.request
-            key = request.model, x.tenant, request.slo.name
+            key = request.model, x.tenant, request.slo.name, x.call.media > 0
             self._find(self._kinds.get(key) or self._add(key), x.kept).inc()
 
     def _find(self, kind: _Kind, kept: str) -> Counter:
-        _, tenant, slo = kind.key
+        _, tenant, slo, _ = kind.key
         counter = kind.goodput[kept] = self._metrics.goodput_total.labels(slo, kept, tenant if self._tenants else "")
         return counter
 
