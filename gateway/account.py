@@ -322,7 +322,7 @@ class Accounts:
             self._metrics.shed_seconds.observe(now - (x.received_at or x.accepted_at))
 
     def _answered(self, x: Exchange, relay: Relay, usage: Usage, now: float) -> None:
-        pick, call, sent_at, admitted_at, parsed_at = x.pick, x.call, x.sent_at, x.admitted_at, x.parsed_at
+        pick, call = x.pick, x.call
         assert pick is not None
         assert call is not None
         endpoint = pick.candidate.endpoint
@@ -335,6 +335,7 @@ class Accounts:
             self._metrics.overflow_total.labels(call.asked_model, x.tier).inc()
         if x.split is not None:
             self._split(x.split, relay, x, received)
+        sent_at, admitted_at, parsed_at = x.sent_at, x.admitted_at, x.parsed_at
         if sent_at is not None and admitted_at is not None and parsed_at is not None:
             waited_s = admitted_at - parsed_at
             self._overhead.observe(sent_at - received - waited_s)

@@ -168,9 +168,10 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
         raise _unknown_model(asked, models)
     served, numbers = model.served_model, _numbers(members)
     names = PROMPT_MEMBERS[api]
-    if names[-1] not in members:
-        raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{names[-1]}'.", param=names[-1])
-    prompt = (members[names[-1]],) if _BEFORE.isdisjoint(members) else _prompt(names, members)
+    name = names[-1]
+    if name not in members:
+        raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{name}'.", param=name)
+    prompt = (members[name],) if _BEFORE.isdisjoint(members) else _prompt(names, members)
     ids, media, estimated = None, 0, 0
     if api is _COMPLETIONS:
         ids = _token_ids(prompt[-1])

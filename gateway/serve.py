@@ -71,16 +71,18 @@ async def serve(gateway: Gateway, x: Exchange, client: Client) -> None:
         x.broken()
         _apologise(x, client)
     finally:
-        x.let_go()
+        if x.holder is not None:
+            x.let_go()
         try:
-            _settle(gateway, x)
+            if x.quota is not None or x.room is not None:  # None, nearly always
+                _settle(gateway, x)
         finally:
             gateway.accounts.close(x)
 
 
 def _settle(gateway: Gateway, x: Exchange) -> None:
     """Who wants to know hears how it ended, or that nothing came of it: its tenant's quota and the room it was in."""
-    if x.call is None or (x.quota is None and x.room is None):  # nobody, nearly always
+    if x.call is None:
         return
     request = x.call.request
     if x.quota is not None:

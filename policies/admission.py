@@ -75,26 +75,24 @@ class DrainRate:
     that nothing recent is left to measure by.
     """
 
-    __slots__ = ("_began", "_count", "_last", "_presence", "_tau_s", "_weight")
+    __slots__ = ("_began", "_last", "_presence", "_tau_s", "_weight")
 
     def __init__(self, tau_s: float = 10.0) -> None:
         if tau_s <= 0:
             raise ValueError(f"tau_s is positive, not {tau_s}")
         self._tau_s = tau_s
-        self._began = self._last = 0.0
-        self._weight = self._presence = 0.0
-        self._count = 0
+        self._began: float | None = None
+        self._last = self._weight = self._presence = 0.0
 
     def completed(self, now: float, amount: float = 1.0) -> None:
         """So much left at `now`, seconds on the caller's clock; never goes back."""
-        if not self._count:
+        if self._began is None:
             self._began = now
         else:
             decay = exp((self._last - now) / self._tau_s)
             self._weight = self._weight * decay + amount
             self._presence = self._presence * decay + 1.0
         self._last = now
-        self._count += 1
 
     def per_s(self, now: float) -> float | None:
         """Amount per second around `now`.
@@ -102,6 +100,8 @@ class DrainRate:
         The decayed sum divided by the decayed time it was gathered in: unbiased from the first seconds on. The first
         completion only starts the clock.
         """
+        if self._began is None:
+            return None
         span = self._tau_s * -expm1((self._began - now) / self._tau_s)
         decay = exp((self._last - now) / self._tau_s)
         return self._weight * decay / span if span > 0 and self._presence * decay > 0.05 else None

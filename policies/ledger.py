@@ -42,7 +42,8 @@ class Entry(Prompt):
         handed: bool = False,
     ) -> None:
         prompt, output = request.prompt_tokens, request.output_tokens
-        self._load, self._request, self.cached_tokens, self.told = load, request, cached_tokens, told
+        self._load, self._request = load, request
+        self.cached_tokens, self.told = cached_tokens, told
         self._open, self.decoding = True, False
         self._booked_at: float | None = None
         load.in_flight += 1
