@@ -31,6 +31,7 @@ from gateway.lobby import Lobby
 from gateway.metrics import Metrics
 from gateway.networks import Networks
 from gateway.observe.export import Tracer
+from gateway.observe.inside import pools
 from gateway.outbox import Outbox
 from gateway.ports import http_url, named
 from gateway.prefixes import Prefixes
@@ -148,6 +149,7 @@ class App:
             self.gateway, self.metrics.itl_seconds, TrustedProxies(trusted) if trusted else None
         )
         furnish(self.gateway, plan, self.metrics)
+        self.metrics.pools = partial(pools, self.gateway)
         self._let_change(origin, rng)
         self._runners: list[web.AppRunner] = []
         self.sockets, self._activated = dict(origin.sockets), origin.activated

@@ -69,7 +69,7 @@ def _row(row: Row, specs: Sequence[Spec]) -> str:
         (
             f"`{spec.name}`",
             f"{spec.kind}, {spec.unit}".rstrip(", ") + (", exemplars" if spec.marked else ""),
-            ", ".join(f"`{label.name}`" for label in spec.labels),
+            ", ".join(f"`{name}`" for name in spec.exposed),
             spec.help,
             spec.merge,
             f"`{spec.owner}`",
@@ -273,6 +273,7 @@ sums over the workers and their supervisor; the start time is the supervisor's. 
 `application/openmetrics-text` gets that format, with exemplars: every bucket of a family with exemplars
 names the newest request that fell into it, and its trace.
 
+Series of an endpoint or a model have the label `pool` as well, looked up in the configuration at the scrape.
 The tables are the rows of the boards in `deploy/grafana/` (docs/observability.md). "Of workers" says how the same
 series of several processes become one, "owner" which module below `gateway/` changes it. What `workers/supervisor.py`
 owns is there with `workers` alone.

@@ -66,7 +66,7 @@ class _Family(Collector):
 
 def _metric(reading: Reading, *, exemplars: bool) -> Metric:
     spec = reading.spec
-    shown = _FAMILIES[spec.kind](spec.name, spec.help, labels=[label.name for label in spec.labels], unit=spec.unit)
+    shown = _FAMILIES[spec.kind](spec.name, spec.help, labels=spec.exposed, unit=spec.unit)
     for values, value in reading.values.items():
         if isinstance(shown, HistogramMetricFamily) and isinstance(value, Buckets):
             shown.add_metric(values, _cumulative(spec, value, exemplars=exemplars), value.sum)

@@ -206,8 +206,9 @@ class Kept:
             self._find(self._kinds.get(key) or self._add(key), x.kept).inc()
 
     def _find(self, kind: _Kind, kept: str) -> Counter:
-        _, tenant, slo, _ = kind.key
-        counter = kind.goodput[kept] = self._metrics.goodput_total.labels(slo, kept, tenant if self._tenants else "")
+        model, tenant, slo, _ = kind.key
+        labels = slo, kept, tenant if self._tenants else "", model
+        counter = kind.goodput[kept] = self._metrics.goodput_total.labels(*labels)
         return counter
 
     def _computed(self, asked: Ask, believed: int, usage: Usage) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from time import monotonic, time
 from typing import Generic, TypeVar
@@ -41,6 +41,13 @@ class Merge(StrEnum):
     LAST = "last"
 
 
+POOL = "pool"
+TELL_POOLS = ("endpoint", "prefill", "model")
+"""Labels whose values belong to one pool each, the most certain first."""
+
+Pools = Mapping[tuple[str, str], str]
+"""The pool by label and value."""
+
 UNITS = ("seconds", "bytes", "tokens", "ratio")
 
 Mark = tuple[float, float, str, str]
@@ -66,6 +73,18 @@ class Spec(msgspec.Struct, frozen=True):
     marked: bool = False
 
     @property
+    def pool_of(self) -> str | None:
+        """The label whose value tells the pool, which is then one more label of a scrape; None: no such label."""
+        names = [label.name for label in self.labels]
+        return None if POOL in names else next((name for name in TELL_POOLS if name in names), None)
+
+    @property
+    def exposed(self) -> tuple[str, ...]:
+        """The names of the labels that a scrape shows."""
+        names = tuple(label.name for label in self.labels)
+        return names if self.pool_of is None else (*names, POOL)
+
+    @property
     def unit(self) -> str:
         """The base unit that its name ends in; "" for what is merely counted."""
         last = self.name.removesuffix("_total").rpartition("_")[2]
@@ -83,11 +102,14 @@ class Buckets(msgspec.Struct, frozen=True, array_like=True):
     marks: list[Mark | None] = []
 
 
+Values = dict[tuple[str, ...], float | Buckets]
+
+
 class Reading(msgspec.Struct, frozen=True, array_like=True):
-    """A family at one moment: its values by label values, in the order of the spec."""
+    """A family at one moment: its values by label values, in the order of `spec.exposed`."""
 
     spec: Spec
-    values: dict[tuple[str, ...], float | Buckets]
+    values: Values
 
 
 class Counter:
@@ -277,17 +299,27 @@ class Meters:
         """Makes families that `owner` (a module's path below gateway/) changes and that stand in this row."""
         return Section(self.families, row, owner)
 
-    def readings(self, *, exemplars: bool = False) -> Iterator[Reading]:
+    def readings(self, pools: Pools, *, exemplars: bool = False) -> Iterator[Reading]:
         """What each family has counted, and the standard `process_*` metrics; buckets with their newest requests if
         `exemplars` is set."""
         zero = time() - monotonic() if exemplars else None
         for family in self.families:
-            yield Reading(family.spec, _values(family, zero))
+            values = _values(family, zero)
+            yield Reading(
+                family.spec, values if family.spec.pool_of is None else _with_pools(family.spec, values, pools)
+            )
         yield from map(_of_process, self._process.collect())
 
 
-def _values(family: AnyFamily, zero: float | None) -> dict[tuple[str, ...], float | Buckets]:
-    found: dict[tuple[str, ...], float | Buckets] = {}
+def _with_pools(spec: Spec, values: Values, pools: Pools) -> Values:
+    """Each series with the pool of its endpoint or model; "" where it has none, which is as if there was no label."""
+    names = [label.name for label in spec.labels]
+    at = names.index(spec.pool_of or "")
+    return {(*labels, pools.get((names[at], labels[at]), "")): value for labels, value in values.items()}
+
+
+def _values(family: AnyFamily, zero: float | None) -> Values:
+    found: Values = {}
     for values, meter in family.children():
         value = meter.buckets(zero if family.spec.marked else None) if isinstance(meter, Histogram) else meter.read()
         if value is not None:

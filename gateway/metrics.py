@@ -6,10 +6,10 @@ Stages and reasons come from small closed sets in the code, models and endpoints
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from gateway.exposition import page
-from gateway.meters import Counter, Family, Gauge, Histogram, Label, Merge, Meters, Reading, Section, Spec
+from gateway.meters import Counter, Family, Gauge, Histogram, Label, Merge, Meters, Pools, Reading, Section, Spec
 from gateway.observe.inside import Inside
 from gateway.observe.labels import ENDPOINT, KIND, POOL, RESULT, Row
 from gateway.observe.trials import Trials
@@ -64,10 +64,12 @@ class Metrics:
     """All metrics of one gateway process. Made once by the composition root and handed down; nothing here is global.
 
     Families with labels are asked for a child (`ttft_seconds.labels(model, endpoint)`), the others are the child.
+    `pools` is asked at each scrape for the pools of endpoints and models.
     """
 
     def __init__(self) -> None:
         meters = self._meters = Meters()
+        self.pools: Callable[[], Pools] = dict
         self._requests(meters.section(Row.REQUESTS, "account.py"))
         self._latency(meters.section(Row.LATENCY, "account.py"))
         self._promises(meters.section(Row.PROMISES, "kept.py"))
@@ -86,7 +88,7 @@ class Metrics:
 
     def readings(self, *, exemplars: bool = False) -> Iterator[Reading]:
         """All families one by one, for a server that lets its streams go on in between."""
-        return self._meters.readings(exemplars=exemplars)
+        return self._meters.readings(self.pools(), exemplars=exemplars)
 
     def catalogue(self) -> tuple[Spec, ...]:
         """What there is, in order."""
@@ -178,7 +180,7 @@ class Metrics:
             "penstock_goodput_total",
             "Requests by service class and what became of their promise: met, ttft_missed, tpot_missed, both_missed, "
             "failed, shed. An answer that comes whole is judged by its end. `tenant` is empty unless asked for.",
-            *(CLASS, KEPT, TENANT),
+            *(CLASS, KEPT, TENANT, MODEL),
         )
         self.overflow_total: Family[Counter] = meters.counter(
             "penstock_overflow_total", "Requests served by a smaller model in place of a refusal.", *(MODEL, TIER)

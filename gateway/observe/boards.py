@@ -246,7 +246,7 @@ def completed(board: Board, catalogue: Sequence[Spec]) -> Mapping[Row, tuple[Pan
 
 def made(spec: Spec) -> Panel:
     """A panel as a family's kind and labels ask for it."""
-    labels = [label.name for label in spec.labels if label.name not in WIDE_LABELS or spec.kind == "gauge"]
+    labels = [name for name in (label.name for label in spec.labels) if name not in WIDE_LABELS or spec.kind == "gauge"]
     by, legend = ", ".join(labels), " ".join(f"{{{{{label}}}}}" for label in labels)
     title = spec.name.removeprefix("penstock_").removesuffix("_total").replace("_", " ")
     unit = UNITS.get(spec.unit, "short")

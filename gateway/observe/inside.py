@@ -9,17 +9,26 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from gateway.build import is_compiled, own_version
-from gateway.meters import Counter, Family, Gauge, Label, Merge, Meters, Section
+from gateway.meters import Counter, Family, Gauge, Label, Merge, Meters, Pools, Section
 from gateway.observe.labels import ENDPOINT, RESULT, Row
 from policies.health import State
 
 if TYPE_CHECKING:
     from gateway.roster import LiveEndpoint
+    from gateway.serve import Gateway
 
 STATE = Label("state", len(State) + 1)
 LIMIT = Label("limit", 4)
 LISTENER = Label("listener", 2)
 BUILD = (Label("version", 2), Label("compiled", 2))
+
+
+def pools(gateway: Gateway) -> Pools:
+    """The pool of every endpoint and model, for the labels of a scrape."""
+    found = {("model", route.name): route.pool for route in gateway.snapshot.routes.values()}
+    for live in gateway.endpoints.all():
+        found["endpoint", live.endpoint.name] = found["prefill", live.endpoint.name] = live.endpoint.pool
+    return found
 
 
 class Inside:

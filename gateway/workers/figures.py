@@ -33,4 +33,4 @@ class Figures:
 
     def readings(self) -> list[Reading]:
         """Their values, and the `process_*` metrics of the supervisor."""
-        return list(self._meters.readings())
+        return list(self._meters.readings({}))

@@ -76,13 +76,15 @@ def test_a_whole_answer_may_take_what_all_its_tokens_may() -> None:
 def test_promises_are_counted_by_class_and_by_tenant_only_when_asked_for() -> None:
     x = exchange()
     x.tenant = "acme"
-    assert count(x, answered(0.5, 0.5 + 9 * 0.04, 10)) == {("interactive", "met", ""): 1}
+    assert count(x, answered(0.5, 0.5 + 9 * 0.04, 10)) == {("interactive", "met", "", "demo"): 1}
     metrics = Metrics()
     kept = Kept(metrics)
     kept.tell_tenants(True)
     relay = answered(0.5, 3.0, 10)
     kept.answered(x, relay, relay.usage, 0.0)
-    assert [labels for labels, _ in metrics.goodput_total.children()] == [("interactive", "tpot_missed", "acme")]
+    assert [labels for labels, _ in metrics.goodput_total.children()] == [
+        ("interactive", "tpot_missed", "acme", "demo")
+    ]
 
 
 def test_an_answer_that_broke_is_failed_and_one_that_nobody_waited_for_is_nobodys_fault() -> None:
@@ -90,7 +92,7 @@ def test_an_answer_that_broke_is_failed_and_one_that_nobody_waited_for_is_nobody
     broke.interrupted("stall")
     broke.relay = left.relay = answered(0.1, 0.2, 10)
     left.gone()
-    assert count(broke, broke.relay) == {("interactive", "failed", ""): 1}
+    assert count(broke, broke.relay) == {("interactive", "failed", "", "demo"): 1}
     assert count(left, left.relay) == {}
     assert (outcome_of(broke).ended, outcome_of(left).ended) == ("dropped", "ignored")
 

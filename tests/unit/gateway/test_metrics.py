@@ -41,9 +41,15 @@ def test_what_was_counted_is_what_a_scrape_reads() -> None:
     for value in (0.0005, 0.001, 0.0011, 5000.0):
         ttft.observe(value)
     page = samples(metrics.render())
-    labels = {("model", "demo-8b"), ("endpoint", "a")}
-    assert page["penstock_requests_total", frozenset({("model", "demo-8b"), ("code", "200"), ("reason", "ok")})] == 3
-    assert page["penstock_inflight", frozenset({("endpoint", "127.0.0.1:9000")})] == 1
+    labels = {("model", "demo-8b"), ("endpoint", "a"), ("pool", "")}
+    assert (
+        page[
+            "penstock_requests_total",
+            frozenset({("model", "demo-8b"), ("code", "200"), ("reason", "ok"), ("pool", "")}),
+        ]
+        == 3
+    )
+    assert page["penstock_inflight", frozenset({("endpoint", "127.0.0.1:9000"), ("pool", "")})] == 1
     assert page["penstock_open_streams", frozenset()] == 7
     assert page["penstock_ttft_seconds_bucket", frozenset(labels | {("le", "0.001")})] == 2
     assert page["penstock_ttft_seconds_bucket", frozenset(labels | {("le", "0.005")})] == 3
@@ -131,6 +137,23 @@ def test_every_family_says_who_owns_it_where_it_stands_and_how_it_merges() -> No
         assert spec.row in set(Row), spec
         assert spec.kind == "gauge" or spec.merge is Merge.SUM, f"{spec.name}: what is counted is added up"
         assert not spec.marked or spec.kind == "histogram"
+
+
+def test_series_of_endpoints_and_models_name_their_pool() -> None:
+    metrics = Metrics()
+    metrics.pools = lambda: {("endpoint", "a"): "chat", ("prefill", "p"): "split", ("model", "m"): "code"}
+    metrics.endpoint_up.labels("a").set(1)
+    metrics.e2e_seconds.labels("m").observe(1)
+    metrics.ttft_seconds.labels("m", "a").observe(1)
+    metrics.split_pairs_total.labels("p", "d", "served").inc()
+    metrics.waiting.labels("own").set(1)
+    pools = {name: dict(labels).get("pool") for name, labels in samples(metrics.render())}
+    assert pools["penstock_endpoint_up"] == "chat"
+    assert pools["penstock_e2e_seconds_count"] == "code"
+    assert pools["penstock_ttft_seconds_count"] == "chat", "an endpoint is in one pool, a model may move"
+    assert pools["penstock_split_pairs_total"] == "split"
+    assert pools["penstock_waiting"] == "own"
+    assert pools["penstock_loop_lag_seconds_count"] is None
 
 
 def test_a_gauge_whose_source_knows_nothing_shows_nothing() -> None:

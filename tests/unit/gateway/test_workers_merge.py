@@ -16,6 +16,7 @@ from gateway.workers import merge
 
 def page(requests: int, up: float, ttft_s: float) -> list[Reading]:
     metrics = Metrics()
+    metrics.pools = lambda: {("model", 'a "model"\\\n'): "main", ("endpoint", "a:1"): "chat"}
     metrics.requests_total.labels('a "model"\\\n', "200", "served").inc(requests)
     metrics.endpoint_up.labels("a:1").set(up)
     metrics.shared_staleness_seconds.set(ttft_s)
@@ -29,12 +30,12 @@ def text(*pages: list[Reading], exemplars: bool = False) -> str:
 
 def test_counters_and_histograms_are_summed_and_gauges_follow_their_rules() -> None:
     merged = text(page(3, 1.0, 0.002), page(4, 0.0, 0.03))
-    assert 'penstock_requests_total{code="200",model="a \\"model\\"\\\\\\n",reason="served"} 7.0' in merged
-    assert 'penstock_endpoint_up{endpoint="a:1"} 0.0' in merged
+    assert 'penstock_requests_total{code="200",model="a \\"model\\"\\\\\\n",pool="main",reason="served"} 7.0' in merged
+    assert 'penstock_endpoint_up{endpoint="a:1",pool="chat"} 0.0' in merged
     assert "penstock_shared_staleness_seconds 0.03" in merged
-    assert 'penstock_ttft_seconds_count{endpoint="a:1",model="m"} 2.0' in merged
-    assert 'penstock_ttft_seconds_bucket{endpoint="a:1",le="0.005",model="m"} 1.0' in merged
-    assert 'penstock_ttft_seconds_bucket{endpoint="a:1",le="+Inf",model="m"} 2.0' in merged
+    assert 'penstock_ttft_seconds_count{endpoint="a:1",model="m",pool="chat"} 2.0' in merged
+    assert 'penstock_ttft_seconds_bucket{endpoint="a:1",le="0.005",model="m",pool="chat"} 1.0' in merged
+    assert 'penstock_ttft_seconds_bucket{endpoint="a:1",le="+Inf",model="m",pool="chat"} 2.0' in merged
 
 
 @pytest.mark.parametrize("exemplars", [False, True])

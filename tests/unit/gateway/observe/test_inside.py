@@ -25,5 +25,5 @@ def test_tokens_that_other_gateways_booked_are_told_by_them_alone() -> None:
         )
     )
     page = metrics.render().decode()
-    assert 'penstock_endpoint_prefill_backlog_tokens{endpoint="a"} 700' in page
-    assert 'penstock_endpoint_context_tokens{endpoint="a"} 50' in page
+    assert 'penstock_endpoint_prefill_backlog_tokens{endpoint="a",pool=""} 700' in page
+    assert 'penstock_endpoint_context_tokens{endpoint="a",pool=""} 50' in page

@@ -13,6 +13,7 @@ import pytest
 from gateway.roster import LiveEndpoint
 from mockgpu.group import TpGroup
 from policies.health import Event, State
+from tests.scraped import series, total
 from tests.unit.gateway.reload.running import Running, running
 
 
@@ -154,7 +155,7 @@ async def test_an_endpoint_that_returns_while_it_still_answers_is_the_same_one(t
         assert await one.let_go() == "ok"
         await until(lambda: not made.app.swap.retiring)
         assert made.app.gateway.endpoints.all() == before
-        assert f'penstock_endpoint_up{{endpoint="{busy.endpoint.name}"}} 1.0' in page(made)
+        assert total(page(made), "penstock_endpoint_up", endpoint=busy.endpoint.name, pool="chat") == 1
 
 
 async def test_an_attribute_that_changes_takes_effect_on_the_same_endpoint(tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ async def test_an_endpoint_that_is_renamed_keeps_what_it_is_and_its_old_series_g
         assert made.app.gateway.endpoints.all() == before
         await until(lambda: not made.app.swap.retiring)
         assert 'endpoint="group-0"' not in page(made)
-        assert 'penstock_endpoint_up{endpoint="other"} 1.0' in page(made)
+        assert total(page(made), "penstock_endpoint_up", endpoint="other") == 1
 
 
 async def test_names_that_two_endpoints_exchange_lose_no_series(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ async def test_names_that_two_endpoints_exchange_lose_no_series(tmp_path: Path) 
         await made.put(text)
         await until(lambda: not made.app.swap.retiring)
         for number in (0, 1):
-            assert f'penstock_inflight{{endpoint="group-{number}"}}' in page(made)
+            assert series(page(made), "penstock_inflight", endpoint=f"group-{number}")
 
 
 async def test_a_pool_that_is_replaced_answers_its_last_requests_and_is_gone(tmp_path: Path) -> None:
