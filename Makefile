@@ -17,6 +17,7 @@ RESTARTS ?=
 TLS    ?=
 ISOLATION ?=
 BASE   ?=
+BENCH_TLS ?=
 PAIRED ?=
 comma  := ,
 NIXL_TESTS ?= tests/nixl tests/contract/kvtransfer tests/chaos/test_kv_processes.py
@@ -27,7 +28,7 @@ COMPILED_TESTS ?= tests/unit/gateway tests/unit/policies tests/property/gateway 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma nixl kv-trials bench bench-kv bench-split bench-paired goodput observe real compiled test-compiled load policies gateways restarts tls soak overload isolation clocks web docs lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma nixl kv-trials bench bench-kv bench-split bench-paired bench-tls goodput observe real compiled test-compiled load policies gateways restarts tls soak overload isolation clocks web docs lock deploy-check clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +75,9 @@ test-compiled: compiled ## unit, component and SDK tests on the compiled modules
 bench-paired: $(VENV)/.dev ## CPU per request and chunk beside an older revision, in alternation (BASE=main~20; PAIRED="--pairs 40")
 	@test -n "$(BASE)" || { echo "make bench-paired needs a revision to compare with: make bench-paired BASE=main~20" >&2; exit 1; }
 	$(PY) tests/bench/paired.py $(BASE) $(PAIRED)
+
+bench-tls: $(VENV)/.dev ## CPU per request, chunk and new connection: the gateway and nginx, plain and with TLS, in alternation (BENCH_TLS="--compiled")
+	$(PY) tests/bench/tls_cost.py $(BENCH_TLS)
 
 bench-kv: $(VENV)/.dev ## KV transfers: ours beside NIXL, Mooncake, raw TCP and memcpy (docs/performance.md)
 	@$(PY) -c "import cryptography" 2>/dev/null || $(PY) -m pip install -q "cryptography>=45"

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -39,6 +40,11 @@ class NotMeasurable(Exception):
     """A system could not be installed or started; the comparison goes on without it and says so."""
 
 
+_ANY_CERTIFICATE = ssl.create_default_context()
+_ANY_CERTIFICATE.check_hostname = False
+_ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
+
+
 @dataclass(frozen=True)
 class System:
     """One gateway with one policy: a name for the table, a port, how to start it in a work directory, its own place."""
@@ -48,6 +54,7 @@ class System:
     port: int
     command: Callable[[Path, int], list[str]]
     home: Path = ROOT
+    scheme: str = "http"
 
     @property
     def key(self) -> str:
@@ -73,15 +80,24 @@ def backend_urls(base: int) -> list[str]:
     return [f"http://127.0.0.1:{base + i}" for i in range(BACKENDS)]
 
 
-def penstock_command(policy: str, urls: list[str]) -> Callable[[Path, int], list[str]]:
+@dataclass(frozen=True)
+class Certificate:
+    """Files of a certificate and its key, for a listener with TLS."""
+
+    certificate: Path
+    key: Path
+
+
+def penstock_command(policy: str, urls: list[str], tls: Certificate | None = None) -> Callable[[Path, int], list[str]]:
     """How to start our gateway with this policy before these endpoints."""
+    section = "" if tls is None else f", tls: {{certificate: {tls.certificate}, key: {tls.key}}}"
 
     def command(work: Path, port: int) -> list[str]:
         config = work / f"penstock-{port}.yaml"
         endpoints = "".join(f"      - {{url: {url}, max_concurrency: 8192}}\n" for url in urls)
         config.write_text(
             f"version: 1\n"
-            f"listeners:\n  api: {{port: {port}}}\n  admin: {{port: {port + ADMIN}}}\n"
+            f"listeners:\n  api: {{port: {port}{section}}}\n  admin: {{port: {port + ADMIN}}}\n"
             f"models:\n  - {{name: {MODEL}, pool: main}}\n"
             f"pools:\n  main:\n    policy: {policy}\n    endpoints:\n{endpoints}"
             f"observability:\n  access_log: {work / f'penstock-{port}.access'}\n"
@@ -103,7 +119,13 @@ def _router(module: str, policy: str, quiet: str, urls: list[str]) -> Callable[[
     return command
 
 
-def _nginx(urls: list[str], work: Path, port: int) -> list[str]:
+def nginx_command(urls: list[str], work: Path, port: int, tls: Certificate | None = None) -> list[str]:
+    """How to start nginx as a proxy before these endpoints."""
+    work = work / f"nginx-{port}"
+    work.mkdir(exist_ok=True)
+    encrypt = ""
+    if tls is not None:
+        encrypt = f"ssl_certificate {tls.certificate}; ssl_certificate_key {tls.key}; ssl_protocols TLSv1.2 TLSv1.3;"
     servers = "\n".join(f"    server {url.removeprefix('http://')};" for url in urls)
     config = work / "nginx.conf"
     temp = "\n".join(
@@ -129,7 +151,8 @@ http {{
     keepalive_requests 1000000000;
   }}
   server {{
-    listen 127.0.0.1:{port} backlog=4096;
+    listen 127.0.0.1:{port} backlog=4096{" ssl" if tls is not None else ""};
+    {encrypt}
     location / {{
       proxy_pass http://groups;
       proxy_http_version 1.1;
@@ -149,7 +172,7 @@ def all_systems(base: int) -> list[System]:
     urls = backend_urls(base)
     return [
         System("direct", "none", base, lambda work, port: []),
-        System("nginx", "round_robin", base + 100, partial(_nginx, urls)),
+        System("nginx", "round_robin", base + 100, partial(nginx_command, urls)),
         System(OURS, "round_robin", base + 101, penstock_command("round_robin", urls), COMPILED),
         System(OURS, "prefix_aware", base + 102, penstock_command("prefix_aware", urls), COMPILED),
         System("sglang-router", "round_robin", base + 103, _router(sglang, "round_robin", "warn", urls)),
@@ -327,19 +350,19 @@ def _await_service(running: Running, deadline: float) -> None:
             raise NotMeasurable(f"{running.system.key} ended with status {running.process.returncode}")
         if time.monotonic() > deadline:
             raise NotMeasurable(f"{running.system.key} did not serve in time")
-        if _answers(running.system.port):
+        if _answers(running.system):
             in_a_row += 1
         else:
             in_a_row = 0
             time.sleep(0.2)
 
 
-def _answers(port: int) -> bool:
+def _answers(system: System) -> bool:
     body = f'{{"model":"{MODEL}","messages":[{{"role":"user","content":"ready?"}}]}}'.encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", body)
+    request = urllib.request.Request(f"{system.scheme}://127.0.0.1:{system.port}/v1/chat/completions", body)
     request.add_header("content-type", "application/json")
     try:
-        with urllib.request.urlopen(request, timeout=2) as answer:
+        with urllib.request.urlopen(request, timeout=2, context=_ANY_CERTIFICATE) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

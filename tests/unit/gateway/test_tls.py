@@ -7,6 +7,7 @@ import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from gateway.config.compare import changes
 from gateway.config.tls import ListenerTls
 from gateway.config.tls_files import certificates
 from gateway.reload.reloader import _bound
-from gateway.tls_listener import TlsListener
+from gateway.tls_listener import TlsListener, TlsListeners
 from tests.authority import Authority, Files
 
 JANUARY_2020 = 1577836800.0
@@ -225,6 +226,11 @@ def test_a_client_that_verifies_nothing_is_warned_of(tmp_path: Path, tail: str, 
     file.write_text(f"version: 1\npools:\n  main:\n    endpoints:\n{tail}")
     loaded: Loaded = examine(file, {})
     assert [each.path for each in loaded.warnings] == [path]
+
+
+def test_a_plain_listener_gets_its_http_protocols_with_nothing_between() -> None:
+    nothing: Any = None
+    assert TlsListeners(nothing, nothing, nothing).wrap("api", None, asyncio.Protocol) is asyncio.Protocol
 
 
 def test_tls_of_an_endpoint_needs_an_https_url(tmp_path: Path) -> None:
