@@ -52,7 +52,7 @@ FILES: Mapping[str, str] = MappingProxyType(
     {
         "index.html": "text/html",
         "live.css": "text/css",
-        "live.js": "text/javascript",
+        **{f"{name}.js": "text/javascript" for name in ("live", "charts", "dom", "fleet", "flow", "requests")},
         "uplot.js": "text/javascript",
         "uplot.css": "text/css",
         "uplot.LICENSE": "text/plain",

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.resources import files
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,9 @@ from gateway.live import hub as hubs
 from gateway.live.pages import FILES
 from tests.chaos.house import House, house
 from tests.fair_time import PATIENCE_S
+
+OWN = [name for name in FILES if name.endswith((".html", ".css", ".js")) and not name.startswith("uplot")]
+SINKS = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|srcdoc|\beval\(|new Function"
 
 
 async def get(home: House, path: str, **headers: str) -> tuple[int, str, aiohttp.typedefs.LooseHeaders]:
@@ -61,10 +65,17 @@ async def test_the_page_has_no_inline_script_and_asks_nobody_else() -> None:
     async with house(1) as home:
         text = (await get(home, "/"))[1]
         assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|style=", text)
-        for name in ("index.html", "live.css", "live.js"):
+        for name in OWN:
             assert "//" not in re.sub(
                 r"http://www\.w3\.org/2000/svg|^\s*//.*$|; // .*$", "", (await get(home, f"/web/{name}"))[1], flags=re.M
             ), name
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if name.endswith(".js")])
+def test_scripts_set_text_as_text_and_import_only_what_is_served(name: str) -> None:
+    script = (files("gateway") / "web" / name).read_text()
+    assert not re.search(SINKS, script)
+    assert {path.removeprefix("./") for path in re.findall(r'from "([^"]+)"', script)} <= set(FILES)
 
 
 async def test_the_value_tells_of_requests_endpoints_and_pools(monkeypatch: pytest.MonkeyPatch) -> None:
