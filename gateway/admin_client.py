@@ -87,7 +87,11 @@ def address(
     ] = None,
     insecure: Annotated[
         bool,
-        typer.Option("--insecure", envvar="PENSTOCK_ADMIN_INSECURE", help="Accept any certificate; tests only."),
+        typer.Option(
+            "--insecure",
+            envvar="PENSTOCK_ADMIN_INSECURE",
+            help="Accept any certificate; for tests, or on this machine.",
+        ),
     ] = False,
 ) -> AdminAddress:
     """The options of a command as one value. Raises BadParameter where they contradict each other."""

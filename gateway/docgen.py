@@ -238,7 +238,10 @@ def _options(command: Any) -> str:
         name = names if each.param_type_name == "option" else f"`{each.name.upper()}`"
         silent = each.default is None or each.default is False or each.default in ("", ())
         default = "" if silent or callable(each.default) else f"`{each.default}`"
-        rows.append((name, "required" if each.required else default, getattr(each, "help", None) or ""))
+        meaning = getattr(each, "help", None) or ""
+        if getattr(each, "envvar", None):
+            meaning += f" Environment: `{each.envvar}`."
+        rows.append((name, "required" if each.required else default, meaning))
     return _table(("argument or option", "default", "meaning"), rows) if rows else "No options.\n"
 
 
