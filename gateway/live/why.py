@@ -23,7 +23,7 @@ GRADES: tuple[Grade, ...] = ("bad", "warn", "note")
 
 CAUSES: Mapping[str, str] = MappingProxyType(
     {
-        "connect_failed": "nobody answers at its address",
+        "connect_failed": "it takes no connections",
         "failed": "its answers failed or broke off",
         "timed_out": "it did not answer in time",
         "probe_failed": "its health check failed",
@@ -60,8 +60,8 @@ WHOLE: Mapping[str, str] = MappingProxyType(
 
 RETRIES: Mapping[str, str] = MappingProxyType(
     {
-        "connect_failed": "nobody took the connection",
-        "connect_timeout": "nobody took the connection in time",
+        "connect_failed": "the connection was not taken",
+        "connect_timeout": "the connection was not taken in time",
         "timeout": "the engine was silent for too long",
         "truncated": "the connection was cut",
         "reset": "the connection was cut",

@@ -47,7 +47,7 @@ function matrix(pairs, from, to) {
     const moved = pair.kv_bytes_per_s === null ? "" : `${volume(pair.kv_bytes_per_s)}/s `;
     return make("td", { class: pair.per_s && pair.per_s === busiest ? "hot" : "" }, `${rate(pair.per_s)}/s `, moved, make("small", {}, `p95 ${time(pair.p95_s)}, ${whole(pair.served)} in all${over}`), lost);
   };
-  const head = make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "from \\ to"), ...to.map((name) => make("th", { scope: "col" }, name))));
+  const head = make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "handoffs from \\ to"), ...to.map((name) => make("th", { scope: "col" }, name))));
   const lines = from.map((prefill) => make("tr", {}, make("th", { scope: "row" }, prefill), ...to.map((decode) => cell(at(prefill, decode)))));
   return [head, make("tbody", {}, ...lines)];
 }

@@ -123,7 +123,7 @@ function candidates(pick) {
   const shown = pick.candidates.slice(0, MOST_CANDIDATES);
   const terms = [...new Set(shown.flatMap((each) => Object.keys(each.terms || {})))].sort();
   const number = (value) => (value === null || value === undefined ? NONE : `${Number(value.toPrecision(4))}`);
-  const heads = ["Candidate", "Score", "Cached", ...terms.map(words)];
+  const heads = ["Candidate", "Score", "Believed cached", ...terms.map(words)];
   const head = make("tr", {}, ...heads.map((name, at) => make("th", { scope: "col", class: at ? "num" : "" }, name)));
   const lines = shown.map((each) =>
     make(

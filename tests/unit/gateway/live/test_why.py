@@ -58,7 +58,7 @@ def test_refusals_come_before_retries_and_notes() -> None:
         "The last configuration was rejected: gateway.yaml:3:1 nothing fits",
         "4 requests waiting in pool chat: every place at its endpoints is taken.",
         "10 of 100 promises broken: the first token came late.",
-        "1 request tried again elsewhere: nobody took the connection.",
+        "1 request tried again elsewhere: the connection was not taken.",
         "50% of the prompt tokens computed could have been saved: another endpoint held them.",
         "80% of the requests were not split: their prompts are short.",
     ]
