@@ -12,13 +12,11 @@ import msgspec
 
 from gateway.meters import Merge, Spec
 from gateway.observe.labels import Row
-from gateway.observe.promql import Asked, asked, quantile, rate, rate_or_zero, selector, share
+from gateway.observe.promql import Asked, asked, quantile, rate, rate_or_zero, share
 from gateway.observe.slos import JUDGED, OBJECTIVES
+from gateway.observe.titles import TITLES
 
 WIDE_LABELS = frozenset({"hash", "version"})
-GATEWAYS = "~penstock.*"
-"""How the scrape jobs of gateways are named. `process_*` metrics of other jobs have the same names."""
-
 SUFFIXES = ("_bucket", "_sum", "_count")
 UNITS: Mapping[str, str] = MappingProxyType(
     {"seconds": "s", "bytes": "bytes", "ratio": "percentunit", "tokens": "short"}
@@ -63,8 +61,6 @@ _GOOD = rate_or_zero("penstock_goodput_total", kept="met")
 _JUDGED = rate("penstock_goodput_total", kept=JUDGED)
 _HIT = f"{rate('penstock_prefix_hit_tokens_total')} / {rate('penstock_prefix_lookup_tokens_total')}"
 _CACHED = f"{rate('penstock_cached_tokens_total')} / {rate('penstock_prompt_tokens_total')}"
-_OWN_MEMORY = selector("process_resident_memory_bytes", {"job": GATEWAYS})
-_OWN_FILES = selector("process_open_fds", {"job": GATEWAYS})
 _AVOIDABLE = rate("penstock_prefill_tokens_total", cause="~spread|evicted")
 _SPLIT_SHARE = (
     f"{rate_or_zero('penstock_split_decisions_total', decision='split')} / {rate('penstock_split_decisions_total')}"
@@ -75,34 +71,46 @@ OVERVIEW = Board(
     "Penstock / Overview and SLOs",
     {
         Row.PROMISES: (
-            Panel("Goodput", _one(f"{_GOOD} / {_JUDGED}"), "percentunit", "stat", "Share whose promise was kept."),
             Panel(
-                "Budget left (3 days)",
-                tuple(Query(slo.budget_left(), slo.slo) for slo in OBJECTIVES),
+                "Goodput: requests within their targets",
+                _one(f"{_GOOD} / {_JUDGED}"),
                 "percentunit",
                 "stat",
-                "What is left of the errors that the objectives allow; below zero the objective is missed.",
+                "Share of the requests that met the targets of their class.",
             ),
             Panel(
-                "Errors in the last hour",
-                tuple(Query(slo.recorded("1h"), slo.slo) for slo in OBJECTIVES),
+                "Error budget left (3 days)",
+                tuple(Query(slo.budget_left(), f"{slo.slo} {{{{model}}}}") for slo in OBJECTIVES),
                 "percentunit",
-                text="Pages come at 14.4 times what the objective allows.",
+                "stat",
+                "Share of the allowed errors that is left; below zero the objective is missed.",
             ),
             Panel(
-                "Promises by class", _one(rate("penstock_goodput_total", "class, kept"), "{{class}} {{kept}}"), "reqps"
+                "Requests outside the objectives (last hour)",
+                tuple(Query(slo.recorded("1h"), f"{slo.slo} {{{{model}}}}") for slo in OBJECTIVES),
+                "percentunit",
+                text="An alert pages at 14.4 times the errors that the objective allows.",
+            ),
+            Panel(
+                "Requests by service class and result",
+                _one(rate("penstock_goodput_total", "class, kept"), "{{class}} {{kept}}"),
+                "reqps",
             ),
         ),
         Row.REQUESTS: (
-            Panel("Requests", _one(rate("penstock_requests_total", "code"), "{{code}}"), "reqps"),
+            Panel("Requests by status code", _one(rate("penstock_requests_total", "code"), "{{code}}"), "reqps"),
             Panel(
-                "Why not served",
+                "Unserved requests by reason",
                 _one(rate("penstock_requests_total", "reason", reason="!served"), "{{reason}}"),
                 "reqps",
             ),
-            Panel("Sheds", _one(rate("penstock_shed_total", "reason, class"), "{{reason}} {{class}}"), "reqps"),
             Panel(
-                "Retries",
+                "Refused requests by reason and class",
+                _one(rate("penstock_shed_total", "reason, class"), "{{reason}} {{class}}"),
+                "reqps",
+            ),
+            Panel(
+                "Retries by cause, and budget left",
                 (
                     Query(rate("penstock_retries_total", "kind"), "{{kind}}"),
                     Query("min(penstock_retry_budget_remaining)", "budget left"),
@@ -110,16 +118,20 @@ OVERVIEW = Board(
             ),
         ),
         Row.LATENCY: (
-            Panel("Time to first token", _p("penstock_ttft_seconds"), "s", text="Dots are exemplars: requests."),
-            Panel("Time per output token", _p("penstock_tpot_seconds"), "s", text="Dots are exemplars: requests."),
+            Panel(
+                "Time to first token", _p("penstock_ttft_seconds"), "s", text="Each dot is one request (an exemplar)."
+            ),
+            Panel(
+                "Time per output token", _p("penstock_tpot_seconds"), "s", text="Each dot is one request (an exemplar)."
+            ),
             Panel(
                 "Time to first token by model", _one(quantile(0.95, "penstock_ttft_seconds", "model"), "{{model}}"), "s"
             ),
-            Panel("Gateway's own time", _p("penstock_overhead_seconds"), "s"),
+            Panel("Latency added by the gateway", _p("penstock_overhead_seconds"), "s"),
         ),
         Row.ADMISSION: (
-            Panel("Waiting", _one("sum by (pool) (penstock_waiting)", "{{pool}}")),
-            Panel("Queued prompt tokens", _one("sum by (pool) (penstock_queued_tokens)", "{{pool}}")),
+            Panel("Requests waiting by pool", _one("sum by (pool) (penstock_waiting)", "{{pool}}")),
+            Panel("Prompt tokens waiting by pool", _one("sum by (pool) (penstock_queued_tokens)", "{{pool}}")),
         ),
     },
 )
@@ -129,10 +141,10 @@ ROUTING = Board(
     "Penstock / Routing and cache",
     {
         Row.ENDPOINTS: (
-            Panel("May be picked", _one("min by (endpoint) (penstock_endpoint_up)", "{{endpoint}}")),
-            Panel("Requests booked", _one("sum by (endpoint) (penstock_inflight)", "{{endpoint}}")),
+            Panel("Endpoints in rotation", _one("min by (endpoint) (penstock_endpoint_up)", "{{endpoint}}")),
+            Panel("Requests in flight by endpoint", _one("sum by (endpoint) (penstock_inflight)", "{{endpoint}}")),
             Panel(
-                "Seconds without a byte owed",
+                "Time since an awaited byte, by endpoint",
                 _one("max by (endpoint) (penstock_endpoint_progress_age_seconds)", "{{endpoint}}"),
                 "s",
             ),
@@ -140,26 +152,31 @@ ROUTING = Board(
                 "Time to first token",
                 _one(quantile(0.95, "penstock_ttft_seconds", "endpoint"), "p95 {{endpoint}}"),
                 "s",
-                text="One line far above the others: a slow endpoint.",
+                text="A line far above the others is a slow endpoint.",
             ),
-            Panel("Failures", _one(rate("penstock_upstream_errors_total", "endpoint, kind"), "{{endpoint}} {{kind}}")),
             Panel(
-                "KV memory in use",
+                "Endpoint failures by kind",
+                _one(rate("penstock_upstream_errors_total", "endpoint, kind"), "{{endpoint}} {{kind}}"),
+            ),
+            Panel(
+                "KV cache in use by endpoint",
                 _one("max by (endpoint) (penstock_endpoint_kv_usage_ratio)", "{{endpoint}}"),
                 "percentunit",
             ),
         ),
         Row.CACHE: (
             Panel(
-                "Prompt tokens found in caches",
-                (Query(_HIT, "believed"), Query(_CACHED, "as engines say")),
+                "Prefix cache hit ratio",
+                (Query(_HIT, "expected by the gateway"), Query(_CACHED, "reported by engines")),
                 "percentunit",
             ),
+            Panel("Prompt tokens computed by cause", _one(rate("penstock_prefill_tokens_total", "cause"), "{{cause}}")),
             Panel(
-                "Prompt tokens computed, by cause", _one(rate("penstock_prefill_tokens_total", "cause"), "{{cause}}")
+                "Avoidable prefill tokens per second",
+                _one(_AVOIDABLE, "spread or evicted"),
+                text="Tokens that another endpoint had cached, or that an engine evicted. Ideal is 0.",
             ),
-            Panel("Avoidable prefill tokens", _one(_AVOIDABLE, "spread or evicted"), text="Zero is a perfect router."),
-            Panel("Index", _one("sum(penstock_prefix_index_bytes)"), "bytes"),
+            Panel("Memory of the prefix index", _one("sum(penstock_prefix_index_bytes)"), "bytes"),
         ),
     },
 )
@@ -169,36 +186,39 @@ SPLIT = Board(
     "Penstock / Split and KV transfer",
     {
         Row.SPLIT: (
-            Panel("Share of requests split", _one(_SPLIT_SHARE), "percentunit", "stat"),
+            Panel("Share of requests split into prefill and decode", _one(_SPLIT_SHARE), "percentunit", "stat"),
             Panel(
-                "Decisions",
+                "Split decisions by reason",
                 _one(rate("penstock_split_decisions_total", "decision, reason"), "{{decision}}: {{reason}}"),
                 "reqps",
             ),
             Panel(
-                "Handoffs P > D",
+                "KV handoffs from prefill to decode",
                 _one(
                     rate("penstock_split_pairs_total", "prefill, decode", result="served"), "{{prefill}} > {{decode}}"
                 ),
                 "reqps",
-                text="The flow of KV between groups, in handoffs per second.",
+                text="KV caches passed between groups, per second.",
             ),
             Panel(
-                "Handoffs that failed P > D",
+                "Failed KV handoffs from prefill to decode",
                 _one(
                     share("penstock_split_pairs_total", "prefill, decode", result="failed"), "{{prefill}} > {{decode}}"
                 ),
                 "percentunit",
             ),
             Panel(
-                "Parts of the time to first token",
+                "Stages of the time to first token",
                 _one(quantile(0.95, "penstock_split_stage_seconds", "stage"), "p95 {{stage}}"),
                 "s",
             ),
-            Panel("Handoff to first token", _p("penstock_split_handoff_seconds"), "s"),
-            Panel("Ends of legs", _one(rate("penstock_split_legs_total", "role, outcome"), "{{role}} {{outcome}}")),
+            Panel("From the end of prefill to the first token", _p("penstock_split_handoff_seconds"), "s"),
             Panel(
-                "KV given up",
+                "Prefill and decode requests by result",
+                _one(rate("penstock_split_legs_total", "role, outcome"), "{{role}} {{outcome}}"),
+            ),
+            Panel(
+                "KV caches freed unread, by reason",
                 _one(f"{rate('penstock_split_leases_given_up_total', 'reason')} or vector(0)", "{{reason}}"),
             ),
         ),
@@ -210,24 +230,32 @@ INTERNALS = Board(
     "Penstock / Gateway internals",
     {
         Row.PROCESS: (
-            Panel("Event loop's lag", _p("penstock_loop_lag_seconds"), "s", text="Above 100 ms every stream stutters."),
-            Panel("Memory", _one(f"sum by (instance) ({_OWN_MEMORY})", "{{instance}}"), "bytes"),
             Panel(
-                "CPU", _one(rate("process_cpu_seconds_total", "instance", job=GATEWAYS), "{{instance}}"), "percentunit"
+                "Event loop delay", _p("penstock_loop_lag_seconds"), "s", text="Above 100 ms all streams are delayed."
             ),
-            Panel("File descriptors", _one(f"sum by (instance) ({_OWN_FILES})", "{{instance}}")),
+            Panel(
+                "Resident memory", _one("sum by (instance) (process_resident_memory_bytes)", "{{instance}}"), "bytes"
+            ),
+            Panel("CPU", _one(rate("process_cpu_seconds_total", "instance"), "{{instance}}"), "percentunit"),
+            Panel("Open file descriptors", _one("sum by (instance) (process_open_fds)", "{{instance}}")),
         ),
         Row.CONFIGURATION: (
             Panel(
-                "Version in force",
+                "Configuration in use",
                 _one("max by (hash) (penstock_config_version_info)", "{{hash}}"),
-                text="Two lines: gateways of one fleet run different configurations.",
+                text="Two lines mean that gateways of one fleet run different configurations.",
             ),
-            Panel("Offered configurations", _one(rate("penstock_config_reload_total", "result"), "{{result}}")),
+            Panel(
+                "Configuration reloads by result", _one(rate("penstock_config_reload_total", "result"), "{{result}}")
+            ),
         ),
         Row.SHARED: (
-            Panel("Hears the others", _one("min by (instance) (penstock_shared_up)", "{{instance}}")),
-            Panel("Staleness", _one("max by (instance) (penstock_shared_staleness_seconds)", "{{instance}}"), "s"),
+            Panel("Connected to other gateways", _one("min by (instance) (penstock_shared_up)", "{{instance}}")),
+            Panel(
+                "Age of other gateways' data",
+                _one("max by (instance) (penstock_shared_staleness_seconds)", "{{instance}}"),
+                "s",
+            ),
         ),
     },
 )
@@ -248,7 +276,7 @@ def made(spec: Spec) -> Panel:
     """A panel as a family's kind and labels ask for it."""
     labels = [name for name in (label.name for label in spec.labels) if name not in WIDE_LABELS or spec.kind == "gauge"]
     by, legend = ", ".join(labels), " ".join(f"{{{{{label}}}}}" for label in labels)
-    title = spec.name.removeprefix("penstock_").removesuffix("_total").replace("_", " ")
+    title = TITLES[spec.name]
     unit = UNITS.get(spec.unit, "short")
     if spec.kind == "histogram":
         return Panel(title, _p(spec.name), unit, text=spec.help)

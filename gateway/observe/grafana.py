@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.meters import Spec
-from gateway.observe.boards import BOARDS, Board, Panel, completed
+from gateway.observe.boards import BOARDS, Board, Panel, completed, family_of
+from gateway.observe.promql import VARIABLES, filtered
+from gateway.observe.rules import recorded
 
 SCHEMA_VERSION = 39
 COLUMNS, WIDTH, HEIGHT = 24, 8, 7
@@ -26,10 +28,8 @@ def board(spec: Board, catalogue: Sequence[Spec]) -> str:
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
-        "templating": {
-            "list": [{"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Source"}]
-        },
-        "annotations": {"list": [_reloads()]},
+        "templating": {"list": _variables()},
+        "annotations": {"list": [_reloads(catalogue)]},
         "links": [{"title": "Penstock", "type": "dashboards", "tags": ["penstock"], "asDropdown": True}],
         "panels": _panels(spec, catalogue),
     }
@@ -47,6 +47,44 @@ def queries(catalogue: Sequence[Spec]) -> dict[str, str]:
     }
 
 
+def limited(expr: str, catalogue: Sequence[Spec]) -> str:
+    """The query as a panel sends it: of the jobs, namespaces, pools and models that are chosen."""
+    labels = {spec.name: {"job", "namespace", *spec.exposed} for spec in catalogue}
+    labels |= {name: set(VARIABLES) for name in recorded()}
+    return filtered(expr, lambda name: labels.get(family_of(name), {"job", "namespace"}))
+
+
+def _variables() -> list[dict[str, Any]]:
+    """The data source, and a variable for each label that panels are limited by."""
+    source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Source"}
+    among = 'job=~"$job", namespace=~"$namespace"'
+    return [
+        source,
+        _variable("job", "Job", "penstock_config_version_info", everything=None),
+        _variable("namespace", "Namespace", 'penstock_config_version_info{job=~"$job"}'),
+        _variable("pool", "Pool", f"penstock_endpoint_up{{{among}}}"),
+        _variable("model", "Model", f"penstock_requests_total{{{among}}}"),
+    ]
+
+
+def _variable(name: str, label: str, series: str, everything: str | None = ".*") -> dict[str, Any]:
+    """A choice among the values of a label. `everything` matches series without the label as well; None: only values
+    that were found, for names of series that other programs have too."""
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": SOURCE,
+        "query": {"query": f"label_values({series}, {name})", "refId": name},
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": everything,
+        "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+    }
+
+
 def _panels(spec: Board, catalogue: Sequence[Spec]) -> list[dict[str, Any]]:
     shown: list[dict[str, Any]] = []
     y = 0
@@ -57,12 +95,12 @@ def _panels(spec: Board, catalogue: Sequence[Spec]) -> list[dict[str, Any]]:
         for number, panel in enumerate(panels):
             across, down = number % (COLUMNS // WIDTH), number // (COLUMNS // WIDTH)
             place = {"x": across * WIDTH, "y": y + down * HEIGHT, "w": WIDTH, "h": HEIGHT}
-            shown.append(_panel(len(shown) + 1, panel, place))
+            shown.append(_panel(len(shown) + 1, panel, place, catalogue))
         y += -(-len(panels) // (COLUMNS // WIDTH)) * HEIGHT
     return shown
 
 
-def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
+def _panel(number: int, panel: Panel, place: dict[str, int], catalogue: Sequence[Spec]) -> dict[str, Any]:
     custom = {"lineWidth": 1, "fillOpacity": 8, "showPoints": "never"} if panel.kind == "timeseries" else {}
     return {
         "id": number,
@@ -77,7 +115,7 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
             {
                 "refId": chr(ord("A") + at),
                 "datasource": SOURCE,
-                "expr": query.expr,
+                "expr": limited(query.expr, catalogue),
                 "legendFormat": query.legend or "__auto",
                 "exemplar": "_bucket" in query.expr,
             }
@@ -86,13 +124,13 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _reloads() -> dict[str, Any]:
+def _reloads(catalogue: Sequence[Spec]) -> dict[str, Any]:
     """Marks where another configuration came into force."""
     return {
-        "name": "Configuration",
+        "name": "Configuration changes",
         "datasource": SOURCE,
         "enable": True,
         "iconColor": "blue",
-        "expr": "changes(penstock_config_applied_timestamp_seconds[1m]) > 0",
-        "titleFormat": "another configuration",
+        "expr": limited("changes(penstock_config_applied_timestamp_seconds[1m]) > 0", catalogue),
+        "titleFormat": "new configuration",
     }

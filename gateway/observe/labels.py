@@ -17,11 +17,11 @@ class Row(StrEnum):
 
     REQUESTS = "Requests"
     LATENCY = "Latency"
-    PROMISES = "Promises"
+    PROMISES = "Service level objectives"
     ADMISSION = "Admission"
     ENDPOINTS = "Endpoints"
     CACHE = "Prefix cache"
-    SPLIT = "Split and KV transfer"
+    SPLIT = "Split requests and KV transfer"
     SHARED = "Several gateways"
     CONFIGURATION = "Configuration"
     PROCESS = "Process"

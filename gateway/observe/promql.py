@@ -6,18 +6,22 @@ Reading is for checking queries against a scrape. It is no parser: it knows sele
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
 
 WINDOW = "$__rate_interval"
 """What Grafana fills in: four scrapes or more."""
 
+VARIABLES = ("job", "namespace", "pool", "model")
+"""The variables of the boards, named like the labels that they select."""
+
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _RANGE = re.compile(r"\[[^\]]*\]")
 _LISTED = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
 _SELECTOR = re.compile(r"(?<![\w:])([a-zA-Z_:][\w:]*)(?![\w:])\s*(\{[^}]*\})?(?!\s*\()")
 _MATCHER = re.compile(r"([a-zA-Z_][a-zA-Z0-9_]*)\s*(?:=~|!~|!=|=)")
+_OWN = re.compile(r"\b((?:penstock|process)_[\w:]*|penstock:[\w:]+)(?:\{([^}]*)\})?")
 _WORDS = frozenset({"and", "or", "unless", "bool", "offset", "inf", "nan", "vector"})
 
 
@@ -43,6 +47,24 @@ def grouped(query: str) -> frozenset[str]:
 def _lists(query: str) -> Iterator[str]:
     for match in _LISTED.finditer(_STRING.sub('""', query)):
         yield from (label.strip() for label in match[2].split(",") if label.strip())
+
+
+def filtered(query: str, labels_of: Callable[[str], Collection[str]]) -> str:
+    """The query with every selector limited to the boards' variables, as far as `labels_of` a series has them."""
+
+    def limited(match: re.Match[str]) -> str:
+        name, matchers = match[1], match[2]
+        chosen = [f'{label}=~"${label}"' for label in VARIABLES if label in labels_of(name)]
+        return f"{name}{{{', '.join([matchers, *chosen] if matchers else chosen)}}}"
+
+    return _OWN.sub(limited, query)
+
+
+def filled(query: str, window: str) -> str:
+    """The query as Grafana sends it when every variable is set to all."""
+    for name in VARIABLES:
+        query = query.replace(f'"${name}"', '".*"')
+    return query.replace(WINDOW, window)
 
 
 def selector(name: str, matchers: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from io import StringIO
+from types import MappingProxyType
 
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
@@ -16,6 +17,9 @@ RULES_FILE = "penstock.rules.yml"
 _MADE = "# Written by `make docs` from gateway/observe; do not edit.\n"
 _MINUTES = 240
 TRIED_AT = "30m"
+
+OF: Mapping[str, str] = MappingProxyType({"job": "penstock", "namespace": "llm", "model": "m", "pool": "chat"})
+"""The labels of the model whose budget burns in the tests."""
 
 Rule = Mapping[str, object]
 
@@ -111,17 +115,32 @@ def _burn_trials(slo: Objective, runbooks: str) -> list[Rule]:
         bad = round(speed * (1 - slo.goal) * 10_000)
         if slo.slo == "availability":
             series = (
-                ('penstock_requests_total{model="m", code="200", reason="served"}', f"0+{10_000 - bad}x{_MINUTES}"),
-                ('penstock_requests_total{model="m", code="502", reason="upstream_failed"}', f"0+{bad}x{_MINUTES}"),
+                (
+                    'penstock_requests_total{model="m", pool="chat", code="200", reason="served"}',
+                    f"0+{10_000 - bad}x{_MINUTES}",
+                ),
+                (
+                    'penstock_requests_total{model="m", pool="chat", code="502", reason="upstream_failed"}',
+                    f"0+{bad}x{_MINUTES}",
+                ),
             )
         else:
             series = (
-                ('penstock_goodput_total{class="standard", kept="met"}', f"0+{10_000 - bad}x{_MINUTES}"),
-                (f'penstock_goodput_total{{class="standard", kept="{slo.slo}_missed"}}', f"0+{bad}x{_MINUTES}"),
+                (
+                    'penstock_goodput_total{model="m", pool="chat", class="standard", kept="met"}',
+                    f"0+{10_000 - bad}x{_MINUTES}",
+                ),
+                (
+                    f'penstock_goodput_total{{model="m", pool="chat", class="standard", kept="{slo.slo}_missed"}}',
+                    f"0+{bad}x{_MINUTES}",
+                ),
             )
         fired = [
             _expected(
-                slo.summary, {"severity": burn.severity, "window": burn.long, "slo": slo.slo}, slo.alert, runbooks
+                slo.summary,
+                dict(OF) | {"severity": burn.severity, "window": burn.long, "slo": slo.slo},
+                slo.alert,
+                runbooks,
             )
             for burn in BURNS
             if speed > burn.factor
@@ -138,9 +157,19 @@ def _trial(name: str, series: Series, at: str, alert: str, fired: Sequence[Rule]
     return {
         "name": name,
         "interval": "1m",
-        "input_series": [{"series": each, "values": values} for each, values in series],
+        "input_series": [{"series": _placed(each), "values": values} for each, values in series],
         "alert_rule_test": [{"eval_time": at, "alertname": alert, "exp_alerts": list(fired)}],
     }
+
+
+def _placed(series: str) -> str:
+    """The series with the labels of a scrape, and with a pool where its endpoint or class implies one."""
+    name, _, labels = series.partition("{")
+    more = [] if 'job="' in labels else ['job="penstock"']
+    more += [] if 'namespace="' in labels else ['namespace="llm"']
+    has_pool = any(f'{label}="' in labels for label in ("endpoint", "prefill", "class"))
+    more += ['pool="chat"'] if has_pool and 'pool="' not in labels else []
+    return f"{name}{{{', '.join((*more, labels))}" if labels else f"{name}{{{', '.join(more)}}}"
 
 
 def _yaml(tree: object) -> str:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.observe.promql import rate, rate_or_zero
+from gateway.observe.promql import rate
+
+PER = "job, namespace, model, pool"
+"""Each model of each fleet has a budget of its own."""
 
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 TTFT_MISSED, TPOT_MISSED = "~ttft_missed|both_missed", "~tpot_missed|both_missed"
@@ -26,12 +29,13 @@ class Objective(msgspec.Struct, frozen=True):
     def bad_share(self, window: str) -> str:
         """Of what counts, the share that was bad."""
         if self.slo == "availability":
-            failed = rate_or_zero("penstock_requests_total", window, code="~5..")
-            cut = rate_or_zero("penstock_requests_total", window, code="200", reason="!served")
-            return f"({failed} + {cut}) / {rate('penstock_requests_total', '', window, code='~200|5..')}"
-        missed = TTFT_MISSED if self.slo == "ttft" else TPOT_MISSED
-        bad = rate_or_zero("penstock_goodput_total", window, kept=missed)
-        return f"{bad} / {rate('penstock_goodput_total', '', window, kept=JUDGED)}"
+            every = rate("penstock_requests_total", PER, window, code="~200|5..")
+            failed = rate("penstock_requests_total", PER, window, code="~5..")
+            cut = rate("penstock_requests_total", PER, window, code="200", reason="!served")
+            return f"(({failed} or 0 * {every}) + ({cut} or 0 * {every})) / {every}"
+        every = rate("penstock_goodput_total", PER, window, kept=JUDGED)
+        missed = rate("penstock_goodput_total", PER, window, kept=TTFT_MISSED if self.slo == "ttft" else TPOT_MISSED)
+        return f"({missed} or 0 * {every}) / {every}"
 
     def recorded(self, window: str) -> str:
         """The same, as its recording rule calls it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from gateway.metrics import Metrics
 from gateway.observe import rules
 from gateway.observe.__main__ import main
 from gateway.observe.alerts import ALERTS
-from gateway.observe.boards import BOARDS, family_of
+from gateway.observe.boards import BOARDS, completed, family_of
 from gateway.observe.files import files, queries
 from gateway.observe.labels import Row
-from gateway.observe.promql import asked, grouped, selector
+from gateway.observe.promql import asked, filled, filtered, grouped, selector
+from gateway.observe.titles import TITLES
 
 ROOT = Path(__file__).parents[4]
 RUNBOOKS = ROOT / "docs" / "runbooks"
@@ -39,13 +41,13 @@ def test_every_row_is_on_one_board_and_every_family_in_some_query() -> None:
 
 
 def test_no_query_asks_for_what_the_catalogue_does_not_have() -> None:
-    labels = {spec.name: {label.name for label in spec.labels} for spec in Metrics().catalogue()}
+    labels = {spec.name: set(spec.exposed) for spec in Metrics().catalogue()}
     process = {"up", *(name for name in known() if name.startswith("process_"))}
     for where, query in queries().items():
-        allowed: set[str] = {"instance", "job"}
+        allowed: set[str] = {"instance", "job", "namespace"}
         for each in asked(query):
             if each.name in rules.recorded():
-                allowed |= {"slo"}
+                allowed |= {"slo", "pool", "model"}
             elif each.name not in process:
                 assert family_of(each.name) in labels, f"{where}: {each.name}"
                 allowed |= labels[family_of(each.name)]
@@ -151,24 +153,84 @@ def test_what_a_selector_asks_for_is_read_back(name: str, matchers: dict[str, st
     assert grouped(query) == {"x", "y", "z"}
 
 
+def variables(query: str) -> dict[str, set[str]]:
+    """Of every series of the query, the variables that it is limited by."""
+    found = {}
+    for name, matchers in re.findall(r"\b((?:penstock|process)[_:]\w[\w:]*)\{([^}]*)\}", query):
+        found[name] = set(re.findall(r'(\w+)=~"\$\1"', matchers))
+    return found
+
+
+@pytest.mark.parametrize("path", BOARD_FILES)
+def test_every_series_of_a_board_is_of_the_jobs_namespaces_pools_and_models_that_are_chosen(path: str) -> None:
+    board: dict[str, Any] = json.loads(files()[path])
+    exposed = {spec.name: set(spec.exposed) for spec in Metrics().catalogue()}
+    chosen = {"job", "namespace", "pool", "model"}
+    assert {each["name"] for each in board["templating"]["list"]} == {"datasource", *chosen}
+    for panel in board["panels"]:
+        for target in panel.get("targets", ()):
+            found = variables(target["expr"])
+            assert found.keys() == {each.name for each in asked(target["expr"])}, target["expr"]
+            for name, limits in found.items():
+                labels = chosen if name in rules.recorded() else exposed.get(family_of(name), set())
+                assert limits == {"job", "namespace"} | (labels & chosen), target["expr"]
+
+
+def test_a_query_with_every_variable_set_to_all_matches_series_without_the_label_too() -> None:
+    query = filtered('sum (rate(penstock_x{a="b"}[$__rate_interval])) + penstock_y', lambda name: {"job", "pool"})
+    assert query == (
+        'sum (rate(penstock_x{a="b", job=~"$job", pool=~"$pool"}[$__rate_interval])) '
+        '+ penstock_y{job=~"$job", pool=~"$pool"}'
+    )
+    assert filled(query, "10s") == (
+        'sum (rate(penstock_x{a="b", job=~".*", pool=~".*"}[10s])) + penstock_y{job=~".*", pool=~".*"}'
+    )
+
+
+def test_panels_have_titles_for_people_and_a_family_has_at_most_one_made_panel() -> None:
+    titles = [
+        panel.title for spec in BOARDS for row in completed(spec, Metrics().catalogue()).values() for panel in row
+    ]
+    assert all(re.fullmatch(r"[A-Z][A-Za-z0-9 ,:'()/-]+", title) for title in titles)
+    assert not [title for title in titles if re.search(r"_|\b(P > D|leg|regret|blind|itl|e2e)\b", title)]
+    assert len(set(TITLES.values())) == len(TITLES)
+    assert TITLES.keys() <= families()
+
+
+def test_every_alert_says_of_which_job_and_namespace_it_is() -> None:
+    everywhere = {"PenstockAbsent", "PenstockDown", "PenstockRedisDegraded"}  # no target; labels of the series itself
+    for alert in ALERTS:
+        if alert.name not in everywhere:
+            assert {"job", "namespace"} <= grouped(alert.value), alert.name
+            assert {("job", "penstock"), ("namespace", "llm")} <= set(alert.labels), alert.name
+
+
 def test_labels_of_the_catalogue_do_not_clash_with_those_that_prometheus_adds() -> None:
     for spec in Metrics().catalogue():
-        assert not {label.name for label in spec.labels} & {"instance", "job", "le", "quantile", "__name__"}
+        assert not {label.name for label in spec.labels} & {
+            "instance",
+            "job",
+            "namespace",
+            "le",
+            "quantile",
+            "__name__",
+        }
         assert all(isinstance(label, Label) for label in spec.labels)
 
 
 def test_retries_are_called_used_up_only_while_there_are_requests() -> None:
     """A share of nothing and a floor of 0 leave none: that is a quiet gateway."""
     (alert,) = [each for each in ALERTS if each.name == "PenstockRetryBudgetExhausted"]
-    assert alert.rule.endswith(" == 0 and sum by (instance) (penstock_open_streams) > 0")
+    assert alert.rule.endswith(" == 0 and sum by (job, namespace, instance) (penstock_open_streams) > 0")
     assert alert.besides in queries().values()
 
 
 def test_endpoints_are_paired_with_their_states_one_to_one_however_often_they_are_scraped() -> None:
     """Two jobs that scrape one gateway give every series twice: a pairing would be refused by Prometheus."""
-    paired = [each.value for each in ALERTS if " * on (instance, endpoint) " in each.value]
+    each_one = "(job, namespace, instance, pool, endpoint)"
+    paired = [each.value for each in ALERTS if f" * on {each_one} " in each.value]
     assert len(paired) == 2
     for value in paired:
-        left, right = value.split(" * on (instance, endpoint) ")
-        assert left.endswith("(min by (instance, endpoint) (penstock_endpoint_up)")
-        assert right.startswith("sum by (instance, endpoint) (")
+        left, right = value.split(f" * on {each_one} ")
+        assert left.endswith(f"(min by {each_one} (penstock_endpoint_up)")
+        assert right.startswith(f"sum by {each_one} (")

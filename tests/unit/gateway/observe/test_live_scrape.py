@@ -19,7 +19,7 @@ from tests.chaos.house import House, house
 from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
 from tests.fair_time import PATIENCE_S
 
-GIVEN = frozenset({"instance", "job"})
+GIVEN = frozenset({"instance", "job", "namespace"})
 """Labels that Prometheus puts to every series."""
 
 WITHOUT_A_CHILD = {
@@ -86,7 +86,7 @@ async def test_every_query_asks_for_what_a_scrape_has() -> None:
         await scraped(halves, seen)
     seen["up"] = set()
     for name in rules.recorded():
-        seen[name] = {"slo"}
+        seen[name] = {"slo", "pool", "model"}
     for where, query in queries().items():
         names = {each.name for each in asked(query)}
         families = names if query in by_hand() else {family_of(name) for name in names}
