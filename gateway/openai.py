@@ -18,6 +18,7 @@ import msgspec
 from gateway.answer import Failure, GatewayError
 from gateway.cache_salts import MAX_CLIENT_SALT, CacheSalts
 from gateway.media import BYTES_PER_TOKEN, LEAST_MEDIUM, may_hold_media, without_media
+from gateway.sequences import MULTIPLE, counted, read_prompts
 from gateway.slo import MAX_SESSION, MOST_PRIORITY, Wish, session_key
 from policies.lengths import OutputLengths
 from policies.model import Request, Slo
@@ -76,7 +77,6 @@ SMALL_BODY = 256 * 1024  # up to here a body cannot hold enough members to be wo
 MAX_MEMBERS = 256
 MAX_NAME = 256
 MAX_DIGITS = 4096  # interpreters refuse or choke on longer numbers (CPython: 4300 digits)
-MAX_PROMPTS = 16 * 1024  # of token ids, in one request
 _OPENING = frozenset(b'{["')  # what begins so is no number, however long
 _COMPOUND = frozenset(b"{[")
 
@@ -87,13 +87,16 @@ _NEXT = re.compile(rb"[ \t\r\n]*([,}])")
 
 
 class Servable(Protocol):
-    """What the door must know of a model: what engines call it, how long a context may be, what its requests are
-    promised, and whether a low number in the body's `priority` goes first, as at vLLM."""
+    """What the door must know of a model: what engines call it, how long a context may be, how many sequences a request
+    may ask for, what its requests are promised, and whether a low number in the body's `priority` goes first, as at
+    vLLM."""
 
     @property
     def served_model(self) -> str: ...
     @property
     def context_tokens(self) -> int | None: ...
+    @property
+    def sequences(self) -> int: ...
     @property
     def slo(self) -> Slo: ...
     @property
@@ -172,19 +175,22 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
     if name not in members:
         raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{name}'.", param=name)
     prompt = (members[name],) if _BEFORE.isdisjoint(members) else _prompt(names, members)
-    ids, media, estimated = None, 0, 0
+    ids, media, estimated, longest = None, 0, 0, 0
     if api is _COMPLETIONS:
-        ids = _token_ids(prompt[-1])
+        prompts, ids, longest = read_prompts(members, model.sequences)
+        if prompts > 1:
+            numbers["prompt"] = prompts
     elif len(body) > LEAST_MEDIUM and may_hold_media(body):
         prompt, media = _without_media(prompt)
     output_tokens = numbers.get("max_completion_tokens") or numbers.get("max_tokens")
     if model.context_tokens is not None:
-        _check_context(_longest(prompt[-1]) if ids else 0, output_tokens or 0, model.context_tokens)
+        _check_context(longest, output_tokens or 0, model.context_tokens)
     if ids is None:
         estimated = ids = sum(map(len, prompt)) // BYTES_PER_TOKEN + 1
         if caller.prompts is not None and caller.prompts.ratios:
             ids = caller.prompts.corrected(served, media > 0, estimated)
-    choices, wish, arrived_s = numbers.get("n", 1), caller.wish, caller.arrived_s
+    choices, prompts = (1, 1) if MULTIPLE.isdisjoint(numbers) else counted(numbers, model.sequences)
+    wish, arrived_s = caller.wish, caller.arrived_s
     slo = model.slo if wish.usual else wish.of(model.slo)
     request = Request(
         caller.request_id,
@@ -199,6 +205,7 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
         None if wish.patience_s is None else arrived_s + wish.patience_s,
         wish.session or (_session(members, caller.tenant) if "prompt_cache_key" in members else ""),
         choices,
+        prompts,
     )
     internal, salts = ENGINE_INTERNAL.intersection(members), caller.salts
     salt = b"" if salts is None else salts.usual.get(caller.tenant, b"")
@@ -388,22 +395,6 @@ def _bounded(name: str, value: object) -> int:
         message = f"'{name}' must be between 1 and {LIMITS[name]}, not {value}."
         raise GatewayError(Failure.BAD_REQUEST, message, param=name)
     return value
-
-
-def _token_ids(prompt: msgspec.Raw) -> int | None:
-    """How many token ids a prompt, or a list of prompts, is made of; None for text."""
-    start = bytes(memoryview(prompt)[:64])
-    if start[:1] != b"[" or not start.lstrip(b"[ \t\r\n")[:1].isdigit():
-        return None
-    return bytes(prompt).count(b",") + 1
-
-
-def _longest(prompt: msgspec.Raw) -> int:
-    """The token ids of the longest of some prompts, or of the only one: each must fit the context by itself."""
-    text = bytes(prompt)
-    if text.count(b"]") > MAX_PROMPTS + 1:  # the list's own is one of them
-        raise GatewayError(Failure.BAD_REQUEST, f"'prompt' has more than {MAX_PROMPTS} prompts.", param="prompt")
-    return max(part.lstrip(b"[, \t\r\n").count(b",") + 1 for part in text.split(b"]"))
 
 
 def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) -> None:

@@ -39,18 +39,18 @@ class Quotas:
         quota = self.by_tenant.get(request.tenant)
         if quota is not None:
             tokens = request.prompt_tokens + request.output_tokens
-            refused = quota.take(tokens, monotonic())
+            refused = quota.take(tokens, monotonic(), request.prompts)
             if refused is not None:
                 raise refusal(refused)
             if self.news is not None:
-                self.news.take(request.tenant, 1, tokens)
+                self.news.take(request.tenant, request.prompts, tokens)
         return quota
 
     def settle(self, quota: Quota, request: Request, output_tokens: int | None) -> None:
         """The request is over. `output_tokens` of its answer; None when it was refused, and took nothing."""
         if output_tokens is None:
-            requests, tokens = -1, -(request.prompt_tokens + request.output_tokens)
-            quota.give_back(-tokens)
+            requests, tokens = -request.prompts, -(request.prompt_tokens + request.output_tokens)
+            quota.give_back(-tokens, request.prompts)
         else:
             requests, tokens = 0, output_tokens - request.output_tokens
             quota.correct(tokens)

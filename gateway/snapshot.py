@@ -41,6 +41,7 @@ class Route(msgspec.Struct, frozen=True):
     candidates  those who serve whole requests
     fingerprints  whether prompts are fingerprinted: the policy reads prefixes, or the access log has blocks
     watched     somebody reads beliefs of them: only then is there something to note at a pick
+    sequences   most prompts x choices of one request
     slo         the promise to requests that name none
     low_first   whether its engines take a low number in a body's `priority` for urgent
     overflow    names and penalties of the smaller models that may serve in place of a refusal
@@ -65,6 +66,7 @@ class Route(msgspec.Struct, frozen=True):
     trial: Trial | None = None
     resume: Resume | None = None
     leg: Leg = legs.single
+    sequences: int = 256
 
     @property
     def served_model(self) -> str:
@@ -198,6 +200,7 @@ def build(
             tried[pool].shadows,
             resume=model.resume,
             leg=legs.single if model.resume is None else going_on.single,
+            sequences=config.limits.sequences,
         )
         route = _with_canary(route, config, model, tried[pool], candidates[pool])
         routes.update(dict.fromkeys((model.name, *model.aliases), route))

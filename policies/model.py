@@ -172,7 +172,7 @@ STANDARD = Slo()
 class Request(msgspec.Struct, frozen=True):
     """What a policy may know of a request. Token counts are estimates unless the client sent token ids.
 
-    output_tokens  expected of all answers together; choices  answers wanted of the one prompt
+    output_tokens  expected of all answers together; choices  answers wanted, of all prompts; prompts  how many
     priority    higher goes first among those who wait; 0 is everybody's
     arrived_s   policy clock when it reached the gateway
     deadline_s  policy clock when its client gives up; None when it did not say
@@ -191,6 +191,7 @@ class Request(msgspec.Struct, frozen=True):
     deadline_s: float | None = None
     session: str = ""
     choices: int = 1
+    prompts: int = 1
 
 
 class Ask(msgspec.Struct, frozen=True):

@@ -96,27 +96,27 @@ class Quota:
         self._requests = None if limits.requests_per_minute is None else Bucket(limits.requests_per_minute)
         self._tokens = None if limits.tokens_per_minute is None else Bucket(limits.tokens_per_minute)
 
-    def take(self, tokens: int, now: float) -> Refused | None:
-        """Take a request of so many tokens, prompt and expected answer; None when there was enough of both. What is
-        refused takes nothing."""
+    def take(self, tokens: int, now: float, requests: int = 1) -> Refused | None:
+        """Take so many tokens of prompts and expected answers, and requests: each prompt of a list is one. None when
+        there was enough of both. What is refused takes nothing."""
         found = None
-        for what, bucket, amount in (("requests", self._requests, 1), ("tokens", self._tokens, tokens)):
+        for what, bucket, amount in (("requests", self._requests, requests), ("tokens", self._tokens, tokens)):
             wait_s = 0.0 if bucket is None else bucket.missing_s(amount, now)
             if bucket is not None and wait_s > 0.0 and (found is None or wait_s > found.retry_after_s):
                 left = bucket.level(now)
                 reset_s = (bucket.limit - left) * MINUTE_S / bucket.limit
                 found = Refused(what, bucket.limit, max(0, int(left)), wait_s, reset_s)
         if found is None:
-            self._count(1, tokens)
+            self._count(requests, tokens)
         return found
 
     def correct(self, tokens: int) -> None:
         """The answer took so many more tokens than were expected; negative: fewer."""
         self._count(0, tokens)
 
-    def give_back(self, tokens: int) -> None:
-        """A request of so many tokens was refused for other reasons: it cost nobody anything."""
-        self._count(-1, -tokens)
+    def give_back(self, tokens: int, requests: int = 1) -> None:
+        """What was taken was refused for other reasons: it cost nobody anything."""
+        self._count(-requests, -tokens)
 
     def spent(self, requests: int, tokens: int, now: float) -> Spent:
         """What other gateways are to hear, so much being taken here since the last word."""

@@ -6,6 +6,7 @@ values; load.py puts them together.
 
 from gateway.config.choices import AdmissionSpec, Canary, PolicySpec
 from gateway.config.isolation import salt_member
+from gateway.config.limits import Limits
 from gateway.config.load import MASK, SCHEMA_ID, Loaded, examine, examine_text, from_engines, json_schema, load
 from gateway.config.models import Model, Overflow, Resume, Split
 from gateway.config.problems import ConfigError, Problem
@@ -21,7 +22,6 @@ from gateway.config.tree import (
     Hardware,
     Health,
     Layout,
-    Limits,
     Listener,
     Listeners,
     Pool,

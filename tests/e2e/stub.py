@@ -3,7 +3,8 @@
 It runs in a thread of the test's own process, so that its clock is the test's. What it does with a request is said in
 the request itself, by the value of `user`: "hold" answers nothing, "drip" streams for ever, "flood" streams as fast as
 it is read, "break" closes before an answer or after the last token of a stream, "status:NNN" refuses, "undone:N"
-streams `n` choices of which it finishes N and ends the body properly without [DONE], anything else is answered at once.
+streams `n` choices per prompt, of which it finishes N, and ends the body properly without [DONE]; anything else is
+answered at once.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ async def _answer(request: Recorded, reader: asyncio.StreamReader, writer: async
             writer.write(_HEAD % (b"text/event-stream", _CHUNKED) + _chunk(tokens))
         raise ConnectionResetError
     elif what.startswith("undone:"):
-        choices = range(asked.get("n", 1))
+        prompts = asked.get("prompt", "")
+        choices = range(asked.get("n", 1) * (len(prompts) if isinstance(prompts, list) else 1))
         finished = [_event("", index, "stop") for index in choices[: int(what[7:])]]
         events = b"".join([*(_event(TEXT, index) for index in choices), *finished])
         writer.write(_HEAD % (b"text/event-stream", _CHUNKED) + _chunk(events) + b"0\r\n\r\n")

@@ -27,7 +27,7 @@ from tests.e2e.attacks import (
     raw,
 )
 from tests.e2e.processes import Gateway, gateway
-from tests.e2e.stub import TEXT, Stub, recording_stub
+from tests.e2e.stub import MODEL, TEXT, Stub, recording_stub
 from tests.e2e.wire import Answer, Wire, post
 from tests.fair_time import Stopwatch, pace
 
@@ -303,6 +303,16 @@ def test_a_stream_that_ends_properly_before_all_its_finish_reasons_is_broken(lin
         answer = ask(line, chat(stream=True, **asked))
         assert b"stream_interrupted" in answer.body
         assert b"[DONE]" not in answer.body
+
+
+@pytest.mark.parametrize(("finished", "whole"), [(6, True), (5, False), (2, False)])
+def test_a_stream_for_several_prompts_is_whole_when_each_choice_of_each_prompt_has_ended(
+    line: Line, finished: int, whole: bool
+) -> None:
+    asked = {"model": MODEL, "prompt": ["a", "b", "c"], "n": 2, "stream": True, "user": f"undone:{finished}"}
+    answer = ask(line, post(asked, "/v1/completions"))
+    assert answer.body.endswith(b"data: [DONE]\n\n") == whole
+    assert (b"stream_interrupted" in answer.body) != whole
 
 
 def test_a_client_that_closes_its_sending_side_has_left(line: Line) -> None:

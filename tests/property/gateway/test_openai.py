@@ -22,6 +22,7 @@ class Model(NamedTuple):
     context_tokens: int | None = None
     slo: Slo = STANDARD
     low_first: bool = True
+    sequences: int = 256
 
 
 SPECIAL = {*ENGINE_INTERNAL, *LIMITS, *SIZES, XARGS, "model", "messages", "prompt", "stream"}

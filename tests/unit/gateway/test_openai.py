@@ -16,7 +16,6 @@ from gateway.openai import (
     MAX_DIGITS,
     MAX_MEMBERS,
     MAX_NAME,
-    MAX_PROMPTS,
     SIZES,
     SMALL_BODY,
     Api,
@@ -37,6 +36,7 @@ class Model(NamedTuple):
     context_tokens: int | None = None
     slo: Slo = STANDARD
     low_first: bool = True
+    sequences: int = 256
 
 
 def parsed(body: dict[str, Any] | bytes, api: Api = Api.CHAT, context_tokens: int | None = None) -> Call:
@@ -201,16 +201,12 @@ def test_a_list_where_a_number_or_a_word_is_due_is_not_read(value: str, monkeypa
     assert max(read) < 100
 
 
-def test_extra_arguments_and_prompts_are_counted_before_they_are_read() -> None:
+def test_extra_arguments_are_counted_before_they_are_read() -> None:
     many = b",".join(b'"%d":%d' % (number, 10**9) for number in range(40_000))
     assert (
         "'vllm_xargs' has more than 256 members"
         in refusal(b'{"model":"demo","messages":[{"role":"user","content":"hi"}],"vllm_xargs":{%b}}' % many).message
     )
-    most = b'{"model":"demo","prompt":[' + b"[1]," * (MAX_PROMPTS - 1) + b"[1]]}"
-    assert parsed(most, Api.COMPLETIONS, context_tokens=10).request.prompt_tokens == MAX_PROMPTS
-    ids = b'{"model":"demo","prompt":[' + b"[1]," * MAX_PROMPTS + b"[1]]}"
-    assert "more than 16384 prompts" in refusal(ids, Api.COMPLETIONS, context_tokens=10).message
 
 
 def test_a_released_call_holds_no_bytes() -> None:
