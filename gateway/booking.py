@@ -79,6 +79,15 @@ class Booking:
         tokens, self._awaited = self._awaited, 0
         self.live.speed.first_token(tokens, now)
 
+    def moved(self) -> None:
+        """It leaves for another endpoint: if it is the only one that waits, how long it has waited is evidence."""
+        if self.live.speed.waiting == 1:
+            self.overtaken()
+
+    def doubt(self) -> None:
+        """Another endpoint was asked later and has answered: this one gets few requests until it was judged."""
+        self._table.doubt(self.live)
+
     @property
     def is_out_as_slow(self) -> bool:
         """Whether the endpoint was ejected as slow."""

@@ -38,6 +38,7 @@ PREFILL_MARGIN = 3
 
 
 SUSPECT_CEILING = 1  # requests at once for an endpoint that seems slow, while others have room
+DOUBT_S = 2.0  # two reviews of its speed
 OUT = (health.State.EJECTED, health.State.DEAD)
 
 
@@ -349,6 +350,7 @@ class EndpointTable:
     def _on_speed(self, live: LiveEndpoint, verdict: Verdict, now: float) -> None:
         """The endpoint's speed was judged: first it gets few requests while others have room, then none."""
         name, slowness = live.endpoint.name, live.speed.slowness
+        live.doubted_until = None
         if verdict is Verdict.NORMAL or slowness is None:
             log.warning("endpoint %s is as fast as its peers again", name)
             self._warm(live, now)
@@ -359,10 +361,17 @@ class EndpointTable:
             live.speed.restart()
             self.happened(live, Event.SLOW)
 
+    def doubt(self, live: LiveEndpoint) -> None:
+        """Give the endpoint few requests while others have room, until its speed was reviewed."""
+        if self.speeds.limits.factor and (live.load.ceiling == NO_CEILING or live.doubted_until is not None):
+            live.load.ceiling, live.doubted_until = SUSPECT_CEILING, monotonic() + DOUBT_S
+
     def sweep(self, now: float) -> None:
         for live, verdict in self.speeds.sweep(self._pools, self._by_slot, now):
             self._on_speed(live, verdict, now)
         for live in self.all():
+            if live.doubted_until is not None and now >= live.doubted_until:
+                live.load.ceiling, live.doubted_until = NO_CEILING, None
             if live.warm_from is not None:
                 self._warmer(live, live.warm_from, now)
             live.upstream.sweep(now)

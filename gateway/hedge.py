@@ -3,8 +3,8 @@
 A plain request pays one append. Four times a second the sweep looks at requests without a first byte. A request is late
 when it has waited longer than twice what the peers of its endpoint need for the prompts booked before it. It is hedged
 when another endpoint is expected to answer it sooner, by more than the work there costs. The first endpoint to give a
-byte of the answer serves the request; the other connection is closed, which engines take for an abort. Requests that
-wait at an endpoint ejected as slow are moved in place of being hedged.
+byte of the answer serves the request; the other connection is closed, which engines take for an abort. Late requests at
+an endpoint that is suspected to be slow, and all that wait at one ejected for it, are moved in place of being hedged.
 
 Hedges and moves take a turn of the fleet's retry budget; hedges are also a small share of all requests. A turn is given
 back when the answer has begun: it limits work that is done twice, not the length of answers. Not here: the expected
@@ -23,6 +23,7 @@ from gateway.upstream import Connection
 from gateway.upstream_error import UpstreamBroke
 from policies.model import Candidate, Pick
 from policies.run import repicked
+from policies.speed_record import Verdict
 
 if TYPE_CHECKING:
     from gateway.booking import Booking
@@ -32,12 +33,15 @@ if TYPE_CHECKING:
 OVERTAKEN = "overtaken"
 """The kind of an attempt that ended because the second endpoint answered first."""
 SLOW = "slow"
-"""The kind of an attempt that ended because its endpoint was ejected as slow."""
+"""The kind of an attempt that ended because its endpoint is slow."""
 
 HEADER = "x-penstock-hedge"  # "off": the client wants no second attempt at the same time
 LEAST_LATE_S = 0.1
 PRICE = 2.0  # the second answer must be expected so many times sooner than the first
 MOST_SAVED = 50.0  # hedges that a time without any leaves for later
+LATE_FACTOR = 2.0  # a first byte is late after so many times what the peers would need
+MOVED_FACTOR = 1.2  # of health.slow_factor: so late it is evidence as well
+CREDIT = 200  # requests whose hedges may be sent before they came: an engine may be slow from the start
 
 Waiting = tuple[Exchange, Client, "Route"]
 
@@ -101,6 +105,7 @@ class Race:
         self.loser, late = x.booking.endpoint.name, x.booking
         self.adopt()
         late.overtaken()
+        late.doubt()
         self._first.fail(OVERTAKEN, "another endpoint answered first")
         self._client.set_source(self._source)
         return True
@@ -167,20 +172,24 @@ class Hedger:
     retrying  requests that may hold a turn of the retry budget
     """
 
-    __slots__ = ("_old", "allowed", "moved", "retrying", "sent", "waiting")
+    __slots__ = ("_credit", "_old", "allowed", "moved", "retrying", "sent", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, share: float) -> None:
+        """`share`: hedges of all requests."""
         self.waiting: list[Waiting] = []
         self.retrying: list[Exchange] = []
-        self._old = 0
-        self.allowed = 0.0
+        self._old, self._credit = 0, CREDIT
+        self.allowed = share * CREDIT
         self.sent = self.moved = 0
 
     def sweep(self, gateway: Gateway, now: float) -> None:
         """Look at all requests without a first byte. Due four times a second."""
         share = gateway.snapshot.config.retries.hedge
         waiting, self.waiting = self.waiting, []
-        self.allowed = min(MOST_SAVED, self.allowed + share * (len(waiting) - self._old))
+        came = len(waiting) - self._old
+        paid_back = min(self._credit, came)
+        self._credit -= paid_back
+        self.allowed = min(MOST_SAVED, self.allowed + share * (came - paid_back))
         for one in waiting:
             if is_waiting(one[0]):
                 self.waiting.append(one)
@@ -195,14 +204,18 @@ class Hedger:
     def _look(self, gateway: Gateway, one: Waiting, now: float, hedges: bool) -> None:
         x, client, route = one
         booking, relay = x.booking, x.relay
-        if booking is None or relay is None or x.sent_at is None or route.leg is not legs.single:
+        if booking is None or relay is None or x.sent_at is None:
             return
         is_out = booking.is_out_as_slow
+        moves = is_out or booking.live.speed.verdict is Verdict.SUSPECT
         waited_s = now - x.sent_at
-        if not is_out and (not hedges or self.allowed < 1.0 or waited_s < LEAST_LATE_S):
+        if not is_out and waited_s < LEAST_LATE_S:
+            return
+        if not moves and (not hedges or self.allowed < 1.0 or not may_hedge(client, route)):
             return
         speeds = gateway.endpoints.speeds
-        left_s = speeds.left_s(booking.live, booking.request, booking.ahead_tokens, waited_s)
+        factor = LATE_FACTOR if not moves else max(LATE_FACTOR, MOVED_FACTOR * speeds.limits.factor)
+        left_s = speeds.left_s(booking.live, booking.request, booking.ahead_tokens, waited_s, factor)
         if left_s is None and not is_out:
             return
         best = _best(gateway, x, booking)
@@ -212,13 +225,14 @@ class Hedger:
         candidate, expected_s = best
         if not is_out and (left_s is None or left_s <= PRICE * expected_s + LEAST_LATE_S):
             return
-        if client.headers.get(HEADER) == "off" or not gateway.gate.retry_at_once():
+        if not gateway.gate.retry_at_once():
             return
         x.retrying = True
         self.retrying.append(x)
-        if is_out:
+        if moves:
             self.moved += 1
-            connection.fail(SLOW, "the endpoint was ejected as slow")
+            booking.moved()
+            connection.fail(SLOW, "the endpoint is slow")
         else:
             self._hedge(gateway, one, connection, candidate)
 
@@ -237,6 +251,11 @@ class Hedger:
         except BaseException:
             x.hedge.close()
             raise
+
+
+def may_hedge(client: Client, route: Route) -> bool:
+    """Whether a request may be at two endpoints at the same time."""
+    return route.leg is legs.single and client.headers.get(HEADER) != "off"
 
 
 def is_waiting(x: Exchange) -> bool:

@@ -36,6 +36,7 @@ class LiveEndpoint:
     produced        tokens the engine says it has ever generated, at its last scrape
     kv_received_bytes   of KV from other engines, as it says, since its last start; None: it does not say
     stalled         it was found wedged: its /health is not believed until it generates again
+    doubted_until   it gets few requests until then, for another endpoint has overtaken it; else None
     leaving         no configuration in force has it; requests of an older one may still be there
     drained         an operator wants it to get nothing new
     speed           the evidence of how fast it is, and the verdict on it
@@ -44,7 +45,7 @@ class LiveEndpoint:
     """
 
     __slots__ = (
-        *("backlog_tokens", "drained", "encryption", "endpoint", "health", "hit_tokens", "key_header"),
+        *("backlog_tokens", "doubted_until", "drained", "encryption", "endpoint", "health", "hit_tokens", "key_header"),
         *("kv_received_bytes", "leaving", "load", "models", "models_at", "produced", "sent_tokens", "spec", "speed"),
         *("stalled", "upstream"),
         "warm_from",
@@ -69,6 +70,7 @@ class LiveEndpoint:
         self.produced: int | None = None
         self.kv_received_bytes: int | None = None
         self.warm_from: float | None = None
+        self.doubted_until: float | None = None
         self.speed = SpeedRecord()
         self.stalled = self.leaving = self.drained = False
 

@@ -53,7 +53,7 @@ class Gateway:
         self.gate = gate
         self.accounts = accounts
         self.handoffs = handoffs
-        self.hedger = Hedger()
+        self.hedger = Hedger(snapshot.config.retries.hedge)
 
 
 async def serve(gateway: Gateway, x: Exchange, client: Client) -> None:

@@ -19,7 +19,6 @@ from policies.speed_record import Measure, Slowness, Verdict
 REVIEW_S = 1.0
 GPU = "gpu"  # the label that declares unequal hardware
 MEASURES = {"ttft": "to the first token", "tpot": "per token", "answer": "per answer"}
-LATE_FACTOR = 2.0  # a first byte is late after so many times what the peers would need
 IN_ROTATION = (State.UP, State.RETURNING)
 
 
@@ -64,13 +63,14 @@ class SpeedMonitor:
         slowness = live.speed.slowness
         return usual_s if usual_s is None or slowness is None else usual_s * slowness.ratio
 
-    def left_s(self, live: LiveEndpoint, request: Request, tokens: int, waited_s: float) -> float | None:
+    def left_s(self, live: LiveEndpoint, request: Request, tokens: int, waited_s: float, factor: float) -> float | None:
         """Seconds that a request without a first byte is expected to wait yet; None while it is not late.
 
-        As long again as it is late: nothing else is known of an endpoint that takes longer than its peers would.
+        It is late after `factor` times what the peers would need. As long again as it is late: nothing else is known
+        of an endpoint that takes longer than its peers would.
         """
         expected_s, slowness = self._usual_s(live, request, tokens), live.speed.slowness
-        if expected_s is None or waited_s < LATE_FACTOR * expected_s:
+        if expected_s is None or waited_s < factor * expected_s:
             return None
         late_s = waited_s - expected_s
         return late_s if slowness is None else max(late_s, slowness.ratio * expected_s - waited_s)

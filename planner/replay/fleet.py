@@ -163,6 +163,7 @@ class Fleet:
         self.door.booked(ask, chosen)
         entry = ledger.book(group.load, flight.request, chosen.cached_tokens, now)
         flight.entry, flight.believed = entry, chosen.cached_tokens
+        flight.ahead_tokens, flight.sent_s = group.load.prefill_tokens, now
         flight.record.predicted_ttft_s = entry.predicted_ttft_s
         flight.record.predicted_tpot_s = entry.predicted_tpot_s
         flight.record.group = group.name

@@ -21,6 +21,7 @@ class Flight:
     rest      what its client will ask after it, in a closed loop
     permit    it holds a place that its pool's room gave it
     believed  prompt tokens that its group was believed to hold when it was picked
+    ahead_tokens, sent_s  prompt tokens that its group has to compute, its own included, and when it was given them
     expected  its keys are counted among those that its group will compute
 
     Of a split request:
@@ -43,6 +44,8 @@ class Flight:
     job: Job | None = None
     entry: Entry | None = None
     believed: int = 0
+    ahead_tokens: int = 0
+    sent_s: float = 0.0
     expected: bool = False
     taker: Group | None = None
     giver: Group | None = None

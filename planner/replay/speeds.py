@@ -1,25 +1,29 @@
 """Slow groups in a replay: found by the gateway's own comparison, given less, ejected, and taken back.
 
-The evidence and the verdicts are policies/speed_record.py's and policies/outlier.py's. Not here: hedges, which a replay
-does not have, and the retry budget: all requests that wait at a group when it is ejected are moved.
+The evidence and the verdicts are policies/speed_record.py's and policies/outlier.py's. Late requests at a suspect group
+are moved, and all that wait at a group when it is ejected. Not here: hedges, which a replay does not have, and the
+retry budget.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from mockgpu.job import Job
+from planner.replay.flight import Flight
 from planner.replay.group import Group
 from policies import outlier
 from policies.model import NO_CEILING
-from policies.outlier import Member, SlowLimits
+from policies.outlier import Member, SlowLimits, Yardsticks
 from policies.saved_state import belief_state, restore_belief
-from policies.speed_record import Verdict
+from policies.speed_record import Measure, Verdict
 
 if TYPE_CHECKING:
     from planner.replay.fleet import Fleet
 
-REVIEW_S, PROBE_S = 1.0, 1.0
+REVIEW_S, SWEEP_S, PROBE_S = 1.0, 0.25, 1.0
+LATE_FACTOR = 1.2  # of the factor from which on a group is slow
 CLEAR = 1.6
 SUSPECT_CEILING = 1
 
@@ -31,12 +35,14 @@ class Speeds:
         self._fleet = fleet
         self._limits = SlowLimits(factor)
         self._made: dict[Job, int] = {}
+        self._yardsticks: Yardsticks = {}
         self.ejected: list[tuple[float, int]] = []
 
     def open(self) -> None:
         """Begin to review the groups once a second."""
         if self._limits.factor:
             self._fleet.at(REVIEW_S, self._review)
+            self._fleet.at(SWEEP_S, self._sweep)
 
     def _review(self, now: float, _: object) -> None:
         fleet = self._fleet
@@ -46,7 +52,7 @@ class Speeds:
             made |= self._sample(group, now)
         self._made = made
         before = [group.speed.verdict for group in rated]
-        outlier.review([_member(group) for group in rated], now, self._limits)
+        self._yardsticks = outlier.review([_member(group) for group in rated], now, self._limits)
         for group, verdict in zip(rated, before, strict=True):
             if group.speed.verdict is not verdict:
                 self._act(now, group)
@@ -70,10 +76,33 @@ class Speeds:
         group.load.available = False
         group.speed.restart()
         fleet.door.refresh(now)
-        waiting = [each for each in fleet.flights.values() if each.group is group and each.record.first_s is None]
-        for flight in waiting:
+        for flight in self._waiting(group):
             fleet.failed(now, flight, group)
         fleet.at(now + PROBE_S, self._probe, group)
+
+    def _waiting(self, group: Group) -> list[Flight]:
+        """Requests at the group without a first token, in the order in which they came."""
+        return [each for each in self._fleet.flights.values() if each.group is group and each.record.first_s is None]
+
+    def _sweep(self, now: float, _: object) -> None:
+        """Move late requests away from suspect groups; so long they took there at least."""
+        fleet = self._fleet
+        for group in fleet.groups:
+            if group.alive and group.speed.verdict is Verdict.SUSPECT:
+                for flight in self._waiting(group):
+                    if self._is_late(now, group, flight):
+                        if group.speed.waiting == 1:
+                            group.speed.first_token(max(1, flight.one.input_tokens - flight.believed), now)
+                        fleet.failed(now, flight, group)
+        if fleet.under_way:
+            fleet.at(now + SWEEP_S, self._sweep)
+
+    def _is_late(self, now: float, group: Group, flight: Flight) -> bool:
+        yardstick = self._yardsticks.get((_kind(group), Measure.TTFT))
+        if yardstick is None or flight.entry is None or flight.tried:
+            return False
+        usual_s = yardstick.usual_s(flight.ahead_tokens, group.load.belief.shape)
+        return 0.0 < LATE_FACTOR * self._limits.factor * usual_s < now - flight.sent_s
 
     def _probe(self, now: float, group: Group) -> None:
         """The piece of work that the gateway times beside a peer: it takes as long as the engine is slow."""
@@ -90,8 +119,12 @@ class Speeds:
         self._fleet.door.refresh(now)
 
 
+def _kind(group: Group) -> Hashable:
+    """Equal for groups that are compared with each other."""
+    return group.kind.gpu, group.kind.tp, group.kind.role, group.kind.model
+
+
 def _member(group: Group) -> Member:
-    kind = (group.kind.gpu, group.kind.tp, group.kind.role, group.kind.model)
     load, speed, shape = group.load, group.speed, group.load.belief.shape
     others = load.in_flight - load.decoding - speed.waiting
-    return Member(speed, kind, shape, speed.step_tokens(load.prefill_tokens, shape.budget_tokens, others))
+    return Member(speed, _kind(group), shape, speed.step_tokens(load.prefill_tokens, shape.budget_tokens, others))

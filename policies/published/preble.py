@@ -80,7 +80,8 @@ class ExploitExplore:
         load, request = candidates[chosen].load, ask.request
         (cached,) = held(ask, (candidates[chosen],))
         seconds = prefill_s(load, request.prompt_tokens - cached, cached)
-        seconds += request.output_tokens * tpot_s(load, request.prompt_tokens) / (load.decoding + 1)
+        batch = 1.0 + sum(each.load.decoding for each in candidates) / len(candidates)
+        seconds += request.output_tokens * tpot_s(load, request.prompt_tokens) / batch
         self._window.add(Given(ask.now, request.id, load.slot, seconds, cached, request.prompt_tokens))
         return chosen
 

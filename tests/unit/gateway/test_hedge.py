@@ -8,11 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from time import monotonic
 from typing import Any
 
 import pytest
 
-from policies.health import Event
+from gateway.endpoints import DOUBT_S, SUSPECT_CEILING
+from gateway.hedge import CREDIT
+from policies.health import Event, State
+from policies.model import NO_CEILING
+from policies.speed_record import Verdict
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.split.halves import (
     MODEL,
@@ -35,17 +40,19 @@ WHOLE = "".join(TEXT)
 
 
 @asynccontextmanager
-async def pool(first: Script, second: Script, saved: float = 5.0, **options: Any) -> AsyncIterator[Front]:
+async def pool(first: Script, second: Script, saved: float | None = 5.0, **options: Any) -> AsyncIterator[Front]:
     """A gateway before two engines of which it knows that they take some milliseconds for anything."""
     script = each(first, second)
-    models = [{"name": MODEL, "pool": "main"}]
-    both = front("vllm_nixl", [], [script] * 2, models=models, decode_role="both", policy="round_robin", **options)
+    usual = {"models": [{"name": MODEL, "pool": "main"}], "health": {"slow_factor": 0.0}}  # no endpoint is suspected
+    options = usual | {"decode_role": "both", "policy": "round_robin"} | options
+    both = front("vllm_nixl", [], [script] * 2, **options)
     async with both as running:
         for live in running.app.gateway.endpoints.all():
             for track in live.speed.tracks:
                 for work in (1, 8, 64, 512, 4096):
                     track.add(work, 0.005)
-        running.app.gateway.hedger.allowed = saved
+        if saved is not None:
+            running.app.gateway.hedger.allowed = saved
         yield running
 
 
@@ -197,6 +204,40 @@ async def test_a_client_may_ask_for_no_second_attempt() -> None:
 
         await running.ask_and_leave(later, stream=True)
         assert sum(len(half.asked) for half in running.decode) == 1
+
+
+async def test_late_requests_at_a_suspect_endpoint_are_moved_and_no_hedge_is_spent() -> None:
+    async with pool(holds, decodes, saved=0.0, health={}) as running:
+        asking = asyncio.ensure_future(running.ask(stream=True))
+        first, _ = await asked(running, 1)
+        reply = await asking
+        assert (reply.status, reply.text) == (200, WHOLE)
+        live = running.app.gateway.endpoints.all()[running.decode.index(first)]
+        assert (live.speed.verdict, live.health.state) == (Verdict.SUSPECT, State.UP)
+        await running.at_rest()
+        assert running.metric("penstock_retries_total", kind="slow") == 1
+        assert counted(running)[:2] == (0, 1)
+
+
+async def test_an_endpoint_that_was_overtaken_gets_few_requests_until_it_is_judged() -> None:
+    async with pool(holds, decodes, health={"slow_factor": 100.0}) as running:
+        assert (await running.ask(stream=True)).text == WHOLE
+        first, _ = await asked(running, 2)
+        endpoints = running.app.gateway.endpoints
+        load = endpoints.all()[running.decode.index(first)].load
+        assert load.ceiling == SUSPECT_CEILING
+        endpoints.sweep(monotonic() + DOUBT_S)
+        assert load.ceiling == NO_CEILING
+
+
+async def test_the_first_requests_of_a_gateway_may_be_hedged_and_later_ones_pay_for_it() -> None:
+    async with pool(decodes, decodes, saved=None) as running:
+        hedger = running.app.gateway.hedger
+        assert hedger.allowed == 0.05 * CREDIT
+        for _ in range(4):
+            await running.ask(words=3)
+        hedger.sweep(running.app.gateway, monotonic())
+        assert hedger.allowed == 0.05 * CREDIT
 
 
 async def test_requests_that_wait_at_an_endpoint_ejected_as_slow_are_moved() -> None:

@@ -269,6 +269,14 @@ def test_preble_turns_from_the_heaviest_to_the_lightest_when_they_are_far_apart(
     assert "tp1" in took[50:]
 
 
+def test_preble_counts_a_request_as_much_at_a_busy_endpoint_as_at_an_idle_one() -> None:
+    """It would count less where many share a step, so that the busiest endpoint would get ever more."""
+    policy, fleet = registry.build("preble", {}), [candidate(0, decoding=40, **PACE), candidate(1, **PACE)]
+    requests = [Request(f"{number}", "model", "tenant", 1000, 500) for number in range(20)]
+    took = Counter(answer(policy, Ask(request, 100.0, Random(1)), fleet) for request in requests)
+    assert took == {"tp0": 10, "tp1": 10}
+
+
 def test_preble_moves_a_request_that_is_picked_again() -> None:
     policy, fleet = registry.build("preble", {}), [candidate(0, **PACE), candidate(1, **PACE)]
     for _ in range(40):
