@@ -191,10 +191,12 @@ class Hedger:
         self._credit -= paid_back
         self.allowed = min(MOST_SAVED, self.allowed + share * (came - paid_back))
         for one in waiting:
-            if is_waiting(one[0]):
-                self.waiting.append(one)
-                if one[0].hedge is None and not one[0].retrying:
-                    self._look(gateway, one, now, share > 0)
+            x = one[0]
+            if x.status or x.retries or x.committed:  # over, or no longer without a byte at its first endpoint
+                continue
+            self.waiting.append(one)
+            if x.hedge is None and not x.retrying:
+                self._look(gateway, one, now, share > 0)
         self._old = len(self.waiting)
         for x in self.retrying:
             if x.committed:
@@ -256,11 +258,6 @@ class Hedger:
 def may_hedge(client: Client, route: Route) -> bool:
     """Whether a request may be at two endpoints at the same time."""
     return route.leg is legs.single and client.headers.get(HEADER) != "off"
-
-
-def is_waiting(x: Exchange) -> bool:
-    """Whether the request is at its first endpoint and no byte of its answer has come."""
-    return not (x.status or x.retries or x.committed)
 
 
 def _best(gateway: Gateway, x: Exchange, booking: Booking) -> tuple[Candidate, float] | None:

@@ -16,7 +16,7 @@ from gateway.exchange import Exchange
 from gateway.openai import Api, Call
 from gateway.relay import Relay, UpstreamBroke
 from gateway.rename import Renamer
-from gateway.slo import SESSION
+from gateway.slo import SESSION, Fields
 from gateway.trace import passed_on
 from kvtransfer.dialects import known_members
 from policies.model import EngineKind
@@ -100,9 +100,20 @@ def answer_headers(x: Exchange, client: Client, endpoint: str) -> bytes:
 
 def request_headers(x: Exchange, headers: Mapping[str, str], length: int, endpoint: str) -> bytes:
     """The lines that are this request's own, and the blank one."""
-    context = passed_on(headers) if x.trace is None else x.trace.leg("whole", endpoint, monotonic())
-    lines = f"x-request-id: {x.id}\r\ncontent-length: {length}\r\n{forwarded(headers)}{context}\r\n"
+    passed = _passed(headers) if x.trace is None else forwarded(headers) + x.trace.leg("whole", endpoint, monotonic())
+    lines = f"x-request-id: {x.id}\r\ncontent-length: {length}\r\n{passed}\r\n"
     return lines.encode("utf-8", "surrogateescape")
+
+
+def _passed(headers: Mapping[str, str]) -> str:
+    """The lines of the client's own that engines see. Requests on a connection mostly share their headers, which then
+    remember the lines."""
+    if not isinstance(headers, Fields):
+        return forwarded(headers) + passed_on(headers)
+    lines = headers.passed
+    if lines is None:
+        lines = headers.passed = forwarded(headers) + passed_on(headers)
+    return lines
 
 
 def forwarded(headers: Mapping[str, str]) -> str:

@@ -75,13 +75,15 @@ NOTHING = Wish()
 
 
 class Fields(dict[str, str]):
-    """The fields of a head by name, in lower case. `known` is the wish that was read from them, and by which Levels."""
+    """The fields of a head by name, in lower case. `known` is the wish that was read from them, and by which Levels;
+    `passed` are the lines that engines see of them (legs.py), once somebody asked."""
 
-    __slots__ = ("known",)
+    __slots__ = ("known", "passed")
 
     def __init__(self, fields: Iterable[tuple[str, str]]) -> None:
         super().__init__(fields)
         self.known: tuple[Levels, Wish] | None = None
+        self.passed: str | None = None
 
 
 class Levels:
