@@ -68,16 +68,14 @@ class Booking:
             now = monotonic()
             self.place.first_token(now)
             if self._awaited:
-                self._stop_waiting(now)
+                self.live.speed.first_token(self._awaited, now)
+                self._awaited = 0
 
     def overtaken(self) -> None:
         """Another endpoint has answered first: so long the first token has taken here at least."""
         if self._awaited:
-            self._stop_waiting(monotonic())
-
-    def _stop_waiting(self, now: float) -> None:
-        tokens, self._awaited = self._awaited, 0
-        self.live.speed.first_token(tokens, now)
+            self.live.speed.first_token(self._awaited, monotonic())
+            self._awaited = 0
 
     def moved(self) -> None:
         """It leaves for another endpoint: if it is the only one that waits, how long it has waited is evidence."""

@@ -188,8 +188,7 @@ class Exchange:
         """Let go of all that is heavy or a client's own; what is left tells how it went."""
         if self.ttft_s is None and self.call is not None:  # else it was let go of at the first token
             self.call.release()
-        self.sent = self.booking = self.relay = self.room = self.fingerprint = self.gaps = self.side = None
-        self.quota = self.ledger = self.hedge = None
+        self.sent = self.booking = self.relay = self.room = self.fingerprint = self.ledger = self.hedge = None
         if self.asked is not None and self.asked.fingerprint is not None:  # of a long prompt it takes 128 KiB
             self.asked = msgspec.structs.replace(self.asked, fingerprint=None)
 

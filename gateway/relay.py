@@ -119,7 +119,7 @@ class Relay:
         self.head: Head | None = None
         self.committed = self.refused = self.failed_in_stream = False
         self._sse = self._rebuild = self._done = self._torn = False
-        self.events = self.bytes_out = self.status = self._said = 0
+        self.events = self.bytes_out = self.status = self._said = self._guesses = 0
         self.first_byte_at: float | None = None
         self.first_token_at: float | None = None
         self.last_at: float | None = None
@@ -136,7 +136,6 @@ class Relay:
         self._counts: Usage | None = None
         self._finish: str | None = None
         self._like: Likeness | None = None  # how the events of a stream look that passes as it came
-        self._guesses = GUESSES if gaps is None else 0
 
     @property
     def untouched(self) -> bool:
@@ -273,8 +272,8 @@ class Relay:
         self._sse = head.is_sse
         if isinstance(self._body, RawBody) or (self._sse and not head.chunked):
             self._rebuild = True  # it must be able to take an error event
-        if self._rebuild:
-            self._guesses = 0  # what goes out is not what came: each event is made anew
+        if not self._rebuild and self.gaps is None:  # rebuilt, each event is made anew: what goes out is not what came
+            self._guesses = GUESSES
         self.status, self.refused = head.status, not 200 <= head.status < 300
         self.state = REFUSED if self.refused else HELD
 

@@ -214,13 +214,9 @@ class SpeedRecord:
             self._step_s += seconds
             self._step_tokens += tokens
             return
-        self._end_step()
-        self._step_s, self._step_tokens = seconds, tokens
-
-    def _end_step(self) -> None:
         if self._step_tokens:
             self.tracks[0].add(self._step_tokens, self._step_s)
-        self._step_s, self._step_tokens = 0.0, 0
+        self._step_s, self._step_tokens = seconds, tokens
 
     def streamed(self, streams: int, tokens: int, seconds: float, now: float) -> None:
         """So many streams made so many tokens together in the `seconds` up to now."""
@@ -259,7 +255,9 @@ class SpeedRecord:
     def prepare(self, now: float) -> None:
         """Before a review: count the samples; the last step is over."""
         if not self.waiting or now - self.since > SAME_STEP_S:
-            self._end_step()
+            if self._step_tokens:
+                self.tracks[0].add(self._step_tokens, self._step_s)
+            self._step_s, self._step_tokens = 0.0, 0
         for track in self.tracks:
             track.count()
 
