@@ -34,10 +34,10 @@ ROOMS = ("gateway", "policies", "kvtransfer", "mockgpu", "planner")
 PROJECT = ("pyproject.toml", "README.md", "LICENSE")
 STAMP = "made-of"
 HOT = (
-    *("account", "attempts", "begin", "booking", "canary", "endpoints", "errand", "exchange", "explain", "forwarded"),
-    *("framing", "front", "gate", "head", "kept", "legs", "likeness", "media", "meters", "openai", "outbox"),
-    *("overflow", "prefixes", "quotas", "relay", "roster", "serve", "shadow", "sketch", "slo", "talk", "told", "trace"),
-    "upstream",
+    *("account", "attempts", "begin", "booking", "cache_salts", "canary", "endpoints", "errand", "exchange"),
+    *("explain", "forwarded", "framing", "front", "gate", "head", "hedge", "kept", "legs", "likeness", "media"),
+    *("meters", "openai", "outbox", "overflow", "prefixes", "quotas", "relay", "roster", "serve", "shadow", "sketch"),
+    *("slo", "talk", "told", "trace", "upstream"),
     *(f"split/{name}" for name in ("dispatch", "edit", "handoffs", "inbox", "leg", "life", "pair", "words")),
 )
 DECISIONS = (
