@@ -14,6 +14,20 @@ from policies.model import Ask, Candidate
 Filter = Callable[[Ask, Sequence[Candidate]], Sequence[Candidate]]
 """Keeps some of the candidates, in order. May return its argument unchanged; never mutates it."""
 
+
+class RetryFilter:
+    """A filter for retries: it keeps all candidates while no endpoint was tried, and is not asked then."""
+
+    __slots__ = ("__name__", "_keep")
+
+    def __init__(self, keep: Filter) -> None:
+        self._keep = keep
+        self.__name__ = str(getattr(keep, "__name__", type(keep).__name__))
+
+    def __call__(self, ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        return self._keep(ask, candidates) if ask.tried else candidates
+
+
 Scorer = Callable[[Ask, Sequence[Candidate]], list[float]]
 """Rates every candidate, aligned with the argument; higher is better. A list, not a dict: this is a hot path."""
 
@@ -67,7 +81,8 @@ def together(scorers: tuple[Weighted, ...]) -> Scorer:
 class Policy(msgspec.Struct, frozen=True):
     """Filters, then weighted scorers, then a picker. `reads_prefix` asks the line to fingerprint prompts for it.
 
-    `score` is what all scorers say together; it follows from them, whatever is given.
+    `first_filters` are those of a first attempt, and `score` is what all scorers say together; both follow from the
+    other fields, whatever is given.
     `reads_beliefs` says that it looks at belief, timeline or outlook of an EndpointLoad: elsewhere these rest.
     `terms` names the parts of each candidate's score, for a policy that reads beliefs and can say more than a number.
     `parts` prices halves of a request, for a policy that can also decide whether to split it (split.py).
@@ -82,6 +97,9 @@ class Policy(msgspec.Struct, frozen=True):
     terms: Terms | None = None
     parts: PartPrices | None = None
     score: Scorer = together(())
+    first_filters: tuple[Filter, ...] = ()
 
     def __post_init__(self) -> None:
+        first = tuple(keep for keep in self.filters if not isinstance(keep, RetryFilter))
+        msgspec.structs.force_setattr(self, "first_filters", first)
         msgspec.structs.force_setattr(self, "score", together(self.scorers))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.contract import Filter
+from policies.contract import Filter, RetryFilter
 from policies.model import Ask, Candidate
 
 
@@ -17,10 +17,9 @@ def available(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     return [candidate for candidate in candidates if candidate.load.available]
 
 
+@RetryFilter
 def untried(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Has not failed this request yet: a retry goes elsewhere or nowhere."""
-    if not ask.tried:
-        return candidates
     return [candidate for candidate in candidates if candidate.endpoint.name not in ask.tried]
 
 
@@ -53,10 +52,9 @@ def serves_tenant(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candida
     return [each for each in candidates if not (only := each.endpoint.tenants) or tenant in only]
 
 
+@RetryFilter
 def prefer_proven(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep, for a retry, the endpoints with a success since their last failure; all if none has."""
-    if not ask.tried:
-        return candidates
     return [candidate for candidate in candidates if candidate.load.is_proven] or candidates
 
 

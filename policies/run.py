@@ -16,7 +16,7 @@ from policies.model import Ask, Candidate, Pick
 def pick(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Pick | None:
     """Who serves this request now; None if the filters leave nobody (see `refusal` for which one did)."""
     kept = candidates
-    for keep in policy.filters:
+    for keep in policy.filters if ask.tried else policy.first_filters:
         kept = keep(ask, kept)
     if not kept:
         return None

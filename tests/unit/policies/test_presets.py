@@ -9,8 +9,9 @@ from random import Random
 import pytest
 
 from policies import registry
-from policies.filters import prefer_proven
+from policies.filters import available, prefer_proven, untried
 from policies.model import Candidate, EndpointLoad
+from policies.presets import LeastLoaded
 from policies.run import pick, refusal
 from tests.unit.policies.builders import ask, candidate
 
@@ -160,6 +161,10 @@ def test_a_retry_goes_to_an_endpoint_with_a_success_since_its_last_failure() -> 
     for each in candidates[:3]:
         each.load.is_proven = False
     assert len(prefer_proven(ask(), candidates)) == 4, "a first try goes anywhere"
+    policy = LeastLoaded().build()
+    assert [*policy.filters][:2] == [available, untried]
+    assert not {untried, prefer_proven}.intersection(policy.first_filters), "and they are not asked then"
+    assert set(policy.filters) - {untried, prefer_proven} == set(policy.first_filters)
     retried = ask(tried=("tp0",))
     assert prefer_proven(retried, candidates) == [candidates[3]]
     assert prefer_proven(retried, candidates[:3]) == candidates[:3], "none has had one"
