@@ -115,9 +115,9 @@ load: $(VENV)/.dev ## locust against a fleet of its own
 policies: $(VENV)/.dev ## the Mooncake trace through every policy over real HTTP (nine minutes)
 	$(PY) -m tests.load.policies_live
 
-slow: $(VENV)/.dev ## four groups, one of them slow, beside the other three alone: every policy on the virtual clock, three over HTTP (docs/slow-engines.md)
+slow: $(VENV)/.dev ## four groups, one of them slow, beside the other three alone: every policy on the virtual clock and over HTTP, 40 min (docs/slow-engines.md)
 	$(PY) -m tests.load.slow_replay
-	$(PY) -m tests.load.slow_engine --policy round_robin --policy prefix_aware --policy priced
+	$(PY) -m tests.load.slow_engine
 
 gateways: $(VENV)/.dev ## two gateways with one view on the trace, and ten minutes without Redis (docs/several-gateways.md)
 	$(PY) -m tests.load.shared_view --outage 600

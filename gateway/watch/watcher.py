@@ -26,7 +26,7 @@ from gateway.watch import scrape
 from kvtransfer.dialects import by_itself
 from policies.health import Event, probe_due
 from policies.model import Role
-from policies.speed_record import Measure
+from policies.speed_record import Measure, Slowness
 
 log = logging.getLogger("penstock")
 
@@ -48,6 +48,8 @@ class PaceProbe(msgspec.Struct, frozen=True):
 PROMPT_WORK, DECODE_WORK = PaceProbe(1000, 1), PaceProbe(1, 16)
 PACE_TIMEOUT_S = 30.0
 CLEAR_RATIO, LEAST_EXCESS_S = 1.6, 0.02
+LEAST_GROWS = 1.05
+CONFIRMED = 3  # comparisons in a row that an endpoint must pass: a peer may be busy in one of them
 
 
 def is_out_as_slow(live: LiveEndpoint) -> bool:
@@ -65,6 +67,7 @@ class Watcher:
         self._learnt = learnt
         self._tasks: dict[LiveEndpoint, tuple[asyncio.Task[None], ...]] = {}
         self._suspected: dict[LiveEndpoint, asyncio.Task[None]] = {}
+        self._peer_s: dict[LiveEndpoint, tuple[Slowness, float]] = {}
         self._checks: dict[LiveEndpoint, asyncio.Task[bool | None]] = {}
         self._session: aiohttp.ClientSession | None = None
 
@@ -86,6 +89,7 @@ class Watcher:
         for live in self._endpoints.all():
             if live.leaving:
                 suspected = self._suspected.get(live)
+                self._peer_s.pop(live, None)
                 for task in (*self._tasks.pop(live, ()), *([] if suspected is None else [suspected])):
                     task.cancel()
             elif live not in self._tasks:
@@ -222,22 +226,34 @@ class Watcher:
         return status < 500
 
     async def _keeps_pace(self, live: LiveEndpoint) -> bool:
-        """Whether an endpoint that was ejected as slow does a small piece of work as fast as a peer does just now."""
+        """Whether an endpoint that was ejected as slow does a small piece of work as fast as a peer.
+
+        It is idle and the peer is not, so the least time that a peer has taken since the ejection counts.
+        """
         peer, slowness = self._endpoints.peer_of(live), live.speed.slowness
         if peer is None or slowness is None:
             return True
         if not live.speed.take_probe(monotonic()):
             return False
         work = PROMPT_WORK if slowness.measure is Measure.TTFT else DECODE_WORK
-        seconds, peer_s = await asyncio.gather(self._time(live, work), self._time(peer, work))
-        if seconds is None or peer_s is None:
-            return seconds is not None
-        is_fast = seconds < CLEAR_RATIO * peer_s + LEAST_EXCESS_S
-        if not is_fast:
-            log.info(
-                "endpoint %s is still slow: %.3f s, %s %.3f s", live.endpoint.name, seconds, peer.endpoint.name, peer_s
-            )
-        return is_fast
+        for _ in range(CONFIRMED):
+            seconds, peer_s = await asyncio.gather(self._time(live, work), self._time(peer, work))
+            if seconds is None or peer_s is None:
+                return seconds is not None
+            peer_s = self._least_peer_s(live, slowness, peer_s)
+            if seconds >= CLEAR_RATIO * peer_s + LEAST_EXCESS_S:
+                name = peer.endpoint.name
+                log.info("endpoint %s is still slow: %.3f s, %s %.3f s", live.endpoint.name, seconds, name, peer_s)
+                return False
+        return True
+
+    def _least_peer_s(self, live: LiveEndpoint, slowness: Slowness, peer_s: float) -> float:
+        """The least time of peers since the endpoint was found that slow; it counts for less with every probe."""
+        found, least_s = self._peer_s.get(live, (slowness, peer_s))
+        if found is slowness:
+            peer_s = min(peer_s, LEAST_GROWS * least_s)
+        self._peer_s[live] = slowness, peer_s
+        return peer_s
 
     async def _time(self, live: LiveEndpoint, work: PaceProbe) -> float | None:
         """Seconds that the endpoint takes for the work; None when it gives no whole answer."""

@@ -1,11 +1,18 @@
 """`make slow`: four mock TP groups over HTTP, one of them slow, beside the same run over the other three.
 
-    python -m tests.load.slow_engine [--policy NAME]... [--factor 10] [--only prefill|decode] [--seconds 40]
+    python -m tests.load.slow_engine [--policy NAME]... [--case NAME]... [--seconds 30]
 
-The load is the same for both runs: 0.5 of what three healthy groups serve. The slow one is slow from the start of the
-process; `--at` makes it slow later. Printed for each policy: the slow group's share of the requests sent from 10 s
-after it became slow, p99 TTFT of all requests of both runs, hedges, and what the gateway said of its endpoints.
-Exit status: 1 when a share is above 1 %, a p99 above twice the other, or hedges above 5 %.
+The load is the same for all runs: 0.5 of what three healthy groups serve. The slow one is slow from the start of the
+process; `--at` makes it slow later. The cases:
+
+    10x         ten times slower at everything
+    3x          three times slower at everything
+    3x-decode   three times slower per token alone
+    unequal     two groups take twice as long and say so by their label `gpu`: none may be ejected
+
+Printed for each: the slow group's share of the requests sent from 10 s after it became slow, p99 TTFT of all requests
+beside that of the three alone, hedges, and when an endpoint was ejected. Exit status: 1 when a share is above 1 %, a
+p99 above twice the other, hedges above 5 %, or an endpoint of `unequal` was ejected.
 """
 
 from __future__ import annotations
@@ -20,9 +27,10 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from pathlib import Path
 from statistics import quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.bench import Plan, run
 from policies import registry
@@ -33,27 +41,57 @@ MODEL = ("--model", "llama-3.1-70b-fp8", "--gpu", "h200", "--tp", "4")
 KEPT_S = 10.0
 
 
+class Case(NamedTuple):
+    """What is wrong with the first groups: `slow` of them take `factor` times as long, and say so if `declared`."""
+
+    factor: float
+    only: str = ""
+    slow: int = 1
+    declared: bool = False
+
+
+HEALTHY = Case(1.0, slow=0)
+CASES = {
+    "10x": Case(10.0),
+    "3x": Case(3.0),
+    "3x-decode": Case(3.0, "decode"),
+    "unequal": Case(2.0, slow=2, declared=True),
+}
+
+
 def main() -> int:
     options = _options()
-    failed = False
+    failed = 0
     for policy in options.policy or registry.names():
-        slow = one_run(policy, options, GROUPS)
-        three = one_run(policy, options, GROUPS - 1)
-        print(f"{policy:<19} {_line(slow, three)}", flush=True)
-        failed |= slow["share"] > 0.01 or slow["p99_s"] > 2 * three["p99_s"] or slow["hedges"] > 0.05
-    return int(failed)
+        three = one_run(policy, options, GROUPS - 1, HEALTHY)
+        for name in options.case or CASES:
+            found = one_run(policy, options, GROUPS, CASES[name])
+            holds = _holds(CASES[name], found, three)
+            failed += not holds
+            print(f"{'' if holds else 'FAILS '}{policy:<19} {name:<10} {_line(found, three)}", flush=True)
+    print(f"{failed} of the cells fail" if failed else "all cells hold")
+    return int(failed > 0)
+
+
+def _holds(case: Case, found: dict[str, Any], three: dict[str, Any]) -> bool:
+    if found["errors"] or found["hedges"] > 0.05:
+        return False
+    if case.declared:
+        return not found["ejected"]
+    return found["share"] <= 0.01 and found["p99_s"] <= 2 * three["p99_s"]
 
 
 def _line(slow: dict[str, Any], three: dict[str, Any]) -> str:
+    ejected = " ".join(f"{after_s:.0f}" for after_s in slow["ejected"]) or "-"
     return (
         f"share {slow['share']:.2%}, p99 TTFT {slow['p99_s'] * 1e3:.0f} ms over {slow['requests']} requests, "
-        f"over the three {three['p99_s'] * 1e3:.0f} ms, median {slow['p50_s'] * 1e3:.0f} and "
-        f"{three['p50_s'] * 1e3:.0f} ms, hedges {slow['hedges']:.2%}, errors {slow['errors']}; {slow['said']}"
+        f"of the three {three['p99_s'] * 1e3:.0f} ms, median {slow['p50_s'] * 1e3:.0f} and "
+        f"{three['p50_s'] * 1e3:.0f} ms, hedges {slow['hedges']:.2%}, ejected at {ejected} s, errors {slow['errors']}"
     )
 
 
-def one_run(policy: str, options: argparse.Namespace, groups: int) -> dict[str, Any]:
-    """One gateway and its mocks. With three groups nobody is slow."""
+def one_run(policy: str, options: argparse.Namespace, groups: int, case: Case) -> dict[str, Any]:
+    """One gateway and its mocks."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         first, (port, admin_port) = _free_run(groups), _free_ports(2)
@@ -61,22 +99,24 @@ def one_run(policy: str, options: argparse.Namespace, groups: int) -> dict[str, 
         stack.enter_context(_running(mock, first, folder))
         urls = [f"http://127.0.0.1:{first + slot}" for slot in range(groups)]
         file, log = folder / "gateway.yaml", folder / "access.jsonl"
-        engines = ", ".join(f"{{url: '{url}'}}" for url in urls)
+        labels = [", labels: {gpu: small}" if case.declared and slot < case.slow else "" for slot in range(groups)]
+        engines = ", ".join(f"{{url: '{url}'{label}}}" for url, label in zip(urls, labels, strict=True))
         file.write_text(
             f"version: 1\nlisteners: {{api: {{port: {port}}}, admin: {{port: {admin_port}}}}}\n"
             f"observability: {{access_log: '{log}'}}\npools: {{main: {{policy: {policy}, endpoints: [{engines}]}}}}\n"
         )
-        if groups == GROUPS and options.at == 0:
-            _fault(urls[0], options, 0.0)
+        for url in urls[: case.slow] if options.at == 0 else []:
+            _fault(url, case, 0.0)
         stack.enter_context(_running(["-m", "gateway", "serve", "--config", str(file)], port, folder))
-        if groups == GROUPS and options.at > 0:
-            _fault(urls[0], options, options.at)
+        for url in urls[: case.slow] if options.at > 0 else []:
+            _fault(url, case, options.at)
         began = time.time()
         plan = Plan(url=f"http://127.0.0.1:{port}", rate=options.rate, duration_s=options.seconds, seed=options.seed)
         report = asyncio.run(run(plan))
         metrics = urllib.request.urlopen(f"http://127.0.0.1:{admin_port}/metrics", timeout=5).read().decode()
         time.sleep(1.0)
-        return _figures(log, began + options.at, urls[0] if groups == GROUPS else "", report.errors, metrics, folder)
+        slow = urls[0] if case.slow == 1 else ""
+        return _figures(log, began + options.at, slow, report.errors, metrics, folder)
 
 
 def _figures(log: Path, slow_at: float, slow: str, errors: object, metrics: str, folder: Path) -> dict[str, Any]:
@@ -95,18 +135,20 @@ def _figures(log: Path, slow_at: float, slow: str, errors: object, metrics: str,
         "requests": len(lines),
         "hedges": hedges / max(1, len(lines)),
         "errors": errors,
-        "said": " | ".join(_said(folder)),
+        "ejected": _ejected(folder, slow_at),
     }
 
 
-def _said(folder: Path) -> list[str]:
-    return [line[-150:].strip() for line in (folder / "said").read_text().splitlines() if "endpoint " in line][:6]
+def _ejected(folder: Path, slow_at: float) -> list[float]:
+    """When endpoints were ejected, in seconds after one became slow."""
+    lines = [line for line in (folder / "said").read_text().splitlines() if "-> ejected" in line]
+    return [datetime.fromisoformat(line.split()[0]).timestamp() - slow_at for line in lines]
 
 
-def _fault(url: str, options: argparse.Namespace, after_s: float) -> None:
-    only = "" if options.only is None else f":{options.only}"
+def _fault(url: str, case: Case, after_s: float) -> None:
+    only = f":{case.only}" if case.only else ""
     window = f"@{after_s:g}-" if after_s else ""
-    body = json.dumps({"spec": f"slow:x={options.factor:g}{only}{window}"}).encode()
+    body = json.dumps({"spec": f"slow:x={case.factor:g}{only}{window}"}).encode()
     request = urllib.request.Request(f"{url}/mock/fault", body, {"Content-Type": "application/json"})
     urllib.request.urlopen(request, timeout=5).read()
 
@@ -126,10 +168,9 @@ def _running(arguments: list[str], port: int, folder: Path) -> Iterator[None]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.load.slow_engine", description="One slow group of four.")
     parser.add_argument("--policy", action="append", help="default: all")
-    parser.add_argument("--factor", type=float, default=10.0)
-    parser.add_argument("--only", choices=("prefill", "decode"))
+    parser.add_argument("--case", action="append", choices=CASES, help="default: all")
     parser.add_argument("--at", type=float, default=0.0, help="seconds after the first request; 0: before it")
-    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=RATE, help="requests per second")
     parser.add_argument("--speed", type=float, default=1.0, help="of the mocks")
     parser.add_argument("--seed", type=int, default=0)

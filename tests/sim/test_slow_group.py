@@ -63,6 +63,13 @@ def test_first_tokens_come_as_with_the_other_three_alone(policy: str) -> None:
     assert p99_s(run) <= 2.0 * p99_s(three)
 
 
+@pytest.mark.parametrize("policy", ["round_robin", "sglang_cache_aware"])
+def test_requests_that_are_late_at_a_suspect_group_do_not_wait_for_its_ejection(policy: str) -> None:
+    run, fleet = ran(policy, 4, 11, 20.0, Fault(0.0, 0, Trouble.SLOW, factor=10.0))
+    ejected_s, _ = fleet.speeds.ejected[0]
+    assert any(one.moved and one.first_s is not None and one.first_s < ejected_s for one in run.records)
+
+
 @pytest.mark.parametrize(("factor", "only"), [(3.3, ""), (3.3, "prefill"), (3.3, "decode"), (10.0, "decode")])
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
 def test_a_group_that_becomes_slow_at_one_thing_is_ejected(policy: str, factor: float, only: str) -> None:

@@ -16,8 +16,9 @@ from gateway.endpoints import EndpointTable
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
-from gateway.roster import Adoption
+from gateway.roster import Adoption, LiveEndpoint
 from gateway.watch.watcher import Watcher
+from policies.speed_record import Measure, Slowness, SpeedRecord
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -72,6 +73,38 @@ async def test_long_pages_and_lists_in_pieces_are_read_to_their_end() -> None:
         (candidate,) = adoption.pools["engines"]
         assert adoption.serving("m", (candidate,)) == (candidate,)
         assert adoption.serving("another", (candidate,)) == ()
+
+
+@pytest.mark.parametrize(
+    ("own_s", "peer_s", "returns"),
+    [
+        ([0.2, 0.2, 0.2], [0.2, 0.6, 0.3], True),
+        ([0.6], [0.2], False),
+        ([0.6, 0.6], [0.9, 0.2], False),  # the peer was busy at first
+        ([0.2, 0.6], [0.2, 0.9], False),
+        ([0.2, 0.6, 0.6], [0.2, 0.9, 0.9], False),  # the second probe is compared with the peer's time in the first
+    ],
+)
+async def test_a_slow_engine_does_not_return_because_its_peer_was_busy_for_once(
+    own_s: list[float], peer_s: list[float], returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with _looked_at(b"") as (table, adoption):
+        (live,) = table.all()
+        peer = LiveEndpoint(live.endpoint, live.spec, live.load, live.upstream.patience, live.upstream.outbox)
+        live.speed.slowness = Slowness(Measure.TPOT, 3.0, 0.3, 0.1)
+        monkeypatch.setattr(type(table), "peer_of", lambda self, live: peer)
+        times = {live: list(own_s), peer: list(peer_s)}
+
+        async def taken(asked: LiveEndpoint, _: object) -> float:
+            return times[asked].pop(0)
+
+        watcher = Watcher(adoption.config, table, lambda: None)
+        monkeypatch.setattr(watcher, "_time", taken)
+        monkeypatch.setattr(SpeedRecord, "take_probe", lambda self, now: True)
+        found = False
+        while times[live]:
+            found = await watcher._keeps_pace(live)
+        assert found is returns
 
 
 async def test_one_who_leaves_is_suspected_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
