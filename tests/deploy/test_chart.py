@@ -25,6 +25,8 @@ from tests.authority import Authority
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "deploy" / "helm" / "penstock"
 EXTRA = {"ScaledObject": ScaledObject, "ServiceMonitor": ServiceMonitor, "PrometheusRule": PrometheusRule}
+UNKNOWN = {"HTTPRoute"}
+"""No model of the Gateway API is to be had; a test compares every key of these."""
 KUBERNETES = "1.33"
 FULL = json.loads((Path(__file__).parent / "full.values.json").read_text())
 SECRETS = {"team-a": "sk-team-a-of-the-test", "fleet": "sixteen-characters-and-more", "redis": "r", "admin": "adm"}
@@ -77,7 +79,7 @@ def test_every_object_is_one_that_kubernetes_takes(values: dict[str, Any]) -> No
         each["kind"] for each in rendered
     }
     for each in rendered:
-        if each["kind"] not in EXTRA:
+        if each["kind"] not in EXTRA and each["kind"] not in UNKNOWN:
             kubernetes_validate.validate(each, KUBERNETES, strict=True)
 
 
@@ -159,10 +161,77 @@ def test_probes_commands_and_scrapes_use_https_where_the_admin_server_has_tls(tm
     assert protocols == ["https", "https"]
 
 
-def test_pods_are_given_their_drain_and_half_a_minute() -> None:
-    pod = one("Deployment", {**LEAST, "drainSeconds": 600})["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] == 630
-    assert pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"] == 5
+@pytest.mark.parametrize(
+    ("timeouts", "seconds"),
+    [({}, 0), ({"grace": None}, 0), ({"grace": "20s"}, 20), ({"grace": "1m30s"}, 90), ({"grace": "1500ms"}, 2)],
+)
+def test_pods_are_given_every_wait_of_their_drain_and_half_a_minute(timeouts: dict[str, Any], seconds: int) -> None:
+    config = {**LEAST["config"], "timeouts": timeouts}
+    pod = one("Deployment", {"config": config, "drainSeconds": 600, "preStopSeconds": 7})["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 7 + seconds + 600 + 30
+    assert pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"] == 7
+
+
+def container(values: dict[str, Any]) -> dict[str, Any]:
+    (found,) = one("Deployment", values)["spec"]["template"]["spec"]["containers"]
+    return dict(found)
+
+
+def test_a_pod_asks_for_as_much_for_every_worker_and_something_for_their_supervisor() -> None:
+    config = LEAST["config"]
+    assert container(LEAST)["resources"] == {
+        "requests": {"cpu": "1000m", "memory": "1024Mi"},
+        "limits": {"memory": "2048Mi"},
+    }
+    assert container({"config": config | {"workers": 4}})["resources"] == {
+        "requests": {"cpu": "4000m", "memory": f"{4 * 1024 + 128}Mi"},
+        "limits": {"memory": f"{4 * 2048 + 128}Mi"},
+    }
+    each = {"cpuMillis": 500, "memoryRequestMi": 600, "memoryLimitMi": 700}
+    own = {"limits": {"cpu": "2", "memory": "3Gi"}}
+    values = {"config": config | {"workers": 2}, "resourcesPerWorker": each, "supervisorMemoryMi": 50}
+    assert container(values | {"resources": own})["resources"] == {
+        "requests": {"cpu": "1000m", "memory": "1250Mi"},
+        "limits": {"cpu": "2", "memory": "3Gi"},
+    }
+
+
+def test_ways_in_from_outside_are_off_and_lead_to_the_api_alone() -> None:
+    assert not {"Ingress", "HTTPRoute"} & {each["kind"] for each in objects(LEAST)}
+    (api,) = one("Service", FULL, "penstock")["spec"]["ports"]
+    ingress, route = one("Ingress", FULL), one("HTTPRoute", FULL)
+    assert [rule["host"] for rule in ingress["spec"]["rules"]] == FULL["ingress"]["hosts"]
+    for rule in ingress["spec"]["rules"]:
+        (path,) = rule["http"]["paths"]
+        assert path["backend"] == {"service": {"name": "gw-penstock", "port": {"name": api["name"]}}}
+    assert ingress["spec"]["ingressClassName"] == "nginx"
+    assert ingress["spec"]["tls"] == FULL["ingress"]["tls"]
+    (rule,) = route["spec"]["rules"]
+    assert rule["backendRefs"] == [{"name": "gw-penstock", "port": api["port"]}]
+    assert (rule["matches"], rule["timeouts"]) == ([{"path": {"type": "PathPrefix", "value": "/"}}], {"request": "0s"})
+    assert (route["apiVersion"], route["spec"]["hostnames"]) == ("gateway.networking.k8s.io/v1", ["llm.example.com"])
+    assert route["spec"].keys() == {"parentRefs", "hostnames", "rules"}
+
+
+def test_annotations_stand_on_the_objects_that_they_are_for() -> None:
+    wanted = {"x": "y"}
+    for found in (
+        one("Deployment", FULL)["metadata"],
+        one("Deployment", FULL)["spec"]["template"]["metadata"],
+        one("Service", FULL, "penstock")["metadata"],
+        one("Service", FULL, "-admin")["metadata"],
+        one("ServiceAccount", FULL)["metadata"],
+        one("HTTPRoute", FULL)["metadata"],
+    ):
+        assert wanted.items() <= found["annotations"].items()
+    assert one("Ingress", FULL)["metadata"]["annotations"] == FULL["ingress"]["annotations"]
+
+
+def test_volumes_of_values_are_mounted_beside_the_charts_own() -> None:
+    pod = one("Deployment", FULL)["spec"]["template"]["spec"]
+    assert [each["name"] for each in pod["volumes"]] == ["config", "state", "tmp", "ca"]
+    assert pod["volumes"][-1] == FULL["extraVolumes"][0]
+    assert pod["containers"][0]["volumeMounts"][-1] == FULL["extraVolumeMounts"][0]
 
 
 def restarts(**config: Any) -> str:
@@ -185,6 +254,10 @@ def test_pods_are_replaced_only_by_a_change_that_no_reload_can_make() -> None:
         {**LEAST, "replicas": 3},
         {"config": {"pools": {"a": {}}, "listeners": {}}},
         {**LEAST, "drainSeconds": "2m"},
+        {"config": {"pools": {"a": {}}, "timeouts": {"grace": "20"}}},
+        {"config": {"pools": {"a": {}}, "workers": "${WORKERS}"}},
+        {**LEAST, "ingress": {"enabled": True}},
+        {**LEAST, "httpRoute": {"enabled": True}},
         {**LEAST, "keda": {"enabled": True}},
         {**LEAST, "networkPolicy": {"adminFrom": []}},
         {"config": {"pools": {"a": {}}, "admin": {"key": "in clear"}}},

@@ -78,3 +78,32 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- $found | uniq | sortAlpha | toJson -}}
 {{- end -}}
+
+{{- /* Whole seconds, rounded up, of a duration as gateway.yaml writes it: 250ms, 1m30s. Nothing: 0. */ -}}
+{{- define "penstock.seconds" -}}
+{{- $units := dict "us" 0.000001 "ms" 0.001 "s" 1.0 "m" 60.0 "h" 3600.0 "d" 86400.0 -}}
+{{- $total := 0.0 -}}
+{{- range regexFindAll "[0-9.]+(us|ms|s|m|h|d)" (default "" .) -1 -}}
+{{- $unit := regexFind "[a-z]+" . -}}
+{{- $total = addf $total (mulf (float64 (trimSuffix $unit .)) (get $units $unit)) -}}
+{{- end -}}
+{{- ceil $total | int -}}
+{{- end -}}
+
+{{- /* How long a pod may take to end: every wait of its drain, one after the other, and 30 s for the rest. */ -}}
+{{- define "penstock.graceSeconds" -}}
+{{- $noticed := include "penstock.seconds" (default dict .Values.config.timeouts).grace -}}
+{{- add .Values.preStopSeconds (int $noticed) .Values.drainSeconds 30 -}}
+{{- end -}}
+
+{{- /* What a pod asks for: as much for every worker, something for their supervisor, and what values say themselves. */ -}}
+{{- define "penstock.resources" -}}
+{{- $workers := int (default 1 .Values.config.workers) -}}
+{{- $each := .Values.resourcesPerWorker -}}
+{{- $supervisor := ternary .Values.supervisorMemoryMi 0 (gt $workers 1) -}}
+{{- $requested := add (mul $workers $each.memoryRequestMi) $supervisor -}}
+{{- $limit := add (mul $workers $each.memoryLimitMi) $supervisor -}}
+{{- $cpu := printf "%dm" (mul $workers $each.cpuMillis) -}}
+{{- $own := dict "requests" (dict "cpu" $cpu "memory" (printf "%dMi" $requested)) "limits" (dict "memory" (printf "%dMi" $limit)) -}}
+{{- toYaml (mergeOverwrite $own (deepCopy .Values.resources)) -}}
+{{- end -}}
