@@ -25,6 +25,7 @@ class Model:
 
     def __init__(self, slo: Slo, low_first: bool = True) -> None:
         self.served_model, self.context_tokens, self.slo, self.low_first = "demo", None, slo, low_first
+        self.sequences = 256
 
 
 def levels(**sections: Any) -> Levels:
