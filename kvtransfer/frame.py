@@ -40,7 +40,7 @@ class FrameError(Exception):
 
 
 class Kind(IntEnum):
-    """WINDOW: the bytes follow. SHARED, REGIONS, TAKEN: where they go another way (shm; nixl, with WRITTEN).
+    """WINDOW: the bytes follow. SHARED, REGIONS, TAKEN: where they go another way (shm).
     SPREAD: the windows of a transfer may come by any lane from now on."""
 
     MESSAGE = 1
@@ -48,7 +48,6 @@ class Kind(IntEnum):
     SHARED = 3
     REGIONS = 4
     TAKEN = 5
-    WRITTEN = 6
     SPREAD = 7
 
 
@@ -60,7 +59,7 @@ class Proof(IntEnum):
     GCM = 2  # that it, its header and its verdict were written by who has the key, in this order
 
 
-_KINDS = (Kind.MESSAGE, *Kind)  # by number; there is no 0
+_KINDS = {int(kind): kind for kind in Kind}
 _PROOFS = tuple(Proof)
 
 
@@ -107,7 +106,7 @@ def opening(data: memoryview, limits: FrameLimits) -> Opening:
         raise FrameError(f"a header of {header_bytes} bytes is over the limit of {limits.header_bytes}")
     if payload_bytes > limits.payload_bytes:
         raise FrameError(f"a payload of {payload_bytes} bytes is over the limit of {limits.payload_bytes}")
-    if not (0 < kind < len(_KINDS) and proof < len(_PROOFS)):
+    if not (kind in _KINDS and proof < len(_PROOFS)):
         raise FrameError(f"a frame of kind {kind} with proof {proof} is none of ours")
     return Opening(_KINDS[kind], _PROOFS[proof], header_bytes, payload_bytes, checksum)
 

@@ -1,1 +1,1 @@
-"""How bytes get from one agent's memory into another's: inproc, shm, tcp, rdma, nixl. All pass one contract suite."""
+"""How bytes get from one agent's memory into another's: inproc, shm, tcp, rdma. All pass one contract suite."""

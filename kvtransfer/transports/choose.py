@@ -1,5 +1,5 @@
-"""Which transport two agents use once they know each other: shared memory on one host, RDMA where both have it, NIXL
-where both were given it, else the one by which they met. Not here: dialling, and falling back when the better way does
+"""Which transport two agents use once they know each other: shared memory on one host, RDMA where both have it,
+else the one by which they met. Not here: dialling, and falling back when the better way does
 not open (switchboard.py).
 """
 
@@ -27,7 +27,7 @@ def this_host() -> str:
 def better(mine: Card, theirs: Card, names: Iterable[str], than: str) -> str | None:
     """A transport that both have and that beats `than`; None if there is none."""
     both = set(names) & theirs.addresses.keys()
-    for name in ("shm", "rdma", "nixl"):
+    for name in ("shm", "rdma"):
         if name == than:
             return None
         if name in both and (name != "shm" or (mine.host and mine.host == theirs.host)):

@@ -35,7 +35,6 @@ class Tcp:
     """
 
     name = "tcp"
-    _made: type[StreamLink] = TcpLink
 
     def __init__(
         self,
@@ -93,4 +92,4 @@ class Tcp:
         if self._tls is not None:
             wrapped = sock if isinstance(sock, ssl.SSLSocket) else self._tls.server(sock)
             return TlsLink(wrapped, owner, peer, self._manner, self._listening.forget, self._tls.files.peer_name)
-        return self._made(sock, owner, peer, self._manner, self._listening.forget)
+        return TcpLink(sock, owner, peer, self._manner, self._listening.forget)

@@ -72,10 +72,6 @@ def make(name: str, wire: Wire, pace: float = 1.0) -> Transport:
         from kvtransfer.transports.rdma_link import RdmaOptions
 
         return Rdma(options=RdmaOptions(setup_s=max(RdmaOptions().setup_s, 1.25 * pace)))
-    if name == "nixl":
-        from kvtransfer.transports.nixl import Nixl
-
-        return Nixl()
     raise ValueError(f"no transport is called {name}")
 
 

@@ -29,9 +29,6 @@ def card(host: str, *transports: str) -> Card:
         (("h", "tcp", "rdma"), ("other", "tcp", "rdma"), "rdma"),
         (("h", "tcp", "rdma", "shm"), ("h", "tcp", "rdma", "shm"), "shm"),
         (("h", "tcp", "rdma"), ("other", "tcp"), None),
-        (("h", "tcp", "nixl"), ("other", "tcp", "nixl"), "nixl"),
-        (("h", "tcp", "nixl"), ("h", "tcp"), None),
-        (("h", "tcp", "nixl", "rdma"), ("other", "tcp", "nixl", "rdma"), "rdma"),
     ],
 )
 def test_shared_memory_on_one_host_then_rdma_then_what_they_met_by(mine, theirs, way) -> None:  # type: ignore[no-untyped-def]
