@@ -215,16 +215,6 @@ def check_handoff(body: Body, headers: Mapping[str, str]) -> None:
             raise MalformedHandoffError(name)
 
 
-def read_ask(raw: bytes, headers: Mapping[str, str], chat: bool, served: str, context: int, request_id: str) -> Ask:
-    """The whole way from bytes to a checked request. Raises ApiError.
-
-    `served` is the model's served name, `context` the most tokens of prompt and answer together.
-    """
-    body = decoded(raw, Body)
-    check_handoff(body, headers)
-    return ask_of(body, headers, chat, served, context, request_id)
-
-
 def ask_of(
     body: Body,
     headers: Mapping[str, str],

@@ -5,7 +5,6 @@ No times here (roofline.py), no GPUs' rates (hardware.py). Shapes are the publis
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -135,18 +134,3 @@ def free_kv_bytes(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESER
 def kv_capacity_tokens(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESERVE) -> int:
     """Tokens whose KV a TP group holds at once; 0 when the weights do not fit."""
     return max(0, int(free_kv_bytes(model, gpu, tp, reserve) / model.kv_rank_bytes(tp)))
-
-
-def min_tp(model: Llm, gpu: Gpu) -> int:
-    """The fewest GPUs whose raw memory holds the weights (any integer: an engine will want the next power of two)."""
-    return math.ceil(model.weights_bytes / gpu.hbm_bytes)
-
-
-def kv_transfer_s(model: Llm, tokens: int, bytes_s: float, setup_s: float = 0.0) -> float:
-    """Seconds to move the KV of that many tokens over links of that rate together."""
-    return tokens * model.kv_token_bytes / bytes_s + setup_s
-
-
-def load_s(model: Llm, bytes_s: float, init_s: float = 0.0) -> float:
-    """Seconds of a cold start: all weights from storage at that rate, then the engine's own initialisation."""
-    return model.weights_bytes / bytes_s + init_s

@@ -100,11 +100,6 @@ class Correction(Protocol):
         ...
 
 
-def ideal_decode_s(model: Llm, gpu: Gpu, tp: int) -> float:
-    """The textbook's step at batch 1: all weights read once at peak bandwidth. Show it beside the expected one."""
-    return model.weights_bytes / (tp * gpu.hbm_bytes_s)
-
-
 class Roofline:
     """Step times of one model on `tp` GPUs of one kind. All rates are folded once into seconds per unit of work."""
 

@@ -7,7 +7,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mockgpu.ask import ApiError, Ask, Body, read_ask
+from mockgpu.ask import ApiError, Ask, Body, ask_of, check_handoff, decoded
 from mockgpu.choice import choices_of
 from mockgpu.dialect import whole
 from mockgpu.text import token_count
@@ -27,7 +27,9 @@ sound = st.fixed_dictionaries({"messages": st.just([{"role": "user", "content": 
 
 def read(raw: bytes, chat: bool = True) -> Ask | ApiError:
     try:
-        return read_ask(raw, {}, chat, "m", 512, "id")
+        body = decoded(raw, Body)
+        check_handoff(body, {})
+        return ask_of(body, {}, chat, "m", 512, "id")
     except ApiError as error:
         return error
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from mockgpu.ask import ApiError, Ask, MalformedHandoffError, read_ask
+from mockgpu.ask import ApiError, Ask, Body, MalformedHandoffError, ask_of, check_handoff, decoded
 from mockgpu.choice import choices_of
 from mockgpu.dialect import DONE, Chunks, closing, failing, whole
 
 
 def ask(chat: bool = True, **fields: Any) -> Ask:
     what = {"messages": [{"role": "user", "content": 'quotes " and \\ and ü'}]} if chat else {"prompt": "once"}
-    return read_ask(json.dumps(what | fields).encode(), {}, chat, "m", 4096, "id-1")
+    return ask_of(decoded(json.dumps(what | fields).encode(), Body), {}, chat, "m", 4096, "id-1")
 
 
 def unframed(data: bytes) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def test_usage_counts_each_prompt_once_and_every_choice() -> None:
 @pytest.mark.parametrize("header", ["x-override-host", "X-Prefiller-Host-Port"])
 def test_a_handoff_header_is_malformed(header: str) -> None:
     with pytest.raises(MalformedHandoffError):
-        read_ask(b'{"prompt":"x"}', {header: "y"}, False, "m", 4096, "id")
+        check_handoff(decoded(b'{"prompt":"x"}', Body), {header: "y"})
 
 
 def test_an_absent_model_is_the_one_served_and_null_fields_are_absent() -> None:

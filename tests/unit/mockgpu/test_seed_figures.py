@@ -19,12 +19,10 @@ from mockgpu.llm import (
     Llm,
     free_kv_bytes,
     kv_capacity_tokens,
-    kv_transfer_s,
-    load_s,
-    min_tp,
     model_named,
 )
-from mockgpu.roofline import PROFILES, Roofline, Work, ideal_decode_s
+from mockgpu.roofline import PROFILES, Roofline, Work
+from tests.unit.mockgpu.formulas import ideal_decode_s, kv_transfer_s, min_tp, weights_load_s
 
 A100, H100, H200, B200 = (gpu_named(name) for name in ("a100", "h100", "h200", "b200"))
 L70, L70_FP8 = model_named("llama-3.1-70b"), model_named("llama-3.1-70b-fp8")
@@ -85,8 +83,8 @@ TABLE = [
     Row("002", "TP tax: 748 tok/s/GPU at TP 2", lambda: tokens_s_per_gpu(H100, 2, 64, 4096), 748, 0.005),
     Row("002", "TP tax: 663 at TP 4, -11 %", lambda: tokens_s_per_gpu(H100, 4, 64, 4096), 663, 0.005),
     Row("002", "TP tax: 519 at TP 8, -31 %", lambda: tokens_s_per_gpu(H100, 8, 64, 4096), 519, 0.005),
-    Row("002", "cold start 28 s at 5 GB/s", lambda: load_s(L70, 5e9), 28),
-    Row("002", "cold start 140 s at 1 GB/s", lambda: load_s(L70, 1e9), 140),
+    Row("002", "cold start 28 s at 5 GB/s", lambda: weights_load_s(L70, 5e9), 28),
+    Row("002", "cold start 140 s at 1 GB/s", lambda: weights_load_s(L70, 1e9), 140),
     Row("003", "TP 4 quarters the weights", lambda: L70.weights_bytes / 4 / L70.weights_bytes, 0.25, 0),
     Row("003", "24 x 8k of KV is 64 GB", lambda: 24 * 8192 * L70.kv_token_bytes, 64.4 * GB, 0.001),
     Row("004", "NVL72: 1.8 TB/s x 72 = 130 TB/s", lambda: 72 * 2 * B200.link_bytes_s, 130e12),

@@ -9,8 +9,9 @@ import pytest
 
 from mockgpu.grids import roofline_for
 from mockgpu.hardware import gpu_named
-from mockgpu.llm import kv_transfer_s, model_named
+from mockgpu.llm import model_named
 from mockgpu.roofline import PROFILES, Work
+from tests.unit.mockgpu.formulas import kv_transfer_s
 
 PAGE = (Path(__file__).parents[3] / "docs/when-splitting-pays.md").read_text()
 ROWS = [tuple(float(cell) for cell in row.strip("| ").split("|")) for row in re.findall(r"^\| \d.*\|$", PAGE, re.M)]
