@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvtransfer.layout import KvLayout, KvOrder
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.regions import Region
 from mockgpu.kv import WORD_BYTES, Words, slot_masks
 
@@ -35,7 +36,7 @@ class KvMemory:
         """Zeroed memory for that many blocks on every rank; the pages are taken as they are written."""
         return cls(
             layout,
-            [Region.create(blocks, layout.rank_block_bytes(r), name=f"{name}-{r}") for r in range(layout.tp)],
+            [MemoryFileRegion.create(blocks, layout.rank_block_bytes(r), name=f"{name}-{r}") for r in range(layout.tp)],
         )
 
     def renew(self, blocks: Sequence[int]) -> None:

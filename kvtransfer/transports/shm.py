@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.frame import WINDOW_HEADER_BYTES, FrameError, Kind, frame, pack_head, unpack_head
 from kvtransfer.lattice import Runs
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.regions import Region, RegionError
 from kvtransfer.transports.base import Link, LinkOwner, Slice, TransportError, Verdict, WindowHead
 from kvtransfer.transports.listening import Listening
@@ -141,7 +142,9 @@ class ShmLink(StreamLink):
             if self._theirs or not sizes or len(fds) != len(sizes):
                 raise FrameError(f"{len(fds)} descriptors for {len(sizes)} regions")
             for rank, (blocks, block_bytes) in enumerate(sizes):
-                self._theirs.append(Region.attach(fds.pop(0), blocks, block_bytes, name=f"{self.peer}-{rank}"))
+                self._theirs.append(
+                    MemoryFileRegion.attach(fds.pop(0), blocks, block_bytes, name=f"{self.peer}-{rank}")
+                )
         except (RegionError, OSError, ValueError, OverflowError) as wrong:
             raise FrameError(f"the peer's regions cannot be mapped: {wrong}") from wrong
         finally:

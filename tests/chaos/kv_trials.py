@@ -27,6 +27,7 @@ from kvtransfer.clock import Clock, ThreadClock, VirtualClock
 from kvtransfer.ends import End, How, Reason
 from kvtransfer.handles import Handle, Landing, Offer
 from kvtransfer.layout import KvDtype, KvLayout
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Transport
@@ -95,7 +96,9 @@ class Engine:
     ) -> None:
         self.layout, self.name, self.dead = layout, name, False
         self.rng = np.random.default_rng(seed)
-        self.regions = [Region.create(BLOCKS, layout.rank_block_bytes(rank), name=name) for rank in range(layout.ranks)]
+        self.regions = [
+            MemoryFileRegion.create(BLOCKS, layout.rank_block_bytes(rank), name=name) for rank in range(layout.ranks)
+        ]
         waits = {
             "beat_s": 0.05 * pace,
             "handshake_s": (1.25 if transports[0].name == "rdma" else 0.3) * pace,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.lattice import Runs
-from kvtransfer.regions import Region
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.transports.base import Link, Slice, Verdict, WindowHead
 from kvtransfer.transports.rdma import Rdma
 from kvtransfer.transports.rdma_link import RdmaOptions
@@ -73,9 +73,9 @@ class Ends:
     ) -> None:
         rng = rng or np.random.default_rng(1)
         self.source, self.sink = Scribe(), Scribe()
-        self.memory = Region.create(blocks, BLOCK, name="source")
+        self.memory = MemoryFileRegion.create(blocks, BLOCK, name="source")
         self.memory.bytes[:] = rng.integers(1, 256, self.memory.bytes.size, np.uint8)
-        self.place = Region.create(blocks, BLOCK, name="sink")
+        self.place = MemoryFileRegion.create(blocks, BLOCK, name="sink")
         self.transports = Rdma(options=options), Rdma(options=options)
         address = self.transports[0].start(self.source, [self.memory])
         self.transports[1].start(self.sink, [self.place])

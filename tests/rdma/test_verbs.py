@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvtransfer.regions import Region
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.verbs import (
     RECEIVED,
@@ -36,7 +36,7 @@ class Bench:
         self.sink = QueuePair(self.far, self.completions, 1, 8, 8)
         self.writer.connect(self.sink.card)
         self.sink.connect(self.writer.card)
-        self.source, self.place = (Region.create(4, PAGE, name=name) for name in ("source", "place"))
+        self.source, self.place = (MemoryFileRegion.create(4, PAGE, name=name) for name in ("source", "place"))
         self.source.bytes[:] = np.arange(self.source.bytes.size, dtype=np.uint8)
         self.open: list[Memory] = []
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvtransfer.agent import Agent
 from kvtransfer.clock import Clock, ThreadClock
 from kvtransfer.layout import KvDtype, KvLayout, KvOrder
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Transport
@@ -101,7 +102,10 @@ class Group:
 
 
 def memory(layout: KvLayout, blocks: int, name: str) -> list[Region]:
-    return [Region.create(blocks, layout.rank_block_bytes(rank), name=f"{name}-{rank}") for rank in range(layout.ranks)]
+    return [
+        MemoryFileRegion.create(blocks, layout.rank_block_bytes(rank), name=f"{name}-{rank}")
+        for rank in range(layout.ranks)
+    ]
 
 
 def group(

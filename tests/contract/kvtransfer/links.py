@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.clock import ThreadClock
 from kvtransfer.lattice import Runs
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Laned, Link, Slice, Transport, Verdict, WindowHead
 from kvtransfer.transports.inproc import Inproc, Wire
@@ -210,8 +211,8 @@ class Pair:
 @contextmanager
 def linked_pair(name: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Pair]:
     """Two started transports and a link between them; the source's memory is random."""
-    into = Region.create(BLOCKS, block_bytes, name="into")
-    out_of = Region.create(BLOCKS, block_bytes, name="out-of")
+    into = MemoryFileRegion.create(BLOCKS, block_bytes, name="into")
+    out_of = MemoryFileRegion.create(BLOCKS, block_bytes, name="out-of")
     out_of.bytes[:] = np.random.default_rng(1).integers(0, 256, out_of.bytes.size, dtype=np.uint8)
     hears, gives = Owner(), Owner()
     with transports(name) as (sink_end, source_end):

@@ -13,6 +13,7 @@ import pytest
 
 from kvtransfer.frame import Kind, Proof, frame, pack_head
 from kvtransfer.lattice import Runs
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Link, Slice, TransportError, Verdict, WindowHead
 from kvtransfer.transports.stream import Manner, StreamLink
@@ -37,7 +38,7 @@ def driven(link: Link) -> StreamLink:
 @pytest.fixture
 def stranger() -> Iterator[tuple[socket.socket, Owner, Region]]:
     """A socket that was dialled by a Tcp as its peer, so that a test can say anything to it."""
-    owner, region, end = Owner(), Region.create(BLOCKS, BLOCK_BYTES, name="sink"), Tcp()
+    owner, region, end = Owner(), MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="sink"), Tcp()
     end.start(owner, [region])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         link = end.dial(f"127.0.0.1:{listener.getsockname()[1]}")
@@ -246,7 +247,7 @@ def test_the_two_directions_of_a_link_are_sealed_under_two_keys() -> None:
 def test_windows_arrive_in_every_manner(manner: Manner) -> None:
     if manner.sealed:
         pytest.importorskip("cryptography")
-    into, out_of = (Region.create(BLOCKS, BLOCK_BYTES, name=name) for name in ("into", "out"))
+    into, out_of = (MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name=name) for name in ("into", "out"))
     out_of.bytes[:] = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
     hears, gives = Owner(), Owner()
     one, other = Tcp(manner=manner), Tcp(manner=manner)

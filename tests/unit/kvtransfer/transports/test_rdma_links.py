@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.regions import Region
 from kvtransfer.transports import rdma, rdma_link
 from kvtransfer.transports.base import TransportError
@@ -232,7 +233,7 @@ class Dialled:
         self.theirs.sendall(encode(Setup(0, CARD)) + encode(Ready(0)))
         self.link.settled()
         self.link.secure(bytes(32))
-        self.memory = Region.create(8, 4096, name="sink")
+        self.memory = MemoryFileRegion.create(8, 4096, name="sink")
         assert self.link.grant(1, [self.memory], [1, 3])
 
     @property

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.frame import Kind, frame, pack_head
 from kvtransfer.lattice import Runs
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Slice, TransportError, Verdict, WindowHead
 from kvtransfer.transports.runs import copy_runs, in_steps, within
@@ -33,7 +34,7 @@ class Source:
 
     def __init__(self, sock: socket.socket, hears: Owner, into: Region) -> None:
         self.sock, self.hears, self.into = sock, hears, into
-        self.memory = Region.create(BLOCKS, BLOCK_BYTES, name="theirs")
+        self.memory = MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="theirs")
         self.memory.bytes[:] = np.random.default_rng(1).integers(1, 256, SIZE, dtype=np.uint8)
 
     def share(self, *fds: int, blocks: int = BLOCKS, block_bytes: int = BLOCK_BYTES, regions: int = 1) -> None:
@@ -50,7 +51,7 @@ class Source:
 
 @contextmanager
 def dialled(*, proven: bool) -> Iterator[Source]:
-    hears, into, end = Owner(), Region.create(BLOCKS, BLOCK_BYTES, name="into"), Shm()
+    hears, into, end = Owner(), MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="into"), Shm()
     end.start(hears, [into])
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("")
@@ -204,7 +205,7 @@ def test_memory_of_the_engines_own_is_refused_from_the_start() -> None:
 def test_a_mark_changes_exactly_with_the_blocks_that_are_read(
     pieces: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    region = Region.create(BLOCKS, BLOCK_BYTES, name="x")
+    region = MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="x")
     pieces = [(src, min(length, SIZE - src)) for src, length in pieces]
     src, length = (np.array(column) for column in zip(*pieces, strict=True))
     runs = Runs(src, src, length)
@@ -233,7 +234,7 @@ def test_runs_are_copied_whatever_their_shape(length: int, count: int, even: boo
 
 
 def test_what_lies_within_a_region() -> None:
-    region = Region.create(2, 4096, name="x")
+    region = MemoryFileRegion.create(2, 4096, name="x")
     one = lambda at, size: within(region, np.array([at]), np.array([size]))  # noqa: E731
     assert one(0, 8192)
     assert one(8191, 1)

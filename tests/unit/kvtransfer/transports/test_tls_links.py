@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.lattice import Runs
-from kvtransfer.regions import Region
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.tls_files import TlsFiles
 from kvtransfer.transports import tcp as tcp_module
 from kvtransfer.transports.base import Link, Slice, TransportError, Verdict
@@ -248,7 +248,7 @@ def test_no_byte_of_a_window_or_message_is_seen_on_the_wire(agent: TlsFiles) -> 
         with lock:
             seen.extend(data)
 
-    into, out_of = (Region.create(BLOCKS, BLOCK_BYTES, name=name) for name in ("into", "out-of"))
+    into, out_of = (MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name=name) for name in ("into", "out-of"))
     out_of.bytes[:] = np.frombuffer(pattern * (SIZE // len(pattern)), np.uint8)
     with two(agent, agent) as (_, gives, other, hears, address), relay(address, hear) as through:
         link = other.dial(through)
