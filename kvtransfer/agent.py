@@ -54,7 +54,9 @@ from kvtransfer.transports.choose import this_host
 
 log = logging.getLogger("penstock")
 
-_FENCES_S = 5.0  # how long a closing agent waits for its fences before it ends the transports themselves
+_FENCES_S = (
+    5.0  # how long a closing agent waits for its fences before it ends the transports themselves
+)
 
 
 class Agent:
@@ -78,7 +80,9 @@ class Agent:
         options: Options | None = None,
     ) -> None:
         if len(regions) != layout.ranks or not transports:
-            raise ValueError(f"{len(regions)} regions for {layout.ranks} ranks, {len(transports)} transports")
+            raise ValueError(
+                f"{len(regions)} regions for {layout.ranks} ranks, {len(transports)} transports"
+            )
         _all_sealed_or_none(transports)
         sizes = [layout.rank_block_bytes(rank) for rank in range(layout.ranks)]
         if [region.block_bytes for region in regions] != sizes:
@@ -96,8 +100,12 @@ class Agent:
         self._sink = SinkBook(layout, self._regions, self.options, self._tally)
         self._source = SourceBook(self._card, self._regions, key, self.options, self._tally)
         books = (self._sink, self._source, self._tally)
-        self._board = Switchboard(key, self._transports, self._clock, self.options, books, self._lock, self._do)
-        self._inviting = Inviting(self._regions, self._clock, self._lock, self._granted, self._uninvited)
+        self._board = Switchboard(
+            key, self._transports, self._clock, self.options, books, self._lock, self._do
+        )
+        self._inviting = Inviting(
+            self._regions, self._clock, self._lock, self._granted, self._uninvited
+        )
         self._commands: deque[Command] = deque()
         self._carrying_out = False
         self._handles: dict[int, Handle] = {}
@@ -136,7 +144,9 @@ class Agent:
             for name in list(self._transports)[1:]:
                 self._transports.pop(name).close()
             raise
-        self._board.open(msgspec.structs.replace(self._card, addresses={first: self.address, **ways}))
+        self._board.open(
+            msgspec.structs.replace(self._card, addresses={first: self.address, **ways})
+        )
 
     def _ways(self, names: Sequence[str]) -> dict[str, str]:
         """Start the transports of these names: where each is reached, those left out that do not start."""
@@ -229,8 +239,14 @@ class Agent:
         klass      interactive, bulk or migration
         Returns at once; raises ValueError. Until it has `ended` the blocks are nobody's but the transfer's.
         """
-        span = index(tokens), index(skip_tokens), float(timeout_s)  # no peer could be told of numpy's own numbers
-        wish = Wish(str(address), name, np.array(blocks, np.int64), *span, Klass.named(klass), ticket)
+        span = (
+            index(tokens),
+            index(skip_tokens),
+            float(timeout_s),
+        )  # no peer could be told of numpy's own numbers
+        wish = Wish(
+            str(address), name, np.array(blocks, np.int64), *span, Klass.named(klass), ticket
+        )
         self._sink.check(wish)
         with self._lock:
             landing = Landing(self, self._number(), name)
@@ -366,7 +382,9 @@ class Agent:
         if command.link.one_sided:
             self._inviting.put(command)
             return
-        self._granted(command, command.link.grant(command.invite.transfer, self._regions, command.blocks))
+        self._granted(
+            command, command.link.grant(command.invite.transfer, self._regions, command.blocks)
+        )
 
     def _granted(self, command: SendInvite, grant: bytes) -> None:
         """Nobody is told of a grant whose landing is over: its fence closes it."""
@@ -374,7 +392,11 @@ class Agent:
             self._board.say(command.link, msgspec.structs.replace(command.invite, grant=grant))
 
     def _uninvited(self, command: SendInvite, detail: str) -> None:
-        self._do(self._sink.cancel(command.invite.transfer, Reason.UNREACHABLE, detail, self._clock.now()))
+        self._do(
+            self._sink.cancel(
+                command.invite.transfer, Reason.UNREACHABLE, detail, self._clock.now()
+            )
+        )
 
     def _reckon(self, work: Callable[[], Callable[[float], list[Command]]]) -> None:
         then = work()
@@ -385,7 +407,11 @@ class Agent:
         try:
             command.link.accept(command.transfer, command.grant)
         except TransportError as wrong:
-            self._do(self._source.unadmitted(command.link, command.transfer, str(wrong), self._clock.now()))
+            self._do(
+                self._source.unadmitted(
+                    command.link, command.transfer, str(wrong), self._clock.now()
+                )
+            )
 
     def _tell(self, command: Bump | Progress | Resolve) -> None:
         """What concerns the engine."""
@@ -407,4 +433,6 @@ def _all_sealed_or_none(transports: Sequence[Transport]) -> None:
     """ValueError where one way seals windows and another, which might be taken in its place, would send them plain."""
     plain = [transport.name for transport in transports if transport.sealed is False]
     if plain and any(transport.sealed for transport in transports):
-        raise ValueError(f"windows are to be sealed, and {', '.join(plain)} sends them plain: leave it out")
+        raise ValueError(
+            f"windows are to be sealed, and {', '.join(plain)} sends them plain: leave it out"
+        )

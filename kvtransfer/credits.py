@@ -23,7 +23,9 @@ class Klass(IntEnum):
         try:
             return cls[word.upper()]
         except KeyError:
-            raise ValueError(f"a transfer is {', '.join(cls.__members__).lower()}, not {word!r}") from None
+            raise ValueError(
+                f"a transfer is {', '.join(cls.__members__).lower()}, not {word!r}"
+            ) from None
 
 
 class Credits:
@@ -97,7 +99,10 @@ class Turns:
         """Whose window is to be sent; None if nobody waits. It stays in line: remove it when it has no more."""
         if not self._turns:
             return None
-        return min(self._turns.values(), key=lambda turn: (self._klass(turn, now), turn.deadline, turn.since)).transfer
+        return min(
+            self._turns.values(),
+            key=lambda turn: (self._klass(turn, now), turn.deadline, turn.since),
+        ).transfer
 
     def _klass(self, turn: Turn, now: float) -> int:
         return max(0, turn.klass - int((now - turn.since) / self._promote_s))

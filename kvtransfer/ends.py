@@ -88,6 +88,16 @@ class End(msgspec.Struct, frozen=True):
         return self.how is How.LANDED
 
 
-def end(reason: Reason, *, n_bytes: int = 0, seconds: float = 0.0, transport: str = "", detail: str = "") -> End:
+def end(
+    reason: Reason, *, n_bytes: int = 0, seconds: float = 0.0, transport: str = "", detail: str = ""
+) -> End:
     """The End that `reason` means."""
-    return End(_HOW.get(reason, How.FAILED), reason, reason in RETRIABLE, n_bytes, seconds, transport, detail)
+    return End(
+        _HOW.get(reason, How.FAILED),
+        reason,
+        reason in RETRIABLE,
+        n_bytes,
+        seconds,
+        transport,
+        detail,
+    )

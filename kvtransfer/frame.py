@@ -92,7 +92,9 @@ def window_frame(head: WindowHead, payload_bytes: int, proof: Proof) -> bytes:
     """The frame ahead of a window's bytes. FrameError for a head of numbers that nobody has."""
     try:
         fields = (head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes)
-        return _checked(_FIELDS_AND_HEAD.pack(Kind.WINDOW, proof, 0, _HEAD.size, payload_bytes, *fields))
+        return _checked(
+            _FIELDS_AND_HEAD.pack(Kind.WINDOW, proof, 0, _HEAD.size, payload_bytes, *fields)
+        )
     except struct.error as wrong:
         raise FrameError(f"{head} does not fit into a header: {wrong}") from wrong
 
@@ -103,9 +105,13 @@ def opening(data: memoryview, limits: FrameLimits) -> Opening:
     if magic != _MAGIC or zero:
         raise FrameError("this is no frame: wrong magic")
     if header_bytes > limits.header_bytes:
-        raise FrameError(f"a header of {header_bytes} bytes is over the limit of {limits.header_bytes}")
+        raise FrameError(
+            f"a header of {header_bytes} bytes is over the limit of {limits.header_bytes}"
+        )
     if payload_bytes > limits.payload_bytes:
-        raise FrameError(f"a payload of {payload_bytes} bytes is over the limit of {limits.payload_bytes}")
+        raise FrameError(
+            f"a payload of {payload_bytes} bytes is over the limit of {limits.payload_bytes}"
+        )
     if not (kind in _KINDS and proof < len(_PROOFS)):
         raise FrameError(f"a frame of kind {kind} with proof {proof} is none of ours")
     return Opening(_KINDS[kind], _PROOFS[proof], header_bytes, payload_bytes, checksum)
@@ -119,7 +125,9 @@ def verify(whole: memoryview, announced: Opening) -> None:
 
 def pack_head(head: WindowHead) -> bytes:
     try:
-        return _HEAD.pack(head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes)
+        return _HEAD.pack(
+            head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes
+        )
     except struct.error as wrong:
         raise FrameError(f"{head} does not fit into a header: {wrong}") from wrong
 

@@ -55,7 +55,9 @@ class Inviting:
                 command = self._due[link].popleft()
             try:
                 grant = link.grant(command.invite.transfer, self._regions, command.blocks)
-            except Exception as wrong:  # whatever a card says: the invitations behind it are still to be worked
+            except (
+                Exception
+            ) as wrong:  # whatever a card says: the invitations behind it are still to be worked
                 if not isinstance(wrong, TransportError):
                     log.exception("kv: the link to %s cannot register memory", link.peer)
                 with self._hold:

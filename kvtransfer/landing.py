@@ -41,7 +41,9 @@ class Arrivals:
         if runs.n_bytes != n_bytes:
             raise WindowError(f"a window of {n_bytes} bytes, by the plan it has {runs.n_bytes}")
         if not self._begun.setdefault((group, pair), _Spans()).add(first, first + count):
-            raise CameBefore(f"runs {first} to {first + count} of group {group}, pair {pair} came before")
+            raise CameBefore(
+                f"runs {first} to {first + count} of group {group}, pair {pair} came before"
+            )
         self._under_way[group, pair, first, count] = n_bytes
         return runs
 
@@ -49,10 +51,14 @@ class Arrivals:
         """All bytes of a begun window are verified. True if its group is complete now. Raises WindowError."""
         n_bytes = self._under_way.pop((group, pair, first, count), None)
         if n_bytes is None:
-            raise WindowError(f"runs {first} to {first + count} of group {group}, pair {pair} had not begun")
+            raise WindowError(
+                f"runs {first} to {first + count} of group {group}, pair {pair} had not begun"
+            )
         self.n_bytes += n_bytes
         self._missing[group] -= n_bytes
-        while self._groups_in_order < len(self._missing) and not self._missing[self._groups_in_order]:
+        while (
+            self._groups_in_order < len(self._missing) and not self._missing[self._groups_in_order]
+        ):
             self._groups_in_order += 1
         return not self._missing[group]
 
@@ -79,7 +85,9 @@ class _Spans:
     def add(self, start: int, end: int) -> bool:
         """Take in [start, end); False, and nothing taken, if any of it was there."""
         at = bisect_right(self._starts, start)
-        if (at and self._ends[at - 1] > start) or (at < len(self._starts) and self._starts[at] < end):
+        if (at and self._ends[at - 1] > start) or (
+            at < len(self._starts) and self._starts[at] < end
+        ):
             return False
         joins_before = at > 0 and self._ends[at - 1] == start
         joins_after = at < len(self._starts) and self._starts[at] == end

@@ -75,13 +75,19 @@ def distinct(numbers: Offsets) -> Offsets:
     return in_order[np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1))]
 
 
-def segments_of(src: KvLayout, dst: KvLayout, src_blocks: Offsets, dst_blocks: Offsets, covered: range) -> Segments:
+def segments_of(
+    src: KvLayout, dst: KvLayout, src_blocks: Offsets, dst_blocks: Offsets, covered: range
+) -> Segments:
     """The covered tokens, cut wherever a block ends on either side."""
     p, d = src.block_tokens, dst.block_tokens
-    cuts = [np.arange(covered.start // size + 1, -(-covered.stop // size)) * size for size in {p, d}]
+    cuts = [
+        np.arange(covered.start // size + 1, -(-covered.stop // size)) * size for size in {p, d}
+    ]
     starts = distinct(np.concatenate([np.array([covered.start]), *cuts]))
     ends = np.append(starts[1:], covered.stop)
-    return Segments(src_blocks[starts // p], starts % p, dst_blocks[starts // d], starts % d, ends - starts)
+    return Segments(
+        src_blocks[starts // p], starts % p, dst_blocks[starts // d], starts % d, ends - starts
+    )
 
 
 def most_runs(src: KvLayout, dst: KvLayout, share: Share, tokens: int, most_run_bytes: int) -> int:
@@ -90,7 +96,9 @@ def most_runs(src: KvLayout, dst: KvLayout, share: Share, tokens: int, most_run_
     return prod(axis.size for axis in axes) * -(-n_bytes // most_run_bytes)
 
 
-def runs_of(src: KvLayout, dst: KvLayout, segments: Segments, share: Share, most_run_bytes: int) -> Runs:
+def runs_of(
+    src: KvLayout, dst: KvLayout, segments: Segments, share: Share, most_run_bytes: int
+) -> Runs:
     """What a share of these segments copies, neighbours joined, none longer than `most_run_bytes`."""
     return _limited(_joined(_pieces(src, dst, segments, share)), most_run_bytes)
 
@@ -101,9 +109,18 @@ def _pieces(src: KvLayout, dst: KvLayout, segments: Segments, share: Share) -> R
     for length in np.unique(segments.tokens):
         (chosen,) = np.nonzero(segments.tokens == length)
         pieces, n_bytes = _lattice(src, dst, share, int(length))
-        src_at = _origin(src, share.pair.src_rank, share, segments.src_block[chosen], segments.src_token[chosen])
-        dst_at = _origin(dst, share.pair.dst_rank, share, segments.dst_block[chosen], segments.dst_token[chosen])
-        made.append([(at[:, None] + piece).ravel() for at, piece in zip((src_at, dst_at), pieces, strict=True)])
+        src_at = _origin(
+            src, share.pair.src_rank, share, segments.src_block[chosen], segments.src_token[chosen]
+        )
+        dst_at = _origin(
+            dst, share.pair.dst_rank, share, segments.dst_block[chosen], segments.dst_token[chosen]
+        )
+        made.append(
+            [
+                (at[:, None] + piece).ravel()
+                for at, piece in zip((src_at, dst_at), pieces, strict=True)
+            ]
+        )
         made[-1].append(np.full(made[-1][0].size, n_bytes))
         order.append(np.repeat(chosen, pieces[0].size))
     if len(made) == 1:
@@ -129,13 +146,17 @@ def _axes(src: KvLayout, dst: KvLayout, share: Share, tokens: int) -> tuple[list
     sizes = (len(share.layers), src.parts, len(share.heads), tokens)
     axes = [_Axis(size, *both) for size, both in zip(sizes, steps, strict=True) if size > 1]
     n_bytes = src.row_bytes
-    while (joined := next((axis for axis in axes if axis.src_step == axis.dst_step == n_bytes), None)) is not None:
+    while (
+        joined := next((axis for axis in axes if axis.src_step == axis.dst_step == n_bytes), None)
+    ) is not None:
         n_bytes *= joined.size
         axes.remove(joined)
     return axes, n_bytes
 
 
-def _lattice(src: KvLayout, dst: KvLayout, share: Share, tokens: int) -> tuple[tuple[Offsets, Offsets], int]:
+def _lattice(
+    src: KvLayout, dst: KvLayout, share: Share, tokens: int
+) -> tuple[tuple[Offsets, Offsets], int]:
     """Offsets of a segment's pieces from its origin, on either side, and the bytes of one piece."""
     axes, n_bytes = _axes(src, dst, share, tokens)
     src_at = dst_at = np.zeros(1, np.int64)
@@ -168,7 +189,9 @@ def _joined(runs: Runs) -> Runs:
 
     Unless hardly any do: runs of one length are copied faster, so a few joints are not worth losing that.
     """
-    ends = (runs.src[1:] != runs.src[:-1] + runs.length[:-1]) | (runs.dst[1:] != runs.dst[:-1] + runs.length[:-1])
+    ends = (runs.src[1:] != runs.src[:-1] + runs.length[:-1]) | (
+        runs.dst[1:] != runs.dst[:-1] + runs.length[:-1]
+    )
     joints = ends.size - int(np.count_nonzero(ends))
     if joints <= ends.size * _FEW_JOINTS:
         return runs

@@ -13,7 +13,14 @@ from types import MappingProxyType
 import msgspec
 
 _MOST: Mapping[str, int] = MappingProxyType(
-    {"layers": 4096, "kv_heads": 4096, "head_dim": 1 << 16, "block_tokens": 1 << 16, "tp": 512, "pp": 256}
+    {
+        "layers": 4096,
+        "kv_heads": 4096,
+        "head_dim": 1 << 16,
+        "block_tokens": 1 << 16,
+        "tp": 512,
+        "pp": 256,
+    }
 )
 
 
@@ -68,11 +75,15 @@ class KvLayout(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
             if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} is at least 1 and at most {most}, not {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} is at least 1 and at most {most}, not {getattr(self, name)}"
+                )
         if self.mla and self.kv_heads != 1:
             raise ValueError(f"a latent cache has one head, not {self.kv_heads}")
         if max(self.tp, self.kv_heads) % min(self.tp, self.kv_heads):
-            raise ValueError(f"{self.kv_heads} heads can be neither split nor repeated evenly over {self.tp} ranks")
+            raise ValueError(
+                f"{self.kv_heads} heads can be neither split nor repeated evenly over {self.tp} ranks"
+            )
         if self.pp > self.layers:
             raise ValueError(f"{self.layers} layers are too few for {self.pp} stages")
 
@@ -124,11 +135,16 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     def same_block(self, other: KvLayout) -> bool:
         """Whether one layer of a block is the same bytes on a rank of either: neighbouring layers then move as one."""
-        return all(getattr(self, name) == getattr(other, name) for name in ("block_tokens", "rank_heads", "order"))
+        return all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("block_tokens", "rank_heads", "order")
+        )
 
     def fingerprint(self) -> str:
         """16 hex digits that are equal exactly for equal layouts, the same in every process and version of Python."""
-        return hashlib.blake2b(msgspec.json.encode(self), digest_size=8, person=b"kv-layout").hexdigest()
+        return hashlib.blake2b(
+            msgspec.json.encode(self), digest_size=8, person=b"kv-layout"
+        ).hexdigest()
 
     def mismatch(self, other: KvLayout) -> str | None:
         """Why a cache of `other` can never become one of this layout; None if resharding is enough.

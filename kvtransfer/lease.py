@@ -90,9 +90,13 @@ def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None 
     if after is None:
         raise LeaseError(f"lease {lease.id} is {lease.state}: it cannot {event}")
     if now >= lease.deadline and event not in _TIMELESS:
-        raise LeaseError(f"lease {lease.id} ran out {now - lease.deadline:.3f} s ago: it cannot {event}")
+        raise LeaseError(
+            f"lease {lease.id} ran out {now - lease.deadline:.3f} s ago: it cannot {event}"
+        )
     if event is LeaseEvent.EXPIRE and now < lease.deadline:
-        raise LeaseError(f"lease {lease.id} has {lease.deadline - now:.3f} s left: it cannot expire")
+        raise LeaseError(
+            f"lease {lease.id} has {lease.deadline - now:.3f} s left: it cannot expire"
+        )
     if event is LeaseEvent.RENEW:
         if deadline is None or deadline < lease.deadline:
             raise LeaseError(f"lease {lease.id} can only be renewed to a later deadline")

@@ -49,7 +49,9 @@ class Leave:
         )
         return mint(self._key, ticket)
 
-    def read(self, text: str, offer: Offer | None, name: str, sink: str, now: float) -> Ticket | Reason:
+    def read(
+        self, text: str, offer: Offer | None, name: str, sink: str, now: float
+    ) -> Ticket | Reason:
         """The ticket, not yet spent: only a claim does that. Or why it is not honoured: what has a ticket and no offer
         has had its time."""
         try:
@@ -76,5 +78,6 @@ class Leave:
     def _digest_now(self, offer: Offer) -> bytes:
         """Of the offer's blocks as they are now: not what its tickets say if one has changed hands meanwhile."""
         return digest_of(
-            offer.ware.blocks, np.concatenate([each.generations_of(offer.ware.blocks) for each in self._regions])
+            offer.ware.blocks,
+            np.concatenate([each.generations_of(offer.ware.blocks) for each in self._regions]),
         )

@@ -64,7 +64,11 @@ class Line:
     def of_same_peer(self, other: Line) -> bool:
         """Whether both have proven to be one and the same."""
         ours, theirs = self.session.peer, other.session.peer
-        return ours is not None and theirs is not None and (ours.agent, ours.epoch) == (theirs.agent, theirs.epoch)
+        return (
+            ours is not None
+            and theirs is not None
+            and (ours.agent, ours.epoch) == (theirs.agent, theirs.epoch)
+        )
 
     def say(self, message: Message) -> None:
         """Any thread: seals count, so sealing and sending are one step."""

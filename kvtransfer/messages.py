@@ -144,7 +144,9 @@ class Unwanted(msgspec.Struct, frozen=True, array_like=True, tag=10, forbid_unkn
     ticket: TicketText | None = None
 
 
-Message = Hello | Lane | Welcome | Ready | Beat | Invite | Accept | Stop | Landed | Credit | Unwanted
+Message = (
+    Hello | Lane | Welcome | Ready | Beat | Invite | Accept | Stop | Landed | Credit | Unwanted
+)
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -157,7 +159,9 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes | memoryview) -> Message:
     """The message in `data`. ProtocolError for everything else."""
     if len(data) > MOST_MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {len(data)} bytes is over the limit of {MOST_MESSAGE_BYTES}")
+        raise ProtocolError(
+            f"a message of {len(data)} bytes is over the limit of {MOST_MESSAGE_BYTES}"
+        )
     try:
         message = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as wrong:
@@ -171,7 +175,9 @@ def decode(data: bytes | memoryview) -> Message:
 def check_words(name: str, ticket: str | None = None) -> None:
     """ValueError for what no message can carry: names come from outside, and a peer that hears such ends the link."""
     if not 1 <= len(name) <= _MOST_NAME or len(ticket or "") > _MOST_TICKET:
-        raise ValueError(f"a name has 1 to {_MOST_NAME} characters, a ticket at most {_MOST_TICKET}")
+        raise ValueError(
+            f"a name has 1 to {_MOST_NAME} characters, a ticket at most {_MOST_TICKET}"
+        )
     (name + (ticket or "")).encode()  # a lone surrogate is no text
 
 

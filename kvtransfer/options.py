@@ -38,9 +38,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not (self.beat_s >= 0.001 and self.misses >= 1 and self.handshake_s > 0.0):
-            raise ValueError(f"a peer is heard every so often, and given up after some silence, not {self}")
+            raise ValueError(
+                f"a peer is heard every so often, and given up after some silence, not {self}"
+            )
         if not 0 < self.window_bytes <= MOST_PAYLOAD or self.budget_bytes < 1:
-            raise ValueError(f"windows have 1 to {MOST_PAYLOAD} bytes and a peer takes some, not {self}")
+            raise ValueError(
+                f"windows have 1 to {MOST_PAYLOAD} bytes and a peer takes some, not {self}"
+            )
         if not self.unproven_per_address >= 1 or not self.most_strangers >= 1:
             raise ValueError(f"at least one link must be allowed to prove the key, not {self}")
 

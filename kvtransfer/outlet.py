@@ -58,7 +58,9 @@ class Offer:
         "ready_layers", "sorted_blocks", "ticket", "transfer", "urgent_at", "ware", "window_bytes", "windows",
     )  # fmt: skip
 
-    def __init__(self, number: int, ware: Ware, generations: list[NDArray[np.uint32]], now: float) -> None:
+    def __init__(
+        self, number: int, ware: Ware, generations: list[NDArray[np.uint32]], now: float
+    ) -> None:
         self.number, self.ware, self.generations, self.began = number, ware, generations, now
         self.sorted_blocks = ware.blocks[ware.order]
         self.lease = Lease(ware.name, now + ware.ttl_s)
@@ -113,7 +115,12 @@ class Outlet:
     is never taken for a new one's."""
 
     def __init__(
-        self, link: Link, card: Card, budget_bytes: int, regions: list[Region], seen: Callable[[int, float], None]
+        self,
+        link: Link,
+        card: Card,
+        budget_bytes: int,
+        regions: list[Region],
+        seen: Callable[[int, float], None],
     ) -> None:
         self.card = card
         self.claimed: dict[int, Offer] = {}
@@ -203,7 +210,11 @@ def _windows(offer: Offer, plan: Plan) -> Iterator[WindowHead | None]:
             yield WindowHead(offer.transfer, group, *window)
 
 
-def _still(offer: Offer, region: Region, rank: int, blocks: NDArray[np.int64]) -> Callable[[], bool]:
+def _still(
+    offer: Offer, region: Region, rank: int, blocks: NDArray[np.int64]
+) -> Callable[[], bool]:
     """Whether these blocks are still the offer's: its lease runs, and nobody has raised a generation."""
-    promised = offer.generations[rank][offer.ware.order[np.searchsorted(offer.sorted_blocks, blocks)]]
+    promised = offer.generations[rank][
+        offer.ware.order[np.searchsorted(offer.sorted_blocks, blocks)]
+    ]
     return lambda: offer.live and region.current(blocks, promised)

@@ -14,7 +14,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtransfer.lattice import Offsets, Pair, Runs, Segments, Share, distinct, most_runs, runs_of, segments_of
+from kvtransfer.lattice import (
+    Offsets,
+    Pair,
+    Runs,
+    Segments,
+    Share,
+    distinct,
+    most_runs,
+    runs_of,
+    segments_of,
+)
 from kvtransfer.layout import KvLayout
 
 Blocks = Sequence[int] | Offsets
@@ -55,11 +65,22 @@ class Plan:
     """
 
     def __init__(
-        self, src: KvLayout, dst: KvLayout, segments: Segments, tokens: range, group_layers: int, limits: _Limits
+        self,
+        src: KvLayout,
+        dst: KvLayout,
+        segments: Segments,
+        tokens: range,
+        group_layers: int,
+        limits: _Limits,
     ) -> None:
         self.src, self.dst, self.tokens, self.group_layers = src, dst, tokens, group_layers
-        bands = [range(first, min(first + group_layers, src.layers)) for first in range(0, src.layers, group_layers)]
-        self._shares = shares = tuple(tuple(_shares(src, dst, band, layers)) for band, layers in enumerate(bands))
+        bands = [
+            range(first, min(first + group_layers, src.layers))
+            for first in range(0, src.layers, group_layers)
+        ]
+        self._shares = shares = tuple(
+            tuple(_shares(src, dst, band, layers)) for band, layers in enumerate(bands)
+        )
         chunks = _chunks(src, dst, segments, shares, limits)
         self._chunk_tokens = tuple(int(chunk.tokens.sum()) for chunk in chunks)
         self._bands, self.groups = bands, len(bands) * len(chunks)
@@ -99,7 +120,9 @@ class Plan:
 
     def group_bytes(self, group: int) -> int:
         """Bytes that a group moves, over all pairs."""
-        rows = sum(len(share.layers) * len(share.heads) for share in self._shares[self._band(group)])
+        rows = sum(
+            len(share.layers) * len(share.heads) for share in self._shares[self._band(group)]
+        )
         tokens = self._chunk_tokens[group % len(self._chunk_tokens)]
         return rows * tokens * self.src.parts * self.src.row_bytes
 
@@ -115,7 +138,10 @@ class Plan:
     def _token_bytes(self) -> list[int]:
         """What one token has in each band of layers, over all pairs."""
         row = self.src.parts * self.src.row_bytes
-        return [row * sum(len(share.layers) * len(share.heads) for share in shares) for shares in self._shares]
+        return [
+            row * sum(len(share.layers) * len(share.heads) for share in shares)
+            for shares in self._shares
+        ]
 
     def windows(self, group: int, window_bytes: int) -> Iterator[Window]:
         """A group cut into windows of at most `window_bytes` (a single longer run is one), equal on both sides."""
@@ -165,7 +191,10 @@ def plan(
         raise LayoutMismatch(reason)
     if not 0 <= skip_tokens < tokens:
         raise ValueError(f"tokens {skip_tokens} to {tokens} are none")
-    from_blocks, to_blocks = _checked(src_blocks, src, tokens, "source"), _checked(dst_blocks, dst, tokens, "sink")
+    from_blocks, to_blocks = (
+        _checked(src_blocks, src, tokens, "source"),
+        _checked(dst_blocks, dst, tokens, "sink"),
+    )
     if distinct(to_blocks).size != to_blocks.size:
         raise ValueError("a block of the sink is named twice: two tokens would lie in one place")
     end = min(-(-tokens // layout.block_tokens) * layout.block_tokens for layout in (src, dst))
@@ -173,7 +202,9 @@ def plan(
     if group_layers is None:
         group_layers = layers_per_group(src, tokens - skip_tokens)
     if min(group_layers, most_run_bytes, most_runs) < 1:
-        raise ValueError(f"{group_layers} layers, {most_run_bytes} bytes and {most_runs} runs: all are at least 1")
+        raise ValueError(
+            f"{group_layers} layers, {most_run_bytes} bytes and {most_runs} runs: all are at least 1"
+        )
     segments = segments_of(src, dst, from_blocks, to_blocks, covered)
     return Plan(src, dst, segments, covered, group_layers, _Limits(most_run_bytes, most_runs))
 
@@ -187,7 +218,9 @@ def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYT
 def most_pairs(src: KvLayout, dst: KvLayout, group_layers: int) -> int:
     """How many pairs of stages and of ranks a plan looks at, at most: a microsecond each, whatever its blocks."""
     bands = -(-src.layers // group_layers)
-    common = bands + src.pp + dst.pp - 2  # each layer at which a group or a stage begins divides once more
+    common = (
+        bands + src.pp + dst.pp - 2
+    )  # each layer at which a group or a stage begins divides once more
     copies = max(1, src.tp // src.kv_heads)
     return bands * src.pp * dst.pp + common * src.tp // copies * dst.tp
 
@@ -204,13 +237,22 @@ def _checked(blocks: Blocks, layout: KvLayout, tokens: int, side: str) -> Offset
 
 
 def _chunks(
-    src: KvLayout, dst: KvLayout, segments: Segments, shares: tuple[tuple[Share, ...], ...], limits: _Limits
+    src: KvLayout,
+    dst: KvLayout,
+    segments: Segments,
+    shares: tuple[tuple[Share, ...], ...],
+    limits: _Limits,
 ) -> list[Segments]:
     """The segments in stretches, cut as soon as any pair has its fill of runs: neighbours that join count apart."""
-    alike = {(len(share.layers), len(share.heads)): share for band in shares for share in band}.values()
+    alike = {
+        (len(share.layers), len(share.heads)): share for band in shares for share in band
+    }.values()
     lengths, which = np.unique(segments.tokens, return_inverse=True)
     most = np.array(
-        [max(most_runs(src, dst, share, int(length), limits.run_bytes) for share in alike) for length in lengths]
+        [
+            max(most_runs(src, dst, share, int(length), limits.run_bytes) for share in alike)
+            for length in lengths
+        ]
     )
     runs = most[which]
     fills = (np.cumsum(runs) - runs) // limits.runs

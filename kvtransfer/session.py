@@ -15,7 +15,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from kvtransfer.messages import VERSION, Card, Hello, Lane, Message, ProtocolError, Ready, Welcome, decode, encode
+from kvtransfer.messages import (
+    VERSION,
+    Card,
+    Hello,
+    Lane,
+    Message,
+    ProtocolError,
+    Ready,
+    Welcome,
+    decode,
+    encode,
+)
 
 SEAL_BYTES = 16
 MOST_HELLO_BYTES = 16 << 10
@@ -28,7 +39,9 @@ def greeting_nonce(key: bytes, random: bytes) -> bytes:
     It can be replayed, so it proves nothing for good. It only says which new links are served before others.
     """
     random = random[:_RANDOM_BYTES]
-    return random + hmac.digest(key, b"penstock kv greeting" + random, "sha256")[: 16 - _RANDOM_BYTES]
+    return (
+        random + hmac.digest(key, b"penstock kv greeting" + random, "sha256")[: 16 - _RANDOM_BYTES]
+    )
 
 
 def shows_key(key: bytes, nonce: bytes) -> bool:
@@ -45,7 +58,14 @@ class Session:
     `greeting`: the Hello's nonce, by which both ends know the link; `lane_of`: that of the link whose lane this is."""
 
     def __init__(
-        self, key: bytes, nonce: bytes, card: Card, *, dialled: bool, budget_bytes: int = 0, lane_of: bytes = b""
+        self,
+        key: bytes,
+        nonce: bytes,
+        card: Card,
+        *,
+        dialled: bool,
+        budget_bytes: int = 0,
+        lane_of: bytes = b"",
     ) -> None:
         self.dialled = dialled
         self.peer: Card | None = None
@@ -62,7 +82,9 @@ class Session:
     def hello(self) -> bytes:
         """What the dialling end sends first."""
         who = (VERSION, self._nonce, self._card)
-        self._hello = encode(Lane(*who, self.lane_of) if self.lane_of else Hello(*who, self.budget_bytes))
+        self._hello = encode(
+            Lane(*who, self.lane_of) if self.lane_of else Hello(*who, self.budget_bytes)
+        )
         return self._hello
 
     def answer(self, data: bytes) -> tuple[Message | None, bytes | None]:
@@ -116,7 +138,9 @@ class Session:
 
     def _derive(self, welcome: bytes) -> None:
         """Keys of this link: nobody gets the same again, both nonces are in it."""
-        transcript = hashlib.sha256(len(self._hello).to_bytes(4, "big") + self._hello + welcome).digest()
+        transcript = hashlib.sha256(
+            len(self._hello).to_bytes(4, "big") + self._hello + welcome
+        ).digest()
         secret = hmac.digest(self._key, b"penstock kv link" + transcript, "sha256")
         sink, source = (hmac.digest(secret, label, "sha256") for label in (b"sink", b"source"))
         self._seal_key, self._open_key = (sink, source) if self.dialled else (source, sink)
@@ -129,7 +153,9 @@ class Session:
 
     def _take(self, data: bytes) -> Message:
         body, tag = bytes(data[:-SEAL_BYTES]), bytes(data[-SEAL_BYTES:])
-        wanted = hmac.digest(self._open_key, self._opened.to_bytes(8, "big") + body, "sha256")[:SEAL_BYTES]
+        wanted = hmac.digest(self._open_key, self._opened.to_bytes(8, "big") + body, "sha256")[
+            :SEAL_BYTES
+        ]
         if not hmac.compare_digest(tag, wanted):
             raise Unproven("the seal does not hold")
         self._opened += 1

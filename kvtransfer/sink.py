@@ -93,7 +93,9 @@ class Reservation:
 class SinkBook:
     """`regions`: this agent's, one per rank. Numbers of reservations are the caller's, and transfers on the wire."""
 
-    def __init__(self, layout: KvLayout, regions: Sequence[Region], options: Options, tally: Tally) -> None:
+    def __init__(
+        self, layout: KvLayout, regions: Sequence[Region], options: Options, tally: Tally
+    ) -> None:
         self._layout, self._regions, self._options, self._tally = layout, regions, options, tally
         self._held: dict[int, Reservation] = {}
         self._links: dict[str, tuple[Link, KvLayout, str]] = {}
@@ -123,7 +125,9 @@ class SinkBook:
         self._waiting.setdefault(wish.address, []).append(reservation)
         return [Dial(wish.address)] if waiting is None else []
 
-    def linked(self, address: str, link: Link, layout: KvLayout, agent: str, now: float) -> list[Command]:
+    def linked(
+        self, address: str, link: Link, layout: KvLayout, agent: str, now: float
+    ) -> list[Command]:
         """The link that was dialled is up, and the peer has proven itself."""
         self._links[address] = (link, layout, agent)
         commands: list[Command] = []
@@ -137,17 +141,25 @@ class SinkBook:
     def unlinked(self, address: str, reason: Reason, detail: str, now: float) -> list[Command]:
         """There will be no link: what waits for it ends."""
         waiters = [each for each in self._waiting.pop(address, []) if each.number in self._held]
-        return [command for each in waiters for command in self._over(each, reason, detail, now, tell=False)]
+        return [
+            command
+            for each in waiters
+            for command in self._over(each, reason, detail, now, tell=False)
+        ]
 
     def leave(self, link: Link) -> None:
         """A link is about to go: what is on it may still land, and whatever comes now has another dialled."""
-        self._links = {address: there for address, there in self._links.items() if there[0] is not link}
+        self._links = {
+            address: there for address, there in self._links.items() if there[0] is not link
+        }
 
     def lost(self, link: Link, reason: Reason, detail: str, now: float) -> list[Command]:
         """A link is gone. Its writers may not be: everything on it goes through the fence."""
         self.leave(link)
         hit = [reservation for reservation in self._held.values() if reservation.link is link]
-        return [command for each in hit for command in self._over(each, reason, detail, now, tell=False)]
+        return [
+            command for each in hit for command in self._over(each, reason, detail, now, tell=False)
+        ]
 
     def cancel(self, number: int, reason: Reason, detail: str, now: float) -> list[Command]:
         """The engine gives up. Too late when it has ended otherwise."""
@@ -155,7 +167,11 @@ class SinkBook:
         return [] if reservation is None else self._over(reservation, reason, detail, now)
 
     def close(self, now: float) -> list[Command]:
-        return [command for number in list(self._held) for command in self.cancel(number, Reason.CLOSED, "", now)]
+        return [
+            command
+            for number in list(self._held)
+            for command in self.cancel(number, Reason.CLOSED, "", now)
+        ]
 
     def tick(self, now: float) -> list[Command]:
         """Whatever has not landed by its deadline does not land."""
@@ -171,7 +187,9 @@ class SinkBook:
         if reservation is None or reservation.state is SinkState.FENCING:
             return []
         if reservation.state is not SinkState.INVITED:
-            raise ProtocolError(f"transfer {message.transfer} is {reservation.state}: it cannot be accepted")
+            raise ProtocolError(
+                f"transfer {message.transfer} is {reservation.state}: it cannot be accepted"
+            )
 
         def work() -> Callable[[float], list[Command]]:
             made = self._plan(reservation, message)
@@ -179,7 +197,9 @@ class SinkBook:
 
         assert reservation.layout is not None
         pairs = most_pairs(reservation.layout, self._layout, message.group_layers)
-        return reckoned(max(reservation.wish.blocks.size, len(message.blocks) // 4), pairs, work, now)
+        return reckoned(
+            max(reservation.wish.blocks.size, len(message.blocks) // 4), pairs, work, now
+        )
 
     def _begin(self, reservation: Reservation, made: Arrivals | str, now: float) -> list[Command]:
         """Windows may come. Unless the landing is over by now."""
@@ -208,7 +228,9 @@ class SinkBook:
             self._tally.discarded["late"] += 1
             return None
         try:
-            runs = reservation.arrivals.begin(head.group, head.pair, head.first, head.count, head.n_bytes)
+            runs = reservation.arrivals.begin(
+                head.group, head.pair, head.first, head.count, head.n_bytes
+            )
         except CameBefore:
             self._tally.discarded["repeated"] += 1
             return None
@@ -296,7 +318,9 @@ class SinkBook:
         )
         block_tokens = self._layout.block_tokens
         written = wish.blocks[wish.skip_tokens // block_tokens : -(-wish.tokens // block_tokens)]
-        return SendInvite(link, invite, written)  # those before are cached: others may be reading them
+        return SendInvite(
+            link, invite, written
+        )  # those before are cached: others may be reading them
 
     def _plan(self, reservation: Reservation, message: Accept) -> Arrivals | str:
         """What the source plans as well: from its blocks and layout, and ours. Or why that cannot be. Without the lock,
@@ -330,7 +354,11 @@ class SinkBook:
 
     def _moving(self, link: Link, transfer: int) -> Reservation | None:
         reservation = self._on(link, transfer)
-        return reservation if reservation is not None and reservation.state is SinkState.MOVING else None
+        return (
+            reservation
+            if reservation is not None and reservation.state is SinkState.MOVING
+            else None
+        )
 
     def _progress(self, reservation: Reservation, *, fenced: bool = False) -> list[Command]:
         """What of it may be read. Nothing ahead of the fence, where until then the source can write what it likes."""
@@ -346,7 +374,13 @@ class SinkBook:
         self._tally.moved(pair, _moved(reservation), now - reservation.began_moving)
 
     def _over(
-        self, reservation: Reservation, reason: Reason, detail: str, now: float, *, tell: bool = True
+        self,
+        reservation: Reservation,
+        reason: Reason,
+        detail: str,
+        now: float,
+        *,
+        tell: bool = True,
     ) -> list[Command]:
         """The landing fails. Its blocks come back behind the fence only; with nobody invited there is none."""
         if reservation.state is SinkState.FENCING:
@@ -367,7 +401,8 @@ class SinkBook:
         nobody. Nothing where another landing wants the same."""
         wish = reservation.wish
         wanted = any(
-            (each.wish.address, each.wish.name) == (wish.address, wish.name) and each.state is not SinkState.FENCING
+            (each.wish.address, each.wish.name) == (wish.address, wish.name)
+            and each.state is not SinkState.FENCING
             for each in self._held.values()
         )
         unwanted = reservation.end is not None and reservation.end[0] is Reason.CANCELLED
@@ -379,7 +414,11 @@ class SinkBook:
         reason, detail = reservation.end
         transport = "" if reservation.link is None else reservation.link.transport
         ended = end(
-            reason, n_bytes=_moved(reservation), seconds=now - reservation.began, transport=transport, detail=detail
+            reason,
+            n_bytes=_moved(reservation),
+            seconds=now - reservation.began,
+            transport=transport,
+            detail=detail,
         )
         self._tally.landing_ended(ended)
         last = self._progress(reservation, fenced=True) if ended.landed else []

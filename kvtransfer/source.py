@@ -47,7 +47,9 @@ from kvtransfer.transports.base import Link
 class SourceBook:
     """`key` is the fleet's, `epoch` this agent's life; numbers of offers are the caller's."""
 
-    def __init__(self, card: Card, regions: Sequence[Region], key: bytes, options: Options, tally: Tally) -> None:
+    def __init__(
+        self, card: Card, regions: Sequence[Region], key: bytes, options: Options, tally: Tally
+    ) -> None:
         self._card, self._regions, self._options, self._tally = card, regions, options, tally
         self._offers: dict[int, Offer] = {}
         self._names: dict[str, Offer] = {}
@@ -97,7 +99,9 @@ class SourceBook:
         if guest is not None:
             return offer.ticket, self._answer(offer, guest.link, guest.invite, None, now)
         if gave_up is not None and by_name(ware, gave_up):
-            return offer.ticket, self._over(offer, Reason.CANCELLED, f"{gave_up} gave up before", now)
+            return offer.ticket, self._over(
+                offer, Reason.CANCELLED, f"{gave_up} gave up before", now
+            )
         return offer.ticket, []
 
     def ready(self, number: int, layers: int, now: float) -> list[Command]:
@@ -134,8 +138,14 @@ class SourceBook:
         return self._dismiss(name, Reason.DECLINED, detail)
 
     def close(self, now: float) -> list[Command]:
-        commands = [command for name in list(self._guests) for command in self._dismiss(name, Reason.CLOSED, "")]
-        return commands + [c for number in list(self._offers) for c in self.revoke(number, Reason.CLOSED, "", now)]
+        commands = [
+            command
+            for name in list(self._guests)
+            for command in self._dismiss(name, Reason.CLOSED, "")
+        ]
+        return commands + [
+            c for number in list(self._offers) for c in self.revoke(number, Reason.CLOSED, "", now)
+        ]
 
     def linked(self, link: Link, card: Card, budget_bytes: int) -> None:
         """A peer that dialled us has proven itself."""
@@ -154,7 +164,9 @@ class SourceBook:
             return []
         self._guests.lost(link)
         hit = list(outlet.claimed.values())
-        return [command for each in hit for command in self._over(each, reason, detail, now, tell=False)]
+        return [
+            command for each in hit for command in self._over(each, reason, detail, now, tell=False)
+        ]
 
     def tick(self, now: float) -> list[Command]:
         """Leases whose time is up end; invitations that have waited too long are refused."""
@@ -196,7 +208,11 @@ class SourceBook:
         if self._guests.give_up(link, message.transfer, unwanted_by, now):
             return []
         offer = outlet.claimed.get(message.transfer)
-        return [] if offer is None else self._over(offer, message.reason, message.detail, now, tell=False)
+        return (
+            []
+            if offer is None
+            else self._over(offer, message.reason, message.detail, now, tell=False)
+        )
 
     def unwanted(self, link: Link, message: Unwanted, now: float) -> list[Command]:
         """The sink gave up before it asked. Without the right to ask it has no say."""
@@ -206,8 +222,14 @@ class SourceBook:
             if offer is None:
                 self._guests.unwanted(message.name, agent, now)
         else:
-            theirs = not isinstance(self._leave.read(message.ticket, offer, message.name, agent, now), Reason)
-        return self._over(offer, Reason.CANCELLED, "", now) if offer and theirs and offer.link is None else []
+            theirs = not isinstance(
+                self._leave.read(message.ticket, offer, message.name, agent, now), Reason
+            )
+        return (
+            self._over(offer, Reason.CANCELLED, "", now)
+            if offer and theirs and offer.link is None
+            else []
+        )
 
     def landed(self, link: Link, message: Landed, now: float) -> list[Command]:
         """The sink has everything. ProtocolError if it cannot have."""
@@ -254,13 +276,17 @@ class SourceBook:
 
     def _dismiss(self, name: str, reason: Reason, detail: str) -> list[Command]:
         guest = self._guests.leave(name)
-        return [] if guest is None else self._refuse(guest.link, guest.invite.transfer, reason, detail)
+        return (
+            [] if guest is None else self._refuse(guest.link, guest.invite.transfer, reason, detail)
+        )
 
     def _refuse(self, link: Link, transfer: int, reason: Reason, detail: str = "") -> list[Command]:
         self._tally.refused[reason] += 1
         return [Send(link, stop(transfer, reason, detail))]
 
-    def _answer(self, offer: Offer, link: Link, invite: Invite, ticket: Ticket | None, now: float) -> list[Command]:
+    def _answer(
+        self, offer: Offer, link: Link, invite: Invite, ticket: Ticket | None, now: float
+    ) -> list[Command]:
         """An invitation meets its offer, whichever came first: is it for this sink, free, and so large?"""
         outlet = self._outlets[link]
         if ticket is None and not by_name(offer.ware, outlet.card.agent):
@@ -268,7 +294,9 @@ class SourceBook:
         if offer.link is not None:
             return self._refuse(link, invite.transfer, Reason.NAME_TAKEN)
         if invite.tokens > offer.ware.tokens:
-            return self._refuse(link, invite.transfer, Reason.TOKENS, f"{offer.ware.tokens} are on offer")
+            return self._refuse(
+                link, invite.transfer, Reason.TOKENS, f"{offer.ware.tokens} are on offer"
+            )
         outlet.take(offer, invite.transfer)
 
         def work() -> Callable[[float], list[Command]]:
@@ -281,7 +309,13 @@ class SourceBook:
         return reckoned(max(offer.ware.blocks.size, len(invite.blocks) // 4), pairs, work, now)
 
     def _claim(
-        self, offer: Offer, link: Link, invite: Invite, ticket: Ticket | None, made: Plan | str, now: float
+        self,
+        offer: Offer,
+        link: Link,
+        invite: Invite,
+        ticket: Ticket | None,
+        made: Plan | str,
+        now: float,
     ) -> list[Command]:
         """One offer becomes one sink's. What does not fit is refused before a byte moves, and stays on offer. Nothing
         comes of it if either is over by now."""
@@ -301,12 +335,16 @@ class SourceBook:
         outlet.take(offer, invite.transfer)
         return self._begin(offer, outlet, invite, made, now)
 
-    def _begin(self, offer: Offer, outlet: Outlet, invite: Invite, made: Plan, now: float) -> list[Command]:
+    def _begin(
+        self, offer: Offer, outlet: Outlet, invite: Invite, made: Plan, now: float
+    ) -> list[Command]:
         """The sink hears what it will get, and gets what is there."""
         link = offer.link
         assert link is not None
         self._tally.unclaimed_s += now - offer.began
-        window_bytes = max(1, min(invite.window_bytes, self._options.window_bytes, link.window_bytes))
+        window_bytes = max(
+            1, min(invite.window_bytes, self._options.window_bytes, link.window_bytes)
+        )
         outlet.claim(offer, made, window_bytes)
         offer.klass, offer.urgent_at = Klass(invite.klass), now + invite.slack_s
         outlet.line_up(offer, now)
@@ -345,14 +383,18 @@ class SourceBook:
         """Windows to send. A lease that has run out does not begin to move by that: nobody may claim later that it was
         in time."""
         puts = outlet.pump(now)
-        for offer in {put.head.transfer: outlet.claimed[put.head.transfer] for put in puts}.values():
+        for offer in {
+            put.head.transfer: outlet.claimed[put.head.transfer] for put in puts
+        }.values():
             if offer.lease.state is LeaseState.CLAIMED and now < offer.lease.deadline:
                 offer.lease = advance(offer.lease, LeaseEvent.START, now)
         return list(puts)
 
     def _renew(self, offer: Offer, deadline: float, now: float) -> bool:
         try:
-            offer.lease = advance(offer.lease, LeaseEvent.RENEW, now, max(deadline, offer.lease.deadline))
+            offer.lease = advance(
+                offer.lease, LeaseEvent.RENEW, now, max(deadline, offer.lease.deadline)
+            )
         except LeaseError:
             return False
         return True
@@ -360,7 +402,9 @@ class SourceBook:
     def _watch(self, offer: Offer) -> None:
         heapq.heappush(self._deadlines, (offer.lease.deadline, offer.number))
 
-    def _over(self, offer: Offer, reason: Reason, detail: str, now: float, *, tell: bool = True) -> list[Command]:
+    def _over(
+        self, offer: Offer, reason: Reason, detail: str, now: float, *, tell: bool = True
+    ) -> list[Command]:
         """The one way out. The blocks change hands at once: a source never waits, its readers find out."""
         offer.lease = _ended(offer.lease, reason, now)
         if reason is Reason.LANDED and offer.lease.state is LeaseState.EXPIRED:
@@ -381,7 +425,13 @@ class SourceBook:
                 commands.append(Drop(offer.link, offer.transfer))
             if tell:
                 commands.append(Send(offer.link, stop(offer.transfer, reason, detail)))
-        ended = end(reason, n_bytes=offer.put_bytes, seconds=now - offer.began, transport=transport, detail=detail)
+        ended = end(
+            reason,
+            n_bytes=offer.put_bytes,
+            seconds=now - offer.began,
+            transport=transport,
+            detail=detail,
+        )
         self._tally.offer_ended(ended)
         return [*commands, Bump(self._let_go(offer)), Resolve(offer.number, ended), *others]
 
@@ -402,4 +452,6 @@ def _ended(lease: Lease, reason: Reason, now: float) -> Lease:
             return advance(advance(lease, LeaseEvent.LAND, now), LeaseEvent.RELEASE, now)
         except LeaseError:
             return advance(lease, LeaseEvent.EXPIRE, now)
-    return advance(lease, LeaseEvent.EXPIRE if reason is Reason.LEASE_EXPIRED else LeaseEvent.REVOKE, now)
+    return advance(
+        lease, LeaseEvent.EXPIRE if reason is Reason.LEASE_EXPIRED else LeaseEvent.REVOKE, now
+    )

@@ -16,7 +16,18 @@ from kvtransfer.commands import Command
 from kvtransfer.ends import Reason
 from kvtransfer.hold import Hold
 from kvtransfer.lines import Dialling, Line, astray, unfit
-from kvtransfer.messages import Accept, Beat, Card, Credit, Invite, Landed, Message, ProtocolError, Stop, Unwanted
+from kvtransfer.messages import (
+    Accept,
+    Beat,
+    Card,
+    Credit,
+    Invite,
+    Landed,
+    Message,
+    ProtocolError,
+    Stop,
+    Unwanted,
+)
 from kvtransfer.options import Options
 from kvtransfer.session import Session, Unproven, greeting_nonce, shows_key
 from kvtransfer.sink import SinkBook
@@ -53,7 +64,9 @@ class Switchboard:
         self._lines: dict[Link, Line] = {}
         self._unproven = UnprovenLinks(options.most_strangers, options.unproven_per_address)
         self._dials = 0  # under way
-        self._short_lived: dict[Link, str] = {}  # links that ended before whoever dialled them could say so
+        self._short_lived: dict[
+            Link, str
+        ] = {}  # links that ended before whoever dialled them could say so
         self._pulse: Timer | None = None
         self._closed = False
 
@@ -134,7 +147,9 @@ class Switchboard:
     def _promote(self, line: Line) -> None:
         """A link whose greeting shows the key is dropped for no other. Of several with one greeting, the first."""
         greeting = line.session.greeting
-        if line.dialling is not None or (line.session.peer is None and not shows_key(self._key, greeting)):
+        if line.dialling is not None or (
+            line.session.peer is None and not shows_key(self._key, greeting)
+        ):
             return
         lines = self._lines.values()
         served = [line.session.greeting for line in lines if line.link not in self._unproven]
@@ -151,7 +166,14 @@ class Switchboard:
                     self._short_lived[link] = detail
                 return
             now = self._clock.now()
-            log.info("kv %s: link to %s (%s) ends: %s %s", self.card.agent, line.peer, link.transport, reason, detail)
+            log.info(
+                "kv %s: link to %s (%s) ends: %s %s",
+                self.card.agent,
+                line.peer,
+                link.transport,
+                reason,
+                detail,
+            )
             for lane in line.lanes:
                 self._lines.pop(lane.link, None)
                 lane.link.close()
@@ -202,7 +224,12 @@ class Switchboard:
             link = dialling.transport.dial(dialling.where)
         except Exception as wrong:  # whatever it is, somebody waits to hear of it
             if not isinstance(wrong, TransportError | RuntimeError):
-                log.exception("kv %s: dialling %s by %s", self.card.agent, dialling.address, dialling.transport.name)
+                log.exception(
+                    "kv %s: dialling %s by %s",
+                    self.card.agent,
+                    dialling.address,
+                    dialling.transport.name,
+                )
             with self._lock:
                 self._dialled(None)
                 self._do(self._settle(dialling, Reason.UNREACHABLE, str(wrong)))
@@ -239,7 +266,9 @@ class Switchboard:
         elif (name := better(self.card, peer, self._transports, line.link.transport)) is None:
             self._do(self._use(line))
         else:
-            self._seek(Dialling(self._transports[name], peer.addresses[name], dialling.address, line))
+            self._seek(
+                Dialling(self._transports[name], peer.addresses[name], dialling.address, line)
+            )
 
     def _late(self, line: Line) -> tuple[Reason, str] | None:
         """A better way, or a lane, that comes up when the line that led to it is gone: nobody waits for it any more,
@@ -267,7 +296,11 @@ class Switchboard:
         if not line.session.lane_of:
             return None
         first = self._first_of(line)
-        if first is None or not isinstance(first.link, Laned) or first.link.transport != line.link.transport:
+        if (
+            first is None
+            or not isinstance(first.link, Laned)
+            or first.link.transport != line.link.transport
+        ):
             return Reason.LINK_LOST, "a lane of no link that is here"
         return (Reason.PROTOCOL, "too many lanes") if len(first.lanes) >= MOST_LANES - 1 else None
 
@@ -292,7 +325,9 @@ class Switchboard:
 
     def _hear_lane(self, line: Line, first: Line, message: Message) -> list[Command]:
         if not isinstance(message, Beat):
-            raise ProtocolError(f"{type(message).__name__} came by a lane, which has windows and beats alone")
+            raise ProtocolError(
+                f"{type(message).__name__} came by a lane, which has windows and beats alone"
+            )
         if not line.heard:
             line.heard, first.seeking = True, False
             self._seek_lane(first)
@@ -344,12 +379,19 @@ class Switchboard:
         if fallback is not None and self._lines.pop(fallback.link, None) is not None:
             fallback.link.close()
         log.info("kv %s: %s by %s", self.card.agent, peer.agent, line.link.transport)
-        return self._sink.linked(dialling.address, line.link, peer.layout, peer.agent, self._clock.now())
+        return self._sink.linked(
+            dialling.address, line.link, peer.layout, peer.agent, self._clock.now()
+        )
 
     def _hung_up_on(self, dialling: Dialling, reason: Reason, detail: str) -> list[Command]:
         """Sink: the connection ended before the peer said who it is. A busy peer drops connections: dial again."""
         ended = reason in (Reason.LINK_LOST, Reason.UNREACHABLE)
-        if not ended or self._closed or dialling.led_by is not None or dialling.redials >= _MOST_REDIALS:
+        if (
+            not ended
+            or self._closed
+            or dialling.led_by is not None
+            or dialling.redials >= _MOST_REDIALS
+        ):
             return self._settle(dialling, reason, detail)
         again = msgspec.structs.replace(dialling, redials=dialling.redials + 1)
         self._later(_REDIAL_S * 2**dialling.redials, lambda: self._seek(again))

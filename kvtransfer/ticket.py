@@ -158,7 +158,9 @@ def _mac(key: bytes, body: bytes) -> bytes:
 def _bytes(text: str) -> bytes:
     """The bytes that `text` is the one encoding of: a ticket has no second spelling."""
     if not _MAC_BYTES < len(text) <= MOST_CHARS:
-        raise Refused(Refusal.MALFORMED, f"a ticket has at most {MOST_CHARS} characters, this has {len(text)}")
+        raise Refused(
+            Refusal.MALFORMED, f"a ticket has at most {MOST_CHARS} characters, this has {len(text)}"
+        )
     try:
         data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as wrong:

@@ -31,4 +31,7 @@ def known_members(engine: str, *, chat: bool) -> frozenset[str] | None:
 
 def by_itself(engine: str) -> Mapping[str, str | int]:
     """What a half of this engine wants of a request that it is to answer without any other half."""
-    return next((each.by_itself for each in DIALECTS.values() if each.engine == engine and each.by_itself), {})
+    return next(
+        (each.by_itself for each in DIALECTS.values() if each.engine == engine and each.by_itself),
+        {},
+    )

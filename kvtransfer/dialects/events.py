@@ -19,16 +19,32 @@ def as_events(body: bytes, *, usage: bool) -> bytes:
     choice = whole["choices"][0]
     chat = "message" in choice
     kind = "chat.completion.chunk" if chat else whole.get("object", "text_completion")
-    head = {"id": whole.get("id"), "object": kind, "created": whole.get("created"), "model": whole.get("model")}
+    head = {
+        "id": whole.get("id"),
+        "object": kind,
+        "created": whole.get("created"),
+        "model": whole.get("model"),
+    }
     said = {"delta": _delta(choice["message"])} if chat else {"text": choice.get("text", "")}
     nothing: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
     events = [
-        {**head, "choices": [{"index": 0, **said, "logprobs": choice.get("logprobs"), "finish_reason": None}]},
-        {**head, "choices": [{"index": 0, **nothing, "finish_reason": choice.get("finish_reason")}]},
+        {
+            **head,
+            "choices": [
+                {"index": 0, **said, "logprobs": choice.get("logprobs"), "finish_reason": None}
+            ],
+        },
+        {
+            **head,
+            "choices": [{"index": 0, **nothing, "finish_reason": choice.get("finish_reason")}],
+        },
     ]
     if usage:
         events.append({**head, "choices": [], "usage": whole.get("usage")})
-    return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+    return (
+        b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
+        + b"data: [DONE]\n\n"
+    )
 
 
 def _delta(message: dict[str, Any]) -> dict[str, Any]:

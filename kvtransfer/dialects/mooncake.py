@@ -33,10 +33,18 @@ _page = msgspec.json.Decoder(dict[str, _Rank]).decode
 
 def prefill(terms: Terms) -> Edits:
     """One token, on the rank that the decoder was told; the KV goes to whoever has the transfer id."""
-    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(terms)}
+    params = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": _transfer_id(terms),
+    }
     rank = terms.identity.rank if terms.identity is not None else None
     headers = () if rank is None else (("x-data-parallel-rank", str(rank)),)
-    return Edits(ONE_TOKEN + members({"kv_transfer_params": json_of(params)}), NOT_FOR_PREFILL, headers=headers)
+    return Edits(
+        ONE_TOKEN + members({"kv_transfer_params": json_of(params)}),
+        NOT_FOR_PREFILL,
+        headers=headers,
+    )
 
 
 def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
@@ -50,7 +58,9 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
         "remote_engine_id": terms.identity.engine_id,
         "transfer_id": _transfer_id(terms),
     }
-    return Handover(Edits(members({"kv_transfer_params": json_of(params)})), reports_own_cache=False)
+    return Handover(
+        Edits(members({"kv_transfer_params": json_of(params)})), reports_own_cache=False
+    )
 
 
 def identify(body: bytes) -> tuple[Identity, ...]:

@@ -23,7 +23,9 @@ from kvtransfer.dialects.contract import (
 )
 
 # The servers' own probes (/health_generate) meet nobody so: no KV is sent or awaited for this host.
-NOBODY: Mapping[str, str | int] = MappingProxyType({"bootstrap_host": "2.2.2.2", "bootstrap_room": 0})
+NOBODY: Mapping[str, str | int] = MappingProxyType(
+    {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
+)
 
 
 def prefill(terms: Terms) -> Edits:

@@ -27,16 +27,60 @@ from kvtransfer.dialects.contract import (
 
 _BOTH = frozenset(
     (
-        *("model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "best_of"),
-        *("stop", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "user"),
-        *("length_penalty", "early_stopping", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
-        *("min_tokens", "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens"),
+        *(
+            "model",
+            "stream",
+            "stream_options",
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "n",
+            "best_of",
+        ),
+        *(
+            "stop",
+            "seed",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "user",
+        ),
+        *(
+            "length_penalty",
+            "early_stopping",
+            "stop_token_ids",
+            "include_stop_str_in_output",
+            "ignore_eos",
+        ),
+        *(
+            "min_tokens",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "truncate_prompt_tokens",
+        ),
         *("response_format", "add_special_tokens"),
     )
 )
 CHAT = _BOTH | {
-    *("messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice", "add_generation_prompt"),
-    *("documents", "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "reasoning_effort"),
+    *(
+        "messages",
+        "max_completion_tokens",
+        "logprobs",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "add_generation_prompt",
+    ),
+    *(
+        "documents",
+        "chat_template",
+        "chat_template_kwargs",
+        "mm_processor_kwargs",
+        "reasoning_effort",
+    ),
 }
 COMPLETIONS = _BOTH | {"prompt", "echo", "suffix", "logprobs", "detokenize"}
 """What the two request models know, as far as a client may use it.
@@ -81,7 +125,11 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable | Finishe
     if answer is None:
         return Unusable("there is no context answer")
     if answer.finish_reason not in UNFINISHED:
-        return _finished(answer) if answer.finish_reason else Unusable("the context answer gives no finish reason")
+        return (
+            _finished(answer)
+            if answer.finish_reason
+            else Unusable("the context answer gives no finish reason")
+        )
     try:
         told = _params(answer.disaggregated)
         handed = _members(answer.disaggregated)
@@ -89,7 +137,11 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable | Finishe
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         return Unusable(f"the context answer: {error}"[:200])
     if told.disagg_request_id != terms.number or not tokens:
-        return Unusable("the context answer is another request's" if tokens else "the context answer names no tokens")
+        return Unusable(
+            "the context answer is another request's"
+            if tokens
+            else "the context answer names no tokens"
+        )
     handed["request_type"] = msgspec.Raw(b'"generation_only"')
     usage = _usage(answer.body).usage
     if not is_null(usage):

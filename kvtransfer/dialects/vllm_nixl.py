@@ -23,7 +23,9 @@ from kvtransfer.dialects.contract import (
     members,
 )
 
-MOST_OBJECT_BYTES = 4 * 1024 * 1024  # block ids of ten million tokens; more is no object of an engine's
+MOST_OBJECT_BYTES = (
+    4 * 1024 * 1024
+)  # block ids of ten million tokens; more is no object of an engine's
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -64,7 +66,9 @@ _ONE_TOKEN = {"max_tokens": b"1", "min_tokens": b"1", "stream": b"false"}
 ONE_TOKEN = members(_ONE_TOKEN)
 """A prefill request ends length-capped after one token: an end of sequence as first token would lose the KV."""
 
-NOT_FOR_PREFILL = frozenset({*_ONE_TOKEN, "stream_options", "max_completion_tokens", "logprobs", "top_logprobs"})
+NOT_FOR_PREFILL = frozenset(
+    {*_ONE_TOKEN, "stream_options", "max_completion_tokens", "logprobs", "top_logprobs"}
+)
 
 _PREFILL = Edits(ONE_TOKEN + members({"kv_transfer_params": _ASKS}), NOT_FOR_PREFILL)
 

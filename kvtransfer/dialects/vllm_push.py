@@ -59,7 +59,9 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
         "pp_size": who.pp_size,
         "remote_request_id": terms.request_id,
     }
-    return Handover(Edits(members({"kv_transfer_params": json_of(params)})), reports_own_cache=False)
+    return Handover(
+        Edits(members({"kv_transfer_params": json_of(params)})), reports_own_cache=False
+    )
 
 
 def identify(body: bytes) -> tuple[Identity, ...]:
@@ -77,7 +79,11 @@ def _identities(answer: Answer) -> tuple[Identity, ...]:
         return ()
     if told.transfer_mode not in (None, "push"):
         return ()
-    return (Identity(told.remote_engine_id, told.remote_host, told.remote_port, told.tp_size, told.pp_size),)
+    return (
+        Identity(
+            told.remote_engine_id, told.remote_host, told.remote_port, told.tp_size, told.pp_size
+        ),
+    )
 
 
 def check(answer: Answer) -> Unusable | None:

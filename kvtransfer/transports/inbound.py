@@ -29,7 +29,15 @@ from kvtransfer.frame import (
 )
 from kvtransfer.transports.base import Slice, Verdict, WindowHead
 from kvtransfer.transports.runs import fine, scatter, within
-from kvtransfer.transports.scatter import IN_CACHE, NOTHING, Iovecs, Pieces, Stretch, address_of, readv
+from kvtransfer.transports.scatter import (
+    IN_CACHE,
+    NOTHING,
+    Iovecs,
+    Pieces,
+    Stretch,
+    address_of,
+    readv,
+)
 from kvtransfer.transports.seal import Seal
 
 _STAGE_BYTES = 8 << 10  # a window of 4 KiB comes whole
@@ -60,7 +68,9 @@ class _Arrival:
 
     __slots__ = ("bounce", "digest", "head", "message", "opening", "pieces", "sealed", "window")
 
-    def __init__(self, pieces: Pieces, head: WindowHead | None = None, window: Slice | None = None) -> None:
+    def __init__(
+        self, pieces: Pieces, head: WindowHead | None = None, window: Slice | None = None
+    ) -> None:
         self.pieces = pieces
         self.head = head
         self.window = window
@@ -76,7 +86,9 @@ class Inbound:
 
     _readv: Any = staticmethod(readv)
 
-    def __init__(self, fd: int, receive: Callable[[memoryview], int], hearer: Hearer, limits: FrameLimits) -> None:
+    def __init__(
+        self, fd: int, receive: Callable[[memoryview], int], hearer: Hearer, limits: FrameLimits
+    ) -> None:
         self.limits = limits
         self.seal: Seal | None = None
         self._fd = fd
@@ -100,7 +112,11 @@ class Inbound:
     def wanted(self) -> int:
         """Bytes that are worth waking up for: less of a large payload is only more calls for the same."""
         arrival = self._arrival
-        return max(1, min(_WORTH_BYTES, arrival.pieces.left)) if arrival is not None and self.large else 1
+        return (
+            max(1, min(_WORTH_BYTES, arrival.pieces.left))
+            if arrival is not None and self.large
+            else 1
+        )
 
     def divert(self, transfer: int) -> None:
         """From now on nothing is written into this transfer's blocks."""
@@ -169,7 +185,9 @@ class Inbound:
     def _arrived(self, arrival: _Arrival, count: int) -> None:
         pieces = arrival.pieces
         pieces.advance(count)
-        if arrival.digest is not None and (not pieces.left or pieces.short or pieces.unfed >= IN_CACHE):
+        if arrival.digest is not None and (
+            not pieces.left or pieces.short or pieces.unfed >= IN_CACHE
+        ):
             # It is in the cache, and where it was all that had come there is time.
             pieces.feed(arrival.digest.update, pieces.done)
 
@@ -231,7 +249,9 @@ class Inbound:
         if (announced.proof is Proof.GCM) != (self.seal is not None):
             raise FrameError("windows are sealed at both ends of a link, or at neither")
         if announced.payload_bytes not in (0, head.n_bytes):
-            raise FrameError(f"a window of {head.n_bytes} bytes comes with {announced.payload_bytes}")
+            raise FrameError(
+                f"a window of {head.n_bytes} bytes comes with {announced.payload_bytes}"
+            )
         window = self._hearer.incoming(head)
         bounce: NDArray[np.uint8] | None = None
         if window is None or not announced.payload_bytes:
@@ -241,9 +261,13 @@ class Inbound:
             pieces = Pieces.in_order(bounce, IN_CACHE, self._iovecs)
         else:
             fed = announced.proof is Proof.XXH3
-            pieces = Pieces.of_window(window.region, window.runs.dst, window.runs.length, self._iovecs, fed=fed)
+            pieces = Pieces.of_window(
+                window.region, window.runs.dst, window.runs.length, self._iovecs, fed=fed
+            )
             if pieces.size != head.n_bytes:
-                raise FrameError(f"a window of {head.n_bytes} bytes where the plan has {pieces.size}")
+                raise FrameError(
+                    f"a window of {head.n_bytes} bytes where the plan has {pieces.size}"
+                )
         arrival = _Arrival(pieces, head, window)
         arrival.bounce = bounce
         if self.seal is not None:
@@ -258,7 +282,9 @@ class Inbound:
         """Where many short pieces are read to, behind each other, before they go to their places."""
         runs = window.runs
         if runs.n_bytes != n_bytes or not within(window.region, runs.dst, runs.length):
-            raise FrameError(f"a window of {n_bytes} bytes is not what the plan has, or reaches beyond its region")
+            raise FrameError(
+                f"a window of {n_bytes} bytes is not what the plan has, or reaches beyond its region"
+            )
         if self._bounce.size < n_bytes:
             self._bounce = np.empty(n_bytes, np.uint8)
         return self._bounce[:n_bytes]

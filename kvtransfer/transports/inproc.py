@@ -53,7 +53,9 @@ class Wire:
     `stall` holds back what an agent sends and is sent while it runs on; `flow` lets everything through, late.
     """
 
-    def __init__(self, clock: Clock, weather: Weather | None = None, rng: Random | None = None) -> None:
+    def __init__(
+        self, clock: Clock, weather: Weather | None = None, rng: Random | None = None
+    ) -> None:
         self.clock = clock
         self.weather = weather or Weather()
         self.rng = rng or Random(0)
@@ -221,14 +223,18 @@ class InprocLink:
         pass
 
     def fence(self, transfer: int) -> None:
-        seconds = self._wire.weather.fence_s and self._wire.rng.random() * self._wire.weather.fence_s
+        seconds = (
+            self._wire.weather.fence_s and self._wire.rng.random() * self._wire.weather.fence_s
+        )
         self._wire.run_at(self._end.address, lambda: self._fence(transfer), seconds)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._leave()
-            self._wire.carry(self._end.address, self.peer, lambda: self.far.lose("the peer closed the link"))
+            self._wire.carry(
+                self._end.address, self.peer, lambda: self.far.lose("the peer closed the link")
+            )
 
     def reset(self) -> None:
         """This end's process is gone."""
@@ -264,7 +270,9 @@ class InprocLink:
                 self._begin(*item)
 
     def _drop(self, transfer: int) -> None:
-        self._queue = deque(item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer)
+        self._queue = deque(
+            item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer
+        )
         if self._sending is not None and self._sending.head.transfer == transfer:
             self._sending.verdict = Verdict.STALE
 
@@ -282,7 +290,11 @@ class InprocLink:
         arrival.data = np.empty(head.n_bytes, np.uint8)
         half = len(window.runs.length) // 2
         at = _gather(window, arrival.data, 0, 0, half)
-        late_s = rng.random() * weather.delay_s if weather.delay and rng.random() < weather.delay else 0.0
+        late_s = (
+            rng.random() * weather.delay_s
+            if weather.delay and rng.random() < weather.delay
+            else 0.0
+        )
         self._carry(lambda far: far._arrive(arrival), late_s)
         seconds = head.n_bytes / weather.bytes_per_s if weather.bytes_per_s else 0.0
         self._flow(seconds, lambda: self._finish(arrival, window, (half, at), late_s))
@@ -292,11 +304,15 @@ class InprocLink:
         """Bytes are on their way for so long, and those that come in tell the far end that we live."""
         if seconds > _TRICKLE_S:
             self._carry(lambda far: far.hear(lambda owner: None))
-            self._wire.run_at(self._end.address, lambda: self._flow(seconds - _TRICKLE_S, finish), _TRICKLE_S)
+            self._wire.run_at(
+                self._end.address, lambda: self._flow(seconds - _TRICKLE_S, finish), _TRICKLE_S
+            )
         else:
             self._wire.run_at(self._end.address, finish, seconds)
 
-    def _finish(self, arrival: _Arrival, window: Slice, rest: tuple[int, int], late_s: float) -> None:
+    def _finish(
+        self, arrival: _Arrival, window: Slice, rest: tuple[int, int], late_s: float
+    ) -> None:
         half, at = rest
         _gather(window, arrival.data, at, half, len(window.runs.length))
         _check(window, arrival)
@@ -332,7 +348,13 @@ class InprocLink:
         arrival.window = owner.incoming(self, arrival.head)
         if arrival.window is not None:
             self._arrivals.append(arrival)
-            _scatter(arrival.window.runs, arrival.data, arrival.window.region, 0, len(arrival.window.runs.length) // 2)
+            _scatter(
+                arrival.window.runs,
+                arrival.data,
+                arrival.window.region,
+                0,
+                len(arrival.window.runs.length) // 2,
+            )
 
     def _settle(self, arrival: _Arrival) -> None:
         if arrival.window is None or arrival.void or self._closed:
@@ -370,7 +392,9 @@ def _check(window: Slice, arrival: _Arrival) -> None:
 def _gather(window: Slice, out: NDArray[np.uint8], at: int, first: int, last: int) -> int:
     """Copy runs [first, last) of the source's memory behind each other; where they end."""
     memory, runs = window.region.bytes, window.runs
-    for start, length in zip(runs.src[first:last].tolist(), runs.length[first:last].tolist(), strict=True):
+    for start, length in zip(
+        runs.src[first:last].tolist(), runs.length[first:last].tolist(), strict=True
+    ):
         out[at : at + length] = memory[start : start + length]
         at += length
     return at
@@ -379,7 +403,9 @@ def _gather(window: Slice, out: NDArray[np.uint8], at: int, first: int, last: in
 def _scatter(runs: Runs, data: NDArray[np.uint8], region: Region, first: int, last: int) -> None:
     """Copy runs [first, last) to where they go in the sink's memory, as far as there are bytes."""
     memory, at = region.bytes, int(runs.length[:first].sum())
-    for start, length in zip(runs.dst[first:last].tolist(), runs.length[first:last].tolist(), strict=True):
+    for start, length in zip(
+        runs.dst[first:last].tolist(), runs.length[first:last].tolist(), strict=True
+    ):
         piece = data[at : at + length]
         memory[start : start + piece.size] = piece
         at += length

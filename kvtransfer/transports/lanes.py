@@ -26,7 +26,12 @@ class LanedLink(StreamLink):
     """A link that may have lanes, or be one."""
 
     def __init__(
-        self, sock: socket.socket, owner: LinkOwner, peer: str, manner: Manner, ended: Callable[[Any], None]
+        self,
+        sock: socket.socket,
+        owner: LinkOwner,
+        peer: str,
+        manner: Manner,
+        ended: Callable[[Any], None],
     ) -> None:
         super().__init__(sock, owner, peer, manner, ended)
         self.lanes = manner.lanes

@@ -24,7 +24,9 @@ _log = logging.getLogger("penstock")
 L = TypeVar("L", bound=StreamLink)
 
 
-def arriving(listener: socket.socket, closed: threading.Event) -> Iterator[tuple[socket.socket, Any]]:
+def arriving(
+    listener: socket.socket, closed: threading.Event
+) -> Iterator[tuple[socket.socket, Any]]:
     """Who dials, with the address it comes from, until `closed` is set and the listener shut. Whatever else fails (no
     descriptor is left, a peer has gone again, the network is down) passes, and is waited for."""
     while not closed.is_set():
@@ -50,7 +52,9 @@ class Listening(Generic[L]):
 
     def start(self, owner: LinkOwner, listener: socket.socket, name: str) -> None:
         self._owner, self._listener = owner, listener
-        self._thread = threading.Thread(target=self._accept, args=(listener,), name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=self._accept, args=(listener,), name=name, daemon=True
+        )
         self._thread.start()
 
     def add(self, sock: socket.socket, peer: str, *, dialled: bool) -> L:

@@ -23,8 +23,12 @@ from kvtransfer.transports.scatter import NOTHING, Iovecs, Pieces, address_of, w
 from kvtransfer.transports.seal import Seal
 
 _FULL_BYTES = 64 << 10  # no more is laid out before it has been sent
-_STAGED_BYTES = 64 << 10  # a window this small is copied, to leave in one call with its header and trailer,
-_STAGED_PIECES = 64  # unless it is of so many pieces that copying each would cost more than the calls
+_STAGED_BYTES = (
+    64 << 10
+)  # a window this small is copied, to leave in one call with its header and trailer,
+_STAGED_PIECES = (
+    64  # unless it is of so many pieces that copying each would cost more than the calls
+)
 _SMALL_BYTES = _FULL_BYTES + _STAGED_BYTES + (4 << 10)
 _AHEAD_BYTES = 256 << 10
 _ZEROS_BYTES = 64 << 10
@@ -38,7 +42,10 @@ class _Body:
     __slots__ = ("current", "digest", "head", "pieces", "tag", "verdict")
 
     def __init__(
-        self, pieces: Pieces, head: WindowHead | None = None, current: Callable[[], bool] | None = None
+        self,
+        pieces: Pieces,
+        head: WindowHead | None = None,
+        current: Callable[[], bool] | None = None,
     ) -> None:
         self.pieces = pieces
         self.head = head
@@ -100,11 +107,20 @@ class Outbound:
         the sink has missed, the sink has landed what it was promised.
         """
         with self._gate:
-            kept = [item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer]
+            kept = [
+                item
+                for item in self._queue
+                if isinstance(item, bytes) or item[0].transfer != transfer
+            ]
             self._queue = deque(kept)
             self._kept.discard(transfer)
         body = self._body
-        if body is not None and body.head is not None and body.head.transfer == transfer and not body.tag:
+        if (
+            body is not None
+            and body.head is not None
+            and body.head.transfer == transfer
+            and not body.tag
+        ):
             body.pieces = Pieces.over(self._zeros, body.pieces.left, self._iovecs)
             body.digest = None
             body.verdict = Verdict.STALE
@@ -170,7 +186,9 @@ class Outbound:
         """Lay out what follows, until there are bytes of a body or the small frames fill their buffer."""
         while self._body is None and self._queue and self._end < _FULL_BYTES:
             with self._gate:
-                item = self._queue.popleft() if self._queue else b""  # it may just have gone another way
+                item = (
+                    self._queue.popleft() if self._queue else b""
+                )  # it may just have gone another way
             if isinstance(item, tuple):
                 self._begin_window(*item)
             else:
@@ -193,7 +211,9 @@ class Outbound:
         if self.seal is None and fine(window.runs, head.n_bytes):
             return self._begin_fine(head, window)
         checked = self._checked and self.seal is None
-        pieces = Pieces.of_window(window.region, window.runs.src, window.runs.length, self._iovecs, fed=checked)
+        pieces = Pieces.of_window(
+            window.region, window.runs.src, window.runs.length, self._iovecs, fed=checked
+        )
         if self.seal is not None:
             return self._begin_sealed(self.seal, _Body(pieces, head, window.current))
         proof = Proof.XXH3 if self._checked else Proof.NONE
@@ -219,7 +239,9 @@ class Outbound:
         digest = xxhash.xxh3_64()
         if not within(window.region, runs.src, runs.length):
             raise TransportError(f"a window reaches beyond {window.region.name}, or is none")
-        body = _Body(Pieces.in_order(self._room(size)[:size], size, self._iovecs), head, window.current)
+        body = _Body(
+            Pieces.in_order(self._room(size)[:size], size, self._iovecs), head, window.current
+        )
         if body.still_current():
             feed: Callable[[Any], object] = digest.update if self._checked else _unheard
             gather(window.region.bytes, runs.src, runs.length, self._bounce[:size], feed)

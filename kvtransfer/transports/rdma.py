@@ -34,7 +34,9 @@ class Rdma:
     name = "rdma"
     sealed: bool | None = False
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, options: RdmaOptions | None = None) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, options: RdmaOptions | None = None
+    ) -> None:
         self._host, self._port = host, port
         self._options = options or RdmaOptions()
         self._links: set[RdmaLink] = set()
@@ -122,7 +124,9 @@ class Rdma:
         for side, (host, *_) in arriving(self._listener, self._closed):
             try:
                 self._link(side, self._domain)
-            except TransportError as wrong:  # the device has no more to give, or the peer has gone already
+            except (
+                TransportError
+            ) as wrong:  # the device has no more to give, or the peer has gone already
                 _log.warning("kv: a connection from %s was refused: %s", host, wrong)
 
     def _link(self, side: socket.socket, domain: Domain | None) -> RdmaLink:
@@ -137,7 +141,9 @@ class Rdma:
             side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if domain is None:
                 own = domain = Domain(self._device)
-            link = RdmaLink(side, domain, owner, self._options, lambda gone: self._forget(gone, own))
+            link = RdmaLink(
+                side, domain, owner, self._options, lambda gone: self._forget(gone, own)
+            )
         except (TransportError, OSError) as wrong:
             _let_go(side, own)
             raise TransportError(str(wrong)) from wrong
@@ -160,7 +166,9 @@ class Rdma:
         except TransportError as wrong:
             _log.error("kv: after the link to %s: %s", link.peer, wrong)
         finally:
-            with self._gate:  # not before: `close` waits for those it finds here, and then lets the device go
+            with (
+                self._gate
+            ):  # not before: `close` waits for those it finds here, and then lets the device go
                 self._links.discard(link)
 
 

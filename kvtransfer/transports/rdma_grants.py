@@ -22,7 +22,9 @@ from kvtransfer.transports.base import TransportError
 
 MOST_KEYS = 512
 
-_KEY = np.dtype([("rank", "<u2"), ("first", "<i8"), ("length", "<i8"), ("address", "<u8"), ("key", "<u4")])
+_KEY = np.dtype(
+    [("rank", "<u2"), ("first", "<i8"), ("length", "<i8"), ("address", "<u8"), ("key", "<u4")]
+)
 _IN_PLACE, _STAGED = b"\0", b"\1"
 
 
@@ -74,13 +76,17 @@ class Opening:
     `grant`: for the peer; empty where the device has no room for it.
     """
 
-    def __init__(self, registry: Registry, regions: Sequence[Region], blocks: Blocks, most_keys: int) -> None:
+    def __init__(
+        self, registry: Registry, regions: Sequence[Region], blocks: Blocks, most_keys: int
+    ) -> None:
         """Raises TransportError when the device registers no more, with nothing left registered."""
         self._open: list[Registered] = []
         self.arena: NDArray[np.uint8] | None = None
         self.grant = self._register(registry, regions, stretches(regions, blocks), most_keys)
 
-    def _register(self, registry: Registry, regions: Sequence[Region], wanted: list[Stretch], most_keys: int) -> bytes:
+    def _register(
+        self, registry: Registry, regions: Sequence[Region], wanted: list[Stretch], most_keys: int
+    ) -> bytes:
         """The grant. Empty where the device registers no more."""
         table = np.zeros(1 if len(wanted) > most_keys else len(wanted), _KEY)
         try:
@@ -97,7 +103,9 @@ class Opening:
             return b""
         return (_IN_PLACE if self.arena is None else _STAGED) + table.tobytes()
 
-    def _add(self, registry: Registry, stretch: Stretch, memory: NDArray[np.uint8]) -> tuple[int, ...]:
+    def _add(
+        self, registry: Registry, stretch: Stretch, memory: NDArray[np.uint8]
+    ) -> tuple[int, ...]:
         address: int = memory.__array_interface__["data"][0] + stretch.first
         registered = registry.register(address, stretch.length, writable_by_peer=True)
         self._open.append(registered)
@@ -135,7 +143,11 @@ class Grant:
 
     def __init__(self, data: bytes) -> None:
         kind, body = data[:1], data[1:]
-        if kind not in (_IN_PLACE, _STAGED) or len(body) % _KEY.itemsize or (kind == _STAGED) > (len(body) > 0):
+        if (
+            kind not in (_IN_PLACE, _STAGED)
+            or len(body) % _KEY.itemsize
+            or (kind == _STAGED) > (len(body) > 0)
+        ):
             raise TransportError(f"{len(data)} bytes are no grant")
         self._keys = np.sort(np.frombuffer(body, _KEY), order=("rank", "first"))
         self.staged = kind == _STAGED
@@ -169,7 +181,9 @@ class Grant:
         return list(_gathered(targets, chosen["key"], runs, gather))
 
 
-def _gathered(targets: NDArray[np.uint64], keys: NDArray[np.uint32], runs: Runs, gather: int) -> Iterator[Write]:
+def _gathered(
+    targets: NDArray[np.uint64], keys: NDArray[np.uint32], runs: Runs, gather: int
+) -> Iterator[Write]:
     last: Write | None = None
     end = 0
     columns = (targets.tolist(), keys.tolist(), runs.src.tolist(), runs.length.tolist())

@@ -26,7 +26,16 @@ from kvtransfer.transports.rdma_grants import MOST_KEYS
 from kvtransfer.transports.rdma_in import Arrivals
 from kvtransfer.transports.rdma_out import Departure, Departures
 from kvtransfer.transports.rdma_pair import Pairs
-from kvtransfer.transports.rdma_side import Control, Ear, Ready, Saying, Setup, Trailer, Withdrawn, encode
+from kvtransfer.transports.rdma_side import (
+    Control,
+    Ear,
+    Ready,
+    Saying,
+    Setup,
+    Trailer,
+    Withdrawn,
+    encode,
+)
 from kvtransfer.transports.verbs import RECEIVED, Completion, Domain, ends_connection, refused
 
 _READ_BYTES = 64 << 10
@@ -86,7 +95,9 @@ class RdmaLink:
             raise
         self._arrivals = Arrivals(domain, options.most_keys)
         gather = domain.device.gather
-        self._departures = Departures(domain.key_of, self._departed, gather=gather, checksums=options.checksums)
+        self._departures = Departures(
+            domain.key_of, self._departed, gather=gather, checksums=options.checksums
+        )
         self._outbox: deque[bytes | Departure] = deque()
         self._ear, self._out = Ear(), bytearray()
         self._busy_until = 0.0
@@ -188,7 +199,9 @@ class RdmaLink:
         try:
             self._side.setblocking(False)
             if not self._dialled:
-                self._owner.linked(self)  # it may close us at once, and then no device does anything for a stranger
+                self._owner.linked(
+                    self
+                )  # it may close us at once, and then no device does anything for a stranger
             if not self._closing:
                 self._renew()
             while not self._closing:
@@ -221,7 +234,9 @@ class RdmaLink:
         if self._reap():
             return
         self._news.modify(self._side, select.POLLIN | (select.POLLOUT if self._out else 0))
-        limit_ms = None if self._deadline is None else max(1, 1 + int(1000 * (self._deadline - now)))
+        limit_ms = (
+            None if self._deadline is None else max(1, 1 + int(1000 * (self._deadline - now)))
+        )
         for fd, _ in self._news.poll(limit_ms):
             if fd == self._wake:
                 os.eventfd_read(fd)
@@ -290,14 +305,18 @@ class RdmaLink:
             self._departures.complete()
             return False
         if not ends_connection(completion.status):
-            raise TransportError(f"the device gave up writing to {self.peer}: status {completion.status}")
+            raise TransportError(
+                f"the device gave up writing to {self.peer}: status {completion.status}"
+            )
         return True
 
     def _renew(self) -> None:
         """Another queue pair; what was under way on the last one is written again."""
         self._say(self._pairs.renew())
         self._departures.again()
-        if self._deadline is None:  # who asks for another pair before one was of use buys no time by it
+        if (
+            self._deadline is None
+        ):  # who asks for another pair before one was of use buys no time by it
             self._deadline = time.perf_counter() + self._options.setup_s
 
     def _departed(self, departure: Departure) -> None:
@@ -324,7 +343,9 @@ class RdmaLink:
         return True
 
     def _hear(self, saying: Saying) -> None:
-        if not self._proven and (isinstance(saying, Trailer) or (isinstance(saying, Setup) and saying.epoch)):
+        if not self._proven and (
+            isinstance(saying, Trailer) or (isinstance(saying, Setup) and saying.epoch)
+        ):
             raise TransportError("the peer has proven nothing, and wants more than to be known")
         match saying:
             case Control():

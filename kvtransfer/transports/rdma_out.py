@@ -37,7 +37,18 @@ class Writer(Protocol):
 class Departure:
     """A window on its way out. `writes` is None until it has begun, `verdict` while nothing speaks against it."""
 
-    __slots__ = ("at", "digest", "done", "forgotten", "head", "next", "number", "verdict", "window", "writes")
+    __slots__ = (
+        "at",
+        "digest",
+        "done",
+        "forgotten",
+        "head",
+        "next",
+        "number",
+        "verdict",
+        "window",
+        "writes",
+    )
 
     def __init__(self, number: int, head: WindowHead, window: Slice) -> None:
         self.number = number
@@ -59,7 +70,12 @@ class Departures:
     """All windows of one link. `ended` is called once for each that has begun, when its memory is read no more."""
 
     def __init__(
-        self, key_of: Callable[[Region], int], ended: Callable[[Departure], None], *, gather: int, checksums: bool
+        self,
+        key_of: Callable[[Region], int],
+        ended: Callable[[Departure], None],
+        *,
+        gather: int,
+        checksums: bool,
     ) -> None:
         self._key_of, self._ended, self._gather, self._checksums = key_of, ended, gather, checksums
         self._grants: dict[int, Grant] = {}
@@ -133,7 +149,10 @@ class Departures:
         """The queue pair is gone, and with it what was under way: a new one writes it again, from the first byte."""
         self._told.clear()
         self._free, self._untold = MOST_WRITES, 0
-        flying, fresh = list(self._flying.values()), [one for one in self._queue if one.writes is None]
+        flying, fresh = (
+            list(self._flying.values()),
+            [one for one in self._queue if one.writes is None],
+        )
         self._queue = deque()
         for departure in flying:
             departure.next = 0
@@ -154,7 +173,9 @@ class Departures:
         else:
             departure.at = grant.claim(head.n_bytes)
             try:
-                departure.writes = grant.writes(window.runs, window.dst_rank, departure.at, self._gather)
+                departure.writes = grant.writes(
+                    window.runs, window.dst_rank, departure.at, self._gather
+                )
             except TransportError:
                 departure.verdict = Verdict.STALE
         if departure.verdict is not None:
@@ -180,7 +201,11 @@ class Departures:
             pieces = [Piece(region.address + src, length, key) for src, length in write.pieces]
             immediate = departure.number if last else None
             pair.write(
-                epoch << 32 | departure.number, pieces, (write.address, write.key), tell=tell, immediate=immediate
+                epoch << 32 | departure.number,
+                pieces,
+                (write.address, write.key),
+                tell=tell,
+                immediate=immediate,
             )
             if tell:
                 self._told.append((self._untold, departure if last else None))

@@ -16,7 +16,9 @@ from kvtransfer.lattice import Offsets, Runs
 from kvtransfer.regions import Region
 
 _LARGE = 16 << 10  # from here on a copy costs more than the step that asks for it
-_SHORT = 256 << 10  # up to here a copy is over before another thread could use the interpreter in the meantime
+_SHORT = (
+    256 << 10
+)  # up to here a copy is over before another thread could use the interpreter in the meantime
 _AT_ONCE = 256 << 10  # gathered and scattered again while it is still in the cache
 _MANY = 65
 _FINE = 2 << 10
@@ -56,7 +58,9 @@ def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs) ->
     short = int(np.maximum.reduce(runs.length)) <= _SHORT
     into: Any = sink.data if short else sink
     out_of: Any = source.data if short else source
-    for src, dst, size in zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True):
+    for src, dst, size in zip(
+        runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True
+    ):
         into[dst : dst + size] = out_of[src : src + size]
 
 
@@ -67,7 +71,9 @@ def _regular(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs, len
     return not (np.logical_or.reduce(runs.src % length) or np.logical_or.reduce(runs.dst % length))
 
 
-def _copy_regular(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs, length: int) -> None:
+def _copy_regular(
+    source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs, length: int
+) -> None:
     cell = np.dtype((np.void, length))
     rows, into = source.view(cell), sink.view(cell)
     src, dst = runs.src // length, runs.dst // length
@@ -82,7 +88,9 @@ def fine(runs: Runs, n_bytes: int) -> bool:
     return runs.count >= _MANY and n_bytes < runs.count * _FINE
 
 
-def gather(source: Bytes, offsets: Offsets, lengths: Offsets, into: Bytes, fed: Callable[[Bytes], object]) -> None:
+def gather(
+    source: Bytes, offsets: Offsets, lengths: Offsets, into: Bytes, fed: Callable[[Bytes], object]
+) -> None:
     """Copy these runs of `source` behind each other into `into`, which has just room for them. `fed` hears of every
     stretch while it is in the cache."""
     for cells, rows, at, end in _in_cells(source, offsets, lengths):
@@ -104,7 +112,9 @@ def scatter(source: Bytes, sink: Bytes, offsets: Offsets, lengths: Offsets) -> N
             rows[cells] = source[at:end].view(rows.dtype)
 
 
-def _in_cells(memory: Bytes, offsets: Offsets, lengths: Offsets) -> Iterator[tuple[Offsets | None, Any, int, int]]:
+def _in_cells(
+    memory: Bytes, offsets: Offsets, lengths: Offsets
+) -> Iterator[tuple[Offsets | None, Any, int, int]]:
     """(cells, memory in such cells, bytes before them, and with them), some at a time: cells are what all runs are made
     of and aligned to. None: that is too little to be worth it, and all runs are meant."""
     cell = math.gcd(int(np.gcd.reduce(offsets)), int(np.gcd.reduce(lengths)))

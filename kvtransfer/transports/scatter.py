@@ -26,7 +26,9 @@ Stretch = tuple[int, int]  # address and length
 
 NOTHING: Stretch = (0, 0)
 MOST_IOVECS = 64  # per call: the kernel takes in all of them again after every short read
-IN_CACHE = 512 << 10  # so many bytes a core's cache still holds when a digest comes to them after a call
+IN_CACHE = (
+    512 << 10
+)  # so many bytes a core's cache still holds when a digest comes to them after a call
 _WOULD_BLOCK = (errno.EAGAIN, errno.EINTR)
 
 
@@ -50,7 +52,9 @@ _PYBUF_WRITE = 0x200
 def vectors_at(address: int, count: int) -> list[memoryview]:
     """The memory that so many rows at `address` name, for what cannot take rows. Nothing keeps it alive."""
     words = _view(address, 16 * count, _PYBUF_WRITE).cast("q").tolist()
-    return [_view(at, length, _PYBUF_WRITE) for at, length in zip(words[::2], words[1::2], strict=True)]
+    return [
+        _view(at, length, _PYBUF_WRITE) for at, length in zip(words[::2], words[1::2], strict=True)
+    ]
 
 
 def transferred(count: int) -> int | None:
@@ -99,7 +103,9 @@ class Pieces:
         "_at_once", "_ends", "_iovecs", "_lengths", "_memory", "_offsets", "_row", "done", "fed", "short", "size",
     )  # fmt: skip
 
-    def __init__(self, memory: Bytes, address: int, offsets: Offsets, lengths: Offsets, iovecs: Iovecs) -> None:
+    def __init__(
+        self, memory: Bytes, address: int, offsets: Offsets, lengths: Offsets, iovecs: Iovecs
+    ) -> None:
         self._memory = memory
         self._offsets, self._lengths = offsets, lengths
         self._iovecs = iovecs
@@ -119,16 +125,26 @@ class Pieces:
 
     @classmethod
     def of_window(
-        cls, region: Region, offsets: Offsets, lengths: Offsets, iovecs: Iovecs, *, fed: bool = False
+        cls,
+        region: Region,
+        offsets: Offsets,
+        lengths: Offsets,
+        iovecs: Iovecs,
+        *,
+        fed: bool = False,
     ) -> Pieces:
         """A window's pieces of a region. TransportError if one of them lies outside. `fed`: a digest takes them while
         they are in the cache, so no call moves more than that holds."""
         if not within(region, offsets, lengths):
-            raise TransportError(f"a window reaches beyond the {region.bytes.size} bytes of {region.name}, or is none")
+            raise TransportError(
+                f"a window reaches beyond the {region.bytes.size} bytes of {region.name}, or is none"
+            )
         pieces = cls(region.bytes, region.address, offsets, lengths, iovecs)
         if fed and pieces.size > IN_CACHE:
             if int(np.maximum.reduce(lengths)) > IN_CACHE:
-                pieces = cls(region.bytes, region.address, *_cut(offsets, lengths, IN_CACHE), iovecs)
+                pieces = cls(
+                    region.bytes, region.address, *_cut(offsets, lengths, IN_CACHE), iovecs
+                )
             pieces._at_once = IN_CACHE
         return pieces
 
@@ -237,7 +253,10 @@ class Pieces:
 def _cut(offsets: Offsets, lengths: Offsets, most: int) -> tuple[Offsets, Offsets]:
     """The same bytes in the same order, no piece longer than `most`: long ones in equal parts, but for the last."""
     counts = -(-lengths // most)
-    begins, parts = np.repeat(np.cumsum(counts) - counts, counts), np.repeat(-(-lengths // counts), counts)
+    begins, parts = (
+        np.repeat(np.cumsum(counts) - counts, counts),
+        np.repeat(-(-lengths // counts), counts),
+    )
     cut = np.repeat(offsets, counts) + (np.arange(parts.size) - begins) * parts
     return cut, np.minimum(np.repeat(offsets + lengths, counts) - cut, parts)
 

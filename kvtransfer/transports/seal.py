@@ -29,7 +29,9 @@ class Seal:
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         except ImportError as missing:
-            raise TransportError("sealed windows need the package cryptography: install the extra `seal`") from missing
+            raise TransportError(
+                "sealed windows need the package cryptography: install the extra `seal`"
+            ) from missing
         self._make: Any = Cipher
         self._mode: Any = modes.GCM
         self._key: Any = algorithms.AES(key[:_KEY_BYTES])
@@ -42,7 +44,9 @@ class Seal:
         self._count -= instead
         return self.close((), 0, about)[1]
 
-    def close(self, parts: Iterable[memoryview], size: int, about: bytes) -> tuple[memoryview, bytes]:
+    def close(
+        self, parts: Iterable[memoryview], size: int, about: bytes
+    ) -> tuple[memoryview, bytes]:
         """Ciphertext of `size` bytes in parts, and its tag. `about` is covered, but not hidden.
 
         The ciphertext lies in this seal's own memory, until the next call.

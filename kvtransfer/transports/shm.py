@@ -65,7 +65,9 @@ class SharedOutbound(Outbound):
         """The descriptors go along with the first bytes that leave, so they are there before their frame is."""
         if not self._fds:
             return super()._send(data)
-        count = self._sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._fds))])
+        count = self._sock.sendmsg(
+            [data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._fds))]
+        )
         self._fds = []
         return count
 
@@ -143,7 +145,9 @@ class ShmLink(StreamLink):
                 raise FrameError(f"{len(fds)} descriptors for {len(sizes)} regions")
             for rank, (blocks, block_bytes) in enumerate(sizes):
                 self._theirs.append(
-                    MemoryFileRegion.attach(fds.pop(0), blocks, block_bytes, name=f"{self.peer}-{rank}")
+                    MemoryFileRegion.attach(
+                        fds.pop(0), blocks, block_bytes, name=f"{self.peer}-{rank}"
+                    )
                 )
         except (RegionError, OSError, ValueError, OverflowError) as wrong:
             raise FrameError(f"the peer's regions cannot be mapped: {wrong}") from wrong
@@ -162,7 +166,9 @@ class ShmLink(StreamLink):
             arrived = current and self._copy(head, window)
             self._copying = None
             if not self._void:
-                whole = arrived and generation_mark(self._theirs[window.src_rank], window.runs) == mark
+                whole = (
+                    arrived and generation_mark(self._theirs[window.src_rank], window.runs) == mark
+                )
                 self._owner.landed(self, head, Verdict.OK if whole else Verdict.STALE)
         self._out.queue(frame(Kind.TAKEN, pack_head(head)))
 
@@ -174,7 +180,9 @@ class ShmLink(StreamLink):
         n_bytes = int(np.add.reduce(runs.length))
         if n_bytes != head.n_bytes:
             raise FrameError(f"a window of {head.n_bytes} bytes where the plan has {n_bytes}")
-        if not (within(theirs, runs.src, runs.length) and within(window.region, runs.dst, runs.length)):
+        if not (
+            within(theirs, runs.src, runs.length) and within(window.region, runs.dst, runs.length)
+        ):
             raise FrameError("a window reaches beyond its region")
         for step in in_steps(runs, _STEP_BYTES) if n_bytes > _STEP_BYTES else (runs,):
             copy_runs(theirs.bytes, window.region.bytes, step)
@@ -242,14 +250,21 @@ class Shm:
         """Raises TransportError for another user's process: whatever it knows, it is none of us."""
         *_, uid, _ = (
             0,
-            *_CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)),
+            *_CREDENTIALS.unpack(
+                sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            ),
         )
         if uid != os.getuid():
             raise TransportError(f"the process at the other end belongs to user {uid}")
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
         return ShmLink(
-            sock, owner, peer or "a process of this host", self._manner, self._listening.forget, self._regions
+            sock,
+            owner,
+            peer or "a process of this host",
+            self._manner,
+            self._listening.forget,
+            self._regions,
         )
 
 

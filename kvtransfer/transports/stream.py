@@ -41,7 +41,9 @@ _STRANGER = FrameLimits(header_bytes=STRANGER_BYTES, payload_bytes=0)
 _NEVER = float("inf")
 _PATIENT = 4  # times as long a spin after a sleep that this would have spared
 _LOOK_MS = 5  # a driver looks so often whether it is done for reasons of its own
-_TRICKLE_MS = 50  # then less than is worth it is read all the same: whatever comes shows that the peer lives
+_TRICKLE_MS = (
+    50  # then less than is worth it is read all the same: whatever comes shows that the peer lives
+)
 _log = logging.getLogger("penstock")
 
 
@@ -64,7 +66,9 @@ class Manner(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not 0 < self.window_bytes <= MOST_PAYLOAD or not 0.0 <= self.spin_s < 1.0:
-            raise ValueError(f"windows have 1 to {MOST_PAYLOAD} bytes and nobody spins for a second, not {self}")
+            raise ValueError(
+                f"windows have 1 to {MOST_PAYLOAD} bytes and nobody spins for a second, not {self}"
+            )
         if not 1 <= self.lanes <= MOST_LANES:
             raise ValueError(f"a link has 1 to {MOST_LANES} lanes, not {self}")
 
@@ -74,10 +78,17 @@ class StreamLink:
 
     transport = "stream"
     one_sided = False
-    _HOLD_MS = 5  # after a driver has left, the thread gives the next one so long before it takes over
+    _HOLD_MS = (
+        5  # after a driver has left, the thread gives the next one so long before it takes over
+    )
 
     def __init__(
-        self, sock: socket.socket, owner: LinkOwner, peer: str, manner: Manner, ended: Callable[[Any], None]
+        self,
+        sock: socket.socket,
+        owner: LinkOwner,
+        peer: str,
+        manner: Manner,
+        ended: Callable[[Any], None],
     ) -> None:
         self.peer = peer
         self.received_bytes = 0
@@ -101,7 +112,9 @@ class StreamLink:
         self._polled_in = 1
         self._bell_alone = select.poll()
         self._bell_alone.register(self._bell, select.POLLIN)
-        self._thread = threading.Thread(target=self._live, name=f"kv-{self.transport}-{peer}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._live, name=f"kv-{self.transport}-{peer}", daemon=True
+        )
 
     # ---- from any thread ----
 
@@ -120,7 +133,9 @@ class StreamLink:
 
     def send(self, message: bytes) -> None:
         if len(message) > _MOST_MESSAGE_BYTES:
-            raise ValueError(f"a message of {len(message)} bytes is over the limit of {_MOST_MESSAGE_BYTES}")
+            raise ValueError(
+                f"a message of {len(message)} bytes is over the limit of {_MOST_MESSAGE_BYTES}"
+            )
         self._queue(frame(Kind.MESSAGE, message))
 
     def put(self, head: WindowHead, window: Slice) -> None:
@@ -137,8 +152,12 @@ class StreamLink:
 
     def secure(self, window_key: bytes) -> None:
         if self._manner.sealed and self._in.seal is None:
-            ours, theirs = (hmac.digest(window_key, label, "sha256") for label in (b"dialled", b"answered"))
-            self._out.seal, self._in.seal = (Seal(ours), Seal(theirs)) if self._dialled else (Seal(theirs), Seal(ours))
+            ours, theirs = (
+                hmac.digest(window_key, label, "sha256") for label in (b"dialled", b"answered")
+            )
+            self._out.seal, self._in.seal = (
+                (Seal(ours), Seal(theirs)) if self._dialled else (Seal(theirs), Seal(ours))
+            )
         self._in.limits = FrameLimits(header_bytes=_MOST_MESSAGE_BYTES)
 
     def fence(self, transfer: int) -> None:
@@ -267,7 +286,12 @@ class StreamLink:
             return
         self._asleep = True
         try:
-            if self._orders or not (self._out.idle or self._out.blocked) or self._called or self._closing:
+            if (
+                self._orders
+                or not (self._out.idle or self._out.blocked)
+                or self._called
+                or self._closing
+            ):
                 return
             if self._broken is not None:
                 return
@@ -275,7 +299,9 @@ class StreamLink:
                 return
             self._want_out(self._out.blocked)
             since_s = time.perf_counter()
-            told = self._poll.poll(_LOOK_MS if done is not None else _TRICKLE_MS if self._polled_in > 1 else None)
+            told = self._poll.poll(
+                _LOOK_MS if done is not None else _TRICKLE_MS if self._polled_in > 1 else None
+            )
             self._room_alone = told == [(self._sock.fileno(), select.POLLOUT)]
             if any(fd == self._bell for fd, _ in told):
                 self._silence()

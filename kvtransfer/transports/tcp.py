@@ -46,7 +46,12 @@ class Tcp:
         tls: TlsFiles | None = None,
     ) -> None:
         """Raises TransportError for TLS files that cannot be used."""
-        self._host, self._port, self._manner, self._advertise = host, port, manner or Manner(), advertise
+        self._host, self._port, self._manner, self._advertise = (
+            host,
+            port,
+            manner or Manner(),
+            advertise,
+        )
         self._tls = None if tls is None else TlsContexts(tls)
         self.sealed: bool | None = self._manner.sealed or tls is not None
         self._listening: Listening[StreamLink] = Listening(self._link)
@@ -54,7 +59,9 @@ class Tcp:
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            listener = socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
+            listener = socket.create_server(
+                (self._host, self._port), family=family, backlog=_BACKLOG
+            )
         except OSError as wrong:
             raise TransportError(f"cannot listen on {self._host}:{self._port}: {wrong}") from wrong
         self._listening.start(owner, listener, "kv-tcp-listen")
@@ -91,5 +98,12 @@ class Tcp:
             sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
         if self._tls is not None:
             wrapped = sock if isinstance(sock, ssl.SSLSocket) else self._tls.server(sock)
-            return TlsLink(wrapped, owner, peer, self._manner, self._listening.forget, self._tls.files.peer_name)
+            return TlsLink(
+                wrapped,
+                owner,
+                peer,
+                self._manner,
+                self._listening.forget,
+                self._tls.files.peer_name,
+            )
         return TcpLink(sock, owner, peer, self._manner, self._listening.forget)

@@ -24,7 +24,9 @@ from kvtransfer.transports.outbound import Outbound
 from kvtransfer.transports.scatter import vectors_at
 from kvtransfer.transports.stream import Manner
 
-_RECORD_BYTES = 16 << 10  # A retry after a full socket must offer at least as much as before: one record at most.
+_RECORD_BYTES = (
+    16 << 10
+)  # A retry after a full socket must offer at least as much as before: one record at most.
 _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _log = logging.getLogger("penstock")
 
@@ -65,7 +67,9 @@ class TlsContexts:
             return self._client, self._server
 
     def _signature(self) -> Signature:
-        return tuple(_identity(path) for path in (self.files.certificate, self.files.key, self.files.ca))
+        return tuple(
+            _identity(path) for path in (self.files.certificate, self.files.key, self.files.ca)
+        )
 
     def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         return self._context(ssl.PROTOCOL_TLS_CLIENT), self._context(ssl.PROTOCOL_TLS_SERVER)
@@ -161,9 +165,15 @@ class TlsLink(LanedLink):
         if not self._peer_name or self._dialled:
             return
         certificate: Any = self._tls.getpeercert() or {}
-        names = [str(name).lower() for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS"]
+        names = [
+            str(name).lower()
+            for kind, name in certificate.get("subjectAltName", ())
+            if kind == "DNS"
+        ]
         if self._peer_name.lower() not in names:
-            raise ssl.SSLCertVerificationError(f"the certificate of {self.peer} does not hold {self._peer_name}")
+            raise ssl.SSLCertVerificationError(
+                f"the certificate of {self.peer} does not hold {self._peer_name}"
+            )
 
     def _receive(self, buffer: memoryview) -> int:
         try:
@@ -176,7 +186,9 @@ class TlsLink(LanedLink):
 
 
 class _TlsInbound(Inbound):
-    def __init__(self, sock: ssl.SSLSocket, receive: Callable[[memoryview], int], hearer: Any, limits: Any) -> None:
+    def __init__(
+        self, sock: ssl.SSLSocket, receive: Callable[[memoryview], int], hearer: Any, limits: Any
+    ) -> None:
         super().__init__(sock.fileno(), receive, hearer, limits)
         self._tls = sock
 
@@ -197,7 +209,9 @@ class _TlsInbound(Inbound):
 
 
 class _TlsOutbound(Outbound):
-    def __init__(self, sock: ssl.SSLSocket, sent: Callable[[WindowHead], None], *, checked: bool) -> None:
+    def __init__(
+        self, sock: ssl.SSLSocket, sent: Callable[[WindowHead], None], *, checked: bool
+    ) -> None:
         super().__init__(sock.fileno(), sent, checked=checked)
         self._tls = sock
         self._record = memoryview(bytearray(_RECORD_BYTES))

@@ -79,8 +79,14 @@ class Device:
         with _kept(self.context), _said(f"{self.name} has no usable port"):
             port = self.context.query_port(PORT)
             self.gather = min(int(self.context.query_device().max_sge), _MOST_GATHER)
-            self.mtu, self.lid, self.link_layer = int(port.active_mtu), int(port.lid), int(port.link_layer)
-            self.gid_index = self._best_gid(int(port.gid_tbl_len)) if gid_index is None else gid_index
+            self.mtu, self.lid, self.link_layer = (
+                int(port.active_mtu),
+                int(port.lid),
+                int(port.link_layer),
+            )
+            self.gid_index = (
+                self._best_gid(int(port.gid_tbl_len)) if gid_index is None else gid_index
+            )
             self.gid = str(self.context.query_gid(PORT, self.gid_index).gid)
 
     def _best_gid(self, size: int) -> int:
@@ -88,9 +94,14 @@ class Device:
         if self.link_layer != _ETHERNET:
             return 0
         entries = [
-            entry for entry in self.context.query_gid_table(size) if entry.gid_type == self._enums.IBV_GID_TYPE_ROCE_V2
+            entry
+            for entry in self.context.query_gid_table(size)
+            if entry.gid_type == self._enums.IBV_GID_TYPE_ROCE_V2
         ]
-        gids = {int(entry.gid_index): str(self.context.query_gid(PORT, entry.gid_index).gid) for entry in entries}
+        gids = {
+            int(entry.gid_index): str(self.context.query_gid(PORT, entry.gid_index).gid)
+            for entry in entries
+        }
         for wanted in ("0000:0000:0000:0000:0000:ffff:", ""):
             for index, gid in gids.items():
                 if gid.startswith(wanted) and not gid.startswith("fe80:"):
@@ -131,7 +142,9 @@ class Domain:
         self._scratch = np.zeros(64, np.uint8)
         address: int = self._scratch.__array_interface__["data"][0]
         with _kept(self.handle):
-            self._regions[address] = self.register(address, self._scratch.size, writable_by_peer=False)
+            self._regions[address] = self.register(
+                address, self._scratch.size, writable_by_peer=False
+            )
         self.nowhere = Piece(address, 0, self._regions[address].key)
 
     def register(self, address: int, length: int, *, writable_by_peer: bool) -> Memory:
@@ -199,7 +212,9 @@ class QueuePair:
     `number`: of the pair; its arrivals complete as RECEIVED + number.
     """
 
-    def __init__(self, domain: Domain, completions: Completions, number: int, writes: int, arrivals: int) -> None:
+    def __init__(
+        self, domain: Domain, completions: Completions, number: int, writes: int, arrivals: int
+    ) -> None:
         self._domain, self._device = domain, domain.device
         self._enums, self._wr = _module("enums"), _module("wr")
         qp = _module("qp")
@@ -208,21 +223,33 @@ class QueuePair:
         with _said("no queue pair"):
             self._qp = qp.QP(
                 domain.handle,
-                qp.QPInitAttr(qp_type=self._enums.IBV_QPT_RC, scq=queue, rcq=queue, cap=room, sq_sig_all=0),
+                qp.QPInitAttr(
+                    qp_type=self._enums.IBV_QPT_RC, scq=queue, rcq=queue, cap=room, sq_sig_all=0
+                ),
             )
         with _kept(self._qp), _said("no queue pair"):
             self._attr = qp.QPAttr(port_num=PORT)
-            self._attr.qp_access_flags = self._enums.IBV_ACCESS_LOCAL_WRITE | self._enums.IBV_ACCESS_REMOTE_WRITE
+            self._attr.qp_access_flags = (
+                self._enums.IBV_ACCESS_LOCAL_WRITE | self._enums.IBV_ACCESS_REMOTE_WRITE
+            )
             self._qp.to_init(self._attr)
         nowhere = self._wr.SGE(domain.nowhere.address, 0, domain.nowhere.key)
         self._arrival = self._wr.RecvWR(wr_id=RECEIVED + number, num_sge=1, sg=[nowhere])
-        self.card = Card(self._qp.qp_num, secrets.randbits(24), self._device.gid, self._device.lid, self._device.mtu)
+        self.card = Card(
+            self._qp.qp_num,
+            secrets.randbits(24),
+            self._device.gid,
+            self._device.lid,
+            self._device.mtu,
+        )
 
     def connect(self, peer: Card) -> None:
         """Ready to receive and to send. TransportError where the card leads nowhere."""
         addr, attr = _module("addr"), self._attr
         with _said("the peer's card leads nowhere"):
-            route = addr.GlobalRoute(dgid=addr.GID(peer.gid), sgid_index=self._device.gid_index, hop_limit=64)
+            route = addr.GlobalRoute(
+                dgid=addr.GID(peer.gid), sgid_index=self._device.gid_index, hop_limit=64
+            )
             attr.ah_attr = addr.AHAttr(port_num=PORT, is_global=1, gr=route, dlid=peer.lid)
             attr.path_mtu, attr.dest_qp_num = min(peer.mtu, self.card.mtu), peer.qpn
             attr.rq_psn, attr.sq_psn = peer.psn, self.card.psn
@@ -239,17 +266,28 @@ class QueuePair:
             self._qp.post_recv(self._arrival)
 
     def write(
-        self, number: int, pieces: Sequence[Piece], target: tuple[int, int], *, tell: bool, immediate: int | None = None
+        self,
+        number: int,
+        pieces: Sequence[Piece],
+        target: tuple[int, int],
+        *,
+        tell: bool,
+        immediate: int | None = None,
     ) -> None:
         """Write pieces behind each other to (remote address, remote key). `tell`: a completion is wanted on success."""
         enums = self._enums
-        gathered = [self._wr.SGE(piece.address, piece.length, piece.key) for piece in pieces or (self._domain.nowhere,)]
+        gathered = [
+            self._wr.SGE(piece.address, piece.length, piece.key)
+            for piece in pieces or (self._domain.nowhere,)
+        ]
         with _said("a write cannot be posted"):
             request = self._wr.SendWR(
                 wr_id=number,
                 num_sge=len(gathered),
                 sg=gathered,
-                opcode=enums.IBV_WR_RDMA_WRITE if immediate is None else enums.IBV_WR_RDMA_WRITE_WITH_IMM,
+                opcode=enums.IBV_WR_RDMA_WRITE
+                if immediate is None
+                else enums.IBV_WR_RDMA_WRITE_WITH_IMM,
                 send_flags=enums.IBV_SEND_SIGNALED if tell else 0,
                 imm_data=immediate or 0,
             )
@@ -270,7 +308,11 @@ def refused(status: int) -> bool:
 def ends_connection(status: int) -> bool:
     """Whether a failure says only that this connection has ended, so that another may do what is left."""
     enums = _module("enums")
-    return status in (enums.IBV_WC_WR_FLUSH_ERR, enums.IBV_WC_REM_ACCESS_ERR, enums.IBV_WC_LOC_ACCESS_ERR)
+    return status in (
+        enums.IBV_WC_WR_FLUSH_ERR,
+        enums.IBV_WC_REM_ACCESS_ERR,
+        enums.IBV_WC_LOC_ACCESS_ERR,
+    )
 
 
 def _module(name: str) -> Any:
@@ -313,7 +355,9 @@ def _first_active() -> Any:
             if int(context.query_port(PORT).state) == _ACTIVE:
                 return context
         context.close()
-    raise TransportError(f"no RDMA device with an active port (devices: {', '.join(names) or 'none'})")
+    raise TransportError(
+        f"no RDMA device with an active port (devices: {', '.join(names) or 'none'})"
+    )
 
 
 def _channel(cq: Any, context: Any) -> tuple[Any, int]:

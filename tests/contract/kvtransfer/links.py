@@ -154,7 +154,11 @@ class Owner:
     def all(self, kind: str, link: Link | None = None) -> list[object]:
         """What was told, by this link or by any."""
         with self.bell:
-            return [heard.what for heard in self.heard if heard.kind == kind and link in (None, heard.link)]
+            return [
+                heard.what
+                for heard in self.heard
+                if heard.kind == kind and link in (None, heard.link)
+            ]
 
     def wait(self, kind: str, count: int = 1) -> list[object]:
         """The first `count` things of a kind. Fails when they do not come."""
@@ -162,7 +166,9 @@ class Owner:
         with self.bell:
             while sum(heard.kind == kind for heard in self.heard) < count:
                 left = deadline - time.monotonic()
-                assert left > 0, f"{kind} was not heard {count} times but {[each.kind for each in self.heard]}"
+                assert left > 0, (
+                    f"{kind} was not heard {count} times but {[each.kind for each in self.heard]}"
+                )
                 self.bell.wait(left)
         return self.all(kind)[:count]
 

@@ -86,7 +86,10 @@ def test_bandwidth_follows_what_is_seen_and_is_kept_apart_by_peer_and_transport(
     for _ in range(20):
         bandwidth.seen("d0", "tcp", 1000, 1.0)
     bandwidth.seen("d0", "shm", 7000, 1.0)
-    assert bandwidth.all() == {("d0", "tcp"): pytest.approx(1000), ("d0", "shm"): pytest.approx(7000)}
+    assert bandwidth.all() == {
+        ("d0", "tcp"): pytest.approx(1000),
+        ("d0", "shm"): pytest.approx(7000),
+    }
     bandwidth.seen("d0", "tcp", 10_000, 10.0 / 3)
     rate = bandwidth.bytes_per_s("d0", "tcp")
     assert rate is not None

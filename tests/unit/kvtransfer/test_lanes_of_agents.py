@@ -64,7 +64,9 @@ async def until_lanes(group: Group, count: int) -> None:
             if len(links) != 1 or len(found) != 1 + count or board._dials:
                 return False
             (link,), lanes = links, {line for line in found if line.first is not None}
-            return lanes == set(link.lanes) and {line.link for line in lanes} == set(lanes_of(link.link))
+            return lanes == set(link.lanes) and {line.link for line in lanes} == set(
+                lanes_of(link.link)
+            )
 
     await until(there)
     assert len(board) == group.agent.figures()["links"] == 1
@@ -83,7 +85,9 @@ async def with_lanes(options: Options = PATIENT) -> AsyncIterator[list[Group]]:
 # ---- opened
 
 
-async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seek, under_way = Switchboard._seek, []
 
     def counted(self: Switchboard, dialling: Dialling) -> None:
@@ -155,7 +159,9 @@ async def test_a_lane_of_another_members_link_is_refused(monkeypatch: pytest.Mon
         landing = thief.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
         await until(lambda: bool(source.agent.figures()["refused"].get(Reason.LINK_LOST)))
-        assert {line.peer: len(line.lanes) for line in lines(source) if line.up and line.first is None} == {
+        assert {
+            line.peer: len(line.lanes) for line in lines(source) if line.up and line.first is None
+        } == {
             "p1": LANES - 1,
             "p2": 0,
         }
@@ -175,7 +181,9 @@ async def test_a_lane_of_a_lane_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(first_of(source).lanes) == 1
 
 
-async def test_a_source_takes_no_more_lanes_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_source_takes_no_more_lanes_than_there_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(switchboard, "MOST_LANES", LANES - 1)
     async with groups("lanes", SMALL, SMALL) as (source, sink):
         await moved(source, sink, "a")
@@ -214,7 +222,8 @@ async def test_beats_go_by_lanes_as_by_links() -> None:
             before = [line.link.received_bytes for line in lines(each)]
             await until(
                 lambda each=each, before=before: all(
-                    line.link.received_bytes > heard + 100 for line, heard in zip(lines(each), before, strict=True)
+                    line.link.received_bytes > heard + 100
+                    for line, heard in zip(lines(each), before, strict=True)
                 )
             )
 

@@ -51,7 +51,9 @@ def test_a_peer_cannot_write_through_any_door(region: Region) -> None:
     peer.close()
 
 
-def test_a_peer_cannot_make_its_mapping_writable_later_nor_reopen_the_file_for_writing(region: Region) -> None:
+def test_a_peer_cannot_make_its_mapping_writable_later_nor_reopen_the_file_for_writing(
+    region: Region,
+) -> None:
     peer = attached(region)
     libc = ctypes.CDLL(None, use_errno=True)
     protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -84,7 +86,9 @@ def test_a_file_that_could_shrink_or_is_of_another_size_is_refused(region: Regio
 
 
 @pytest.mark.parametrize("blocks", [0, -1])
-def test_a_file_of_no_blocks_is_closed_as_every_other_that_is_refused(region: Region, blocks: int) -> None:
+def test_a_file_of_no_blocks_is_closed_as_every_other_that_is_refused(
+    region: Region, blocks: int
+) -> None:
     assert region.fd is not None
     theirs = os.dup(region.fd)
     with pytest.raises(RegionError):

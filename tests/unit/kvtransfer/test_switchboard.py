@@ -37,7 +37,9 @@ class FakeLink:
 
 def test_who_has_proven_nothing_buys_no_time_by_a_byte_now_and_then() -> None:
     link, options = FakeLink(), Options(handshake_s=2.0)
-    line = Line(link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 10.0)  # type: ignore[arg-type]
+    line = Line(
+        link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 10.0
+    )  # type: ignore[arg-type]
     for at in range(1, 19):
         link.received_bytes = at
         assert not line.silent(10.0 + at / 10, 0.0, options)
@@ -50,9 +52,13 @@ def switchboard(transport: object) -> tuple[Switchboard, list[tuple[str, Reason,
     """One whose sink's book writes down what it hears of links that did not come up."""
     heard: list[tuple[str, Reason, str]] = []
     book = Mock()
-    book.unlinked = lambda address, reason, detail, now: heard.append((address, reason, detail)) or []
+    book.unlinked = lambda address, reason, detail, now: (
+        heard.append((address, reason, detail)) or []
+    )
     clock = Mock(now=lambda: 0.0, aside=lambda work: work())
-    made = Switchboard(KEY, {"tcp": transport}, clock, Options(), (book, Mock(), Tally()), Hold(), lambda _: None)  # type: ignore[dict-item]
+    made = Switchboard(
+        KEY, {"tcp": transport}, clock, Options(), (book, Mock(), Tally()), Hold(), lambda _: None
+    )  # type: ignore[dict-item]
     made.card = Card("d", bytes(16), SMALL)
     return made, heard
 
@@ -108,10 +114,17 @@ def test_a_peer_with_another_key_is_not_dialled_again() -> None:
     assert not dial_again(made)
 
 
-def test_a_lane_is_of_a_link_by_its_own_transport_and_of_no_stranger_that_repeats_its_greeting() -> None:
+def test_a_lane_is_of_a_link_by_its_own_transport_and_of_no_stranger_that_repeats_its_greeting() -> (
+    None
+):
     made, _ = switchboard(Mock())
     stranger, first, lane = (
-        Line(Mock(transport="tcp", lanes=1), Session(KEY, bytes(16), made.card, dialled=False), None, 0.0)
+        Line(
+            Mock(transport="tcp", lanes=1),
+            Session(KEY, bytes(16), made.card, dialled=False),
+            None,
+            0.0,
+        )
         for _ in range(3)
     )
     made._lines = {line.link: line for line in (stranger, first, lane)}
@@ -124,7 +137,9 @@ def test_a_lane_is_of_a_link_by_its_own_transport_and_of_no_stranger_that_repeat
     assert made._unwanted_lane(lane) == (Reason.LINK_LOST, "a lane of no link that is here")
 
 
-def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     made, _ = switchboard(Mock())
     first = up(made, proven(made.card))
     for _ in range(10):
@@ -137,7 +152,9 @@ def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(caplog: pytest.Log
 
 
 def up(made: Switchboard, session: Session, dialling: Dialling | None = None) -> Line:
-    line = Line(Mock(transport="tcp", lanes=3, received_bytes=0, used=False), session, dialling, 0.0)
+    line = Line(
+        Mock(transport="tcp", lanes=3, received_bytes=0, used=False), session, dialling, 0.0
+    )
     line.up = line.linked = True
     made._lines[line.link] = line
     return line
@@ -189,7 +206,9 @@ def test_lanes_that_cannot_be_dialled_are_given_up_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_a_lane_by_which_nothing_comes_is_lost_and_its_link_with_it_if_it_was_used(used: bool) -> None:
+def test_a_lane_by_which_nothing_comes_is_lost_and_its_link_with_it_if_it_was_used(
+    used: bool,
+) -> None:
     """What is between may take bytes, acknowledge them, and pass none on."""
     made, _ = switchboard(Mock())
     first, lane = up(made, proven(made.card)), up(made, proven(made.card, b"g" * 16))
@@ -218,7 +237,11 @@ def test_a_lane_that_leads_elsewhere_or_comes_when_its_link_is_gone_is_closed(as
     made, _ = switchboard(Mock())
     there = msgspec.structs.replace(made.card, epoch=b"e" * 16)
     first = up(made, proven(there))
-    lane = up(made, proven(made.card if astray else there, b"g" * 16), Dialling(Mock(), "h:1", "h:1", lane_of=first))
+    lane = up(
+        made,
+        proven(made.card if astray else there, b"g" * 16),
+        Dialling(Mock(), "h:1", "h:1", lane_of=first),
+    )
     if not astray:
         del made._lines[first.link]
     lane.up = lane.linked = False
@@ -230,7 +253,9 @@ def test_a_lane_that_leads_elsewhere_or_comes_when_its_link_is_gone_is_closed(as
 
 
 def test_who_never_answers_is_given_up_for_the_limit_that_it_has_passed() -> None:
-    made, heard = switchboard(Mock(dial=lambda where: Mock(transport="tcp", lanes=1, received_bytes=0)))
+    made, heard = switchboard(
+        Mock(dial=lambda where: Mock(transport="tcp", lanes=1, received_bytes=0))
+    )
     made.dial("h:1")
     made._clock.now = lambda: 2.5  # type: ignore[method-assign]
     made._beat(2.5)
@@ -244,7 +269,9 @@ def test_whatever_goes_wrong_in_a_dial_somebody_hears_of_it() -> None:
 
 
 def test_a_peer_whose_message_waits_for_us_is_not_silent() -> None:
-    line = Line(FakeLink(), Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0)  # type: ignore[arg-type]
+    line = Line(
+        FakeLink(), Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0
+    )  # type: ignore[arg-type]
     line.up = line.hearing = True
     assert not line.silent(100.0, 0.0, Options())
     line.hearing = False
@@ -254,7 +281,9 @@ def test_a_peer_whose_message_waits_for_us_is_not_silent() -> None:
 
 def test_a_stall_of_our_own_is_no_credit_for_the_silence_that_follows() -> None:
     link = FakeLink()
-    line = Line(link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0)  # type: ignore[arg-type]
+    line = Line(
+        link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0
+    )  # type: ignore[arg-type]
     line.up, link.received_bytes = True, 1
     assert not line.silent(10.0, 9.0, Options())
     assert line.silent(11.0, 0.0, Options())
@@ -285,7 +314,9 @@ async def test_a_better_way_that_leads_to_another_agent_is_not_taken() -> None:
     sink = await started("d", Tcp(), Shm())
     other.agent.offer("r", [1], 16, public=True)
     offer = meant.agent.offer("r", [1], 16, public=True)
-    end = await asyncio.wait_for(sink.agent.fetch(meant.agent.address, "r", [1], 16).ended(), PATIENCE_S)
+    end = await asyncio.wait_for(
+        sink.agent.fetch(meant.agent.address, "r", [1], 16).ended(), PATIENCE_S
+    )
     assert (end.landed, end.transport) == (True, "tcp")
     assert (await asyncio.wait_for(offer.ended(), PATIENCE_S)).landed
     assert sink.agent.figures()["faults"] == {"fallback": 1}
@@ -359,7 +390,9 @@ async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up
 
 
 async def test_those_we_dial_do_not_stand_at_our_door() -> None:
-    async with groups("tcp", SMALL, SMALL, options=[Options(most_strangers=1, handshake_s=15.0), PATIENT]) as (
+    async with groups(
+        "tcp", SMALL, SMALL, options=[Options(most_strangers=1, handshake_s=15.0), PATIENT]
+    ) as (
         one,
         two,
     ):
@@ -367,7 +400,11 @@ async def test_those_we_dial_do_not_stand_at_our_door() -> None:
             waits = one.agent.fetch(f"127.0.0.1:{mute.getsockname()[1]}", "r", [1], 16)
             await until(lambda: bool(one.agent.figures()["links"]))
             one.agent.offer("r", [1], 16, public=True)
-            assert (await asyncio.wait_for(two.agent.fetch(one.agent.address, "r", [2], 16).ended(), PATIENCE_S)).landed
+            assert (
+                await asyncio.wait_for(
+                    two.agent.fetch(one.agent.address, "r", [2], 16).ended(), PATIENCE_S
+                )
+            ).landed
             waits.cancel()
 
 
@@ -394,7 +431,9 @@ async def test_a_heart_that_missed_a_beat_beats_on(monkeypatch: pytest.MonkeyPat
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
 
 
-async def test_where_there_is_no_thread_for_a_link_the_next_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_there_is_no_thread_for_a_link_the_next_is_taken_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A process at its limit of threads must not go deaf for good."""
     start, refused = threading.Thread.start, threading.Event()
 
@@ -426,19 +465,25 @@ async def test_where_there_is_no_thread_to_dial_a_landing_ends_and_the_next_is_d
             raise RuntimeError("can't start new thread")
 
         monkeypatch.setattr(ThreadClock, "aside", aside)
-        end = await asyncio.wait_for(sink.agent.fetch(source.agent.address, "r", [2], 16).ended(), PATIENCE_S)
+        end = await asyncio.wait_for(
+            sink.agent.fetch(source.agent.address, "r", [2], 16).ended(), PATIENCE_S
+        )
         assert end.reason is Reason.UNREACHABLE
         monkeypatch.undo()
         landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
 
 
-@pytest.mark.parametrize("words", [{"name": ""}, {"name": "x" * 257}, {"name": "\ud800"}, {"ticket": "t" * 1025}])
+@pytest.mark.parametrize(
+    "words", [{"name": ""}, {"name": "x" * 257}, {"name": "\ud800"}, {"ticket": "t" * 1025}]
+)
 async def test_words_that_no_message_carries_end_no_link(words: dict[str, str]) -> None:
     async with groups("inproc", SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [1], 16, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
         with pytest.raises(ValueError, match=r"characters|surrogates"):
-            sink.agent.fetch(source.agent.address, words.get("name", "n"), [3], 16, ticket=words.get("ticket"))
+            sink.agent.fetch(
+                source.agent.address, words.get("name", "n"), [3], 16, ticket=words.get("ticket")
+            )
         offer.ready(SMALL.layers)
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed

@@ -53,7 +53,11 @@ class Pipe:
     sent: list[WindowHead]
 
     def put(
-        self, runs: Runs, transfer: int = 1, first: int = 0, current: Callable[[], bool] | None = None
+        self,
+        runs: Runs,
+        transfer: int = 1,
+        first: int = 0,
+        current: Callable[[], bool] | None = None,
     ) -> WindowHead:
         """Queue a window that the sink expects."""
         head = WindowHead(transfer, 0, 0, first, runs.count, runs.n_bytes)
