@@ -1,6 +1,6 @@
 """Regions in memory files (memfd) that peers on the same host can map.
 
-A file holds the blocks and then, from the next page on, the generations, so that a peer sees both change.
+A file holds the blocks and then, from the next page on, the generations. A peer sees both change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUT
 class MemoryFileRegion(Region):
     """A region in a sealed memory file.
 
-    The seals fix the file's size, and no other mapping can write to it, even through the descriptor.
+    The seals fix the file's size. No other mapping can write to it, not even through the
+    descriptor.
     """
 
     __slots__ = ()
@@ -31,7 +32,10 @@ class MemoryFileRegion(Region):
     def create(
         cls, blocks: int, block_bytes: int, *, name: str, populate: bool = False
     ) -> MemoryFileRegion:
-        """Allocate zeroed memory. `populate` faults the pages in now, so that no transfer waits for them."""
+        """Allocate zeroed memory.
+
+        `populate` faults the pages in now, so that no transfer waits for them.
+        """
         size = _file_bytes(blocks, block_bytes)
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -61,7 +65,9 @@ class MemoryFileRegion(Region):
         return cls(*_views(memory, blocks, block_bytes), block_bytes, name, fd)
 
     def close(self) -> None:
-        """Close the file. The memory is unmapped once no view of it is left. May be called twice."""
+        """Close the file. The memory is unmapped once no view of it is left. May be called
+        twice.
+        """
         super().close()
         if self.fd is not None:
             os.close(self.fd)

@@ -1,7 +1,8 @@
 """Regions: the memory of a rank's KV blocks, with a generation per block.
 
-A generation tells one owner of a block from the next. Not here: memory files that peers map (memory_files.py), who
-owns a block (the engine's allocator), and when it may be given to the next owner (source.py, sink.py).
+A generation distinguishes successive owners of a block. Not here: memory files that peers map
+(memory_files.py), who owns a block (the engine's allocator), and when it may change owner
+(source.py, sink.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ Blocks = Sequence[int] | NDArray[np.int64]
 
 
 class RegionError(Exception):
-    """The memory is unusable: wrong size, read-only, or a file whose owner could still resize it."""
+    """The memory is unusable: wrong size, read-only, or a file that its owner could still
+    resize.
+    """
 
 
 class Region:

@@ -478,7 +478,7 @@ class Trial:
             self.inner[self.engines.index(engine)].close()
 
     def hang_up(self, engine: Engine) -> None:
-        for link in list(engine.agent._board._lines):
+        for link in list(engine.agent._board._peer_links):
             link.close()
 
     # ---- time

@@ -59,11 +59,11 @@ def fence_without_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def give_blocks_back_before_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    over = SinkBook._over
+    over = SinkBook._end
 
     def early(book, reservation, *why, **how):  # type: ignore[no-untyped-def]
         commands = over(book, reservation, *why, **how)
-        held = reservation.number in book._held
+        held = reservation.number in book._reservations
         return commands + book._resolve(reservation, why[-1]) if held else commands
 
     monkeypatch.setattr(sink.SinkBook, "_over", early)

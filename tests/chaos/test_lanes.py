@@ -92,7 +92,7 @@ def test_what_is_fenced_is_not_written_into_whichever_way_it_came() -> None:
     with linked_pair("lanes", BLOCK_BYTES) as pair:
         assert not any(islice(late_writes(pair, seed=1), 200))
         assert isinstance(pair.source, LanedLink)
-        assert all(lane.used for lane in pair.source._wide)
+        assert all(lane.used for lane in pair.source._lane_links)
 
 
 def test_a_fence_that_heeds_no_lane_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Engines die, lose ranks and wedge under load; nobody whose answer had not begun may notice, and nobody may hang."""
+"""Engines die, lose ranks and wedge under load; nobody whose answer was not begun may notice, and nobody may hang."""
 
 from __future__ import annotations
 

@@ -472,7 +472,7 @@ async def test_a_dead_link_is_replaced(transport: str) -> None:
             landing = sink.agent.fetch(source.agent.address, name, [5], 16, ticket=offer.ticket)
             assert (await soon(landing.ended())).landed
             await soon(offer.ended())
-            for link in list(source.agent._board._lines):
+            for link in list(source.agent._board._peer_links):
                 link.close()
             await until(lambda: not len(sink.agent._board), "the sink did not notice")
 
@@ -487,16 +487,16 @@ async def test_what_cannot_be_is_refused_at_once(transport: str) -> None:
         with pytest.raises(ValueError, match="twice"):
             sink.agent.fetch(source.agent.address, "r", [1, 1], 32)
         for seconds in (-1.0, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match="an offer lasts some seconds"):
+            with pytest.raises(ValueError, match="an offer needs a finite time"):
                 source.agent.offer("r", [0], 16, ttl_s=seconds)
-            with pytest.raises(ValueError, match="a landing lasts some seconds"):
+            with pytest.raises(ValueError, match="a landing needs a finite time"):
                 sink.agent.fetch(source.agent.address, "r", [1], 16, timeout_s=seconds)
         with pytest.raises(
-            ValueError, match="a transfer is interactive, bulk, migration, not 'urgent'"
+            ValueError, match="priority must be one of interactive, bulk, migration, not 'urgent'"
         ):
             sink.agent.fetch(source.agent.address, "r", [1], 16, klass="urgent")
         offer = source.agent.offer("r", [0], 16)
-        with pytest.raises(ValueError, match="an offer lasts some seconds"):
+        with pytest.raises(ValueError, match="an offer needs a finite time"):
             offer.renew(float("nan"))
         with pytest.raises(ValueError, match="already"):
             source.agent.offer("r", [0], 16)

@@ -68,7 +68,7 @@ async def besieged(
 
 
 def taken_in(agent: Agent) -> int:
-    return len(agent._board._lines) + agent.figures()["faults"].get("strangers", 0)
+    return len(agent._board._peer_links) + agent.figures()["faults"].get("strangers", 0)
 
 
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
@@ -103,7 +103,7 @@ async def test_what_is_held_of_connections_without_the_key_is_bounded() -> None:
     """Each says all of a long message but its end, then more is refused."""
     unfinished = frame(Kind.MESSAGE, bytes(STRANGER_BYTES))[:-1]
     async with besieged(100, HOSTS["several addresses"], unfinished) as (source, sink):
-        links = list(source.agent._board._lines)
+        links = list(source.agent._board._peer_links)
         await until(lambda: min(link.received_bytes for link in links) == len(unfinished))
         held = sum(link.received_bytes for link in links)
         assert held <= DEFAULTS.most_strangers * (STRANGER_BYTES + 64)
@@ -136,7 +136,7 @@ async def test_members_that_have_greeted_are_dropped_for_no_other() -> None:
             for _ in range(100):
                 stack.enter_context(closing(connect(source.agent, "127.0.0.1")))
             await until(lambda: taken_in(source.agent) == 140)
-            assert len(source.agent._board._lines) == 40 + DEFAULTS.unproven_per_address
+            assert len(source.agent._board._peer_links) == 40 + DEFAULTS.unproven_per_address
 
 
 async def test_a_greeting_that_is_replayed_keeps_one_connection_and_not_many() -> None:
@@ -145,7 +145,7 @@ async def test_a_greeting_that_is_replayed_keeps_one_connection_and_not_many() -
         encode(Hello(VERSION, greeting_nonce(KEY, bytes(8)), Card("x", bytes(16), SMALL), 1)),
     )
     async with besieged(100, ["127.0.0.1"], hello) as (source, sink):
-        await until(lambda: len(source.agent._board._lines) == DEFAULTS.unproven_per_address + 1)
+        await until(lambda: len(source.agent._board._peer_links) == DEFAULTS.unproven_per_address + 1)
         await fetch(source, sink, "r")
 
 

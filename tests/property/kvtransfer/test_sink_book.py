@@ -290,7 +290,7 @@ class World:
                 self.obey(self.book.misled(link, number, "no such window", self.now))
 
     def moving(self, number: int) -> bool:
-        held = self.book._held.get(number)
+        held = self.book._reservations.get(number)
         return held is not None and held.state is SinkState.MOVING
 
     def wait(self) -> None:
@@ -333,7 +333,7 @@ class World:
 @pytest.fixture(autouse=True)
 def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the few blocks that are drawn here, too."""
-    monkeypatch.setattr("kvtransfer.commands._AT_ONCE_BLOCKS", 2)
+    monkeypatch.setattr("kvtransfer.commands._MAX_INLINE_BLOCKS", 2)
 
 
 @settings(

@@ -252,7 +252,7 @@ class World:
 @pytest.fixture(autouse=True)
 def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the few blocks that are drawn here, too."""
-    monkeypatch.setattr("kvtransfer.commands._AT_ONCE_BLOCKS", 2)
+    monkeypatch.setattr("kvtransfer.commands._MAX_INLINE_BLOCKS", 2)
 
 
 @settings(
@@ -273,7 +273,7 @@ def test_told_anything_in_any_order_it_ends_every_offer_once_and_keeps_nothing(
     assert set(world.resolved) == set(range(1, world.numbers + 1))
     assert sum(world.book.held.values()) == 0
     assert world.book.credits_taken() == 0
-    assert not world.book._holders.any()
+    assert not world.book._offer_counts.any()
 
 
 def test_any_order_reaches_every_end() -> None:

@@ -44,7 +44,7 @@ async def moved(source: Group, sink: Group, name: str) -> None:
 
 
 def lines(group: Group) -> list[Line]:
-    return list(group.agent._board._lines.values())
+    return list(group.agent._board._peer_links.values())
 
 
 def first_of(group: Group) -> Line:
@@ -88,7 +88,7 @@ async def with_lanes(options: Options = PATIENT) -> AsyncIterator[list[Group]]:
 async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seek, under_way = Switchboard._seek, []
+    seek, under_way = Switchboard._start_dial, []
 
     def counted(self: Switchboard, dialling: Dialling) -> None:
         seek(self, dialling)
@@ -107,7 +107,7 @@ async def test_no_lane_is_dialled_before_the_source_has_said_something() -> None
     async with groups("lanes", SMALL, SMALL, options=(silent, silent)) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "a", [7], 16)  # which nobody offers yet
         board = sink.agent._board
-        await until(lambda: any(line.linked for line in board._lines.values()))
+        await until(lambda: any(line.linked for line in board._peer_links.values()))
         await asyncio.sleep(0.1)
         assert (len(board), board._dials) == (1, 0)
         await until_lanes(sink, 0)
@@ -140,7 +140,7 @@ async def test_a_lane_of_no_other_link_that_is_there_is_refused_and_missed_by_no
     greets(monkeypatch, lambda session: session.greeting if itself else b"x" * 16)
     async with groups("lanes", SMALL, SMALL) as (source, sink):
         await moved(source, sink, "a")
-        await until(lambda: caplog.text.count("has a lane less") == 3)
+        await until(lambda: caplog.text.count("a lane to") == 3)
         await asyncio.sleep(0.2)
         assert source.agent.figures()["refused"] == {Reason.LINK_LOST: 3}
         for each in (source, sink):
@@ -208,7 +208,7 @@ async def test_a_lane_that_cannot_be_dialled_is_tried_again(
     monkeypatch.setattr(Tcp, "dial", fails_once)
     async with with_lanes():
         assert len(dialled) == LANES + 1
-        assert "has a lane less: no route for once" in caplog.text
+        assert "failed: no route for once" in caplog.text
 
 
 # ---- alive
@@ -233,7 +233,7 @@ async def test_who_says_anything_else_on_a_lane_loses_it(caplog: pytest.LogCaptu
     async with with_lanes() as (source, sink):
         first_of(source).lanes[0].say(Stop(1, Reason.CANCELLED))
         await until(lambda: sink.agent.figures()["faults"] == {"protocol": 1})
-        await until(lambda: "has a lane less: Stop came by a lane" in caplog.text)
+        await until(lambda: "failed: Stop on a lane" in caplog.text)
         await until_lanes(sink, LANES - 1)
         await moved(source, sink, "b")
 
@@ -254,7 +254,7 @@ async def test_a_lane_that_was_not_used_yet_is_missed_by_nobody_and_sought_again
         for each in (source, sink):
             await until(lambda each=each: gone not in lanes_of(first_of(each).link))
             await until_lanes(each, LANES - 1)
-        await until(lambda: caplog.text.count("has a lane less") == 2)  # at both ends
+        await until(lambda: caplog.text.count("a lane to") == 2)  # at both ends
         offer.ready(SMALL.layers)
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
 

@@ -156,5 +156,5 @@ def test_blocks_travel_as_they_are(blocks: list[int]) -> None:
 def test_a_piece_of_a_block_number_is_none_and_shows_when_the_message_is_read(
     message: Invite | Accept,
 ) -> None:
-    with pytest.raises(ProtocolError, match="no list of blocks"):
+    with pytest.raises(ProtocolError, match="not a list of blocks"):
         decode(encode(msgspec.structs.replace(message, blocks=b"12345")))

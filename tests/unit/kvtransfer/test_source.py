@@ -90,7 +90,7 @@ def test_who_waited_for_a_name_without_leave_cannot_keep_it_from_who_has_it() ->
 def test_while_a_long_plan_is_made_the_offer_is_taken_and_whatever_ends_it_ends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtransfer.commands._AT_ONCE_BLOCKS", 0)
+    monkeypatch.setattr("kvtransfer.commands._MAX_INLINE_BLOCKS", 0)
     for end in ("nothing", "revoke", "stop", "lose", "expire"):
         book, link = book_and_link("d1")
         ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 1.0, 4, bytes(16)), 0.0)

@@ -114,7 +114,7 @@ def test_a_lane_is_called_also_while_it_goes_to_sleep(pair: Pair) -> None:
         laned(pair.source)._out.share(1)
         for each in blocks(2).items():
             pair.put(*each)
-        assert all(lane._called for lane in lanes)
+        assert all(lane._has_lane_work for lane in lanes)
         laned(pair.source)._out.drop(1)
 
 
@@ -123,7 +123,7 @@ def test_a_lane_that_is_called_does_not_go_to_sleep(pair: Pair, spins: bool) -> 
     lane = lanes_of(pair.source)[0]
     with standing(lane):
         lane._poll = Mock(poll=Mock(return_value=[]))
-        lane._called, lane._spin_s = True, 0.5 if spins else 0.0
+        lane._has_lane_work, lane._spin_s = True, 0.5 if spins else 0.0
         if spins:
             assert lane._spin(lambda: False)
         else:
@@ -218,7 +218,7 @@ def test_who_drops_a_transfer_looks_at_nothing_that_waits(pair: Pair) -> None:
         pair.source.drop(1)
         assert out._shared == {}
         out._queue = deque()
-    until(lambda: not out._kept)
+    until(lambda: not out._withheld)
 
 
 def test_of_a_dropped_transfer_no_lane_sends_what_it_has_taken(pair: Pair) -> None:
@@ -264,7 +264,7 @@ def test_a_lane_that_has_ended_keeps_no_fence_waiting_and_needs_no_thread_for_it
     for lane in lanes:
         lane.close()
         lane.join()
-    laned(pair.sink)._wide = lanes  # as for a fence that had begun before
+    laned(pair.sink)._lane_links = lanes  # as for a fence that had begun before
 
     def no_more(thread: threading.Thread) -> NoReturn:
         raise RuntimeError("can't start new thread")
