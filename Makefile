@@ -20,7 +20,6 @@ BASE   ?=
 BENCH_TLS ?=
 PAIRED ?=
 comma  := ,
-NIXL_TESTS ?= tests/nixl tests/contract/kvtransfer tests/chaos/test_kv_processes.py
 RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes.py
 
 COMPILED_TESTS ?= tests/unit/gateway tests/unit/policies tests/property/gateway tests/property/policies tests/e2e/test_openai_sdk.py
@@ -28,7 +27,7 @@ COMPILED_TESTS ?= tests/unit/gateway tests/unit/policies tests/property/gateway 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma nixl kv-trials bench bench-kv bench-split bench-paired bench-tls goodput observe real compiled test-compiled load policies gateways restarts tls soak overload isolation clocks web docs lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split bench-paired bench-tls goodput observe real compiled test-compiled load policies gateways restarts tls soak overload isolation clocks web docs lock deploy-check clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,12 +52,6 @@ e2e: $(VENV)/.dev ## whole processes against each other
 
 rdma: $(VENV)/.dev build/rdma/initrd.gz ## KV transfer over real RDMA verbs, in a guest with soft-RoCE (Debian 12; no KVM, no hardware)
 	sh deploy/rdma/test.sh $(PY) $(RDMA_TESTS)
-
-nixl: $(VENV)/.dev ## KV transfer by NIXL: the contract and seeded faults, in an environment beside .venv (340 MB, no GPU)
-	@sh deploy/nixl.sh $(PY) build/nixl
-	UCX_TLS=tcp,self UCX_NET_DEVICES=lo UCX_MODULES=^ib UCX_LOG_FILE=stderr NIXL_LOG_LEVEL=WARN \
-		PENSTOCK_NIXL=1 PENSTOCK_KV_TRANSPORTS=nixl \
-		build/nixl/bin/python -m pytest $(NIXL_TESTS)
 
 kv-trials: $(VENV)/.dev ## 10,000 seeded faults of KV transfer over inproc, shm, tcp and its lanes (TRIALS="--trials 500 --seed 7")
 	$(PY) -m tests.chaos.kv_trials $(or $(TRIALS),--trials 10000 --transport inproc$(comma)shm$(comma)tcp$(comma)lanes)

@@ -1,8 +1,10 @@
-"""KV cache between TP groups: the agent that an engine embeds, and the engines' own dialects of a handoff.
+"""Transfer of KV cache between tensor-parallel groups, and the engines' handoff dialects.
 
-layout, reshard, regions    what lies where, which bytes go where, the memory itself
-source, sink, lease, ends   who may fetch what, until when, and how it ends: sans-IO
-session, ticket, messages   who is who, and what is said
-transports/                 how bytes move
-Nothing of the gateway is here; docs/kvtransfer.md tells how it works together and what it defends against.
+agent                       the object that an engine embeds layout, reshard, regions    where KV
+lies, which bytes go where, and the memory itself source, sink, lease, ends   who may fetch what,
+until when, and how it ends: sans-IO session, ticket, messages   proof of identity, permissions, and
+the protocol transports/                 how bytes move dialects/                   how the gateway
+asks each engine for a handoff
+
+Nothing of the gateway is here. docs/kvtransfer.md describes the design and its threat model.
 """

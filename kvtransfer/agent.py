@@ -1,7 +1,8 @@
-"""Agent: what an engine embeds to offer its KV blocks to peers and to fetch theirs. The one place where the books, the
-links, the clock and the event loop meet: one lock, events in from any thread, commands out in order.
+"""Agent: the object an engine embeds to offer its KV blocks to peers and to fetch theirs.
 
-Not here: any decision about a transfer (source.py, sink.py), or about a link's trust (session.py).
+It connects the source and sink logic, the links, the clock and the event loop under one lock.
+Events come in from any thread; commands are executed in order. Not here: decisions about a transfer
+(source.py, sink.py) or about the trust of a link (session.py).
 """
 
 from __future__ import annotations
@@ -54,16 +55,18 @@ from kvtransfer.transports.choose import this_host
 
 log = logging.getLogger("penstock")
 
-_FENCES_S = 5.0  # how long a closing agent waits for its fences before it ends the transports themselves
+# How long `close` waits for fences before it closes the transports anyway.
+_FENCES_S = 5.0
 
 
 class Agent:
-    """One TP group's end of all its transfers.
+    """One tensor-parallel group's end of all its KV transfers.
 
-    layout, regions   the group's, one region per rank; their memory outlives the agent
-    key               the fleet's secret, at least 16 bytes: who does not have it can do nothing here
-    transports        by the first we are reached (`address`) and reach peers; a better one that both have is then taken
-    clock             None: a thread of its own
+    layout, regions   the group's KV layout, and one region per rank; the memory outlives the agent
+    key               the fleet's shared secret, at least 16 bytes; peers without it are refused
+    transports        the first one gives `address` and dials peers; a pair of agents then
+                      switches to the best transport that both have
+    clock             None: a thread owned by the agent
     """
 
     def __init__(
@@ -78,11 +81,13 @@ class Agent:
         options: Options | None = None,
     ) -> None:
         if len(regions) != layout.ranks or not transports:
-            raise ValueError(f"{len(regions)} regions for {layout.ranks} ranks, {len(transports)} transports")
+            raise ValueError(
+                f"{len(regions)} regions for {layout.ranks} ranks, {len(transports)} transports"
+            )
         _all_sealed_or_none(transports)
         sizes = [layout.rank_block_bytes(rank) for rank in range(layout.ranks)]
         if [region.block_bytes for region in regions] != sizes:
-            raise ValueError(f"by this layout the ranks' blocks have {sizes} bytes")
+            raise ValueError(f"this layout needs blocks of {sizes} bytes per rank")
         self.options = options or Options()
         self.address = ""
         self._name, self._layout, self._regions = name, layout, list(regions)
@@ -96,10 +101,14 @@ class Agent:
         self._sink = SinkBook(layout, self._regions, self.options, self._tally)
         self._source = SourceBook(self._card, self._regions, key, self.options, self._tally)
         books = (self._sink, self._source, self._tally)
-        self._board = Switchboard(key, self._transports, self._clock, self.options, books, self._lock, self._do)
-        self._inviting = Inviting(self._regions, self._clock, self._lock, self._granted, self._uninvited)
+        self._board = Switchboard(
+            key, self._transports, self._clock, self.options, books, self._lock, self._do
+        )
+        self._inviting = Inviting(
+            self._regions, self._clock, self._lock, self._granted, self._uninvited
+        )
         self._commands: deque[Command] = deque()
-        self._carrying_out = False
+        self._is_executing = False
         self._handles: dict[int, Handle] = {}
         self._numbers = itertools.count(1)
         self._bell: Bell | None = None
@@ -107,10 +116,13 @@ class Agent:
         self._alarm: Timer | None = None
         self._closed = False
 
-    # ---- the engine's side
+    # ---- API of the engine
 
     async def start(self) -> None:
-        """Listen; handles can be awaited on this loop. Raises TransportError."""
+        """Start listening, with handles that can be awaited on the running loop.
+
+        Raises TransportError if the first transport does not start.
+        """
         doorbell = Doorbell(asyncio.get_running_loop())
         try:
             self.open(doorbell)
@@ -120,37 +132,44 @@ class Agent:
         self._doorbell = doorbell
 
     def open(self, bell: Bell | None = None) -> None:
-        """Listen, without an event loop: handles can be looked at, not awaited, and `bell` hears of every change.
+        """Start listening without an event loop.
 
-        A better way that does not start is left out, and the log says so. Raises TransportError if the first does not:
-        then the others are closed, and left out should this be called again.
+        Handles can then be read but not awaited, and `bell` is notified of every change. A
+        transport other than the first that fails to start is logged and dropped. Raises
+        TransportError if the first fails; the others are then closed and stay dropped for a later
+        call.
         """
         self._bell = bell
-        first, *better = self._transports
+        first_name, *other_names = self._transports
         try:
-            ways = self._ways(better)
-            # Peers know the first way alone, so whoever dials it finds the rest ready.
-            self._board.card = msgspec.structs.replace(self._card, addresses=ways)
-            self.address = self._transports[first].start(self, self._regions)
+            addresses = self._start_transports(other_names)
+            # Start the first transport last: peers that dial it find the others ready.
+            self._board.card = msgspec.structs.replace(self._card, addresses=addresses)
+            self.address = self._transports[first_name].start(self, self._regions)
         except BaseException:
             for name in list(self._transports)[1:]:
                 self._transports.pop(name).close()
             raise
-        self._board.open(msgspec.structs.replace(self._card, addresses={first: self.address, **ways}))
+        self._board.open(
+            msgspec.structs.replace(self._card, addresses={first_name: self.address, **addresses})
+        )
 
-    def _ways(self, names: Sequence[str]) -> dict[str, str]:
-        """Start the transports of these names: where each is reached, those left out that do not start."""
-        ways: dict[str, str] = {}
+    def _start_transports(self, names: Sequence[str]) -> dict[str, str]:
+        """Start the named transports and return their addresses. Drop those that fail to start."""
+        addresses: dict[str, str] = {}
         for name in names:
             try:
-                ways[name] = self._transports[name].start(self, self._regions)
-            except TransportError as wrong:
-                log.warning("kv %s: no %s here: %s", self._name, name, wrong)
+                addresses[name] = self._transports[name].start(self, self._regions)
+            except TransportError as error:
+                log.warning("kv %s: transport %s is not available: %s", self._name, name, error)
                 del self._transports[name]
-        return ways
+        return addresses
 
     async def close(self) -> None:
-        """End everything, behind the fence; blocks are the engine's again when this returns. May be called twice."""
+        """End every transfer behind its fence, then stop. May be called twice.
+
+        When this returns, all blocks belong to the engine again.
+        """
         self.shut()
         ends = [asyncio.ensure_future(handle.ended()) for handle in list(self._handles.values())]
         if ends:
@@ -162,7 +181,7 @@ class Agent:
         await asyncio.gather(*ends)
 
     def shut(self) -> None:
-        """Take nothing more, and begin to end what there is."""
+        """Refuse new transfers and begin to end the current ones."""
         with self._lock:
             self._closed = True
             self._board.refuse()
@@ -170,7 +189,10 @@ class Agent:
             self._do(self._sink.close(now) + self._source.close(now))
 
     def leave(self) -> None:
-        """Hang up everywhere and stop listening. After `shut`; what has not ended by then ends with the transports."""
+        """Close all links and stop listening. Call `begin_close` first.
+
+        Transfers that have not ended yet end with their transports.
+        """
         with self._lock:
             if self._alarm is not None:
                 self._alarm.cancel()
@@ -193,20 +215,25 @@ class Agent:
         sink: str | None = None,
         public: bool = False,
     ) -> Offer:
-        """Let one sink fetch the KV of `tokens` tokens in `blocks`, for `ttl_s` (which a sink that is at it renews).
+        """Let one sink fetch the KV of `tokens` tokens in `blocks`, for `ttl_s` seconds.
 
-        ready_layers   computed so far; None: all. A name is one offer's at a time, and best never used again
-        sink           the only agent that may fetch it, with its ticket or without; None: any of the fleet that has it
-        public         and any that knows the name: where both ends know it beforehand, and nobody could guess it
-        Raises ValueError. Until it has `ended` the blocks must stay as they are; it ends at once, as CANCELLED, when a
-        sink had waited for it and given up.
+        An active sink renews the lease. The blocks must stay unchanged until the offer has ended.
+        The offer ends at once, as CANCELLED, if its sink waited for it and gave up. Raises
+        ValueError for invalid arguments.
+
+        name           unique among the live offers; best never reused ready_layers   layers
+        computed so far; None: all sink           the only agent that may fetch it, with or without
+        a ticket; None: any agent with a ticket public         also any agent that knows the name;
+        use only names that cannot be guessed
         """
         layers = self._layout.layers if ready_layers is None else ready_layers
-        numbers, nonce = np.array(blocks, np.int64), secrets.token_bytes(16)
-        ware = Ware(name, numbers, index(tokens), float(ttl_s), index(layers), nonce, sink, public)
+        block_numbers, nonce = np.array(blocks, np.int64), secrets.token_bytes(16)
+        spec = Ware(
+            name, block_numbers, index(tokens), float(ttl_s), index(layers), nonce, sink, public
+        )
         with self._lock:
             offer = Offer(self, self._number(), name)
-            offer.ticket, commands = self._source.offer(offer.number, ware, self._clock.now())
+            offer.ticket, commands = self._source.offer(offer.number, spec, self._clock.now())
             self._handles[offer.number] = offer
             self._do(commands)
         return offer
@@ -223,29 +250,38 @@ class Agent:
         timeout_s: float = 30.0,
         klass: str = "interactive",
     ) -> Landing:
-        """Have tokens [skip_tokens, tokens) of offer `name` of the agent at `address` written into `blocks`.
+        """Write tokens [skip_tokens, tokens) of a peer's offer into `blocks`.
 
-        ticket     the offer's; None: the offer may come later, and is taken by its name, if it is public or for us
-        klass      interactive, bulk or migration
-        Returns at once; raises ValueError. Until it has `ended` the blocks are nobody's but the transfer's.
+        Returns at once. The blocks belong to the transfer until the landing has ended. Raises
+        ValueError for invalid arguments.
+
+        ticket   the offer's ticket; None: match by name, if the offer is public or meant for this
+        agent. The offer may then come later klass    interactive, bulk or migration
         """
-        span = index(tokens), index(skip_tokens), float(timeout_s)  # no peer could be told of numpy's own numbers
-        wish = Wish(str(address), name, np.array(blocks, np.int64), *span, Klass.named(klass), ticket)
-        self._sink.check(wish)
+        span = (
+            index(tokens),
+            index(skip_tokens),
+            float(timeout_s),
+            # Convert numpy scalars, which cannot be encoded in a message.
+        )
+        request = Wish(
+            str(address), name, np.array(blocks, np.int64), *span, Klass.named(klass), ticket
+        )
+        self._sink.check(request)
         with self._lock:
             landing = Landing(self, self._number(), name)
-            commands = self._sink.fetch(landing.number, wish, self._clock.now())
+            commands = self._sink.fetch(landing.number, request, self._clock.now())
             self._handles[landing.number] = landing
             self._do(commands)
         return landing
 
     def decline(self, name: str, detail: str = "") -> None:
-        """Say that no offer of this name will come, to whoever waits for it, or comes to within some seconds."""
+        """Tell sinks that no offer of this name will come, now and for some seconds."""
         with self._lock:
             self._do(self._source.decline(name, detail, self._clock.now()))
 
     def figures(self) -> dict[str, Any]:
-        """Counters since the start, and what is held now."""
+        """Return the counters since the start, and the current state."""
         with self._lock:
             return {
                 **self._tally.figures(),
@@ -257,7 +293,7 @@ class Agent:
                 "bytes_per_s": self._source.bandwidth.all(),
             }
 
-    # ---- what handles ask for
+    # ---- called by handles
 
     def ready(self, number: int, layers: int) -> None:
         with self._lock:
@@ -275,7 +311,7 @@ class Agent:
         with self._lock:
             self._do(self._sink.cancel(number, Reason.CANCELLED, detail, self._clock.now()))
 
-    # ---- what links tell (LinkOwner)
+    # ---- events of links (LinkOwner)
 
     def linked(self, link: Link) -> None:
         self._board.linked(link)
@@ -287,8 +323,8 @@ class Agent:
         with self._lock:
             try:
                 return self._sink.incoming(link, head)
-            except WindowError as wrong:
-                self._do(self._sink.misled(link, head.transfer, str(wrong), self._clock.now()))
+            except WindowError as error:
+                self._do(self._sink.misled(link, head.transfer, str(error), self._clock.now()))
                 return None
 
     def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
@@ -296,7 +332,7 @@ class Agent:
             self._do(self._sink.landed(link, head, verdict, self._clock.now()))
 
     def sent(self, link: Link, head: WindowHead) -> None:
-        """Credit is the sink's to give back: nothing is due."""
+        """No-op: send credit is returned by the sink's messages."""
 
     def fenced(self, link: Link, transfer: int) -> None:
         with self._lock:
@@ -328,19 +364,19 @@ class Agent:
         return next(self._numbers)
 
     def _do(self, commands: list[Command]) -> None:
-        """Carry out commands in the order of their decision, also those that come up meanwhile."""
+        """Execute commands in order, including those that execution adds."""
         self._commands.extend(commands)
-        if self._carrying_out:
+        if self._is_executing:
             return
-        self._carrying_out = True
+        self._is_executing = True
         try:
             while self._commands:
-                self._carry_out(self._commands.popleft())
+                self._execute(self._commands.popleft())
         finally:
-            self._carrying_out = False
+            self._is_executing = False
         self._set_alarm()
 
-    def _carry_out(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
             case Put(link, head, window):
                 link.put(head, window)
@@ -362,33 +398,45 @@ class Agent:
                 self._tell(command)
 
     def _invite(self, command: SendInvite) -> None:
-        """The grant first: nobody is invited to write where it may not."""
+        """Grant access before inviting, so that the peer never writes to memory it may not."""
         if command.link.one_sided:
             self._inviting.put(command)
             return
-        self._granted(command, command.link.grant(command.invite.transfer, self._regions, command.blocks))
+        self._granted(
+            command, command.link.grant(command.invite.transfer, self._regions, command.blocks)
+        )
 
     def _granted(self, command: SendInvite, grant: bytes) -> None:
-        """Nobody is told of a grant whose landing is over: its fence closes it."""
+        """Send the invitation with its grant, unless the landing is over; its fence revokes the
+        grant.
+        """
         if self._sink.invites(command.link, command.invite.transfer):
             self._board.say(command.link, msgspec.structs.replace(command.invite, grant=grant))
 
     def _uninvited(self, command: SendInvite, detail: str) -> None:
-        self._do(self._sink.cancel(command.invite.transfer, Reason.UNREACHABLE, detail, self._clock.now()))
+        self._do(
+            self._sink.cancel(
+                command.invite.transfer, Reason.UNREACHABLE, detail, self._clock.now()
+            )
+        )
 
     def _reckon(self, work: Callable[[], Callable[[float], list[Command]]]) -> None:
-        then = work()
+        finish = work()
         with self._lock:
-            self._do(then(self._clock.now()))
+            self._do(finish(self._clock.now()))
 
     def _admit(self, command: Admit) -> None:
         try:
             command.link.accept(command.transfer, command.grant)
-        except TransportError as wrong:
-            self._do(self._source.unadmitted(command.link, command.transfer, str(wrong), self._clock.now()))
+        except TransportError as error:
+            self._do(
+                self._source.unadmitted(
+                    command.link, command.transfer, str(error), self._clock.now()
+                )
+            )
 
     def _tell(self, command: Bump | Progress | Resolve) -> None:
-        """What concerns the engine."""
+        """Execute the commands that concern the engine."""
         if isinstance(command, Bump):
             for region in self._regions:
                 region.bump(command.blocks)
@@ -404,7 +452,9 @@ class Agent:
 
 
 def _all_sealed_or_none(transports: Sequence[Transport]) -> None:
-    """ValueError where one way seals windows and another, which might be taken in its place, would send them plain."""
+    """Raise ValueError if some transports seal windows and others would send them in plain text."""
     plain = [transport.name for transport in transports if transport.sealed is False]
     if plain and any(transport.sealed for transport in transports):
-        raise ValueError(f"windows are to be sealed, and {', '.join(plain)} sends them plain: leave it out")
+        raise ValueError(
+            f"windows are to be sealed, and {', '.join(plain)} sends them plain: leave it out"
+        )

@@ -1,7 +1,7 @@
-"""Clocks: what the time is, and calls at a time. ThreadClock is the real one: its thread beats whatever the event loop
-is busy with. VirtualClock is for simulation: time passes only when told to.
+"""Clocks: the current time, and calls at a later time.
 
-Not here: what is due when.
+ThreadClock is real: its own thread makes the calls, however busy the event loop is. VirtualClock is
+for simulation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Call = Callable[[], None]
 
 
 class Timer:
-    """A call to come. `cancel` may be called from any thread, at any time."""
+    """A scheduled call. `cancel` may be called from any thread, at any time."""
 
     __slots__ = ("call", "when")
 
@@ -33,19 +33,22 @@ class Timer:
 
 
 class Clock(Protocol):
-    """Seconds that never go back, and calls at a time. Calls are made one at a time, in order of time and of asking."""
+    """A monotonic time in seconds, and scheduled calls.
+
+    Calls are made one at a time, in order of their time and then of scheduling.
+    """
 
     def now(self) -> float: ...
 
     def call_at(self, when: float, call: Call) -> Timer: ...
 
     def aside(self, call: Call) -> None:
-        """Make a call that may block for some seconds, without holding up anything."""
+        """Make a call that may block for seconds, without delaying other calls."""
         ...
 
 
 class VirtualClock:
-    """Simulated time, one thread."""
+    """Simulated time on one thread. Time passes only in `run`."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -64,11 +67,14 @@ class VirtualClock:
         self.call_at(self._now, call)
 
     def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
-        """Let so much time pass, or less if `until` becomes true; whether it did (True without `until`)."""
-        end = self._now + seconds
+        """Let `seconds` pass, or less if `until` becomes true.
+
+        Returns whether `until` became true (True without `until`).
+        """
+        end_s = self._now + seconds
         while until is None or not until():
-            if not self._timers or self._timers[0][0] > end:
-                self._now = end
+            if not self._timers or self._timers[0][0] > end_s:
+                self._now = end_s
                 return until is None or until()
             self._now, _, timer = heapq.heappop(self._timers)
             if timer.call is not None:
@@ -77,7 +83,7 @@ class VirtualClock:
 
 
 class ThreadClock:
-    """Monotonic time; calls are made on one thread of its own, which begins with the first and ends with `close`."""
+    """Monotonic time. Its thread starts with the first scheduled call and ends with `close`."""
 
     def __init__(self, name: str = "kv-clock") -> None:
         self._name = name
@@ -91,7 +97,7 @@ class ThreadClock:
         return time.monotonic()
 
     def call_at(self, when: float, call: Call) -> Timer:
-        """A call that is asked for after `close` is never made."""
+        """Schedule a call. After `close` it is never made."""
         timer = Timer(when, call)
         with self._wake:
             heapq.heappush(self._timers, (when, next(self._order), timer))
@@ -106,7 +112,7 @@ class ThreadClock:
         threading.Thread(target=call, name=f"{self._name}-aside", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread (unless it is the caller's); calls not yet made are forgotten."""
+        """Drop pending calls and end the thread, unless this is that thread."""
         with self._wake:
             self._closed = True
             self._timers.clear()
@@ -115,7 +121,7 @@ class ThreadClock:
             self._thread.join()
 
     def _run(self) -> None:
-        """A call that fails is its maker's bug, and must not stop everybody's heart."""
+        """Make calls until closed. Log a call that fails, so that later calls are still made."""
         while (call := self._next()) is not None:
             try:
                 call()
@@ -123,14 +129,14 @@ class ThreadClock:
                 log.exception("a timed call failed")
 
     def _next(self) -> Call | None:
-        """Wait for the next call that is due; None when closed."""
+        """Wait for the next due call and return it; None when closed."""
         with self._wake:
             while not self._closed:
-                wait = self._timers[0][0] - time.monotonic() if self._timers else None
-                if wait is not None and wait <= 0:
+                wait_s = self._timers[0][0] - time.monotonic() if self._timers else None
+                if wait_s is not None and wait_s <= 0:
                     call = heapq.heappop(self._timers)[2].call
                     if call is not None:
                         return call
                 else:
-                    self._wake.wait(wait)
+                    self._wake.wait(wait_s)
             return None

@@ -1,6 +1,5 @@
-"""Commands: what the books (source.py, sink.py) return. The agent carries them out, in order, under its lock.
-
-Not here: deciding on any of it.
+"""Commands that the source and the sink return. The agent executes them in order, under its
+lock.
 """
 
 from __future__ import annotations
@@ -17,12 +16,14 @@ from kvtransfer.transports.base import Link, Slice, WindowHead
 
 
 class Send(msgspec.Struct, frozen=True):
+    """Send a message over the link."""
+
     link: Link
     message: Message
 
 
 class SendInvite(msgspec.Struct, frozen=True):
-    """Open these blocks of ours to the peer, put the grant into the invitation, and send it."""
+    """Grant the peer access to these blocks, add the grant to the invitation, and send it."""
 
     link: Link
     invite: Invite
@@ -30,7 +31,7 @@ class SendInvite(msgspec.Struct, frozen=True):
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """Source: take the sink's grant."""
+    """Source: hand the sink's grant to the link."""
 
     link: Link
     transfer: int
@@ -38,62 +39,78 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Put(msgspec.Struct, frozen=True):
+    """Source: queue a window."""
+
     link: Link
     head: WindowHead
     window: Slice
 
 
 class Drop(msgspec.Struct, frozen=True):
+    """Source: drop the transfer's queued windows."""
+
     link: Link
     transfer: int
 
 
 class Fence(msgspec.Struct, frozen=True):
+    """Sink: stop all writes of the transfer."""
+
     link: Link
     transfer: int
 
 
 class Bump(msgspec.Struct, frozen=True):
-    """Source: these blocks have changed hands. Always before the Resolve that says so to the engine."""
+    """Source: increment the generations of blocks that change owner. Always before their
+    Resolve.
+    """
 
     blocks: NDArray[np.int64]
 
 
 class Resolve(msgspec.Struct, frozen=True):
-    """Tell the engine how its offer or landing ended. The last command of each."""
+    """Report the outcome of an offer or a landing to the engine. The last command of each."""
 
     number: int
     end: End
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Sink: the first `layers` layers of a landing are complete."""
+    """Sink: report that the first `layers` layers of a landing are complete."""
 
     number: int
     layers: int
 
 
 class Dial(msgspec.Struct, frozen=True):
+    """Sink: dial the agent at this address."""
+
     address: str
 
 
 class Reckon(msgspec.Struct, frozen=True):
-    """Long work, to be done without the agent's lock. What it returns is called under it, with the time it is then, and
-    says what is due: much may have happened meanwhile."""
+    """Run `work` without the agent's lock, then call its result under the lock.
+
+    The result is called with the current time and returns commands. The state may have changed in
+    the meantime.
+    """
 
     work: Callable[[], Callable[[float], list[Command]]]
 
 
 Command = Send | SendInvite | Admit | Put | Drop | Fence | Bump | Resolve | Progress | Dial | Reckon
 
-_AT_ONCE_BLOCKS = 4096  # a plan of so many is made in a millisecond
-_AT_ONCE_PAIRS = 1024  # and one between so many ranks
+# Larger plans take more than about a millisecond, and are computed without the agent's lock.
+_MAX_INLINE_BLOCKS = 4096
+_MAX_INLINE_PAIRS = 1024
 
 
 def reckoned(
     blocks: int, pairs: int, work: Callable[[], Callable[[float], list[Command]]], now: float
 ) -> list[Command]:
-    """What `work` comes to, a plan of so many blocks and pairs of ranks: at once where it is short, else what it takes
-    to have it done."""
-    short = blocks <= _AT_ONCE_BLOCKS and pairs <= _AT_ONCE_PAIRS
+    """Compute a plan of this many blocks and rank pairs with `work`.
+
+    Returns the commands of a small plan, and a command to compute a large one.
+    """
+    short = blocks <= _MAX_INLINE_BLOCKS and pairs <= _MAX_INLINE_PAIRS
     return work()(now) if short else [Reckon(work)]

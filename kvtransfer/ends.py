@@ -1,6 +1,6 @@
-"""End: how an offer or a landing ended, once, with one named reason. The same words on both sides and in the metrics.
+"""How an offer or a landing ended: once, with one reason from a closed list.
 
-Not here: who decides on an end (source.py, sink.py).
+Both sides and the metrics use the same words. Not here: deciding the end (source.py, sink.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 
 class How(StrEnum):
-    """LANDED is the only end after which anything may be decoded."""
+    """The kind of an outcome. Only after LANDED may the KV be decoded."""
 
     LANDED = "landed"
     FAILED = "failed"
@@ -20,11 +20,11 @@ class How(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why. A closed list, so that it can be a label."""
+    """Why a transfer ended. A closed list, so that it can be a metric label."""
 
     LANDED = "landed"
     CANCELLED = "cancelled"  # the sink's engine gave up
-    REVOKED = "revoked"  # the source's engine took its blocks back
+    REVOKED = "revoked"  # the source's engine revoked the offer
     CLOSED = "agent_closed"
     LEASE_EXPIRED = "lease_expired"
     TIMEOUT = "timeout"  # the sink's own deadline
@@ -40,15 +40,15 @@ class Reason(StrEnum):
     GONE = "offer_gone"
     NAME_TAKEN = "name_taken"
     NEVER_OFFERED = "never_offered"
-    TOKENS = "tokens_mismatch"  # the sink wants more than was offered
-    DECLINED = "declined"  # the source's engine said that no such offer will come
+    TOKENS = "tokens_mismatch"  # the sink asks for more than is offered
+    DECLINED = "declined"  # the source's engine will make no such offer
     TOO_MANY_WAITING = "too_many_waiting"
     STALE = "stale"
     CORRUPT = "corrupt"
     PROTOCOL = "protocol_error"
 
 
-# What could go well if prefilled again, by this pair or another. The rest would only fail again.
+# Reasons after which a new prefill may succeed, by this pair or another. The others would recur.
 RETRIABLE = frozenset(Reason) - {
     Reason.LANDED,
     Reason.CANCELLED,
@@ -73,7 +73,11 @@ _HOW = {
 
 
 class End(msgspec.Struct, frozen=True):
-    """`n_bytes` that moved, `seconds` since the offer or the landing began, `transport`: "" if none was chosen."""
+    """The outcome of an offer or a landing.
+
+    n_bytes     bytes moved seconds     time since the offer or the landing began transport   "":
+    none was chosen yet
+    """
 
     how: How
     reason: Reason
@@ -88,6 +92,16 @@ class End(msgspec.Struct, frozen=True):
         return self.how is How.LANDED
 
 
-def end(reason: Reason, *, n_bytes: int = 0, seconds: float = 0.0, transport: str = "", detail: str = "") -> End:
-    """The End that `reason` means."""
-    return End(_HOW.get(reason, How.FAILED), reason, reason in RETRIABLE, n_bytes, seconds, transport, detail)
+def end(
+    reason: Reason, *, n_bytes: int = 0, seconds: float = 0.0, transport: str = "", detail: str = ""
+) -> End:
+    """Build the outcome that `reason` implies."""
+    return End(
+        _HOW.get(reason, How.FAILED),
+        reason,
+        reason in RETRIABLE,
+        n_bytes,
+        seconds,
+        transport,
+        detail,
+    )

@@ -1,12 +1,14 @@
-"""Frames: what a connection between two agents carries, as bytes. Length-limited, checked, sans-IO.
+"""Frames: the bytes on a connection between two agents. Length-limited, checksummed, sans-IO.
 
-    magic "KVF2" | xxh3-64 of the rest and the header | kind u8 | proof u8 | 0 u16 | header bytes u32 | payload u64
+    magic "KVF2" | xxh3-64 of everything behind it, header included
+    kind u8 | proof u8 | 0 u16 | header bytes u32 | payload bytes u64
     header
-    payload, and behind it (windows alone) a trailer: verdict u8 | 0 | 16 bytes of proof
+    payload, and after it (only for a window) a trailer: verdict u8 | 0 | 16 bytes of proof
 
-A message is a header without payload. A window's header says which runs of the plan follow. What the source found out
-only while it read its memory follows the bytes, in the trailer. All numbers are little-endian.
-Not here: sockets, where payloads go (transports/inbound.py), who sent this (a checksum finds broken bytes, not forged).
+A message is a header without a payload. A window's header says which runs of the plan follow; its
+trailer carries what the source learnt while reading its memory. Numbers are little-endian. Not
+here: sockets, where payloads go (transports/inbound.py), and authenticity (a checksum finds broken
+bytes, not forged ones).
 """
 
 from __future__ import annotations
@@ -36,19 +38,22 @@ PROOF_BYTES = 16
 
 
 class FrameError(Exception):
-    """The bytes are no frame of ours. The connection they came from cannot be trusted any further."""
+    """The bytes are not a valid frame. Their connection must not be trusted any further."""
 
 
 class Kind(IntEnum):
-    """WINDOW: the bytes follow. SHARED, REGIONS, TAKEN: where they go another way (shm; nixl, with WRITTEN).
-    SPREAD: the windows of a transfer may come by any lane from now on."""
+    """The kind of a frame.
+
+    WINDOW                   the window's bytes follow SHARED, REGIONS, TAKEN   windows through
+    shared memory (transports/shm.py) SPREAD                   the transfer's windows may use any
+    lane from now on
+    """
 
     MESSAGE = 1
     WINDOW = 2
     SHARED = 3
     REGIONS = 4
     TAKEN = 5
-    WRITTEN = 6
     SPREAD = 7
 
 
@@ -56,11 +61,12 @@ class Proof(IntEnum):
     """What the trailer proves about the payload."""
 
     NONE = 0
-    XXH3 = 1  # that nothing was broken on the way
-    GCM = 2  # that it, its header and its verdict were written by who has the key, in this order
+    XXH3 = 1  # the payload is undamaged
+    # Payload, header and verdict were written, in this order, by a holder of the key.
+    GCM = 2
 
 
-_KINDS = (Kind.MESSAGE, *Kind)  # by number; there is no 0
+_KINDS = {int(kind): kind for kind in Kind}
 _PROOFS = tuple(Proof)
 
 
@@ -68,14 +74,14 @@ MOST_PAYLOAD = 64 << 20
 
 
 class FrameLimits(msgspec.Struct, frozen=True):
-    """The largest frame that is read or written. A peer cannot make us hold more than one header."""
+    """The largest frame to read or write. A peer can make an agent buffer one header at most."""
 
     header_bytes: int = 16 << 10
     payload_bytes: int = MOST_PAYLOAD
 
 
 class Opening(NamedTuple):
-    """A frame's first bytes, believed as far as their checksum and the limits go."""
+    """The decoded start of a frame, within the limits but not yet verified by its checksum."""
 
     kind: Kind
     proof: Proof
@@ -85,63 +91,75 @@ class Opening(NamedTuple):
 
 
 def frame(kind: Kind, header: bytes, payload_bytes: int = 0, proof: Proof = Proof.NONE) -> bytes:
-    """Preamble and header. The payload is to follow."""
+    """Encode the preamble and header of a frame. The payload follows."""
     return _checked(_FIELDS.pack(kind, proof, 0, len(header), payload_bytes) + header)
 
 
 def window_frame(head: WindowHead, payload_bytes: int, proof: Proof) -> bytes:
-    """The frame ahead of a window's bytes. FrameError for a head of numbers that nobody has."""
+    """Encode the frame ahead of a window's bytes. Raises FrameError for out-of-range numbers."""
     try:
         fields = (head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes)
-        return _checked(_FIELDS_AND_HEAD.pack(Kind.WINDOW, proof, 0, _HEAD.size, payload_bytes, *fields))
-    except struct.error as wrong:
-        raise FrameError(f"{head} does not fit into a header: {wrong}") from wrong
+        return _checked(
+            _FIELDS_AND_HEAD.pack(Kind.WINDOW, proof, 0, _HEAD.size, payload_bytes, *fields)
+        )
+    except struct.error as error:
+        raise FrameError(f"{head} does not fit into a header: {error}") from error
 
 
 def opening(data: memoryview, limits: FrameLimits) -> Opening:
-    """What the first PREAMBLE_BYTES of `data` announce. FrameError if that is nothing, or too much."""
+    """Decode the first PREAMBLE_BYTES of `data`. Raises FrameError if they are invalid or too
+    large.
+    """
     magic, checksum, kind, proof, zero, header_bytes, payload_bytes = _PREAMBLE.unpack_from(data)
     if magic != _MAGIC or zero:
-        raise FrameError("this is no frame: wrong magic")
+        raise FrameError("not a frame: wrong magic")
     if header_bytes > limits.header_bytes:
-        raise FrameError(f"a header of {header_bytes} bytes is over the limit of {limits.header_bytes}")
+        raise FrameError(
+            f"a header of {header_bytes} bytes is over the limit of {limits.header_bytes}"
+        )
     if payload_bytes > limits.payload_bytes:
-        raise FrameError(f"a payload of {payload_bytes} bytes is over the limit of {limits.payload_bytes}")
-    if not (0 < kind < len(_KINDS) and proof < len(_PROOFS)):
-        raise FrameError(f"a frame of kind {kind} with proof {proof} is none of ours")
+        raise FrameError(
+            f"a payload of {payload_bytes} bytes is over the limit of {limits.payload_bytes}"
+        )
+    if not (kind in _KINDS and proof < len(_PROOFS)):
+        raise FrameError(f"unknown frame: kind {kind} with proof {proof}")
     return Opening(_KINDS[kind], _PROOFS[proof], header_bytes, payload_bytes, checksum)
 
 
 def verify(whole: memoryview, announced: Opening) -> None:
-    """FrameError unless preamble and header, behind each other, are what was sent."""
+    """Raise FrameError unless the preamble and header match their checksum."""
     if xxhash.xxh3_64_intdigest(whole[_CHECKED.size :]) != announced.checksum:
         raise FrameError("the frame is damaged: checksum differs")
 
 
 def pack_head(head: WindowHead) -> bytes:
+    """Encode a window's head. Raises FrameError for out-of-range numbers."""
     try:
-        return _HEAD.pack(head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes)
-    except struct.error as wrong:
-        raise FrameError(f"{head} does not fit into a header: {wrong}") from wrong
+        return _HEAD.pack(
+            head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes
+        )
+    except struct.error as error:
+        raise FrameError(f"{head} does not fit into a header: {error}") from error
 
 
 def unpack_head(header: bytes | memoryview) -> WindowHead:
+    """Decode a window's head. Raises FrameError if it is too short."""
     if len(header) < _HEAD.size:
-        raise FrameError(f"{len(header)} bytes are no window's header")
+        raise FrameError(f"{len(header)} bytes are not a window's header")
     return WindowHead(*_HEAD.unpack_from(header))
 
 
 def trailer(verdict: Verdict, proof: bytes | int = 0) -> bytes:
-    """`proof`: an xxh3-64 digest or a GCM tag."""
+    """Encode a window's trailer. `proof`: an xxh3-64 digest or a GCM tag."""
     data = proof.to_bytes(PROOF_BYTES, "little") if isinstance(proof, int) else proof
     return _TRAILER.pack(_VERDICTS.index(verdict), data)
 
 
 def read_trailer(data: memoryview) -> tuple[Verdict, bytes]:
-    """The source's verdict and its proof, from the first TRAILER_BYTES."""
+    """Decode a trailer: the source's verdict and its proof."""
     verdict, proof = _TRAILER.unpack_from(data)
     if verdict >= len(_VERDICTS):
-        raise FrameError(f"a verdict {verdict} is none of ours")
+        raise FrameError(f"unknown verdict {verdict}")
     return _VERDICTS[verdict], proof
 
 

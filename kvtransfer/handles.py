@@ -1,6 +1,6 @@
-"""Handles: what an engine holds of its offers and landings, and the doorbell through which the agent's threads wake it.
+"""Handles of offers and landings, and the wake-up from the agent's threads to the event loop.
 
-Not here: deciding anything. A handle is written by the agent and awaited on the event loop.
+The agent writes a handle; the engine awaits it on the event loop. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -14,41 +14,43 @@ from kvtransfer.ends import End
 
 
 class Bell(Protocol):
-    """Who hears that a handle has changed: on any thread, with the agent's lock held."""
+    """A listener for changed handles, called on any thread with the agent's lock held."""
 
     def ring(self, handle: Handle) -> None: ...
 
 
 class Doorbell:
-    """Wakes waiters of handles on one event loop, from any thread, through one eventfd."""
+    """Wakes the waiters of handles on one event loop, from any thread, through one eventfd."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._rung: deque[Handle] = deque()
-        loop.add_reader(self._fd, self._answer)
+        self._changed_handles: deque[Handle] = deque()
+        loop.add_reader(self._fd, self._on_readable)
 
     def ring(self, handle: Handle) -> None:
-        self._rung.append(handle)
+        self._changed_handles.append(handle)
         os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
-        """On the loop, when nothing rings any more. Who still waits is woken."""
+        """Close the eventfd, and wake all remaining waiters. Call it on the loop, after the last
+        change.
+        """
         self._loop.remove_reader(self._fd)
         self._wake()
         os.close(self._fd)
 
-    def _answer(self) -> None:
+    def _on_readable(self) -> None:
         os.eventfd_read(self._fd)
         self._wake()
 
     def _wake(self) -> None:
-        while self._rung:
-            self._rung.popleft().wake()
+        while self._changed_handles:
+            self._changed_handles.popleft().wake()
 
 
 class Handle:
-    """`end` is None until it has ended; that is for good."""
+    """An offer or a landing. `outcome` is None until it has ended, and then never changes."""
 
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
@@ -56,20 +58,20 @@ class Handle:
         self._waiters: set[asyncio.Future[None]] = set()
 
     async def ended(self) -> End:
-        """Wait for the end. Afterwards the blocks are the engine's again, and nobody else touches them."""
+        """Wait for the end and return the outcome. The blocks then belong to the engine again."""
         while self.end is None:
             await self._changed()
         return self.end
 
     def wake(self) -> None:
-        """Something has changed; on the loop."""
+        """Wake all waiters, because the handle has changed. Runs on the loop."""
         waiters, self._waiters = self._waiters, set()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
     async def _changed(self) -> None:
-        """An engine may wait a little while, again and again: who has gone is not kept."""
+        """Wait for the next change. A cancelled wait removes its future."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
@@ -79,7 +81,7 @@ class Handle:
 
 
 class OfferKeeper(Protocol):
-    """What an Offer asks of its agent."""
+    """The methods of the agent that an Offer calls."""
 
     def ready(self, number: int, layers: int) -> None: ...
 
@@ -89,48 +91,61 @@ class OfferKeeper(Protocol):
 
 
 class LandingKeeper(Protocol):
-    """What a Landing asks of its agent."""
+    """The methods of the agent that a Landing calls."""
 
     def cancel(self, number: int, detail: str) -> None: ...
 
 
 class Offer(Handle):
-    """KV that a sink may fetch once. `ticket`: ASCII; to be given to whom the sink hears from, or to nobody."""
+    """KV that one sink may fetch once.
+
+    `ticket` is ASCII text for the sink. Keep it secret from others: whoever presents it may fetch.
+    """
 
     def __init__(self, keeper: OfferKeeper, number: int, name: str) -> None:
         super().__init__(number, name)
         self.ticket = ""
-        self._keeper = keeper
+        self._owner = keeper
 
     def ready(self, layers: int) -> None:
-        """The first `layers` layers are computed and may leave."""
-        self._keeper.ready(self.number, layers)
+        """Allow the first `layers` layers to be sent, because they are computed."""
+        self._owner.ready(self.number, layers)
 
     def renew(self, ttl_s: float) -> bool:
-        """Keep it for so long from now on (never for less than it has), with a new `ticket`; False: it is too late."""
-        ticket = self._keeper.renew(self.number, ttl_s)
+        """Extend the lease to `ttl_s` seconds from now, never shortening it, and renew `ticket`.
+
+        Returns False if it is too late.
+        """
+        ticket = self._owner.renew(self.number, ttl_s)
         self.ticket = ticket or self.ticket
         return ticket is not None
 
     def revoke(self, detail: str = "") -> None:
-        """Take the blocks back, whoever reads them. It ends CANCELLED, unless it has ended."""
-        self._keeper.revoke(self.number, detail)
+        """Take the blocks back at once, even while a peer reads them. It ends as CANCELLED."""
+        self._owner.revoke(self.number, detail)
 
 
 class Landing(Handle):
-    """KV on its way in. `layers`: so many, from the first on, are complete and verified; all are good once LANDED."""
+    """KV that is being received.
+
+    `layers` counts the complete and verified layers, from the first on. All of them are valid once
+    LANDED.
+    """
 
     def __init__(self, keeper: LandingKeeper, number: int, name: str) -> None:
         super().__init__(number, name)
         self.layers = 0
-        self._keeper = keeper
+        self._owner = keeper
 
     async def reached(self, layers: int) -> bool:
-        """Wait until so many layers are complete; False if it ended without."""
+        """Wait until `layers` layers are complete. Returns False if the landing ended before."""
         while self.layers < layers and self.end is None:
             await self._changed()
         return self.layers >= layers
 
     def cancel(self, detail: str = "") -> None:
-        """Give up. It ends CANCELLED once nobody writes any more, unless it has ended or is about to."""
-        self._keeper.cancel(self.number, detail)
+        """Give up. The landing ends as CANCELLED once nothing can write its blocks any more.
+
+        No-op if it has ended or its fence is pending.
+        """
+        self._owner.cancel(self.number, detail)

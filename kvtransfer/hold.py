@@ -1,7 +1,4 @@
-"""Hold: the agent's lock, and work that comes up under it and is too long to be done there.
-
-Not here: what the work is, or whose lock it is (agent.py).
-"""
+"""AgentLock: the agent's lock, with work that is deferred until it is released."""
 
 from __future__ import annotations
 
@@ -11,15 +8,18 @@ from collections.abc import Callable
 
 
 class Hold:
-    """A lock that its holder may take again. Who lets go of it for the last time then does what was put `aside` under
-    it, with nothing held: before anything else on that thread, so what a link brings next is looked at after it."""
+    """A reentrant lock that runs deferred work after its outermost release.
 
-    __slots__ = ("_aside", "_depth", "_lock")
+    Work runs on the releasing thread without the lock, before that thread does anything else. So a
+    link's next event is handled after it.
+    """
+
+    __slots__ = ("_deferred", "_depth", "_lock")
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._depth = 0
-        self._aside: deque[Callable[[], None]] = deque()
+        self._deferred: deque[Callable[[], None]] = deque()
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -27,13 +27,13 @@ class Hold:
 
     def __exit__(self, *failed: object) -> None:
         self._depth -= 1
-        works: deque[Callable[[], None]] | None = None
-        if not self._depth and self._aside:
-            works, self._aside = self._aside, deque()
+        deferred: deque[Callable[[], None]] | None = None
+        if not self._depth and self._deferred:
+            deferred, self._deferred = self._deferred, deque()
         self._lock.release()
-        while works:
-            works.popleft()()
+        while deferred:
+            deferred.popleft()()
 
     def aside(self, work: Callable[[], None]) -> None:
-        """Only while it is held."""
-        self._aside.append(work)
+        """Run `work` after the outermost release. Call it with the lock held."""
+        self._deferred.append(work)

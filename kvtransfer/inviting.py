@@ -1,6 +1,7 @@
-"""Inviting: invitations over links whose sink must register memory first. Registered aside, said in order.
+"""InviteRegistration: invitations whose memory must be registered with a network card first.
 
-Not here: whether a landing is still wanted (sink.py), what registering is (transports/rdma_grants.py).
+Registration runs on other threads; invitations are sent in order. Not here: whether a landing is
+still wanted (sink.py), and registration itself (transports/rdma_grants.py).
 """
 
 from __future__ import annotations
@@ -19,47 +20,52 @@ log = logging.getLogger("penstock")
 
 
 class Inviting:
-    """One thread a link, for as long as there is something to register: a source takes numbers of transfers only as
-    they grow. `granted` and `failed` are called under the lock."""
+    """Registers memory on one thread per link, in the order of invitations.
+
+    Order matters, because a source accepts only growing transfer numbers. `granted` and `failed`
+    are called under the lock.
+    """
 
     def __init__(
         self,
         regions: Sequence[Region],
         clock: Clock,
-        hold: Hold,
+        lock: Hold,
         granted: Callable[[SendInvite, bytes], None],
         failed: Callable[[SendInvite, str], None],
     ) -> None:
-        self._regions, self._clock, self._hold = regions, clock, hold
+        self._regions, self._clock, self._lock = regions, clock, lock
         self._granted, self._failed = granted, failed
-        self._due: dict[Link, deque[SendInvite]] = {}
+        self._queued: dict[Link, deque[SendInvite]] = {}
 
     def put(self, command: SendInvite) -> None:
-        """Under the lock."""
-        if command.link in self._due:
-            self._due[command.link].append(command)
+        """Queue an invitation. Call it with the lock held."""
+        if command.link in self._queued:
+            self._queued[command.link].append(command)
             return
-        self._due[command.link] = deque([command])
+        self._queued[command.link] = deque([command])
         try:
             self._clock.aside(lambda: self._work(command.link))
-        except RuntimeError as wrong:  # there is no thread to be had
-            for left in self._due.pop(command.link):
-                self._failed(left, str(wrong))
+        except RuntimeError as error:
+            # No thread can be started.
+            for queued in self._queued.pop(command.link):
+                self._failed(queued, str(error))
 
     def _work(self, link: Link) -> None:
         while True:
-            with self._hold:
-                if not self._due[link]:
-                    del self._due[link]
+            with self._lock:
+                if not self._queued[link]:
+                    del self._queued[link]
                     return
-                command = self._due[link].popleft()
+                command = self._queued[link].popleft()
             try:
                 grant = link.grant(command.invite.transfer, self._regions, command.blocks)
-            except Exception as wrong:  # whatever a card says: the invitations behind it are still to be worked
-                if not isinstance(wrong, TransportError):
+            except Exception as error:
+                # Whatever fails, the queued invitations must still be handled.
+                if not isinstance(error, TransportError):
                     log.exception("kv: the link to %s cannot register memory", link.peer)
-                with self._hold:
-                    self._failed(command, str(wrong))
+                with self._lock:
+                    self._failed(command, str(error))
             else:
-                with self._hold:
+                with self._lock:
                     self._granted(command, grant)

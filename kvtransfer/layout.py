@@ -1,6 +1,6 @@
-"""KvLayout: how a TP group lays out the KV cache of one model, and whether another group's would fit into it.
+"""KvLayout: how a tensor-parallel group lays out the KV cache of one model.
 
-Not here: which shard goes where (that is planning), or any byte of a cache.
+Not here: which part goes where (reshard.py), or any byte of a cache.
 """
 
 from __future__ import annotations
@@ -12,8 +12,15 @@ from types import MappingProxyType
 
 import msgspec
 
-_MOST: Mapping[str, int] = MappingProxyType(
-    {"layers": 4096, "kv_heads": 4096, "head_dim": 1 << 16, "block_tokens": 1 << 16, "tp": 512, "pp": 256}
+_MAXIMA: Mapping[str, int] = MappingProxyType(
+    {
+        "layers": 4096,
+        "kv_heads": 4096,
+        "head_dim": 1 << 16,
+        "block_tokens": 1 << 16,
+        "tp": 512,
+        "pp": 256,
+    }
 )
 
 
@@ -31,28 +38,33 @@ class KvDtype(StrEnum):
 
 
 class KvOrder(StrEnum):
-    """Which is outer in one layer's keys (or values) of a block: HND heads, then tokens; NHD tokens, then heads."""
+    """The row order in one layer's keys or values of a block.
+
+    HND: by head, then token. NHD: by token, then head.
+    """
 
     HND = "hnd"
     NHD = "nhd"
 
 
 class KvLayout(msgspec.Struct, frozen=True):
-    """The shape of a group's KV cache, and where each scalar lies.
+    """The shape of a group's KV cache, and the place of each scalar in it.
 
-    layers        transformer layers with a cache
-    kv_heads      key/value heads of the model (not of a rank); 1 with MLA
-    head_dim      scalars per head; with MLA the latent of one token and layer (kv_lora_rank + rope dimensions)
-    dtype         of one scalar
-    block_tokens  tokens per block of the paged cache
-    tp            tensor-parallel ranks; heads are split until each rank has one, then repeated
-    mla           one latent per token in place of separate keys and values, held by every tensor-parallel rank
-    order         of heads and tokens inside a block
-    pp            pipeline stages; stage s holds the layers from s * layers // pp on
+    layers         transformer layers with a cache
+    kv_heads       key/value heads of the model (not of a rank); 1 with MLA
+    head_dim       scalars per head; with MLA the latent of one token and layer
+                   (kv_lora_rank + rope dimensions)
+    dtype          type of one scalar
+    block_tokens   tokens per block of the paged cache
+    tp             tensor-parallel ranks; heads are split until each rank has one, then repeated
+    mla            one latent per token instead of keys and values, on every tensor-parallel rank
+    order          order of heads and tokens inside a block
+    pp             pipeline stages; stage s holds the layers from s * layers // pp on
 
-    Rank (stage, tp rank) has the number stage * tp + tp rank. Its cache is one run of blocks; inside a block follow
-    each other its layers, in each the keys and then the values, in those the rows in `order`, in each row the scalars.
-    Raises ValueError for a shape that no engine could have. The upper bounds keep a peer's layout computable.
+    Rank (stage, tp rank) has the number stage * tp + tp rank. Its cache is one sequence of blocks.
+    A block holds its layers, each layer its keys and then its values, these their rows in `order`.
+    Raises ValueError for an impossible shape. The upper bounds keep plans for a peer's layout
+    computable.
     """
 
     layers: int
@@ -66,28 +78,32 @@ class KvLayout(msgspec.Struct, frozen=True):
     pp: int = 1
 
     def __post_init__(self) -> None:
-        for name, most in _MOST.items():
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} is at least 1 and at most {most}, not {getattr(self, name)}")
+        for name, maximum in _MAXIMA.items():
+            if not 1 <= getattr(self, name) <= maximum:
+                raise ValueError(f"{name} must be 1 to {maximum}, not {getattr(self, name)}")
         if self.mla and self.kv_heads != 1:
             raise ValueError(f"a latent cache has one head, not {self.kv_heads}")
         if max(self.tp, self.kv_heads) % min(self.tp, self.kv_heads):
-            raise ValueError(f"{self.kv_heads} heads can be neither split nor repeated evenly over {self.tp} ranks")
+            raise ValueError(
+                f"{self.kv_heads} heads can be neither split nor repeated evenly "
+                f"over {self.tp} ranks"
+            )
         if self.pp > self.layers:
             raise ValueError(f"{self.layers} layers are too few for {self.pp} stages")
 
     @property
     def ranks(self) -> int:
+        """The number of ranks over all stages."""
         return self.pp * self.tp
 
     @property
     def parts(self) -> int:
-        """Rows per layer, head and token: keys and values, or the latent alone."""
+        """Rows per layer, head and token: keys and values, or only the latent."""
         return 1 if self.mla else 2
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one head of one token's keys in one layer: the smallest piece that is ever moved."""
+        """Bytes of one head of one token's keys in one layer: the smallest unit that moves."""
         return self.head_dim * self.dtype.n_bytes
 
     @property
@@ -97,7 +113,7 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in the model, every head counted once."""
+        """Bytes of one token in the model, with every head counted once."""
         return self.layers * self.parts * self.kv_heads * self.row_bytes
 
     @property
@@ -106,35 +122,45 @@ class KvLayout(msgspec.Struct, frozen=True):
         return self.parts * self.rank_heads * self.block_tokens * self.row_bytes
 
     def rank_block_bytes(self, rank: int) -> int:
-        """Bytes of one block on `rank`."""
+        """Return the bytes of one block on `rank`."""
         return len(self.layers_of(rank // self.tp)) * self.rank_layer_bytes
 
     def layers_of(self, stage: int) -> range:
-        """The layers that every rank of a pipeline stage holds. IndexError for a stage that is not."""
+        """Return the layers that every rank of a pipeline stage holds. Raises IndexError."""
         if not 0 <= stage < self.pp:
             raise IndexError(f"stage {stage} of {self.pp}")
         return range(stage * self.layers // self.pp, (stage + 1) * self.layers // self.pp)
 
     def heads_of(self, tp_rank: int) -> range:
-        """The heads that a tensor-parallel rank holds, in every stage. IndexError for a rank that is not."""
+        """Return the heads that a tensor-parallel rank holds, in every stage. Raises IndexError."""
         if not 0 <= tp_rank < self.tp:
             raise IndexError(f"rank {tp_rank} of {self.tp}")
         first = tp_rank * self.kv_heads // self.tp
         return range(first, first + self.rank_heads)
 
     def same_block(self, other: KvLayout) -> bool:
-        """Whether one layer of a block is the same bytes on a rank of either: neighbouring layers then move as one."""
-        return all(getattr(self, name) == getattr(other, name) for name in ("block_tokens", "rank_heads", "order"))
+        """Return whether one layer of a block has the same bytes on a rank of either layout.
+
+        Neighbouring layers can then move as one run.
+        """
+        return all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("block_tokens", "rank_heads", "order")
+        )
 
     def fingerprint(self) -> str:
-        """16 hex digits that are equal exactly for equal layouts, the same in every process and version of Python."""
-        return hashlib.blake2b(msgspec.json.encode(self), digest_size=8, person=b"kv-layout").hexdigest()
+        """Return 16 hex digits, equal exactly for equal layouts in all processes and Python
+        versions.
+        """
+        return hashlib.blake2b(
+            msgspec.json.encode(self), digest_size=8, person=b"kv-layout"
+        ).hexdigest()
 
     def mismatch(self, other: KvLayout) -> str | None:
-        """Why a cache of `other` can never become one of this layout; None if resharding is enough.
+        """Return why a cache of `other` can never become one of this layout; None: it can.
 
-        Ranks, stages, block sizes and order may differ, those are re-cut on the way. Shape and type may not: bytes of
-        another type would be read as numbers all the same, and decode as garbage without an error.
+        Ranks, stages, block size and order may differ; resharding converts them. Shape and type may
+        not: bytes of another type would decode as garbage without an error.
         """
         for name in ("mla", "layers", "kv_heads", "head_dim", "dtype"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -144,5 +170,5 @@ class KvLayout(msgspec.Struct, frozen=True):
 
 
 def fingerprint_of(src: KvLayout, dst: KvLayout) -> str:
-    """Of the two layouts between which a plan is made: both ends must mean the same ones."""
+    """Return the fingerprint of the two layouts of a plan. Both ends must have the same."""
     return f"{src.fingerprint()}-{dst.fingerprint()}"

@@ -1,10 +1,11 @@
-"""Lease: the promise that prefilled KV stays until fetched or until time has run out. A table and its interpreter.
+"""Lease: the promise that prefilled KV stays available until it is fetched or its time is up.
 
-    OFFERED -> CLAIMED -> MOVING -> LANDED -> RELEASED        the good end
+    OFFERED -> CLAIMED -> MOVING -> LANDED -> RELEASED        the normal course
     EXPIRED     the deadline passed in any state before RELEASED
-    REVOKED     somebody gave up: the client left, a transfer failed, a group died
+    REVOKED     given up: the client left, a transfer failed, a group died
 
-Not here: timers, blocks, messages. Whoever owns a lease feeds it events and acts on the state that results.
+A table of transitions and a function that applies it. Not here: timers, blocks, messages. The owner
+of a lease feeds it events and acts on the resulting state.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import msgspec
 
 
 class LeaseState(StrEnum):
+    """The states of a lease. RELEASED, EXPIRED and REVOKED are final."""
+
     OFFERED = "offered"
     CLAIMED = "claimed"
     MOVING = "moving"
@@ -27,8 +30,12 @@ class LeaseState(StrEnum):
 
 
 class LeaseEvent(StrEnum):
-    """claim: a decoder will fetch it; start: bytes flow; land: all arrived and verified; release: the source let go;
-    renew: a heartbeat moved the deadline; expire: the deadline passed; revoke: somebody gave up."""
+    """The events of a lease.
+
+    claim     a decoder will fetch the KV start     bytes begin to move land      all bytes have
+    arrived and are verified release   the source frees the blocks renew     a heartbeat moves the
+    deadline expire    the deadline has passed revoke    one side has given up
+    """
 
     CLAIM = "claim"
     START = "start"
@@ -63,16 +70,20 @@ TRANSITIONS: Mapping[tuple[LeaseState, LeaseEvent], LeaseState] = MappingProxyTy
 
 TERMINAL = frozenset({LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.REVOKED})
 
-# Once bytes have landed the deadline only guards against a lost acknowledgement: releasing late is still releasing.
+# After the bytes have landed, the deadline only guards against a lost acknowledgement, so a late
+# release is still legal.
 _TIMELESS = frozenset({LeaseEvent.EXPIRE, LeaseEvent.REVOKE, LeaseEvent.RELEASE})
 
 
 class LeaseError(Exception):
-    """The event is not legal now: wrong state, or too late, or an expiry too early."""
+    """The event is illegal: wrong state, after the deadline, or an expiry before it."""
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """One request's KV at its source. `deadline`: seconds on the owner's clock; `left`: the state it ended from."""
+    """The lease of one request's KV at its source.
+
+    `deadline` is in seconds on the owner's clock; `left` is the state from which it ended.
+    """
 
     id: str
     deadline: float
@@ -81,18 +92,22 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None = None) -> Lease:
-    """The lease after `event` at `now`; RENEW takes the new `deadline`. Raises LeaseError if illegal.
+    """Return the lease after `event` at `now`. RENEW takes the new `deadline`.
 
-    Late is illegal: what comes after the deadline finds the lease expired even if no timer has said so yet. Otherwise
-    a slow reader could take over blocks that already belong to somebody else.
+    Raises LeaseError if the event is illegal. After the deadline most events are, even before a
+    timer has fired. Otherwise a slow reader could read blocks that already have a new owner.
     """
     after = TRANSITIONS.get((lease.state, event))
     if after is None:
         raise LeaseError(f"lease {lease.id} is {lease.state}: it cannot {event}")
     if now >= lease.deadline and event not in _TIMELESS:
-        raise LeaseError(f"lease {lease.id} ran out {now - lease.deadline:.3f} s ago: it cannot {event}")
+        raise LeaseError(
+            f"lease {lease.id} ran out {now - lease.deadline:.3f} s ago: it cannot {event}"
+        )
     if event is LeaseEvent.EXPIRE and now < lease.deadline:
-        raise LeaseError(f"lease {lease.id} has {lease.deadline - now:.3f} s left: it cannot expire")
+        raise LeaseError(
+            f"lease {lease.id} has {lease.deadline - now:.3f} s left: it cannot expire"
+        )
     if event is LeaseEvent.RENEW:
         if deadline is None or deadline < lease.deadline:
             raise LeaseError(f"lease {lease.id} can only be renewed to a later deadline")

@@ -1,7 +1,7 @@
-"""Leave: who may fetch an offer. Whoever shows the ticket written for it; without one, whom the offer names, or
-anybody where the engine said that the name alone will do. Sans-IO.
+"""Authorizer: who may fetch an offer. Sans-IO.
 
-Not here: what a ticket is (ticket.py), whether the offer is still to be had (source.py).
+A sink needs the offer's ticket, unless the offer names that sink or is public. Not here: the ticket
+format (ticket.py), or whether the offer still exists (source.py).
 """
 
 from __future__ import annotations
@@ -23,35 +23,42 @@ _REASON = {
 }
 
 
-def by_name(ware: Ware, agent: str) -> bool:
-    """Whether this agent may have it without a ticket."""
-    return ware.public if ware.sink is None else ware.sink == agent
+def by_name(spec: Ware, agent: str) -> bool:
+    """Return whether this agent may fetch the offer without a ticket."""
+    return spec.public if spec.sink is None else spec.sink == agent
 
 
 class Leave:
-    """Writes and reads the tickets of one agent; `key` is the fleet's. Owned by the SourceBook."""
+    """Issues and checks the tickets of one agent. `key` is the fleet's. Owned by TransferSource."""
 
     def __init__(self, key: bytes, card: Card, regions: Sequence[Region]) -> None:
         self._key, self._card, self._regions = key, card, regions
         self._used = Used()
 
     def write(self, offer: Offer) -> str:
-        """A ticket for the offer, good until its lease runs out. ValueError for names that are too long."""
-        ware = offer.ware
+        """Issue a ticket that is valid until the offer's lease ends.
+
+        Raises ValueError if the names make it too long.
+        """
+        spec = offer.ware
         ticket = Ticket(
-            offer=ware.name,
+            offer=spec.name,
             agent=self._card.agent,
             epoch=self._card.epoch,
-            digest=digest_of(ware.blocks, np.concatenate(offer.generations)),
+            digest=digest_of(spec.blocks, np.concatenate(offer.generations)),
             not_after=offer.lease.deadline,
             nonce=offer.nonces[-1],
-            sink=ware.sink,
+            sink=spec.sink,
         )
         return mint(self._key, ticket)
 
-    def read(self, text: str, offer: Offer | None, name: str, sink: str, now: float) -> Ticket | Reason:
-        """The ticket, not yet spent: only a claim does that. Or why it is not honoured: what has a ticket and no offer
-        has had its time."""
+    def read(
+        self, text: str, offer: Offer | None, name: str, sink: str, now: float
+    ) -> Ticket | Reason:
+        """Check a ticket without spending it. Returns the ticket, or the reason for refusing it.
+
+        A valid ticket whose offer does not exist any more is refused as GONE.
+        """
         try:
             ticket = check(self._key, text, now, epoch=self._card.epoch, sink=sink)
             if ticket.offer != name:
@@ -66,7 +73,7 @@ class Leave:
         return ticket
 
     def spend(self, ticket: Ticket, now: float) -> Reason | None:
-        """It has served. Or why it cannot."""
+        """Mark the ticket as used. Returns None, or the reason for refusing it."""
         try:
             self._used.spend(ticket, now)
         except Refused as refused:
@@ -74,7 +81,11 @@ class Leave:
         return None
 
     def _digest_now(self, offer: Offer) -> bytes:
-        """Of the offer's blocks as they are now: not what its tickets say if one has changed hands meanwhile."""
+        """Return the digest of the offer's blocks at their current generations.
+
+        It differs from the ticket's digest if a block has changed owner since.
+        """
         return digest_of(
-            offer.ware.blocks, np.concatenate([each.generations_of(offer.ware.blocks) for each in self._regions])
+            offer.ware.blocks,
+            np.concatenate([region.generations_of(offer.ware.blocks) for region in self._regions]),
         )

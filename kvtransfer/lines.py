@@ -1,6 +1,6 @@
-"""Line: one link as the agent keeps it: who is at the other end, since when it is silent, and messages sealed in order.
+"""PeerLink: one link as the agent sees it: its peer, its silence, and its sealed messages.
 
-Not here: what messages mean, or links themselves.
+Not here: the meaning of messages, or the links themselves (transports/).
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from kvtransfer.transports.base import Link, Transport
 
 
 class Dialling(msgspec.Struct, frozen=True, eq=False):
-    """A line to be: to `where` by `transport`, for the peer that engines know as `address`. `fallback`: the line to use
-    in its place if it does not come up. `lane_of`: the line whose windows it is to share. `redials`: connections to
-    `where` that ended before the peer said who it is."""
+    """A connection that is being dialled.
+
+    where      the peer's address for `transport` address    the peer's address as engines know it
+    fallback   the link to use instead if this one fails; None: there is none lane_of    the link
+    whose windows this one will share; None: a link of its own redials    earlier connections to
+    `where` that ended before the peer showed its identity
+    """
 
     transport: Transport
     where: str
@@ -30,19 +34,24 @@ class Dialling(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def led_by(self) -> Line | None:
-        """The line by which we learnt of this way."""
+        """The link over which this agent learnt of `where`; None: it was dialled first."""
         return self.fallback or self.lane_of
 
 
 class Line:
-    """`up`: both ends have proven themselves. `linked`: the sink's book uses it. `hearing`: its thread has something
-    from the peer in hand, and maybe waits for our lock with it. `dialling`: what it was dialled for; None: we were
-    dialled. `lanes`: lines that share its windows; `first`: as such a lane, whose. `seeking`: one is on its way;
-    `misses`: so many came to nothing. `heard`: the peer has said something since the line is in use."""
+    """A link and what the agent knows of it.
+
+    up         both ends have proven their identity linked     the sink's logic uses the link
+    hearing    the link's thread is handling a message, and may be waiting for the agent's lock
+    heard      the peer has sent a message since the link came into use dialling   what the link was
+    dialled for; None: the peer dialled lanes      parallel links that share its windows first
+    for such a lane: the link whose windows it shares seeking    a lane is being dialled misses
+    number of lanes that failed
+    """
 
     __slots__ = (
-        "_heard_at", "_received", "_sending", "dialling", "first", "heard", "hearing", "lanes", "link", "linked",
-        "misses", "seeking", "session", "up",
+        "_heard_at", "_received", "_sending", "dialling", "first", "heard", "hearing", "lanes",
+        "link", "linked", "misses", "seeking", "session", "up",
     )  # fmt: skip
 
     def __init__(self, link: Link, session: Session, dialling: Dialling | None, now: float) -> None:
@@ -62,19 +71,25 @@ class Line:
         return self.link.peer if self.dialling is None else self.dialling.address
 
     def of_same_peer(self, other: Line) -> bool:
-        """Whether both have proven to be one and the same."""
+        """Return whether both links lead to the same start of the same agent."""
         ours, theirs = self.session.peer, other.session.peer
-        return ours is not None and theirs is not None and (ours.agent, ours.epoch) == (theirs.agent, theirs.epoch)
+        return (
+            ours is not None
+            and theirs is not None
+            and (ours.agent, ours.epoch) == (theirs.agent, theirs.epoch)
+        )
 
     def say(self, message: Message) -> None:
-        """Any thread: seals count, so sealing and sending are one step."""
+        """Seal and send in one step, because seals are counted. Callable on any thread."""
         with self._sending:
             self.link.send(self.session.seal(message))
 
     def silent(self, now: float, late_s: float, options: Options) -> bool:
-        """Whether the peer has said nothing for too long. Asked twice a beat; `late_s`: by how much we are late
-        ourselves, which is no fault of the peer's, and neither is a message that we have yet to take in. Who has proven
-        nothing buys no time by a byte now and then."""
+        """Return whether the peer has been silent for too long. Call it twice per beat.
+
+        A peer is not blamed for `late_s`, by which the caller itself is late, nor for messages that
+        wait to be handled here. Before its proof, received bytes do not extend its time.
+        """
         received = self.link.received_bytes
         if self.up and (received != self._received or self.hearing):
             self._received, self._heard_at = received, now
@@ -84,7 +99,7 @@ class Line:
 
 
 def unfit(mine: Card, theirs: Card, version: int) -> tuple[Reason, str] | None:
-    """Why these two cannot exchange KV; None if they can."""
+    """Return why these two agents cannot exchange KV; None if they can."""
     if version != VERSION:
         return Reason.VERSION, f"version {VERSION} here, {version} there"
     if mine.family != theirs.family:
@@ -93,10 +108,12 @@ def unfit(mine: Card, theirs: Card, version: int) -> tuple[Reason, str] | None:
     return None if mismatch is None else (Reason.LAYOUT, mismatch)
 
 
-def astray(line: Line) -> tuple[Reason, str] | None:
-    """A way that led to somebody else than the line by which we learnt of it: an address means little on another
-    host."""
-    before = None if line.dialling is None else line.dialling.led_by
-    if before is None or before.of_same_peer(line):
+def astray(peer_link: Line) -> tuple[Reason, str] | None:
+    """Return an error if a link reached another agent than the link that led to it.
+
+    An address that one host reports may mean another agent on this host.
+    """
+    parent = None if peer_link.dialling is None else peer_link.dialling.led_by
+    if parent is None or parent.of_same_peer(peer_link):
         return None
-    return Reason.UNREACHABLE, f"{line.peer} answers there, and not {before.peer}"
+    return Reason.UNREACHABLE, f"{peer_link.peer} answers there instead of {parent.peer}"

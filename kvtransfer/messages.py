@@ -1,7 +1,7 @@
-"""What two agents say to each other besides bytes of KV: typed, length-limited msgpack. Anything else: ProtocolError.
+"""The messages between two agents: typed, length-limited msgpack.
 
-On a link the one who dialled is the sink, the one who was dialled is the source, for the link's whole life. So every
-message has one direction, and who says the other's lines is out. Not here: proof of identity (session.py).
+The agent that dialled a link is the sink, the other one the source, for the link's whole life. So
+every message has one direction. Not here: proof of identity (session.py).
 """
 
 from __future__ import annotations
@@ -37,12 +37,16 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
 
 class ProtocolError(Exception):
-    """The peer said what nobody says here. The link it came from cannot be trusted any further."""
+    """The peer sent an invalid message. Its link must not be trusted any further."""
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Who an agent is. `epoch` is new with every start; `family`: what else must be equal besides the layout (weights,
-    quantisation); `host`: equal exactly on one machine; `addresses`: by transport, where else it can be dialled."""
+    """The identity of an agent.
+
+    epoch       random, drawn at every start family      what else must be equal besides the layout:
+    weights, quantisation host        equal exactly on one machine addresses   by transport, where
+    else the agent can be dialled
+    """
 
     agent: Name
     epoch: Nonce
@@ -53,8 +57,11 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
-    """Sink, first of all: a link of its own. `budget_bytes`: how much the source may have under way on it, its lanes
-    included. It is the same in every version: who is of another must hear just that."""
+    """Sink: the first message of a link.
+
+    `budget_bytes` is how much the source may have in flight on the link and its lanes. The format
+    is the same in every version, so that another version can be detected and reported.
+    """
 
     version: Id
     nonce: Nonce
@@ -63,7 +70,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_
 
 
 class Lane(msgspec.Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True):
-    """Sink, in place of Hello: a lane of the link whose Hello had the nonce `lane_of`."""
+    """Sink: in place of Hello, for a lane of the link whose Hello had the nonce `lane_of`."""
 
     version: Id
     nonce: Nonce
@@ -72,7 +79,7 @@ class Lane(msgspec.Struct, frozen=True, array_like=True, tag=11, forbid_unknown_
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """Source, in answer to Hello or Lane."""
+    """Source: the answer to Hello or Lane."""
 
     version: Id
     nonce: Nonce
@@ -80,16 +87,20 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknow
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """Sink: the Welcome is genuine, and by this message's seal so am I."""
+    """Sink: the Welcome is genuine. This message's seal proves the sink's identity."""
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """Both: alive. From the sink it renews every lease that is claimed over this link."""
+    """Both: a heartbeat. From the sink it renews every lease that is claimed over the link."""
 
 
 class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
-    """Sink: write `name` into these blocks of mine. `wait_s`: how long the invitation may wait for its offer;
-    `slack_s`: how urgent, among others of its class. `window_bytes`: no window is larger, single runs apart."""
+    """Sink: write the offer `name` into these blocks.
+
+    wait_s         how long the invitation may wait for its offer slack_s        urgency among
+    transfers of the same priority: time to the deadline window_bytes   the largest window, except
+    for a single longer run
+    """
 
     transfer: Id
     name: Name
@@ -105,8 +116,10 @@ class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
-    """Source: here it comes. With both sides' blocks and layouts known, both compute the same plan. `layouts`: the
-    fingerprint of the two that the source means."""
+    """Source: the transfer begins. Both ends can now compute the same plan.
+
+    `layouts` is the fingerprint of the two layouts that the source plans with.
+    """
 
     transfer: Id
     blocks: Blocks
@@ -116,7 +129,7 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
-    """Either: this transfer is over and did not land. From the source it may also be the answer to an Invite."""
+    """Either: the transfer is over and has not landed. Also the source's refusal of an Invite."""
 
     transfer: Id
     reason: Reason
@@ -124,73 +137,88 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown_f
 
 
 class Landed(msgspec.Struct, frozen=True, array_like=True, tag=8, forbid_unknown_fields=True):
-    """Sink: every byte arrived and is verified; the lease has served."""
+    """Sink: every byte has arrived and is verified. The lease can end."""
 
     transfer: Id
     n_bytes: Bytes
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=9, forbid_unknown_fields=True):
-    """Sink: so many bytes of the transfer have been taken in; as many more may come."""
+    """Sink: this many bytes of the transfer have been received, and as many more may be sent."""
 
     transfer: Id
     n_bytes: Bytes
 
 
 class Unwanted(msgspec.Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
-    """Sink: I shall not ask for `name`, as I was about to. Who may have an offer may also do without it."""
+    """Sink: it will not invite for `name`. Valid only from a sink that may fetch the offer."""
 
     name: Name
     ticket: TicketText | None = None
 
 
-Message = Hello | Lane | Welcome | Ready | Beat | Invite | Accept | Stop | Landed | Credit | Unwanted
+Message = (
+    Hello | Lane | Welcome | Ready | Beat | Invite | Accept | Stop | Landed | Credit | Unwanted
+)
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
+    """Return the message as msgpack bytes."""
     return _ENCODER.encode(message)
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """The message in `data`. ProtocolError for everything else."""
+    """Decode a message. Raises ProtocolError for anything else."""
     if len(data) > MOST_MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {len(data)} bytes is over the limit of {MOST_MESSAGE_BYTES}")
+        raise ProtocolError(
+            f"a message of {len(data)} bytes is over the limit of {MOST_MESSAGE_BYTES}"
+        )
     try:
         message = _DECODER.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as wrong:
-        raise ProtocolError(f"this is no message: {wrong}") from wrong
-    # Now, and not when they are read: that may be much later, and then on the engine's own thread.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise ProtocolError(f"invalid message: {error}") from error
+    # Checked here because the blocks are read much later, possibly on the engine's own thread.
     if isinstance(message, Invite | Accept) and len(message.blocks) % 4:
-        raise ProtocolError(f"{len(message.blocks)} bytes are no list of blocks")
+        raise ProtocolError(f"{len(message.blocks)} bytes are not a list of blocks")
     return message
 
 
 def check_words(name: str, ticket: str | None = None) -> None:
-    """ValueError for what no message can carry: names come from outside, and a peer that hears such ends the link."""
+    """Raise ValueError for a name or ticket that no message can carry.
+
+    Names come from outside, and a peer closes the link on an invalid message.
+    """
     if not 1 <= len(name) <= _MOST_NAME or len(ticket or "") > _MOST_TICKET:
-        raise ValueError(f"a name has 1 to {_MOST_NAME} characters, a ticket at most {_MOST_TICKET}")
-    (name + (ticket or "")).encode()  # a lone surrogate is no text
+        raise ValueError(
+            f"a name has 1 to {_MOST_NAME} characters, a ticket at most {_MOST_TICKET}"
+        )
+    (
+        name + (ticket or "")
+        # A lone surrogate raises UnicodeEncodeError, which is a ValueError.
+    ).encode()
 
 
 def check_seconds(what: str, seconds: float) -> None:
-    """ValueError for a time that never ends: not a number compares with nothing, and would hold blocks for good."""
+    """Raise ValueError for a negative or unbounded time. NaN and infinity would hold blocks for
+    ever.
+    """
     if not 0.0 <= seconds < inf:
-        raise ValueError(f"{what} lasts some seconds, not {seconds}")
+        raise ValueError(f"{what} needs a finite time in seconds, not {seconds}")
 
 
 def stop(transfer: int, reason: Reason, detail: str) -> Stop:
-    """With as much of the detail as a message carries: an engine says what it likes, and is to be heard."""
+    """Build a Stop, with the detail truncated to what a message can carry."""
     return Stop(transfer, reason, detail[:256].encode(errors="replace").decode())
 
 
 def pack_blocks(blocks: Any) -> bytes:
-    """Block numbers (anything numpy takes) as they travel: u32, little-endian."""
+    """Encode block numbers, in any form that numpy accepts, as little-endian u32."""
     return np.asarray(blocks, dtype="<u4").tobytes()
 
 
 def unpack_blocks(data: bytes) -> NDArray[np.int64]:
-    """The block numbers of a message."""
+    """Decode the block numbers of a message."""
     return np.frombuffer(data, dtype="<u4").astype(np.int64)

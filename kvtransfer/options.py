@@ -1,4 +1,4 @@
-"""Options of an agent: its times and bounds, with the defaults that the rest is tested with."""
+"""Options of an agent: times and limits, with the defaults that the tests use."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from kvtransfer.frame import MOST_PAYLOAD
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    beat_s, misses   a link is lost when the peer has been silent for so many beats, which must be the peer's as well
-    handshake_s      until then both ends of a new link have proven who they are
-    window_bytes     the most that is sent at once; a link may want less
-    budget_bytes     what a source may have under way to this agent on one link
-    patience_s       how long an invitation may wait here for its offer
-    memory_s         how long a name is remembered whose offer ended, that was declined, or that was given up by who
-                     waited for it or was about to ask
-    most_waiting     invitations that wait here, all in all
-    most_strangers   links whose peer has not shown the key; for one more, the oldest is dropped
-    unproven_per_address   such links from one IPv4 address or IPv6 /64
-    family           what must be equal on both sides besides the layout: weights, quantisation
-    host             equal exactly for agents that can share memory; None: found out, "": never
+    """Times and limits of an agent.
+
+    beat_s, misses         a link is lost after this many beats of silence; equal on both sides
+    handshake_s            time for both ends of a new link to prove their identity window_bytes
+    largest window to send; a link may want less budget_bytes           bytes that a source may have
+    in flight to this agent on one link patience_s             longest time that an invitation may
+    wait here for its offer memory_s               how long the name of an ended, declined or
+    unwanted offer is remembered most_waiting           invitations that may wait here, in total
+    most_strangers         links whose peer has not shown the key; one more drops the oldest
+    unproven_per_address   such links from one IPv4 address or IPv6 /64 family                 what
+    must be equal on both sides besides the layout: weights, quantisation host
+    equal exactly for agents that can share memory; None: detect, "": never
     """
 
     beat_s: float = 0.25
@@ -38,12 +37,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not (self.beat_s >= 0.001 and self.misses >= 1 and self.handshake_s > 0.0):
-            raise ValueError(f"a peer is heard every so often, and given up after some silence, not {self}")
+            raise ValueError(f"beat_s, misses and handshake_s must be positive: {self}")
         if not 0 < self.window_bytes <= MOST_PAYLOAD or self.budget_bytes < 1:
-            raise ValueError(f"windows have 1 to {MOST_PAYLOAD} bytes and a peer takes some, not {self}")
+            raise ValueError(
+                f"window_bytes must be 1 to {MOST_PAYLOAD}, budget_bytes positive: {self}"
+            )
         if not self.unproven_per_address >= 1 or not self.most_strangers >= 1:
-            raise ValueError(f"at least one link must be allowed to prove the key, not {self}")
+            raise ValueError(f"most_strangers and unproven_per_address must be at least 1: {self}")
 
     @property
     def silence_s(self) -> float:
+        """How long a peer may be silent before its link is lost."""
         return self.beat_s * self.misses

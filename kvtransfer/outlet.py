@@ -1,4 +1,4 @@
-"""Outlet: one link over which a peer fetches from us. Which window of which offer goes next, and where it lies.
+"""SendQueue: one link over which a peer fetches, with the order of its windows and their memory.
 
 Not here: whether an offer may be fetched at all (source.py).
 """
@@ -22,14 +22,18 @@ from kvtransfer.reshard import MOST_RUNS, Plan
 from kvtransfer.transports.base import Link, Slice, WindowHead
 
 _NONE = np.empty(0, np.int64)
-_MOST_TICKETS = 8  # of one offer that are good at a time: a renewed one does not end those that are on their way
+# Tickets of one offer that are valid at the same time. Renewal keeps earlier tickets valid, because
+# they may be in transit.
+_MAX_TICKETS = 8
 
 
 class Ware(msgspec.Struct, frozen=True):
-    """What an engine offers: the KV of `tokens` tokens in `blocks`, of which `ready_layers` are computed.
+    """What an engine offers: the KV of `tokens` tokens in `blocks`, with `ready_layers` computed.
 
-    `sink`: the only agent that may have it, by ticket or by name; None: any of the fleet, by ticket. `public`: then
-    also by name. `nonce`: 16 random bytes for the first ticket. `order`, `distinct`: of the blocks, found out here.
+    sink       the only agent that may fetch it, by ticket or by name; None: any agent with a ticket
+    public     any agent may also fetch it by name nonce      16 random bytes for the first ticket
+    order      the stable sort order of `blocks`, computed here distinct   the distinct block
+    numbers, computed here
     """
 
     name: str
@@ -49,21 +53,27 @@ class Ware(msgspec.Struct, frozen=True):
 
 
 class Offer:
-    """One offer and the lease that protects it. `generations`: of its blocks, by rank, as they were promised;
-    `sorted_blocks`: to find a block's promise in microseconds, once per window; `nonces`: of its latest tickets.
-    `link`, `transfer`: whose it is. Its `plan` comes after that, and with it the claim is good."""
+    """One offer and the lease that protects it.
+
+    generations     of its blocks, per rank, as promised when it was made sorted_blocks   its block
+    numbers in order, for a fast search per window nonces          of its latest tickets link,
+    transfer  the sink that has taken it; the claim is complete once `plan` is set
+    """
 
     __slots__ = (
-        "began", "generations", "head", "klass", "lease", "link", "nonces", "number", "plan", "put_bytes",
-        "ready_layers", "sorted_blocks", "ticket", "transfer", "urgent_at", "ware", "window_bytes", "windows",
+        "began", "generations", "head", "klass", "lease", "link", "nonces", "number", "plan",
+        "put_bytes", "ready_layers", "sorted_blocks", "ticket", "transfer", "urgent_at", "ware",
+        "window_bytes", "windows",
     )  # fmt: skip
 
-    def __init__(self, number: int, ware: Ware, generations: list[NDArray[np.uint32]], now: float) -> None:
+    def __init__(
+        self, number: int, ware: Ware, generations: list[NDArray[np.uint32]], now: float
+    ) -> None:
         self.number, self.ware, self.generations, self.began = number, ware, generations, now
         self.sorted_blocks = ware.blocks[ware.order]
         self.lease = Lease(ware.name, now + ware.ttl_s)
         self.ticket = ""
-        self.nonces = deque([ware.nonce], _MOST_TICKETS)
+        self.nonces = deque([ware.nonce], _MAX_TICKETS)
         self.ready_layers = ware.ready_layers
         self.link: Link | None = None
         self.transfer = 0
@@ -79,14 +89,17 @@ class Offer:
         return self.lease.left is None
 
     def peek(self) -> WindowHead | None:
-        """The next window; None while nothing more is computed, or when all has been sent."""
+        """Return the next window; None: no more is computed yet, or all windows have been sent."""
         if self.head is None:
             self.head = next(self.windows, None)
         return self.head
 
 
 class Flow:
-    """How fast bytes go while any are under way: a spell ends when none are, or after `most_s` to begin another."""
+    """Measures throughput over busy periods.
+
+    A period ends when no bytes are in flight, or after `most_s`, when the next one starts.
+    """
 
     def __init__(self, seen: Callable[[int, float], None], most_s: float = 0.1) -> None:
         self._seen, self._most_s = seen, most_s
@@ -94,12 +107,12 @@ class Flow:
         self._bytes = 0
 
     def begun(self, now: float) -> None:
-        """Something is under way."""
+        """Note that bytes are in flight."""
         if self._since is None:
             self._since = now
 
     def arrived(self, n_bytes: int, now: float, *, idle: bool) -> None:
-        """So much has been taken in; `idle`: and nothing else is under way."""
+        """Count bytes that the peer has received. `idle`: no other bytes are in flight."""
         self._bytes += n_bytes
         if self._since is None or not (idle or now - self._since > self._most_s):
             return
@@ -109,11 +122,20 @@ class Flow:
 
 
 class Outlet:
-    """`claimed`: by transfer; `newest`: the last transfer's number, for numbers only grow: what is said of an old one
-    is never taken for a new one's."""
+    """The windows that go to one peer over one link.
+
+    claimed   the taken offers, by transfer number
+    newest    the latest transfer number. Numbers only grow, so a late message about an
+              old transfer is never taken for a new one
+    """
 
     def __init__(
-        self, link: Link, card: Card, budget_bytes: int, regions: list[Region], seen: Callable[[int, float], None]
+        self,
+        link: Link,
+        card: Card,
+        budget_bytes: int,
+        regions: list[Region],
+        seen: Callable[[int, float], None],
     ) -> None:
         self.card = card
         self.claimed: dict[int, Offer] = {}
@@ -124,40 +146,45 @@ class Outlet:
         self._flow = Flow(seen)
 
     def take(self, offer: Offer, transfer: int) -> None:
-        """The offer is this peer's from now on, and nobody else's, if there is a plan for it."""
+        """Assign the offer to this peer's transfer, before its plan is computed."""
         self.claimed[transfer] = offer
         offer.link, offer.transfer = self._link, transfer
 
     def let_go(self, offer: Offer) -> None:
-        """There is none: it is on offer again."""
+        """Undo `take`, because the claim failed. The offer is available again."""
         del self.claimed[offer.transfer]
         offer.link, offer.transfer = None, 0
 
     def claim(self, offer: Offer, plan: Plan, window_bytes: int) -> None:
-        """This is how it moves."""
+        """Set the plan by which the offer moves."""
         offer.plan, offer.window_bytes = plan, window_bytes
         offer.windows = _windows(offer, plan)
 
     def release(self, offer: Offer, now: float, *, landed: bool) -> None:
-        """The offer is over: its place in line and its credit are free."""
+        """Remove an offer that has ended, and return its credit."""
         del self.claimed[offer.transfer]
         self._turns.remove(offer.transfer)
         left = self.credits.forget(offer.transfer)
         self._flow.arrived(left if landed else 0, now, idle=not self.credits.taken_bytes)
 
     def give(self, transfer: int, n_bytes: int, now: float) -> None:
-        """The peer has taken in so much. ValueError if it was never sent so much."""
+        """Return credit for bytes that the peer has received. Raises ValueError if they were not
+        sent.
+        """
         self.credits.give(transfer, n_bytes)
         self._flow.arrived(n_bytes, now, idle=not self.credits.taken_bytes)
 
     def line_up(self, offer: Offer, now: float) -> None:
-        """The offer may have windows to send."""
+        """Queue the offer, if it has windows to send."""
         if offer.peek() is not None:
             self._turns.add(offer.transfer, offer.klass, offer.urgent_at, now)
 
     def pump(self, now: float) -> list[Put]:
-        """The windows that may go now: the most urgent first, as many as the peer takes. And no more than so many runs:
-        other links wait meanwhile. As something is under way then, credit comes back and asks again."""
+        """Return the windows to send now, in order of urgency, as far as the peer's credit allows.
+
+        At most MOST_RUNS runs, because other links wait meanwhile. Returned credit calls this
+        again.
+        """
         puts: list[Put] = []
         runs = 0
         while runs < MOST_RUNS and (transfer := self._turns.next(now)) is not None:
@@ -180,12 +207,12 @@ class Outlet:
         src_rank, dst_rank = offer.plan.pairs(head.group)[head.pair]
         runs = offer.plan.runs(head.group, head.pair).cut(head.first, head.count)
         region = self._regions[src_rank]
-        current = _still(offer, region, src_rank, blocks_of(runs, region.block_bytes))
+        current = _still_current(offer, region, src_rank, blocks_of(runs, region.block_bytes))
         return Put(self._link, head, Slice(runs, region, src_rank, dst_rank, current))
 
 
 def blocks_of(runs: Runs, block_bytes: int) -> NDArray[np.int64]:
-    """The source's blocks that these runs read, in their order; a block that several runs in a row read once."""
+    """Return the source's blocks that these runs read, in order, without direct repetitions."""
     first, last = runs.src // block_bytes, (runs.src + runs.length - 1) // block_bytes
     longest = int((last - first).max())
     if longest:
@@ -195,7 +222,7 @@ def blocks_of(runs: Runs, block_bytes: int) -> NDArray[np.int64]:
 
 
 def _windows(offer: Offer, plan: Plan) -> Iterator[WindowHead | None]:
-    """Every window in order; None as long as the next group is not computed."""
+    """Yield every window in order, and None while the next group is not computed."""
     for group in range(plan.groups):
         while plan.groups_ready(offer.ready_layers) <= group:
             yield None
@@ -203,7 +230,11 @@ def _windows(offer: Offer, plan: Plan) -> Iterator[WindowHead | None]:
             yield WindowHead(offer.transfer, group, *window)
 
 
-def _still(offer: Offer, region: Region, rank: int, blocks: NDArray[np.int64]) -> Callable[[], bool]:
-    """Whether these blocks are still the offer's: its lease runs, and nobody has raised a generation."""
-    promised = offer.generations[rank][offer.ware.order[np.searchsorted(offer.sorted_blocks, blocks)]]
+def _still_current(
+    offer: Offer, region: Region, rank: int, blocks: NDArray[np.int64]
+) -> Callable[[], bool]:
+    """Return a check that the blocks are still the offer's: lease alive, generations unchanged."""
+    promised = offer.generations[rank][
+        offer.ware.order[np.searchsorted(offer.sorted_blocks, blocks)]
+    ]
     return lambda: offer.live and region.current(blocks, promised)

@@ -1,7 +1,4 @@
-"""Remembered: names of which something was said lately, so that who comes too late is not left to wait.
-
-Not here: what is said of whom (source.py). Pure: `now` is given, and never goes back.
-"""
+"""TtlMap: a bounded map whose entries expire. Pure: the caller passes `now`."""
 
 from __future__ import annotations
 
@@ -13,31 +10,34 @@ T = TypeVar("T")
 
 
 class Remembered(Generic[T]):
-    """Each name for `keep_s`, and no more than `most` of them: the oldest is forgotten first. Not thread-safe."""
+    """A map from names to values that keeps each for `ttl_s`, and at most `max_entries`.
+
+    The oldest entry is dropped first. Not thread-safe.
+    """
 
     def __init__(self, keep_s: float, most: int = _MOST) -> None:
         self._keep_s, self._most = keep_s, most
-        self._said: dict[str, tuple[float, T]] = {}
+        self._entries: dict[str, tuple[float, T]] = {}
 
     def __len__(self) -> int:
-        return len(self._said)
+        return len(self._entries)
 
-    def put(self, name: str, what: T, now: float) -> None:
-        """The latest word on a name."""
-        self._said.pop(name, None)
-        self._said[name] = (now + self._keep_s, what)
-        while len(self._said) > self._most or next(iter(self._said.values()))[0] <= now:
-            del self._said[next(iter(self._said))]
-            if not self._said:
+    def put(self, name: str, value: T, now: float) -> None:
+        """Set the value of `name` and restart its time to live."""
+        self._entries.pop(name, None)
+        self._entries[name] = (now + self._keep_s, value)
+        while len(self._entries) > self._most or next(iter(self._entries.values()))[0] <= now:
+            del self._entries[next(iter(self._entries))]
+            if not self._entries:
                 break
 
     def look(self, name: str, now: float) -> T | None:
-        """What was said of it; None if nothing was, or too long ago."""
-        until, what = self._said.get(name, (now, None))
-        return what if now < until else None
+        """Return the value of `name`; None if there is none or it has expired."""
+        expires, value = self._entries.get(name, (now, None))
+        return value if now < expires else None
 
     def take(self, name: str, now: float) -> T | None:
-        """The same, and it is forgotten."""
-        what = self.look(name, now)
-        self._said.pop(name, None)
-        return what
+        """Remove `name` and return its value, as `get` does."""
+        value = self.look(name, now)
+        self._entries.pop(name, None)
+        return value

@@ -1,9 +1,9 @@
-"""The sink's book: reservations of one agent, from `fetch` to the fence behind the last writer. Sans-IO: events and the
-time in, commands out. All races of the receiving side are decided here.
+"""The sink's logic: one agent's reservations, from `fetch` to the fence behind the last writer.
 
     WAITING -> INVITED -> MOVING -> FENCING -> gone
 
-Not here: the bytes (transports), the clock, the lock, the engine's handles (agent.py).
+Sans-IO: events and the time go in, commands come out. All races of the receiving side are decided
+here. Not here: the bytes (transports), the clock, the lock, the engine's handles (agent.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ from kvtransfer.transports.base import Link, Slice, Verdict, WindowHead
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """What an engine asks for: tokens [skip_tokens, tokens) of `name` at `address`, into `blocks`."""
+    """What an engine fetches: tokens [skip_tokens, tokens) of `name` at `address`, into
+    `blocks`.
+    """
 
     address: str
     name: str
@@ -59,7 +61,11 @@ class Wish(msgspec.Struct, frozen=True):
 
 
 class SinkState(StrEnum):
-    """WAITING for a link; INVITED: the peer may write; MOVING: it does; FENCING: over, but for writers still there."""
+    """The states of a reservation.
+
+    WAITING   for a link INVITED   the peer may write MOVING    the peer writes FENCING   ended, but
+    writers may still be active
+    """
 
     WAITING = "waiting"
     INVITED = "invited"
@@ -68,11 +74,11 @@ class SinkState(StrEnum):
 
 
 class Reservation:
-    """One landing. Owned by the SinkBook."""
+    """The blocks and the progress of one landing. Owned by TransferSink."""
 
     __slots__ = (
-        "arrivals", "began", "began_moving", "deadline", "end", "layers", "layout", "link", "number", "peer", "plan",
-        "said", "state", "wish",
+        "arrivals", "began", "began_moving", "deadline", "end", "layers", "layout", "link",
+        "number", "peer", "plan", "said", "state", "wish",
     )  # fmt: skip
 
     def __init__(self, number: int, wish: Wish, now: float) -> None:
@@ -91,31 +97,35 @@ class Reservation:
 
 
 class SinkBook:
-    """`regions`: this agent's, one per rank. Numbers of reservations are the caller's, and transfers on the wire."""
+    """The reservations of one agent. The caller numbers them; the numbers are also used on the
+    wire.
+    """
 
-    def __init__(self, layout: KvLayout, regions: Sequence[Region], options: Options, tally: Tally) -> None:
+    def __init__(
+        self, layout: KvLayout, regions: Sequence[Region], options: Options, tally: Tally
+    ) -> None:
         self._layout, self._regions, self._options, self._tally = layout, regions, options, tally
-        self._held: dict[int, Reservation] = {}
+        self._reservations: dict[int, Reservation] = {}
         self._links: dict[str, tuple[Link, KvLayout, str]] = {}
         self._waiting: dict[str, list[Reservation]] = {}
         self._deadlines: list[tuple[float, int]] = []
 
     @property
     def held(self) -> dict[str, int]:
-        """Reservations by state."""
-        states = [reservation.state for reservation in self._held.values()]
+        """The number of reservations by state."""
+        states = [reservation.state for reservation in self._reservations.values()]
         return {state.value: states.count(state) for state in SinkState}
 
     def due(self) -> float | None:
-        """When `tick` is wanted next."""
-        while self._deadlines and self._deadlines[0][1] not in self._held:
+        """Return when `tick` is due next; None: no deadline."""
+        while self._deadlines and self._deadlines[0][1] not in self._reservations:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def fetch(self, number: int, wish: Wish, now: float) -> list[Command]:
-        """Begin a landing. `check` comes first."""
+        """Begin a landing. Call `check` first."""
         reservation = Reservation(number, wish, now)
-        self._held[number] = reservation
+        self._reservations[number] = reservation
         heapq.heappush(self._deadlines, (reservation.deadline, number))
         if wish.address in self._links:
             return [self._invite(reservation, now)]
@@ -123,42 +133,67 @@ class SinkBook:
         self._waiting.setdefault(wish.address, []).append(reservation)
         return [Dial(wish.address)] if waiting is None else []
 
-    def linked(self, address: str, link: Link, layout: KvLayout, agent: str, now: float) -> list[Command]:
-        """The link that was dialled is up, and the peer has proven itself."""
+    def linked(
+        self, address: str, link: Link, layout: KvLayout, agent: str, now: float
+    ) -> list[Command]:
+        """Invite the peer of a new link, for all landings that waited for it."""
         self._links[address] = (link, layout, agent)
         commands: list[Command] = []
-        for each in self._waiting.pop(address, []):
-            if each.number in self._held:
-                commands.append(self._invite(each, now))
+        for reservation in self._waiting.pop(address, []):
+            if reservation.number in self._reservations:
+                commands.append(self._invite(reservation, now))
             else:
-                commands += self._never_asked(link, each)
+                commands += self._unwanted(link, reservation)
         return commands
 
     def unlinked(self, address: str, reason: Reason, detail: str, now: float) -> list[Command]:
-        """There will be no link: what waits for it ends."""
-        waiters = [each for each in self._waiting.pop(address, []) if each.number in self._held]
-        return [command for each in waiters for command in self._over(each, reason, detail, now, tell=False)]
+        """End all landings that waited for a link that did not come up."""
+        waiters = [
+            reservation
+            for reservation in self._waiting.pop(address, [])
+            if reservation.number in self._reservations
+        ]
+        return [
+            command
+            for reservation in waiters
+            for command in self._end(reservation, reason, detail, now, tell=False)
+        ]
 
     def leave(self, link: Link) -> None:
-        """A link is about to go: what is on it may still land, and whatever comes now has another dialled."""
-        self._links = {address: there for address, there in self._links.items() if there[0] is not link}
+        """Stop using a link that will end soon. Its transfers may still land; new ones dial
+        again.
+        """
+        self._links = {
+            address: there for address, there in self._links.items() if there[0] is not link
+        }
 
     def lost(self, link: Link, reason: Reason, detail: str, now: float) -> list[Command]:
-        """A link is gone. Its writers may not be: everything on it goes through the fence."""
+        """End all landings of a lost link, behind the fence: its writers may still be active."""
         self.leave(link)
-        hit = [reservation for reservation in self._held.values() if reservation.link is link]
-        return [command for each in hit for command in self._over(each, reason, detail, now, tell=False)]
+        affected = [
+            reservation for reservation in self._reservations.values() if reservation.link is link
+        ]
+        return [
+            command
+            for reservation in affected
+            for command in self._end(reservation, reason, detail, now, tell=False)
+        ]
 
     def cancel(self, number: int, reason: Reason, detail: str, now: float) -> list[Command]:
-        """The engine gives up. Too late when it has ended otherwise."""
-        reservation = self._held.get(number)
-        return [] if reservation is None else self._over(reservation, reason, detail, now)
+        """Give a landing up. No-op if it has already ended."""
+        reservation = self._reservations.get(number)
+        return [] if reservation is None else self._end(reservation, reason, detail, now)
 
     def close(self, now: float) -> list[Command]:
-        return [command for number in list(self._held) for command in self.cancel(number, Reason.CLOSED, "", now)]
+        """Give all landings up."""
+        return [
+            command
+            for number in list(self._reservations)
+            for command in self.cancel(number, Reason.CLOSED, "", now)
+        ]
 
     def tick(self, now: float) -> list[Command]:
-        """Whatever has not landed by its deadline does not land."""
+        """End all landings whose deadline has passed."""
         commands: list[Command] = []
         while (due := self.due()) is not None and due <= now:
             _, number = heapq.heappop(self._deadlines)
@@ -166,49 +201,62 @@ class SinkBook:
         return commands
 
     def accepted(self, link: Link, message: Accept, now: float) -> list[Command]:
-        """The source sends. Raises ProtocolError when nobody asked."""
-        reservation = self._on(link, message.transfer)
+        """Begin to receive. Raises ProtocolError if the source was not invited."""
+        reservation = self._find(link, message.transfer)
         if reservation is None or reservation.state is SinkState.FENCING:
             return []
         if reservation.state is not SinkState.INVITED:
-            raise ProtocolError(f"transfer {message.transfer} is {reservation.state}: it cannot be accepted")
+            raise ProtocolError(
+                f"transfer {message.transfer} is {reservation.state}: it cannot be accepted"
+            )
 
         def work() -> Callable[[float], list[Command]]:
-            made = self._plan(reservation, message)
-            return lambda now: self._begin(reservation, made, now)
+            tracker_or_error = self._plan(reservation, message)
+            return lambda now: self._begin(reservation, tracker_or_error, now)
 
         assert reservation.layout is not None
         pairs = most_pairs(reservation.layout, self._layout, message.group_layers)
-        return reckoned(max(reservation.wish.blocks.size, len(message.blocks) // 4), pairs, work, now)
+        return reckoned(
+            max(reservation.wish.blocks.size, len(message.blocks) // 4), pairs, work, now
+        )
 
-    def _begin(self, reservation: Reservation, made: Arrivals | str, now: float) -> list[Command]:
-        """Windows may come. Unless the landing is over by now."""
+    def _begin(
+        self, reservation: Reservation, tracker_or_error: Arrivals | str, now: float
+    ) -> list[Command]:
+        """Admit windows after the plan is computed, unless the landing has ended in the
+        meantime.
+        """
         if reservation.state is not SinkState.INVITED:
             return []
-        if isinstance(made, str):
-            return self._over(reservation, Reason.LAYOUT, made, now)
-        reservation.plan, reservation.arrivals = made.plan, made
+        if isinstance(tracker_or_error, str):
+            return self._end(reservation, Reason.LAYOUT, tracker_or_error, now)
+        reservation.plan, reservation.arrivals = tracker_or_error.plan, tracker_or_error
         reservation.state, reservation.began_moving = SinkState.MOVING, now
         return []
 
     def stopped(self, link: Link, message: Stop, now: float) -> list[Command]:
-        """The source gave up, or refused."""
+        """End a landing that the source gave up or refused. Raises ProtocolError for LANDED."""
         if message.reason is Reason.LANDED:
-            raise ProtocolError("a source cannot say that bytes have landed")
-        reservation = self._on(link, message.transfer)
+            raise ProtocolError("a source cannot report that bytes have landed")
+        reservation = self._find(link, message.transfer)
         if reservation is None:
             return []
-        return self._over(reservation, message.reason, message.detail, now, tell=False)
+        return self._end(reservation, message.reason, message.detail, now, tell=False)
 
     def incoming(self, link: Link, head: WindowHead) -> Slice | None:
-        """Where a window goes: once, as planned, and only while its transfer is moving. Raises WindowError for one that
-        is not in the plan: then `misled` is due."""
-        reservation = self._moving(link, head.transfer)
+        """Return where to write a window; None: discard it.
+
+        A window is written once, as planned, and only while its transfer is moving. Raises
+        WindowError for a window outside the plan; call `misled` then.
+        """
+        reservation = self._find_moving(link, head.transfer)
         if reservation is None or reservation.arrivals is None or reservation.plan is None:
             self._tally.discarded["late"] += 1
             return None
         try:
-            runs = reservation.arrivals.begin(head.group, head.pair, head.first, head.count, head.n_bytes)
+            runs = reservation.arrivals.begin(
+                head.group, head.pair, head.first, head.count, head.n_bytes
+            )
         except CameBefore:
             self._tally.discarded["repeated"] += 1
             return None
@@ -219,17 +267,19 @@ class SinkBook:
         return Slice(runs, self._regions[dst_rank], src_rank, dst_rank)
 
     def misled(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
-        """The source's plan is not ours: what is missing would never come."""
-        reservation = self._moving(link, transfer)
-        return [] if reservation is None else self._over(reservation, Reason.PROTOCOL, detail, now)
+        """End a landing whose source has another plan, because the missing bytes would never
+        come.
+        """
+        reservation = self._find_moving(link, transfer)
+        return [] if reservation is None else self._end(reservation, Reason.PROTOCOL, detail, now)
 
     def landed(self, link: Link, head: WindowHead, verdict: Verdict, now: float) -> list[Command]:
-        """A window is in place, or what is there must not be used."""
-        reservation = self._moving(link, head.transfer)
+        """Count a window that is in place, or end the landing if the window must not be used."""
+        reservation = self._find_moving(link, head.transfer)
         if reservation is None or reservation.arrivals is None:
             return []
         if verdict is not Verdict.OK:
-            return self._over(reservation, Reason(verdict.value), f"layer group {head.group}", now)
+            return self._end(reservation, Reason(verdict.value), f"layer group {head.group}", now)
         try:
             reservation.arrivals.land(head.group, head.pair, head.first, head.count)
         except WindowError:
@@ -238,44 +288,48 @@ class SinkBook:
         commands = self._progress(reservation)
         if not reservation.arrivals.complete:
             return [*commands, Send(link, Credit(head.transfer, head.n_bytes))]
-        self._measure(reservation, link, now)
+        self._count_received(reservation, link, now)
         reservation.state, reservation.end = SinkState.FENCING, (Reason.LANDED, "")
         done = Landed(head.transfer, reservation.arrivals.n_bytes)
         return [*commands, Send(link, done), Fence(link, head.transfer)]
 
     def fenced(self, link: Link, transfer: int, now: float) -> list[Command]:
-        """No writer is left: the blocks are the engine's again."""
-        reservation = self._on(link, transfer)
+        """Return the blocks to the engine, because no writer is left."""
+        reservation = self._find(link, transfer)
         if reservation is None or reservation.state is not SinkState.FENCING:
             return []
         return self._resolve(reservation, now)
 
     def all_fenced(self, now: float) -> list[Command]:
-        """Every transport has ended, with its threads: nobody can write any more, whether it said so or not."""
-        left = [each for each in self._held.values() if each.state is SinkState.FENCING]
-        return [command for each in left for command in self._resolve(each, now)]
+        """End every fencing landing, because all transports and their threads have ended."""
+        fencing = [
+            reservation
+            for reservation in self._reservations.values()
+            if reservation.state is SinkState.FENCING
+        ]
+        return [command for reservation in fencing for command in self._resolve(reservation, now)]
 
     def invites(self, link: Link, transfer: int) -> bool:
-        """Whether the peer is still to write: then it is asked to now."""
-        reservation = self._on(link, transfer)
+        """Return whether the invitation is still wanted. If so, the caller must send it."""
+        reservation = self._find(link, transfer)
         if reservation is None or reservation.state is SinkState.FENCING:
             return False
         reservation.said = True
         return True
 
     def check(self, wish: Wish) -> None:
-        """Raises ValueError for a wish that cannot be: blocks that are not, tokens that do not fit. Needs no lock."""
+        """Raise ValueError for an invalid request: bad blocks or tokens. Needs no lock."""
         check_words(wish.name, wish.ticket)
         check_seconds("a landing", wish.timeout_s)
         if not 0 <= wish.skip_tokens < wish.tokens <= MOST_TOKENS:
-            raise ValueError(f"tokens {wish.skip_tokens} to {wish.tokens} are none")
+            raise ValueError(f"tokens {wish.skip_tokens} to {wish.tokens} are not a valid range")
         if wish.blocks.size * self._layout.block_tokens < wish.tokens:
             raise ValueError(f"{wish.tokens} tokens do not fit into {wish.blocks.size} blocks")
         most = min(region.blocks for region in self._regions)
         if wish.blocks.size > MOST_BLOCKS or wish.blocks.min() < 0 or wish.blocks.max() >= most:
             raise ValueError(f"blocks lie between 0 and {most}")
         if distinct(wish.blocks).size != wish.blocks.size:
-            raise ValueError("a block is named twice")
+            raise ValueError("a block is listed twice")
 
     def _invite(self, reservation: Reservation, now: float) -> Command:
         wish = reservation.wish
@@ -296,20 +350,28 @@ class SinkBook:
         )
         block_tokens = self._layout.block_tokens
         written = wish.blocks[wish.skip_tokens // block_tokens : -(-wish.tokens // block_tokens)]
-        return SendInvite(link, invite, written)  # those before are cached: others may be reading them
+        return SendInvite(
+            link,
+            invite,
+            written,
+            # The blocks before are cached, and others may be reading them: no access to those.
+        )
 
     def _plan(self, reservation: Reservation, message: Accept) -> Arrivals | str:
-        """What the source plans as well: from its blocks and layout, and ours. Or why that cannot be. Without the lock,
-        so the first group's runs are made as well."""
+        """Compute the same plan as the source, or return why there is none.
+
+        This runs without the lock, so the first group's runs are computed as well.
+        """
         wish = reservation.wish
         assert reservation.layout is not None
         ours = fingerprint_of(reservation.layout, self._layout)
         if message.layouts != ours:
-            return f"the source plans from other layouts: {ours} here, {message.layouts or 'none'} there"
+            theirs = message.layouts or "none"
+            return f"the source plans with other layouts: {ours} here, {theirs} there"
         if message.window_bytes > self._options.window_bytes:
             return f"windows of {message.window_bytes} bytes are too large"
         try:
-            made = plan(
+            transfer_plan = plan(
                 reservation.layout,
                 self._layout,
                 unpack_blocks(message.blocks),
@@ -318,22 +380,30 @@ class SinkBook:
                 skip_tokens=wish.skip_tokens,
                 group_layers=message.group_layers,
             )
-        except (LayoutMismatch, ValueError) as wrong:
-            return str(wrong)
-        made.runs(0, 0)
-        return Arrivals(made)
+        except (LayoutMismatch, ValueError) as error:
+            return str(error)
+        transfer_plan.runs(0, 0)
+        return Arrivals(transfer_plan)
 
-    def _on(self, link: Link, transfer: int) -> Reservation | None:
-        """The reservation, if it is this link's: no peer reaches another's."""
-        reservation = self._held.get(transfer)
+    def _find(self, link: Link, transfer: int) -> Reservation | None:
+        """Return the reservation if it uses this link, so that no peer reaches another's."""
+        reservation = self._reservations.get(transfer)
         return reservation if reservation is not None and reservation.link is link else None
 
-    def _moving(self, link: Link, transfer: int) -> Reservation | None:
-        reservation = self._on(link, transfer)
-        return reservation if reservation is not None and reservation.state is SinkState.MOVING else None
+    def _find_moving(self, link: Link, transfer: int) -> Reservation | None:
+        reservation = self._find(link, transfer)
+        return (
+            reservation
+            if reservation is not None and reservation.state is SinkState.MOVING
+            else None
+        )
 
     def _progress(self, reservation: Reservation, *, fenced: bool = False) -> list[Command]:
-        """What of it may be read. Nothing ahead of the fence, where until then the source can write what it likes."""
+        """Report newly readable layers.
+
+        Over a one-sided link nothing is readable before the fence, because the source can still
+        write.
+        """
         layers = 0 if reservation.arrivals is None else reservation.arrivals.layers
         early = reservation.link is not None and reservation.link.one_sided and not fenced
         if layers == reservation.layers or early:
@@ -341,14 +411,20 @@ class SinkBook:
         reservation.layers = layers
         return [Progress(reservation.number, layers)]
 
-    def _measure(self, reservation: Reservation, link: Link, now: float) -> None:
+    def _count_received(self, reservation: Reservation, link: Link, now: float) -> None:
         pair = (reservation.peer, link.transport)
-        self._tally.moved(pair, _moved(reservation), now - reservation.began_moving)
+        self._tally.moved(pair, _received_bytes(reservation), now - reservation.began_moving)
 
-    def _over(
-        self, reservation: Reservation, reason: Reason, detail: str, now: float, *, tell: bool = True
+    def _end(
+        self,
+        reservation: Reservation,
+        reason: Reason,
+        detail: str,
+        now: float,
+        *,
+        tell: bool = True,
     ) -> list[Command]:
-        """The landing fails. Its blocks come back behind the fence only; with nobody invited there is none."""
+        """End a landing as failed. Its blocks come back behind the fence, if a peer was invited."""
         if reservation.state is SinkState.FENCING:
             return []
         reservation.end = (reason, detail)
@@ -359,32 +435,39 @@ class SinkBook:
         if not tell:
             return [fence]
         if not reservation.said:
-            return [*self._never_asked(reservation.link, reservation), fence]
+            return [*self._unwanted(reservation.link, reservation), fence]
         return [Send(reservation.link, stop(reservation.number, reason, detail)), fence]
 
-    def _never_asked(self, link: Link, reservation: Reservation) -> list[Command]:
-        """What the source hears of a landing that was cancelled before its invitation left: blocks are not kept for
-        nobody. Nothing where another landing wants the same."""
+    def _unwanted(self, link: Link, reservation: Reservation) -> list[Command]:
+        """Tell the source about a landing that was cancelled before its invitation was sent.
+
+        The source then frees the blocks. Nothing is sent if another landing wants the same offer.
+        """
         wish = reservation.wish
         wanted = any(
-            (each.wish.address, each.wish.name) == (wish.address, wish.name) and each.state is not SinkState.FENCING
-            for each in self._held.values()
+            (other.wish.address, other.wish.name) == (wish.address, wish.name)
+            and other.state is not SinkState.FENCING
+            for other in self._reservations.values()
         )
         unwanted = reservation.end is not None and reservation.end[0] is Reason.CANCELLED
         return [Send(link, Unwanted(wish.name, wish.ticket))] if unwanted and not wanted else []
 
     def _resolve(self, reservation: Reservation, now: float) -> list[Command]:
         assert reservation.end is not None
-        del self._held[reservation.number]
+        del self._reservations[reservation.number]
         reason, detail = reservation.end
         transport = "" if reservation.link is None else reservation.link.transport
-        ended = end(
-            reason, n_bytes=_moved(reservation), seconds=now - reservation.began, transport=transport, detail=detail
+        outcome = end(
+            reason,
+            n_bytes=_received_bytes(reservation),
+            seconds=now - reservation.began,
+            transport=transport,
+            detail=detail,
         )
-        self._tally.landing_ended(ended)
-        last = self._progress(reservation, fenced=True) if ended.landed else []
-        return [*last, Resolve(reservation.number, ended)]
+        self._tally.landing_ended(outcome)
+        progress = self._progress(reservation, fenced=True) if outcome.landed else []
+        return [*progress, Resolve(reservation.number, outcome)]
 
 
-def _moved(reservation: Reservation) -> int:
+def _received_bytes(reservation: Reservation) -> int:
     return 0 if reservation.arrivals is None else reservation.arrivals.n_bytes

@@ -1,6 +1,7 @@
-"""Switchboard: the links of one agent. Dialled and answered, proven, exchanged for better ones, kept alive, lost.
+"""LinkManager: the links of one agent, from dialling and proof to heartbeat and loss.
 
-Not here: transfers (the books hear what matters to them), or any waiting: what may wait is done aside (clock.py).
+It also replaces a link by a better one and adds lanes to it. Not here: transfers (source.py and
+sink.py receive their events), and blocking work, which runs on other threads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from kvtransfer.commands import Command
 from kvtransfer.ends import Reason
 from kvtransfer.hold import Hold
 from kvtransfer.lines import Dialling, Line, astray, unfit
-from kvtransfer.messages import Accept, Beat, Card, Credit, Invite, Landed, Message, ProtocolError, Stop, Unwanted
+from kvtransfer.messages import (
+    Accept,
+    Beat,
+    Card,
+    Credit,
+    Invite,
+    Landed,
+    Message,
+    ProtocolError,
+    Stop,
+    Unwanted,
+)
 from kvtransfer.options import Options
 from kvtransfer.session import Session, Unproven, greeting_nonce, shows_key
 from kvtransfer.sink import SinkBook
@@ -26,14 +38,19 @@ from kvtransfer.transports.base import MOST_LANES, Laned, Link, Transport, Trans
 from kvtransfer.transports.choose import better
 from kvtransfer.unproven_links import UnprovenLinks
 
-_MOST_REDIALS = 3  # of a peer that hung up before it had said who it is
-_REDIAL_S = 0.02  # before the first; twice as long before each next one
-_MOST_MISSES = 3  # lanes of a link that come to nothing; then it has as many as it has
+# Dials are repeated for a peer that closed before it showed its identity. The delay doubles.
+_MAX_REDIALS = 3
+_REDIAL_S = 0.02
+# After this many failed lanes, a link makes execute with those it has.
+_MAX_FAILED_LANES = 3
 log = logging.getLogger("penstock")
 
 
 class Switchboard:
-    """`do` carries out what the books decide, `lock` is the agent's. Peers are dialled by the first of `transports`."""
+    """The links of one agent. Peers are dialled over the first of `transports`.
+
+    `execute` executes the commands that messages cause; `lock` is the agent's.
+    """
 
     def __init__(
         self,
@@ -43,131 +60,156 @@ class Switchboard:
         options: Options,
         books: tuple[SinkBook, SourceBook, Tally],
         lock: Hold,
-        do: Callable[[list[Command]], None],
+        execute: Callable[[list[Command]], None],
     ) -> None:
         self.card: Card
         self.options = options
         self._key, self._transports, self._clock = key, transports, clock
         self._sink, self._source, self._tally = books
-        self._lock, self._do = lock, do
-        self._lines: dict[Link, Line] = {}
+        self._lock, self._execute = lock, execute
+        self._peer_links: dict[Link, Line] = {}
         self._unproven = UnprovenLinks(options.most_strangers, options.unproven_per_address)
-        self._dials = 0  # under way
-        self._short_lived: dict[Link, str] = {}  # links that ended before whoever dialled them could say so
-        self._pulse: Timer | None = None
+        self._dials = 0  # dials in progress
+        self._ended_early: dict[
+            Link, str
+            # Links that ended before their dial returned, with the reason.
+        ] = {}
+        self._heartbeat: Timer | None = None
         self._closed = False
 
     def __len__(self) -> int:
-        """Links; lanes are parts of one."""
-        return sum(not line.session.lane_of for line in self._lines.values())
+        """Return the number of links, not counting lanes."""
+        return sum(not peer_link.session.lane_of for peer_link in self._peer_links.values())
 
     def open(self, card: Card) -> None:
         self.card = card
-        self._set_pulse(self._clock.now())
+        self._schedule_heartbeat(self._clock.now())
 
     def refuse(self) -> None:
-        """No more links."""
+        """Accept no more links."""
         self._closed = True
 
     def close(self) -> None:
-        """Hang up everywhere. Nothing is told of it: whoever calls has ended all transfers."""
+        """Close all links without reporting it: the caller has ended all transfers."""
         with self._lock:
             self._closed = True
-            if self._pulse is not None:
-                self._pulse.cancel()
-            links = list(self._lines)
-            self._lines.clear()
+            if self._heartbeat is not None:
+                self._heartbeat.cancel()
+            links = list(self._peer_links)
+            self._peer_links.clear()
         for link in links:
             link.close()
 
     def say(self, link: Link, message: Message) -> None:
-        """Nothing happens on a link that is gone."""
-        if (line := self._lines.get(link)) is not None:
-            line.say(message)
+        """Send a message. No-op on a link that has ended."""
+        if (peer_link := self._peer_links.get(link)) is not None:
+            peer_link.say(message)
 
     def dial(self, address: str) -> None:
-        """Aside: a link to the agent there. The sink's book hears `linked` or `unlinked`."""
-        self._seek(Dialling(next(iter(self._transports.values())), address, address))
+        """Dial the agent there on another thread. The sink receives `on_linked` or
+        `on_link_failed`.
+        """
+        self._start_dial(Dialling(next(iter(self._transports.values())), address, address))
 
     def linked(self, link: Link) -> None:
         with self._lock:
             if self._closed:
                 return link.close()
-            self._drop_unproven(self._unproven.admit(link))
+            self._evict(self._unproven.admit(link))
             session = Session(self._key, secrets.token_bytes(16), self.card, dialled=False)
-            self._lines[link] = Line(link, session, None, self._clock.now())
+            self._peer_links[link] = Line(link, session, None, self._clock.now())
             return None
 
-    def _drop_unproven(self, link: Link | None) -> None:
+    def _evict(self, link: Link | None) -> None:
         if link is None:
             return
         self._tally.faults["strangers"] += 1
-        self._lines.pop(link, None)
+        self._peer_links.pop(link, None)
         link.close()
 
     def message(self, link: Link, data: bytes) -> None:
-        line = self._lines.get(link)
-        if line is None:
+        peer_link = self._peer_links.get(link)
+        if peer_link is None:
             return
-        line.hearing = True
+        peer_link.hearing = True
         try:
-            message, reply = line.session.answer(data)
+            message, reply = peer_link.session.answer(data)
             if reply is not None:
                 link.send(reply)
             with self._lock:
-                if self._lines.get(link) is not line:
-                    return  # lost meanwhile: what comes up now would never be told of it
-                if not line.up:
-                    self._promote(line)
-                if line.session.peer is not None and not line.up:
-                    self._prove(line)
+                if self._peer_links.get(link) is not peer_link:
+                    # The link was lost in the meantime, so new state would never be cleaned up.
+                    return
+                if not peer_link.up:
+                    self._protect_link(peer_link)
+                if peer_link.session.peer is not None and not peer_link.up:
+                    self._prove(peer_link)
                 if message is not None:
-                    self._do(self._hear(line, message, self._clock.now()))
-        except (ProtocolError, Unproven) as wrong:
-            forged = isinstance(wrong, Unproven)
+                    self._execute(self._handle(peer_link, message, self._clock.now()))
+        except (ProtocolError, Unproven) as error:
+            forged = isinstance(error, Unproven)
             self._tally.faults["unproven" if forged else "protocol"] += 1
-            reason = Reason.WRONG_KEY if forged and not line.up else Reason.PROTOCOL
-            self.lose(link, reason, str(wrong))
+            reason = Reason.WRONG_KEY if forged and not peer_link.up else Reason.PROTOCOL
+            self.lose(link, reason, str(error))
         finally:
-            line.hearing = False
+            peer_link.hearing = False
 
-    def _promote(self, line: Line) -> None:
-        """A link whose greeting shows the key is dropped for no other. Of several with one greeting, the first."""
-        greeting = line.session.greeting
-        if line.dialling is not None or (line.session.peer is None and not shows_key(self._key, greeting)):
+    def _protect_link(self, peer_link: Line) -> None:
+        """Protect a link whose greeting shows the key from being dropped.
+
+        Of several links with the same greeting, only the first is protected, because greetings can
+        be replayed.
+        """
+        greeting = peer_link.session.greeting
+        if peer_link.dialling is not None or (
+            peer_link.session.peer is None and not shows_key(self._key, greeting)
+        ):
             return
-        lines = self._lines.values()
-        served = [line.session.greeting for line in lines if line.link not in self._unproven]
-        if line.session.peer is not None or greeting not in served:
-            self._unproven.remove(line.link)
+        served = [
+            other.session.greeting
+            for other in self._peer_links.values()
+            if other.link not in self._unproven
+        ]
+        if peer_link.session.peer is not None or greeting not in served:
+            self._unproven.remove(peer_link.link)
 
     def lose(self, link: Link, reason: Reason, detail: str) -> None:
-        """The link is of no more use: whatever was on it ends, each behind its own fence."""
+        """Drop a link. Every transfer on it ends, behind its own fence."""
         with self._lock:
-            line = self._lines.pop(link, None)
+            peer_link = self._peer_links.pop(link, None)
             self._unproven.remove(link)
-            if line is None:
+            if peer_link is None:
                 if self._dials:
-                    self._short_lived[link] = detail
+                    self._ended_early[link] = detail
                 return
             now = self._clock.now()
-            log.info("kv %s: link to %s (%s) ends: %s %s", self.card.agent, line.peer, link.transport, reason, detail)
-            for lane in line.lanes:
-                self._lines.pop(lane.link, None)
+            log.info(
+                "kv %s: link to %s (%s) ends: %s %s",
+                self.card.agent,
+                peer_link.peer,
+                link.transport,
+                reason,
+                detail,
+            )
+            for lane in peer_link.lanes:
+                self._peer_links.pop(lane.link, None)
                 lane.link.close()
-            if line.first is not None:
-                self._lose_lane(line, line.first, detail)
-            elif line.dialling is None:
-                self._do(self._source.lost(link, reason, detail, now))
-            elif line.linked:
-                self._do(self._sink.lost(link, reason, detail, now))
+            if peer_link.first is not None:
+                self._lose_lane(peer_link, peer_link.first, detail)
+            elif peer_link.dialling is None:
+                self._execute(self._source.lost(link, reason, detail, now))
+            elif peer_link.linked:
+                self._execute(self._sink.lost(link, reason, detail, now))
             else:
-                settle = self._settle if line.up else self._hung_up_on
-                self._do(settle(line.dialling, reason, detail))
+                on_failure = self._on_dial_failed if peer_link.up else self._redial
+                self._execute(on_failure(peer_link.dialling, reason, detail))
             link.close()
 
     def _greeting(self, link: Link, dialling: Dialling) -> Session:
-        """What all lanes together may have under way stands in the Hello of the first."""
+        """Return the session of a dialled link.
+
+        The first link's Hello carries the send budget of all its lanes together.
+        """
         lane_of = b"" if dialling.lane_of is None else dialling.lane_of.session.greeting
         budget_bytes = self.options.budget_bytes * (link.lanes if isinstance(link, Laned) else 1)
         return Session(
@@ -179,148 +221,190 @@ class Switchboard:
             lane_of=lane_of,
         )
 
-    def _seek(self, dialling: Dialling) -> None:
-        """Under the lock: dial on a thread that may wait."""
+    def _start_dial(self, dialling: Dialling) -> None:
+        """Dial on another thread. Call it with the lock held."""
         self._dials += 1
         try:
             self._clock.aside(lambda: self._dial(dialling))
-        except RuntimeError as wrong:  # there is no thread to be had
-            self._dialled(None)
-            self._do(self._settle(dialling, Reason.UNREACHABLE, str(wrong)))
+        except RuntimeError as error:
+            # No thread can be started.
+            self._finish_dial(None)
+            self._execute(self._on_dial_failed(dialling, Reason.UNREACHABLE, str(error)))
 
-    def _dialled(self, link: Link | None) -> str | None:
-        """A dial is over. Why its link has ended already, if it has."""
+    def _finish_dial(self, link: Link | None) -> str | None:
+        """Account for a finished dial. Returns why its link has already ended, if it has."""
         self._dials -= 1
-        detail = None if link is None else self._short_lived.pop(link, None)
+        detail = None if link is None else self._ended_early.pop(link, None)
         if not self._dials:
-            self._short_lived.clear()
+            self._ended_early.clear()
         return detail
 
     def _dial(self, dialling: Dialling) -> None:
-        """Aside: a link to a peer."""
+        """Dial a peer. Runs on its own thread, because it may block."""
         try:
             link = dialling.transport.dial(dialling.where)
-        except Exception as wrong:  # whatever it is, somebody waits to hear of it
-            if not isinstance(wrong, TransportError | RuntimeError):
-                log.exception("kv %s: dialling %s by %s", self.card.agent, dialling.address, dialling.transport.name)
+        except Exception as error:
+            # Whatever fails, waiting transfers must be informed.
+            if not isinstance(error, TransportError | RuntimeError):
+                log.exception(
+                    "kv %s: dialling %s by %s",
+                    self.card.agent,
+                    dialling.address,
+                    dialling.transport.name,
+                )
             with self._lock:
-                self._dialled(None)
-                self._do(self._settle(dialling, Reason.UNREACHABLE, str(wrong)))
+                self._finish_dial(None)
+                self._execute(self._on_dial_failed(dialling, Reason.UNREACHABLE, str(error)))
             return
-        line = Line(link, self._greeting(link, dialling), dialling, self._clock.now())
+        peer_link = Line(link, self._greeting(link, dialling), dialling, self._clock.now())
         with self._lock:
-            ended = self._dialled(link)
+            ended = self._finish_dial(link)
             if self._closed:
                 link.close()
                 return
             if ended is not None:
                 link.close()
-                self._do(self._hung_up_on(dialling, Reason.UNREACHABLE, ended))
+                self._execute(self._redial(dialling, Reason.UNREACHABLE, ended))
                 return
-            self._lines[link] = line
-        link.send(line.session.hello())
+            self._peer_links[link] = peer_link
+        link.send(peer_link.session.hello())
 
-    def _prove(self, line: Line) -> None:
-        """The other end is who it says. Is it one that we can work with?"""
-        line.up, peer = True, line.session.peer
+    def _prove(self, peer_link: Line) -> None:
+        """Put a link whose peer has proven its identity to use, or drop an incompatible one."""
+        peer_link.up, peer = True, peer_link.session.peer
         assert peer is not None
-        reason = unfit(self.card, peer, line.session.version) or astray(line) or self._late(line)
-        reason = reason or self._unwanted_lane(line)
+        reason = (
+            unfit(self.card, peer, peer_link.session.version)
+            or astray(peer_link)
+            or self._missing_parent(peer_link)
+        )
+        reason = reason or self._lane_error(peer_link)
         if reason is not None:
             self._tally.refused[reason[0]] += 1
-            self.lose(line.link, *reason)
+            self.lose(peer_link.link, *reason)
             return
-        line.link.secure(line.session.window_key)
-        first, dialling = self._first_of(line), line.dialling
+        peer_link.link.secure(peer_link.session.window_key)
+        first, dialling = self._lane_owner(peer_link), peer_link.dialling
         if first is not None:
-            self._widen(first, line)
+            self._add_lane(first, peer_link)
         elif dialling is None:
-            self._source.linked(line.link, peer, line.session.budget_bytes)
-        elif (name := better(self.card, peer, self._transports, line.link.transport)) is None:
-            self._do(self._use(line))
+            self._source.linked(peer_link.link, peer, peer_link.session.budget_bytes)
+        elif (name := better(self.card, peer, self._transports, peer_link.link.transport)) is None:
+            self._execute(self._use(peer_link))
         else:
-            self._seek(Dialling(self._transports[name], peer.addresses[name], dialling.address, line))
+            self._start_dial(
+                Dialling(self._transports[name], peer.addresses[name], dialling.address, peer_link)
+            )
 
-    def _late(self, line: Line) -> tuple[Reason, str] | None:
-        """A better way, or a lane, that comes up when the line that led to it is gone: nobody waits for it any more,
-        and another may have been dialled meanwhile."""
-        before = None if line.dialling is None else line.dialling.led_by
-        if before is None or before.link in self._lines:
+    def _missing_parent(self, peer_link: Line) -> tuple[Reason, str] | None:
+        """Return an error if the link that led to this one is gone.
+
+        Nothing waits for a better link or a lane of it any more, and another link may have been
+        dialled since.
+        """
+        parent = None if peer_link.dialling is None else peer_link.dialling.led_by
+        if parent is None or parent.link in self._peer_links:
             return None
         return Reason.LINK_LOST, "the link that led here is gone"
 
     # ---- lanes
 
-    def _first_of(self, line: Line) -> Line | None:
-        """The line whose lane this is, if it is one; at a source by what its greeting says, and the same peer's."""
-        if line.dialling is not None:
-            return line.dialling.lane_of
-        if not line.session.lane_of:
+    def _lane_owner(self, peer_link: Line) -> Line | None:
+        """Return the link whose lane this is, if it is one.
+
+        A source finds it by the greeting, among links of the same peer.
+        """
+        if peer_link.dialling is not None:
+            return peer_link.dialling.lane_of
+        if not peer_link.session.lane_of:
             return None
-        for each in self._lines.values():
-            ours = each is not line and each.dialling is None and each.first is None
-            if ours and each.session.greeting == line.session.lane_of and each.of_same_peer(line):
-                return each  # and not a stranger that repeats what it has read on the wire
+        for candidate in self._peer_links.values():
+            is_candidate = (
+                candidate is not peer_link
+                and candidate.dialling is None
+                and candidate.first is None
+            )
+            if (
+                is_candidate
+                and candidate.session.greeting == peer_link.session.lane_of
+                and candidate.of_same_peer(peer_link)
+            ):
+                # The check of the peer rejects a replayed greeting.
+                return candidate
         return None
 
-    def _unwanted_lane(self, line: Line) -> tuple[Reason, str] | None:
-        if not line.session.lane_of:
+    def _lane_error(self, peer_link: Line) -> tuple[Reason, str] | None:
+        if not peer_link.session.lane_of:
             return None
-        first = self._first_of(line)
-        if first is None or not isinstance(first.link, Laned) or first.link.transport != line.link.transport:
-            return Reason.LINK_LOST, "a lane of no link that is here"
+        first = self._lane_owner(peer_link)
+        if (
+            first is None
+            or not isinstance(first.link, Laned)
+            or first.link.transport != peer_link.link.transport
+        ):
+            return Reason.LINK_LOST, "a lane of an unknown link"
         return (Reason.PROTOCOL, "too many lanes") if len(first.lanes) >= MOST_LANES - 1 else None
 
-    def _widen(self, first: Line, line: Line) -> None:
-        """From now on the first line's link speaks for the windows of both."""
+    def _add_lane(self, first: Line, peer_link: Line) -> None:
+        """Share the first link's windows with this lane."""
         assert isinstance(first.link, Laned)
-        line.first = first
-        first.lanes.append(line)
-        first.link.widen(line.link)
-        if line.dialling is None:
-            line.say(Beat())  # it is taken: the next may come
+        peer_link.first = first
+        first.lanes.append(peer_link)
+        first.link.widen(peer_link.link)
+        if peer_link.dialling is None:
+            peer_link.say(Beat())  # confirms the lane, so that the sink dials the next
 
-    def _seek_lane(self, first: Line) -> None:
-        """Sink: one after the other, each when the source has said something on the one before. Until then it may not
-        have taken our proof in: a lane that overtakes that would be of no link that it knows."""
+    def _dial_lane(self, first: Line) -> None:
+        """Sink: dial the next lane, once the source has sent something over the previous one.
+
+        Before that the source may not have received our proof, and would reject a lane of an
+        unknown link.
+        """
         link, dialling = first.link, first.dialling
         if not isinstance(link, Laned) or dialling is None or first.seeking:
             return
-        if first.misses < _MOST_MISSES and len(first.lanes) < link.lanes - 1:
+        if first.misses < _MAX_FAILED_LANES and len(first.lanes) < link.lanes - 1:
             first.seeking = True
-            self._seek(msgspec.structs.replace(dialling, fallback=None, lane_of=first))
+            self._start_dial(msgspec.structs.replace(dialling, fallback=None, lane_of=first))
 
-    def _hear_lane(self, line: Line, first: Line, message: Message) -> list[Command]:
+    def _handle_lane_message(self, peer_link: Line, first: Line, message: Message) -> list[Command]:
         if not isinstance(message, Beat):
-            raise ProtocolError(f"{type(message).__name__} came by a lane, which has windows and beats alone")
-        if not line.heard:
-            line.heard, first.seeking = True, False
-            self._seek_lane(first)
+            raise ProtocolError(
+                f"{type(message).__name__} on a lane, which carries only windows and beats"
+            )
+        if not peer_link.heard:
+            peer_link.heard, first.seeking = True, False
+            self._dial_lane(first)
         return []
 
-    def _seek_again(self, first: Line, detail: str) -> None:
-        """A lane did not come up, or ended before it was of use."""
-        if first.link in self._lines and first.misses <= _MOST_MISSES:
-            log.warning("kv %s: %s has a lane less: %s", self.card.agent, first.peer, detail)
-            self._seek_lane(first)
+    def _retry_lane(self, first: Line, detail: str) -> None:
+        """Dial another lane after one failed or ended before it was used."""
+        if first.link in self._peer_links and first.misses <= _MAX_FAILED_LANES:
+            log.warning("kv %s: a lane to %s failed: %s", self.card.agent, first.peer, detail)
+            self._dial_lane(first)
 
-    def _lose_lane(self, line: Line, first: Line, detail: str) -> None:
-        """With one that was used went what had been sent by it and did not arrive: so its link is lost. Not before that
-        one had time to end by itself: connections end in any order, and its last words say more."""
-        lane = line.link
+    def _lose_lane(self, peer_link: Line, first: Line, detail: str) -> None:
+        """Handle the end of a lane. If it was used, windows may be missing, so its link is lost
+        too.
+
+        The decision waits: connections end in any order, and the link's own last messages tell
+        more.
+        """
+        lane = peer_link.link
         assert isinstance(lane, Laned)
 
         def decide() -> None:
-            # Asked now, and not before: its thread may just have been taking the first window when it was closed.
+            # Read late, because the lane's thread may have been taking its first window when it
+            # closed.
             if lane.used:
                 self.lose(first.link, Reason.LINK_LOST, f"a lane is lost: {detail}")
             else:
-                self._seek_again(first, detail)
+                self._retry_lane(first, detail)
 
-        first.lanes.remove(line)
+        first.lanes.remove(peer_link)
         first.misses += 1
-        if not line.heard:
-            first.seeking = False  # it was the one on its way
+        if not peer_link.heard:
+            first.seeking = False  # this was the lane being dialled
         if lane.used:
             self._sink.leave(first.link)
         self._later(self.options.silence_s, decide)
@@ -332,55 +416,66 @@ class Switchboard:
 
         self._clock.call_at(self._clock.now() + delay_s, locked)
 
-    # ---- which line it is
+    # ---- choosing the link
 
-    def _use(self, line: Line) -> list[Command]:
-        """Sink: this line it is. The one that led to it is not needed any more."""
-        peer, dialling = line.session.peer, line.dialling
+    def _use(self, peer_link: Line) -> list[Command]:
+        """Sink: use this link, and close the one that led to it."""
+        peer, dialling = peer_link.session.peer, peer_link.dialling
         assert dialling is not None
         assert peer is not None
-        line.linked = True
+        peer_link.linked = True
         fallback = dialling.fallback
-        if fallback is not None and self._lines.pop(fallback.link, None) is not None:
+        if fallback is not None and self._peer_links.pop(fallback.link, None) is not None:
             fallback.link.close()
-        log.info("kv %s: %s by %s", self.card.agent, peer.agent, line.link.transport)
-        return self._sink.linked(dialling.address, line.link, peer.layout, peer.agent, self._clock.now())
+        log.info("kv %s: linked to %s by %s", self.card.agent, peer.agent, peer_link.link.transport)
+        return self._sink.linked(
+            dialling.address, peer_link.link, peer.layout, peer.agent, self._clock.now()
+        )
 
-    def _hung_up_on(self, dialling: Dialling, reason: Reason, detail: str) -> list[Command]:
-        """Sink: the connection ended before the peer said who it is. A busy peer drops connections: dial again."""
+    def _redial(self, dialling: Dialling, reason: Reason, detail: str) -> list[Command]:
+        """Sink: dial again after the connection ended before the peer showed its identity.
+
+        A busy peer drops unproven connections.
+        """
         ended = reason in (Reason.LINK_LOST, Reason.UNREACHABLE)
-        if not ended or self._closed or dialling.led_by is not None or dialling.redials >= _MOST_REDIALS:
-            return self._settle(dialling, reason, detail)
+        if (
+            not ended
+            or self._closed
+            or dialling.led_by is not None
+            or dialling.redials >= _MAX_REDIALS
+        ):
+            return self._on_dial_failed(dialling, reason, detail)
         again = msgspec.structs.replace(dialling, redials=dialling.redials + 1)
-        self._later(_REDIAL_S * 2**dialling.redials, lambda: self._seek(again))
+        self._later(_REDIAL_S * 2**dialling.redials, lambda: self._start_dial(again))
         return []
 
-    def _settle(self, dialling: Dialling, reason: Reason, detail: str) -> list[Command]:
-        """Sink: a line did not come up. Take the next best, if there is one."""
+    def _on_dial_failed(self, dialling: Dialling, reason: Reason, detail: str) -> list[Command]:
+        """Sink: handle a link that did not come up. Use its fallback, if there is one."""
         address, fallback = dialling.address, dialling.fallback
-        if (first := dialling.lane_of) is not None:
-            first.seeking = False
-            first.misses += 1
-            # Until then strangers that kept it out of the source have had their time.
-            self._later(self.options.handshake_s, lambda: self._seek_again(first, detail))
+        if (lane_owner := dialling.lane_of) is not None:
+            lane_owner.seeking = False
+            lane_owner.misses += 1
+            # By then, unproven links that kept the lane out of the source have timed out.
+            self._later(self.options.handshake_s, lambda: self._retry_lane(lane_owner, detail))
             return []
         if fallback is None:
             return self._sink.unlinked(address, reason, detail, self._clock.now())
-        if fallback.link not in self._lines:
-            return []  # who waited for it has been told; whoever waits by now waits for another
-        log.warning("kv %s: %s not by the better way: %s", self.card.agent, address, detail)
+        if fallback.link not in self._peer_links:
+            # Transfers that waited for the fallback have ended. Later ones wait for another link.
+            return []
+        log.warning("kv %s: no better link to %s: %s", self.card.agent, address, detail)
         self._tally.faults["fallback"] += 1
         return self._use(fallback)
 
-    def _hear(self, line: Line, message: Message, now: float) -> list[Command]:
-        """Each end has its lines; who says the other's is out."""
-        link = line.link
-        if line.first is not None:
-            return self._hear_lane(line, line.first, message)
-        if line.linked and not line.heard:
-            line.heard = True
-            self._seek_lane(line)
-        match message, line.dialling is not None:
+    def _handle(self, peer_link: Line, message: Message, now: float) -> list[Command]:
+        """Dispatch a message. Raises ProtocolError for one that this direction does not allow."""
+        link = peer_link.link
+        if peer_link.first is not None:
+            return self._handle_lane_message(peer_link, peer_link.first, message)
+        if peer_link.linked and not peer_link.heard:
+            peer_link.heard = True
+            self._dial_lane(peer_link)
+        match message, peer_link.dialling is not None:
             case Beat(), True:
                 return []
             case Beat(), False:
@@ -400,23 +495,27 @@ class Switchboard:
                 return self._source.landed(link, message, now)
             case Credit(), False:
                 return self._source.credited(link, message, now)
-        raise ProtocolError(f"{type(message).__name__} is not this end's to say")
+        raise ProtocolError(f"{type(message).__name__} is not allowed in this direction")
 
-    def _beat(self, due: float, say: bool = True) -> None:
-        """On the clock's thread, and without the agent's lock: say that we live, and notice (twice as often) who does
-        not. A freeze is thus noticed within the silence that is allowed and half a beat."""
+    def _beat(self, due: float, send_beat: bool = True) -> None:
+        """Send heartbeats, and drop silent links. Runs on the clock's thread without the agent's
+        lock.
+
+        Silence is checked twice per beat, so a freeze is noticed within the allowed silence plus
+        half a beat.
+        """
         now, beat_s = self._clock.now(), self.options.beat_s
         late_s = now - due if now - due > beat_s else 0.0
         try:
-            for line in list(self._lines.values()):
-                if line.silent(now, late_s, self.options):
-                    limit_s = self.options.silence_s if line.up else self.options.handshake_s
-                    self.lose(line.link, Reason.SILENT, f"nothing heard for {limit_s} s")
-                elif line.up and say:
-                    line.say(Beat())
+            for peer_link in list(self._peer_links.values()):
+                if peer_link.silent(now, late_s, self.options):
+                    limit_s = self.options.silence_s if peer_link.up else self.options.handshake_s
+                    self.lose(peer_link.link, Reason.SILENT, f"silent for {limit_s} s")
+                elif peer_link.up and send_beat:
+                    peer_link.say(Beat())
         finally:
-            self._set_pulse(now + beat_s / 2, not say)
+            self._schedule_heartbeat(now + beat_s / 2, not send_beat)
 
-    def _set_pulse(self, when: float, say: bool = True) -> None:
-        if not self._closed or self._lines:
-            self._pulse = self._clock.call_at(when, lambda: self._beat(when, say))
+    def _schedule_heartbeat(self, when: float, send_beat: bool = True) -> None:
+        if not self._closed or self._peer_links:
+            self._heartbeat = self._clock.call_at(when, lambda: self._beat(when, send_beat))

@@ -1,4 +1,4 @@
-"""Tally: what an agent has done so far, counted. Read by `figures()` for metrics; decides nothing."""
+"""AgentStats: counters of what an agent has done, read for metrics."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from typing import Any, TypeVar
 
 from kvtransfer.ends import End
 
-_MOST_WAYS = 1024
+_MAX_PAIRS = 1024
 
 N = TypeVar("N", int, float)
 
 
 class Tally:
-    """Written by the books, under the agent's lock. Sums by (peer, transport) are kept for the latest of them alone: a
-    peer's name is its own choice."""
+    """Counters that the source, the sink and the links update under the agent's lock.
+
+    Sums by (peer, transport) are stored for the most recent pairs only, because peers choose their
+    own names.
+    """
 
     def __init__(self) -> None:
         self.offers: Counter[tuple[str, str]] = Counter()
@@ -34,21 +37,22 @@ class Tally:
     def landing_ended(self, end: End) -> None:
         self.landings[end.how, end.reason] += 1
 
-    def sent(self, way: tuple[str, str], n_bytes: int, seconds: float) -> None:
-        """By us as the source, and for how long anything was under way."""
-        _add(self._sent_bytes, way, n_bytes)
-        _add(self._sent_s, way, seconds)
+    def sent(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
+        """Count bytes that this agent sent as the source, and the seconds with bytes in flight."""
+        _add(self._sent_bytes, pair, n_bytes)
+        _add(self._sent_s, pair, seconds)
 
-    def moved(self, way: tuple[str, str], n_bytes: int, seconds: float) -> None:
-        """To us as the sink, from when the transfer was accepted."""
-        _add(self._moved_bytes, way, n_bytes)
-        _add(self._moved_s, way, seconds)
+    def moved(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
+        """Count bytes that this agent received as the sink, and the seconds since the accept."""
+        _add(self._moved_bytes, pair, n_bytes)
+        _add(self._moved_s, pair, seconds)
 
     def figures(self) -> dict[str, Any]:
-        """Counters by label; keys of two parts are tuples, those by peer (peer, transport).
+        """Return the counters by label; labels of two parts are tuples.
 
-        sent: by us as the source, and for how long anything was under way; moved: to us as the sink, and how long
-        transfers took from when they were accepted, waiting for layers to be computed included.
+        sent_*    as the source, by (peer, transport): bytes, and seconds with bytes in flight
+        moved_*   as the sink, by (peer, transport): bytes, and seconds from accept to end,
+                  including the wait for layers to be computed
         """
         return {
             "offers": dict(self.offers),
@@ -64,8 +68,8 @@ class Tally:
         }
 
 
-def _add(sums: dict[tuple[str, str], N], way: tuple[str, str], more: N) -> None:
-    """The latest way comes to the end; the one that was not used for longest is forgotten where there are too many."""
-    sums[way] = sums.pop(way, 0) + more
-    if len(sums) > _MOST_WAYS:
+def _add(sums: dict[tuple[str, str], N], pair: tuple[str, str], amount: N) -> None:
+    """Add to the sum of `pair`, and drop the least recently used sum if there are too many."""
+    sums[pair] = sums.pop(pair, 0) + amount
+    if len(sums) > _MAX_PAIRS:
         del sums[next(iter(sums))]

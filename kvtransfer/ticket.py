@@ -1,7 +1,8 @@
-"""Tickets: a source's written leave to fetch one offer, once. Opaque text that travels through gateways and engines.
+"""Tickets: a source's permission to fetch one offer, once. Opaque text for gateways and engines.
 
-A ticket says which offer of which agent's which life, for whom, which blocks of which generations, until when; an HMAC
-says that the agent itself wrote it. Not here: the offers (source.py), or proof of who presents a ticket.
+A ticket names an offer, its agent and that agent's epoch, the sink, the blocks with their
+generations, and an end time. An HMAC proves that the agent issued it. Not here: the offers
+(source.py), or proof of who presents a ticket (session.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class Refusal(StrEnum):
-    """Why a ticket is not honoured. Metrics count each apart: a restart is no attack, and an attack is no delay."""
+    """Why a ticket is refused. Counted separately: a restart is not an attack, nor is a delay."""
 
     MALFORMED = "malformed"
     FORGED = "forged"
@@ -40,7 +41,7 @@ class Refusal(StrEnum):
 
 
 class Refused(Exception):
-    """The ticket gives no leave. `reason` for those who count; the message never quotes the ticket."""
+    """The ticket is refused for `reason`. The message never quotes the ticket."""
 
     def __init__(self, reason: Refusal, message: str) -> None:
         super().__init__(message)
@@ -48,17 +49,16 @@ class Refused(Exception):
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a ticket says.
+    """The content of a ticket.
 
-    offer       name of the offer at its source
-    agent       name of the source, and `epoch`, 16 bytes drawn anew at every start of it
-    digest      `digest_of` the blocks and generations that were promised
-    not_after   seconds on the source's own monotonic clock, which minted it and will check it
-    nonce       16 random bytes: what "once" is counted by
-    sink        the only agent that may present it; None for any of the fleet
+    offer       name of the offer at its source agent       name of the source epoch       16 random
+    bytes, drawn at every start of the source digest      `digest_of` the promised blocks and
+    generations not_after   seconds on the monotonic clock of the source, which issues and checks it
+    nonce       16 random bytes that identify the ticket, so that it is used once sink        the
+    only agent that may present it; None: any of the fleet
 
-    No direction: it is always the source that writes, into blocks that the sink has named. And no size:
-    it is the offer that says how many tokens there are.
+    There is no direction, because the source always writes, into blocks that the sink names. There
+    is no size, because the offer defines the number of tokens.
     """
 
     offer: _Name
@@ -70,17 +70,17 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     sink: _Name | None = None
 
 
-# Made here and not at the first ticket: two threads that both meet a type first crash msgspec.
+# Created at import: msgspec crashes if two threads use a type for the first time at once.
 _DECODER = msgspec.msgpack.Decoder(Ticket)
 
 
 def renewed(nonce: bytes) -> bytes:
-    """The nonce of the next ticket for the same offer: another ticket, which serves once of its own."""
+    """Return the nonce of the next ticket for the same offer. That ticket can be used once, too."""
     return hashlib.blake2b(nonce, digest_size=16, person=b"kv-renewed").digest()
 
 
 def digest_of(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bytes:
-    """16 bytes that stand for these blocks, in this order, at these generations."""
+    """Return 16 bytes that identify these blocks, in this order, at these generations."""
     hashed = hashlib.blake2b(digest_size=16, person=b"kv-blocks")
     hashed.update(len(blocks).to_bytes(8, "little"))
     hashed.update(np.ascontiguousarray(blocks, "<i8").tobytes())
@@ -89,7 +89,10 @@ def digest_of(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> byt
 
 
 def mint(key: bytes, ticket: Ticket) -> str:
-    """The ticket as ASCII text, safe in JSON, headers and URLs. ValueError if its names make it too long."""
+    """Encode a ticket as ASCII text, safe in JSON, headers and URLs.
+
+    Raises ValueError if its names make it too long.
+    """
     body = msgspec.msgpack.encode(ticket)
     text = base64.urlsafe_b64encode(body + _mac(key, body)).rstrip(b"=").decode()
     if len(text) > MOST_CHARS:
@@ -98,31 +101,31 @@ def mint(key: bytes, ticket: Ticket) -> str:
 
 
 def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None = None) -> Ticket:
-    """What `text` says, if this agent (of this `epoch`) wrote it, it has time left, and `sink` may present it.
+    """Decode a ticket that this agent issued in this epoch, that is in time and valid for `sink`.
 
-    Raises Refused. Nothing in the text is read as fields before its HMAC is found right. About 3 us.
+    Raises TicketRefused. No field is read before the HMAC is verified.
     """
-    data = _bytes(text)
+    data = _decode_text(text)
     body, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(key, body)):
-        raise Refused(Refusal.FORGED, "this agent has written no such ticket")
+        raise Refused(Refusal.FORGED, "this agent did not issue the ticket")
     try:
         ticket = _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
-        raise Refused(Refusal.MALFORMED, "the ticket is of another version") from wrong
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(Refusal.MALFORMED, "the ticket is of another version") from error
     if ticket.epoch != epoch:
-        raise Refused(Refusal.WRONG_EPOCH, "the ticket is from before its source was started anew")
+        raise Refused(Refusal.WRONG_EPOCH, "the ticket is from before a restart of its source")
     if ticket.sink is not None and ticket.sink != sink:
-        raise Refused(Refusal.WRONG_SINK, "the ticket was written for another agent")
+        raise Refused(Refusal.WRONG_SINK, "the ticket was issued for another agent")
     if not now < ticket.not_after:
         raise Refused(Refusal.EXPIRED, f"the ticket ran out {now - ticket.not_after:.3f} s ago")
     return ticket
 
 
 class Used:
-    """Which tickets have been spent: remembers each until it would be refused as expired anyway.
+    """The spent tickets, each remembered until it would be refused as expired.
 
-    Holds at most `most` (refusing more) so that nobody can fill the memory. Owned by one book, not thread-safe.
+    Holds at most `most` tickets and then refuses more, so that memory is bounded. Not thread-safe.
     """
 
     def __init__(self, most: int = 1 << 18) -> None:
@@ -134,7 +137,7 @@ class Used:
         return len(self._nonces)
 
     def look(self, ticket: Ticket, now: float) -> None:
-        """Raises Refused if a checked ticket was used before, or if too many are remembered."""
+        """Raise TicketRefused if the ticket is spent, or if too many are remembered."""
         while self._by_end and self._by_end[0][0] <= now:
             self._nonces.discard(heappop(self._by_end)[1])
         if ticket.nonce in self._nonces:
@@ -143,7 +146,7 @@ class Used:
             raise Refused(Refusal.TOO_MANY, f"{self._most} tickets are in use")
 
     def spend(self, ticket: Ticket, now: float) -> None:
-        """Use a checked ticket: it has served. Raises Refused as `look` does."""
+        """Mark the ticket as spent. Raises TicketRefused as `check_unspent` does."""
         self.look(ticket, now)
         self._nonces.add(ticket.nonce)
         heappush(self._by_end, (ticket.not_after, ticket.nonce))
@@ -151,18 +154,20 @@ class Used:
 
 def _mac(key: bytes, body: bytes) -> bytes:
     if len(key) < _LEAST_KEY_BYTES:
-        raise ValueError(f"a key of {len(key)} bytes can be guessed: at least {_LEAST_KEY_BYTES}")
+        raise ValueError(f"a key of {len(key)} bytes is too short: at least {_LEAST_KEY_BYTES}")
     return hmac.digest(key, _DOMAIN + body, "sha256")
 
 
-def _bytes(text: str) -> bytes:
-    """The bytes that `text` is the one encoding of: a ticket has no second spelling."""
+def _decode_text(text: str) -> bytes:
+    """Decode base64url text, and refuse any but the canonical encoding."""
     if not _MAC_BYTES < len(text) <= MOST_CHARS:
-        raise Refused(Refusal.MALFORMED, f"a ticket has at most {MOST_CHARS} characters, this has {len(text)}")
+        raise Refused(
+            Refusal.MALFORMED, f"a ticket has at most {MOST_CHARS} characters, this has {len(text)}"
+        )
     try:
         data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-    except (binascii.Error, ValueError) as wrong:
-        raise Refused(Refusal.MALFORMED, "the ticket is no base64url text") from wrong
+    except (binascii.Error, ValueError) as error:
+        raise Refused(Refusal.MALFORMED, "the ticket is not base64url text") from error
     if base64.urlsafe_b64encode(data).rstrip(b"=") != text.encode() or len(data) <= _MAC_BYTES:
-        raise Refused(Refusal.MALFORMED, "the ticket is no base64url text")
+        raise Refused(Refusal.MALFORMED, "the ticket is not base64url text")
     return data

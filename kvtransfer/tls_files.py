@@ -1,4 +1,4 @@
-"""TlsFiles: which certificates a TLS link uses. Not here: how they are read and used (transports/tls.py)."""
+"""TlsFiles: the certificate files of a TLS link. Not here: reading them (transports/tls.py)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import msgspec
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    certificate   PEM file: this agent's certificate and what leads from it to an authority
-    key           PEM file: its private key, not encrypted
-    ca            PEM file: the authorities; every peer must have a certificate of theirs
-    peer_name     DNS name that every peer's certificate must hold. "": the certificate of a dialled peer must hold
-                  the dialled host name or address, and a peer that dials may have any name
+    """Paths of PEM files, and the name to require of peers.
+
+    certificate   this agent's certificate and its chain up to an authority
+    key           its private key, not encrypted
+    ca            the authorities; every peer must have a certificate of theirs
+    peer_name     DNS name that every peer's certificate must contain. "": a dialled peer's
+                  certificate must contain the dialled host, and a dialling peer may have any name
     """
 
     certificate: str

@@ -1,6 +1,6 @@
-"""UnprovenLinks: links whose peer has not shown that it has the fleet's key, bounded in total and per address.
+"""UnprovenLinks: links whose peer has not shown the fleet's key, limited in total and per address.
 
-Not here: the proof (session.py), how long it may take (peers that are too slow: lines.py).
+Not here: the proof (session.py), and its time limit (lines.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from kvtransfer.transports.base import Link
 
 
 class UnprovenLinks:
-    """A new link is always admitted. If there is no room, another one is dropped to make room.
+    """A bounded set of unproven links. A new link is always added, at the cost of another one if
+    needed.
 
-    The oldest link of the same address is dropped if that address has `per_address` links. Else, with `most`
-    links in all, the oldest link of the address that has the most links is dropped.
+    If its address has `per_address` links, the oldest of them is dropped. Otherwise, if there are
+    `most` links in total, the oldest link of the address with the most links is dropped.
     """
 
     def __init__(self, most: int, per_address: int) -> None:
@@ -30,7 +31,7 @@ class UnprovenLinks:
         return link in self._address_of
 
     def admit(self, link: Link) -> Link | None:
-        """Add the link. Returns the link that must be closed in its favour, if any."""
+        """Add a link. Returns the link that the caller must close to make room, if any."""
         address = client_address(link.peer)
         dropped = self._victim(address)
         if dropped is not None:
@@ -40,7 +41,9 @@ class UnprovenLinks:
         return dropped
 
     def remove(self, link: Link) -> None:
-        """The link has ended, or its peer has shown the key. No-op for an unknown link."""
+        """Remove a link that has ended or whose peer has shown the key. No-op for an unknown
+        link.
+        """
         address = self._address_of.pop(link, None)
         if address is None:
             return
@@ -61,9 +64,9 @@ class UnprovenLinks:
 
 
 def client_address(peer: str) -> str:
-    """What one client cannot change at will: its IPv4 address, or the /64 of its IPv6 address.
+    """Return what a client cannot change at will: its IPv4 address, or the /64 of its IPv6 address.
 
-    Names that are no host and port (links within a host) are returned as they are.
+    A name that is not host:port (a link within a host) is returned unchanged.
     """
     host = peer.rpartition(":")[0].strip("[]") or peer
     try:

@@ -62,7 +62,9 @@ class StreamSink:
 
     __slots__ = ("_answer", "_cached", "_chunks", "_job", "_transport", "failed")
 
-    def __init__(self, answer: Answer, chunks: Chunks, job: Job, transport: asyncio.Transport, cached: bool) -> None:
+    def __init__(
+        self, answer: Answer, chunks: Chunks, job: Job, transport: asyncio.Transport, cached: bool
+    ) -> None:
         self._answer = answer
         self._chunks = chunks
         self._job = job
@@ -87,7 +89,13 @@ class FaultySink(StreamSink):
     __slots__ = ("_broken", "_fault", "_made")
 
     def __init__(
-        self, answer: Answer, chunks: Chunks, job: Job, transport: asyncio.Transport, cached: bool, fault: Fault
+        self,
+        answer: Answer,
+        chunks: Chunks,
+        job: Job,
+        transport: asyncio.Transport,
+        cached: bool,
+        fault: Fault,
     ) -> None:
         super().__init__(answer, chunks, job, transport, cached)
         self._fault = fault

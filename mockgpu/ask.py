@@ -62,7 +62,12 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The JSON body."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.status,
+        }
         return msgspec.json.encode({"error": error})
 
 
@@ -197,7 +202,9 @@ def check_rank(headers: Mapping[str, str]) -> None:
     """The data-parallel rank a caller pins: there is rank 0 only. ApiError 400 for another; no integer is ignored."""
     rank = headers.get("X-data-parallel-rank", "0")
     if re.fullmatch("-?[0-9]*[1-9][0-9]*", rank):
-        raise ApiError(400, f"data_parallel_rank {rank} is out of range [0, 1).", "data_parallel_rank")
+        raise ApiError(
+            400, f"data_parallel_rank {rank} is out of range [0, 1).", "data_parallel_rank"
+        )
 
 
 def request_name(headers: Mapping[str, str]) -> str:
@@ -213,16 +220,6 @@ def check_handoff(body: Body, headers: Mapping[str, str]) -> None:
     for name in headers:
         if name.lower().startswith(HANDOFF_HEADERS):
             raise MalformedHandoffError(name)
-
-
-def read_ask(raw: bytes, headers: Mapping[str, str], chat: bool, served: str, context: int, request_id: str) -> Ask:
-    """The whole way from bytes to a checked request. Raises ApiError.
-
-    `served` is the model's served name, `context` the most tokens of prompt and answer together.
-    """
-    body = decoded(raw, Body)
-    check_handoff(body, headers)
-    return ask_of(body, headers, chat, served, context, request_id)
 
 
 def ask_of(
@@ -243,9 +240,15 @@ def ask_of(
     asked = _asked(body, chat)
     limit = _limit(prompts, asked, context)
     if body.min_tokens > limit:
-        raise ApiError(400, f"min_tokens must be less than or equal to max_tokens={limit}, got {body.min_tokens}.")
+        raise ApiError(
+            400,
+            f"min_tokens must be less than or equal to max_tokens={limit}, got {body.min_tokens}.",
+        )
     if isinstance(reading.leg, Take) and token_count(reading.leg.first) > limit:
-        raise ApiError(400, f"{token_count(reading.leg.first)} tokens were made already, but at most {limit} asked for")
+        raise ApiError(
+            400,
+            f"{token_count(reading.leg.first)} tokens were made already, but at most {limit} asked for",
+        )
     may_end = asked is None and not body.ignore_eos
     if isinstance(reading.leg, Give) and not reading.one_token:
         # The one token that it was asked for may be the end, unless it was told to make one at least.
@@ -254,8 +257,25 @@ def ask_of(
     if reading.one_token:
         limit = 1
     if not may_end and len(prompts) * n * limit > MOST_TOKENS_MADE_UP:
-        raise ApiError(400, f"this mock makes up at most {MOST_TOKENS_MADE_UP} tokens for one request", "max_tokens")
-    return Ask(request_id, chat, served, prompts, n, limit, may_end, body, stops, tool, reading.leg, reading.one_token)
+        raise ApiError(
+            400,
+            f"this mock makes up at most {MOST_TOKENS_MADE_UP} tokens for one request",
+            "max_tokens",
+        )
+    return Ask(
+        request_id,
+        chat,
+        served,
+        prompts,
+        n,
+        limit,
+        may_end,
+        body,
+        stops,
+        tool,
+        reading.leg,
+        reading.one_token,
+    )
 
 
 def _all_prompts(body: Body, chat: bool) -> list[bytes]:
@@ -271,17 +291,25 @@ def prompt_of(raw: bytes) -> bytes:
 def _check_combinations(body: Body) -> None:
     """What vLLM refuses although each field alone is well-formed."""
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "Stream options can only be defined when `stream=True`.", "stream_options")
+        raise ApiError(
+            400, "Stream options can only be defined when `stream=True`.", "stream_options"
+        )
     if body.tools is not None and not body.tools:
         raise ApiError(400, "`tools` must not be an empty list.", "tools")
     if body.priority:
         raise ApiError(400, "Got priority but priority scheduling is not enabled.", "priority")
     if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+        raise ApiError(
+            400, "when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs"
+        )
     if "" in _stops(body):
         raise ApiError(400, "stop cannot contain an empty string.", "stop")
-    if body.cache_salt is not None and (not 0 < len(body.cache_salt) <= 128 or set(body.cache_salt) & set("@/\\\0")):
-        raise ApiError(400, "cache_salt must be 1 to 128 characters without @ / \\ NUL.", "cache_salt")
+    if body.cache_salt is not None and (
+        not 0 < len(body.cache_salt) <= 128 or set(body.cache_salt) & set("@/\\\0")
+    ):
+        raise ApiError(
+            400, "cache_salt must be 1 to 128 characters without @ / \\ NUL.", "cache_salt"
+        )
 
 
 def _stops(body: Body) -> tuple[str, ...]:
@@ -290,7 +318,9 @@ def _stops(body: Body) -> tuple[str, ...]:
 
 def _chat_parts(body: Body) -> dict[str, Any]:
     if not body.messages:
-        raise ApiError(400, "1 validation error: messages: field required and not empty", "messages")
+        raise ApiError(
+            400, "1 validation error: messages: field required and not empty", "messages"
+        )
     if not all(isinstance(message.get("role"), str) for message in body.messages):
         raise ApiError(400, "1 validation error: messages: each needs a role", "messages")
     return {
@@ -304,7 +334,9 @@ def _chat_parts(body: Body) -> dict[str, Any]:
 def _prompts(prompt: str | list[Any] | None) -> list[bytes]:
     """A completion's prompt in its four forms: text, ids, a list of either."""
     if not prompt:
-        raise ApiError(400, "Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        raise ApiError(
+            400, "Either prompt or prompt_embeds must be provided and non-empty.", "prompt"
+        )
     many = prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
     if len(many) > MAX_PROMPTS:
         raise ApiError(400, f"at most {MAX_PROMPTS} prompts, got {len(many)}", "prompt")
@@ -316,7 +348,9 @@ def _one_prompt(part: object) -> bytes:
         return token_bytes(part)
     ids = isinstance(part, list) and part and all(type(i) is int and 0 <= i < 1 << 32 for i in part)
     if not ids or not isinstance(part, list):
-        raise ApiError(400, "prompt must be text or token ids, or a list of one of these; none empty", "prompt")
+        raise ApiError(
+            400, "prompt must be text or token ids, or a list of one of these; none empty", "prompt"
+        )
     return token_bytes(part)
 
 
@@ -351,7 +385,10 @@ def _forced_tool(body: Body) -> str | None:
     if isinstance(choice, dict):
         name = _function_name(choice)
         if name is None or name not in names:
-            raise ApiError(400, "The tool specified in `tool_choice` does not match any of the specified `tools`")
+            raise ApiError(
+                400,
+                "The tool specified in `tool_choice` does not match any of the specified `tools`",
+            )
         return name
     if choice == "required":
         if not names or names[0] is None:

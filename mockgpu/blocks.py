@@ -111,6 +111,8 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert the invariants: free = unreferenced, keys and blocks map to each other. For tests."""
-        assert all((count == 0) == (block in self._free) for block, count in enumerate(self._references))
+        assert all(
+            (count == 0) == (block in self._free) for block, count in enumerate(self._references)
+        )
         assert all(self._keys[block] == key for key, block in self._by_key.items())
         assert sum(key is not None for key in self._keys) == len(self._by_key)

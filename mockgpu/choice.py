@@ -58,7 +58,13 @@ class Choice(msgspec.Struct, eq=False):
         """Say something else, as a model does whose KV is not its own: as many tokens, but other ones."""
         given = self.job.leg.first if isinstance(self.job.leg, Take) else b""
         before = self.prompt + given
-        speech = speak(before, block_keys(before), self.output_tokens - token_count(given), False, self.vary ^ taint)
+        speech = speak(
+            before,
+            block_keys(before),
+            self.output_tokens - token_count(given),
+            False,
+            self.vary ^ taint,
+        )
         self.tokens = given + speech.tokens
         self.text = self.tokens.decode("utf-8", "replace")[: len(self.text)]
         self.keys = speech.keys
@@ -74,7 +80,9 @@ def choices_of(ask: Ask) -> list[Choice]:
     return made
 
 
-def _choice(ask: Ask, prompt: bytes, prompt_keys: Sequence[int], index: int, variant: int) -> Choice:
+def _choice(
+    ask: Ask, prompt: bytes, prompt_keys: Sequence[int], index: int, variant: int
+) -> Choice:
     vary = variation(ask.body.seed, variant)
     speech = _said(ask, prompt, prompt_keys, vary)
     tokens, text, stop = speech.tokens, speech.text, None
@@ -88,8 +96,12 @@ def _choice(ask: Ask, prompt: bytes, prompt_keys: Sequence[int], index: int, var
     if ask.tool is not None:
         reason = "tool_calls"
     salt = ask.body.cache_salt or ""
-    keep = isinstance(ask.leg, Give) and (ask.leg.if_ended or not (stop is not None or speech.ended))
-    job = Job(token_count(prompt), token_count(tokens), salted(speech.keys, salt), leg=ask.leg, keep=keep)
+    keep = isinstance(ask.leg, Give) and (
+        ask.leg.if_ended or not (stop is not None or speech.ended)
+    )
+    job = Job(
+        token_count(prompt), token_count(tokens), salted(speech.keys, salt), leg=ask.leg, keep=keep
+    )
     return Choice(index, prompt, tokens, text, reason, stop, job, speech.keys, vary, salt)
 
 
@@ -107,5 +119,9 @@ def _said(ask: Ask, prompt: bytes, prompt_keys: Sequence[int], vary: int) -> Spe
 def _first_stop(text: str, stops: Sequence[str], min_tokens: int) -> tuple[int, str] | None:
     """Where the first stop string stands that ends after the minimum, and which it is."""
     begin = [max(0, min_tokens * TOKEN_BYTES - len(stop) + 1) for stop in stops]
-    found = [(at, stop) for stop, start in zip(stops, begin, strict=True) if (at := text.find(stop, start)) >= 0]
+    found = [
+        (at, stop)
+        for stop, start in zip(stops, begin, strict=True)
+        if (at := text.find(stop, start)) >= 0
+    ]
     return min(found) if found else None

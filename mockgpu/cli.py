@@ -45,21 +45,37 @@ from mockgpu.roofline import profile_named
 
 def mock(
     port: Port,
-    groups: Annotated[int, typer.Option(min=1, max=256, help="TP groups to serve, one port each.")] = 1,
-    model: Annotated[str, typer.Option(help="Served name; a known short or full model name.")] = "demo-8b",
+    groups: Annotated[
+        int, typer.Option(min=1, max=256, help="TP groups to serve, one port each.")
+    ] = 1,
+    model: Annotated[
+        str, typer.Option(help="Served name; a known short or full model name.")
+    ] = "demo-8b",
     gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")] = "h100",
     tp: Tp = None,
     role: Annotated[str, typer.Option(help="both, prefill or decode.")] = "both",
-    speed: Annotated[str, typer.Option(help="10: ten times as fast. 0 or inf: no waiting at all.")] = "1",
+    speed: Annotated[
+        str, typer.Option(help="10: ten times as fast. 0 or inf: no waiting at all.")
+    ] = "1",
     seed: Annotated[int, typer.Option(help="Seed of the chances of faults.")] = 0,
-    fault: Annotated[str, typer.Option(help="Faults from the start, e.g. '5xx@0.1,stall:after=3'.")] = "",
+    fault: Annotated[
+        str, typer.Option(help="Faults from the start, e.g. '5xx@0.1,stall:after=3'.")
+    ] = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    profile: Annotated[str, typer.Option(help="Software generation: 2026, 2023 or harbor.")] = "2026",
+    profile: Annotated[
+        str, typer.Option(help="Software generation: 2026, 2023 or harbor.")
+    ] = "2026",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences running at once.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per step: the prefill chunk.")] = 8192,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens per step: the prefill chunk.")
+    ] = 8192,
     kv_tokens: KvTokens = None,
-    max_queued: Annotated[int | None, typer.Option(min=1, help="Answer 503 above so many waiting requests.")] = None,
-    keep_alive: Annotated[float, typer.Option(help="Seconds before an idle connection is closed.")] = KEEP_ALIVE_S,
+    max_queued: Annotated[
+        int | None, typer.Option(min=1, help="Answer 503 above so many waiting requests.")
+    ] = None,
+    keep_alive: Annotated[
+        float, typer.Option(help="Seconds before an idle connection is closed.")
+    ] = KEEP_ALIVE_S,
     cached_details: Annotated[bool, typer.Option(help="Tell cached_tokens in usage.")] = True,
     dialect: DialectName = None,
     kv_transport: KvTransport = "auto",
@@ -75,11 +91,15 @@ def mock(
     bootstrap_port: BootstrapPort = 0,
     wire_faults: WireFaults = False,
     chaos_port: ChaosPort = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per group.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per group.")
+    ] = False,
 ) -> None:
     """Serve believable TP groups without a GPU, in vLLM's dialect."""
     try:
-        _check_ports(groups, {"--port": port, "--kv-port": kv_port, "--bootstrap-port": bootstrap_port})
+        _check_ports(
+            groups, {"--port": port, "--kv-port": kv_port, "--bootstrap-port": bootstrap_port}
+        )
         spec = _spec(model, gpu, tp, role, profile, speed)
         spec = msgspec.structs.replace(
             spec,
@@ -92,9 +112,25 @@ def mock(
         _ = spec.capacity_tokens
         specs = [spec] * groups
         if dialect is not None:
-            legs = Transfer(dialect, kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf, kv_lease, handoff_timeout)
-            more: dict[str, Any] = {"bootstrap_port": bootstrap_port, "wire_faults": wire_faults, "tls": _tls(kv_tls)}
-            more |= {"recompute": _recompute(kv_load_failure_policy), "version": _version(engine_version)}
+            legs = Transfer(
+                dialect,
+                kv_transport,
+                kv_port,
+                kv_key,
+                kv_scale,
+                kv_gbps or inf,
+                kv_lease,
+                handoff_timeout,
+            )
+            more: dict[str, Any] = {
+                "bootstrap_port": bootstrap_port,
+                "wire_faults": wire_faults,
+                "tls": _tls(kv_tls),
+            }
+            more |= {
+                "recompute": _recompute(kv_load_failure_policy),
+                "version": _version(engine_version),
+            }
             specs = _halves(spec, legs, groups, **more)
         uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, chaos_port, as_json))
     except (ValueError, FaultError) as error:
@@ -109,7 +145,9 @@ def _check_ports(groups: int, firsts: dict[str, int]) -> None:
     """ValueError when the groups' consecutive ports would run over the last one there is."""
     for option, first in firsts.items():
         if first and first + groups - 1 > 65535:
-            raise ValueError(f"{option} {first}: {groups} groups need the ports up to {first + groups - 1}")
+            raise ValueError(
+                f"{option} {first}: {groups} groups need the ports up to {first + groups - 1}"
+            )
 
 
 def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: str) -> GroupSpec:
@@ -134,7 +172,9 @@ def _tls(directory: str | None) -> TlsFiles | None:
         return None
     if not directory:
         raise ValueError("--kv-tls needs a directory")
-    certificate, key, ca = (str(Path(directory) / name) for name in ("tls.crt", "tls.key", "ca.crt"))
+    certificate, key, ca = (
+        str(Path(directory) / name) for name in ("tls.crt", "tls.key", "ca.crt")
+    )
     return TlsFiles(certificate=certificate, key=key, ca=ca)
 
 
@@ -182,7 +222,9 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
-        members = await stack.enter_async_context(running_fleet(specs, host, port, fault, seed, keep_alive_s))
+        members = await stack.enter_async_context(
+            running_fleet(specs, host, port, fault, seed, keep_alive_s)
+        )
         for member in members:
             typer.echo(_ready(member, as_json))
         if chaos_port is not None:
@@ -196,7 +238,9 @@ def _ready(member: Member, as_json: bool) -> str:
     if as_json:
         facts = {"model": spec.served_name, "gpu": spec.gpu.name, "tp": spec.tp, "role": spec.role}
         half = member.half.told() if member.half is not None else {}
-        return msgspec.json.encode({"ready": member.url} | facts | {"kv_tokens": spec.capacity_tokens} | half).decode()
+        return msgspec.json.encode(
+            {"ready": member.url} | facts | {"kv_tokens": spec.capacity_tokens} | half
+        ).decode()
     shape = f"{spec.model.name} on {spec.tp} x {spec.gpu.name}"
     return f"ready {member.url} model={spec.served_name} ({shape}, {spec.capacity_tokens:,} tokens of KV)"
 

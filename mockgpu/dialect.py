@@ -47,7 +47,11 @@ def cached_tokens(choices: list[Choice], n: int) -> int:
 
 def _token_logprob(token: bytes) -> dict[str, Any]:
     """A made-up but deterministic log probability of a token."""
-    return {"token": token.decode("latin-1"), "logprob": -(sum(token) % 64) / 64, "bytes": list(token)}
+    return {
+        "token": token.decode("latin-1"),
+        "logprob": -(sum(token) % 64) / 64,
+        "bytes": list(token),
+    }
 
 
 def _chat_logprobs(ask: Ask, tokens: bytes) -> dict[str, Any] | None:
@@ -63,7 +67,9 @@ def _chat_logprobs(ask: Ask, tokens: bytes) -> dict[str, Any] | None:
 def _completion_logprobs(ask: Ask, tokens: bytes, offset: int) -> dict[str, Any] | None:
     if not ask.wants_logprobs:
         return None
-    entries = [_token_logprob(tokens[i : i + TOKEN_BYTES]) for i in range(0, len(tokens), TOKEN_BYTES)]
+    entries = [
+        _token_logprob(tokens[i : i + TOKEN_BYTES]) for i in range(0, len(tokens), TOKEN_BYTES)
+    ]
     return {
         "text_offset": list(range(offset, offset + len(tokens), TOKEN_BYTES)),
         "token_logprobs": [entry["logprob"] for entry in entries],
@@ -87,7 +93,9 @@ class Extras(msgspec.Struct, frozen=True):
 NO_EXTRAS = Extras()
 
 
-def whole(ask: Ask, choices: list[Choice], created: int, cached: int | None, extras: Extras = NO_EXTRAS) -> bytes:
+def whole(
+    ask: Ask, choices: list[Choice], created: int, cached: int | None, extras: Extras = NO_EXTRAS
+) -> bytes:
     """The body of a non-streaming answer."""
     made = sum(choice.output_tokens for choice in choices)
     build = _whole_chat_choice if ask.chat else _whole_completion_choice
@@ -110,15 +118,26 @@ def whole(ask: Ask, choices: list[Choice], created: int, cached: int | None, ext
 
 def _prompt_ids(ask: Ask) -> dict[str, Any]:
     """The prompt's ids, where a chat asked for them (vLLM 0.10 and later)."""
-    return {"prompt_token_ids": token_ids(ask.prompts[0])} if ask.chat and ask.body.return_token_ids else {}
+    return (
+        {"prompt_token_ids": token_ids(ask.prompts[0])}
+        if ask.chat and ask.body.return_token_ids
+        else {}
+    )
 
 
 def _whole_chat_choice(ask: Ask, choice: Choice) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "tool_calls": []}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": choice.text,
+        "refusal": None,
+        "tool_calls": [],
+    }
     if ask.tool is not None:
         function = {"name": ask.tool, "arguments": _arguments(choice)}
         message["content"] = ""
-        message["tool_calls"] = [{"id": _call_id(ask, choice), "type": "function", "function": function}]
+        message["tool_calls"] = [
+            {"id": _call_id(ask, choice), "type": "function", "function": function}
+        ]
     return {
         "index": choice.index,
         "message": message,
@@ -160,7 +179,9 @@ class Chunks:
         self._told = False
         options = ask.body.stream_options
         continuous = options is not None and options.continuous_usage_stats
-        self._plain = ask.tool is None and not (ask.wants_logprobs or continuous or ask.body.return_token_ids)
+        self._plain = ask.tool is None and not (
+            ask.wants_logprobs or continuous or ask.body.return_token_ids
+        )
         self._head, self._tail = self._template() if self._plain else (b"", b"")
 
     def _template(self) -> tuple[bytes, bytes]:
@@ -188,7 +209,9 @@ class Chunks:
         if self._ask.chat:
             return framed(self._event({"role": "assistant", "content": ""}, None, b"", cached))
         if self._ask.body.echo:
-            return framed(self._event(self._choice.prompt.decode("utf-8", "replace"), None, b"", cached))
+            return framed(
+                self._event(self._choice.prompt.decode("utf-8", "replace"), None, b"", cached)
+            )
         return b""
 
     def _delta(self, piece: str, last: bool = False) -> dict[str, Any] | str:
@@ -204,7 +227,9 @@ class Chunks:
             call["function"]["name"] = self._ask.tool
         return {"tool_calls": [call]}
 
-    def _event(self, delta: dict[str, Any] | str, reason: str | None, token: bytes, cached: int | None) -> bytes:
+    def _event(
+        self, delta: dict[str, Any] | str, reason: str | None, token: bytes, cached: int | None
+    ) -> bytes:
         ask, offset = self._ask, max(0, self.made - 1) * TOKEN_BYTES
         part: dict[str, Any] = {"index": self._choice.index}
         beside: dict[str, Any] = {}
@@ -216,12 +241,17 @@ class Chunks:
         if ask.chat:
             part |= {"delta": delta, "logprobs": _chat_logprobs(ask, token) if token else None}
         else:
-            part |= {"text": delta, "logprobs": _completion_logprobs(ask, token, offset) if token else None}
+            part |= {
+                "text": delta,
+                "logprobs": _completion_logprobs(ask, token, offset) if token else None,
+            }
         part["finish_reason"] = reason
         if reason is not None:
             part["stop_reason"] = self._choice.stop_reason
         return event(
-            chunk(ask, self._created, [part]) | beside | self._running_usage(self.made if token else 0, cached)
+            chunk(ask, self._created, [part])
+            | beside
+            | self._running_usage(self.made if token else 0, cached)
         )
 
     def _running_usage(self, made: int, cached: int | None) -> dict[str, Any]:
@@ -234,7 +264,13 @@ class Chunks:
 def chunk(ask: Ask, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
     """One chunk object of a stream."""
     kind = "chat.completion.chunk" if ask.chat else "text_completion"
-    return {"id": ask.id, "object": kind, "created": created, "model": ask.model, "choices": choices}
+    return {
+        "id": ask.id,
+        "object": kind,
+        "created": created,
+        "model": ask.model,
+        "choices": choices,
+    }
 
 
 def closing(ask: Ask, choices: list[Choice], created: int, cached: int | None) -> bytes:
@@ -243,7 +279,9 @@ def closing(ask: Ask, choices: list[Choice], created: int, cached: int | None) -
     if options is None or not options.include_usage:
         return framed(DONE)
     made = sum(choice.output_tokens for choice in choices)
-    return framed(event(chunk(ask, created, []) | {"usage": usage(ask, made, cached)})) + framed(DONE)
+    return framed(event(chunk(ask, created, []) | {"usage": usage(ask, made, cached)})) + framed(
+        DONE
+    )
 
 
 def failing(body: bytes) -> bytes:
@@ -254,5 +292,10 @@ def failing(body: bytes) -> bytes:
 def tokenized(prompt: bytes, context: int) -> bytes:
     """The answer of /tokenize."""
     return _encode(
-        {"count": token_count(prompt), "max_model_len": context, "tokens": token_ids(prompt), "token_strs": None}
+        {
+            "count": token_count(prompt),
+            "max_model_len": context,
+            "tokens": token_ids(prompt),
+            "token_strs": None,
+        }
     )

@@ -45,7 +45,10 @@ def application(members: Sequence[Member]) -> web.Application:
 
     async def show(_: web.Request) -> web.Response:
         return _json(
-            {str(each.listener.port): {"spec": each.faults.spec, "jobs": each.group.in_flight} for each in members}
+            {
+                str(each.listener.port): {"spec": each.faults.spec, "jobs": each.group.in_flight}
+                for each in members
+            }
         )
 
     async def put(request: web.Request) -> web.Response:
@@ -77,4 +80,6 @@ async def _no_pages(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
+    return web.Response(
+        status=status, body=msgspec.json.encode(value), content_type="application/json"
+    )

@@ -10,7 +10,15 @@ from math import inf
 from random import Random
 from typing import Protocol
 
-from mockgpu.faults import GROUP_FAULTS, RANK_FAULTS, WIRE_FAULTS, Fault, FaultError, FaultKind, parse_faults
+from mockgpu.faults import (
+    GROUP_FAULTS,
+    RANK_FAULTS,
+    WIRE_FAULTS,
+    Fault,
+    FaultError,
+    FaultKind,
+    parse_faults,
+)
 from mockgpu.group import TpGroup
 
 # An engine that stands still moves no KV either.
@@ -47,7 +55,12 @@ class FaultBox:
     """Sole owner of a group's faults and of the timers that begin and end them."""
 
     def __init__(
-        self, group: TpGroup, door: Door, loop: asyncio.AbstractEventLoop, rng: Random, wires: Wires | None = None
+        self,
+        group: TpGroup,
+        door: Door,
+        loop: asyncio.AbstractEventLoop,
+        rng: Random,
+        wires: Wires | None = None,
     ) -> None:
         self.spec = ""
         self._wires = wires
@@ -78,7 +91,9 @@ class FaultBox:
 
     def check(self, faults: tuple[Fault, ...]) -> None:
         """FaultError for what cannot happen to this group."""
-        if any(fault.kind in WIRE_FAULTS for fault in faults) and (self._wires is None or not self._wires.harmable):
+        if any(fault.kind in WIRE_FAULTS for fault in faults) and (
+            self._wires is None or not self._wires.harmable
+        ):
             raise FaultError("faults of the wire need a group that hands KV over by tcp")
 
     def clear(self) -> None:

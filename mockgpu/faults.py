@@ -64,13 +64,23 @@ class Fault(msgspec.Struct, frozen=True):
 
     def strikes(self, elapsed_s: float, rng: Random) -> bool:
         """Whether it happens now, to this request."""
-        return self.start_s <= elapsed_s < self.end_s and (self.chance >= 1 or rng.random() < self.chance)
+        return self.start_s <= elapsed_s < self.end_s and (
+            self.chance >= 1 or rng.random() < self.chance
+        )
 
 
 # What breaks an answer off once its headers are out, and what a stream's sink carries out.
-BREAKING_FAULTS = frozenset((FaultKind.RESET_AFTER_HEADERS, FaultKind.RESET_MID_STREAM, FaultKind.CUT))
+BREAKING_FAULTS = frozenset(
+    (FaultKind.RESET_AFTER_HEADERS, FaultKind.RESET_MID_STREAM, FaultKind.CUT)
+)
 STREAM_FAULTS = frozenset(
-    (FaultKind.RESET_MID_STREAM, FaultKind.CUT, FaultKind.STALL, FaultKind.SPLIT, FaultKind.COMMENTS)
+    (
+        FaultKind.RESET_MID_STREAM,
+        FaultKind.CUT,
+        FaultKind.STALL,
+        FaultKind.SPLIT,
+        FaultKind.COMMENTS,
+    )
 )
 # What befalls one request's KV, or the group at a moment of one request's life (doom.py).
 KV_FAULTS = frozenset(
@@ -84,7 +94,9 @@ KV_FAULTS = frozenset(
     )
 )
 # What happens to the bytes between this group's agent and those that dial it (handoff/wire.py).
-WIRE_FAULTS = frozenset((FaultKind.WIRE_CORRUPT, FaultKind.WIRE_CUT, FaultKind.WIRE_REPLAY, FaultKind.WIRE_STALL))
+WIRE_FAULTS = frozenset(
+    (FaultKind.WIRE_CORRUPT, FaultKind.WIRE_CUT, FaultKind.WIRE_REPLAY, FaultKind.WIRE_STALL)
+)
 # What takes a rank, and with it the group.
 RANK_FAULTS = frozenset((FaultKind.LOST_RANK, FaultKind.FREEZE, FaultKind.PARTITION))
 GROUP_FAULTS = RANK_FAULTS | WIRE_FAULTS | {FaultKind.REFUSE, FaultKind.SLOW}
@@ -150,7 +162,10 @@ def _option(kind: FaultKind, text: str) -> dict[str, float | int | bool | str]:
 def _limit(text: str) -> dict[str, float | int | bool | str]:
     if "-" in text:
         start, _, end = text.partition("-")
-        window = _number(start, "window start", least=0), _number(end, "window end", least=0) if end else inf
+        window = (
+            _number(start, "window start", least=0),
+            _number(end, "window end", least=0) if end else inf,
+        )
         if window[0] >= window[1]:
             raise FaultError(f"window {text!r} ends before it starts")
         return {"start_s": window[0], "end_s": window[1]}

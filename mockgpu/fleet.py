@@ -72,7 +72,9 @@ class Listener:
 class Member:
     """One TP group of a fleet with its server, its faults and its port; `half`: its half of split requests, if any."""
 
-    def __init__(self, spec: GroupSpec, host: str, port: int, rng: Random, wire: ProcessWire | None = None) -> None:
+    def __init__(
+        self, spec: GroupSpec, host: str, port: int, rng: Random, wire: ProcessWire | None = None
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.host = host
         self.listener = Listener(host, port)
@@ -127,7 +129,10 @@ async def running_fleet(
             if member.half is not None:
                 await member.half.start()
             runner = web.AppRunner(
-                member.server.app(), handler_cancellation=True, keepalive_timeout=keep_alive_s, access_log=None
+                member.server.app(),
+                handler_cancellation=True,
+                keepalive_timeout=keep_alive_s,
+                access_log=None,
             )
             await runner.setup()
             runners.append(runner)

@@ -40,13 +40,19 @@ class Grid(msgspec.Struct, frozen=True):
 
 def load_grids() -> list[Grid]:
     """All measured grids, read from the package data."""
-    return msgspec.json.decode(files("mockgpu").joinpath("data/aic_latencies.json").read_bytes(), type=list[Grid])
+    return msgspec.json.decode(
+        files("mockgpu").joinpath("data/aic_latencies.json").read_bytes(), type=list[Grid]
+    )
 
 
 def grid_for(model: Llm, gpu: Gpu, tp: int, grids: Iterable[Grid]) -> Grid | None:
     """The grid measured for exactly this shape, if there is one."""
     for grid in grids:
-        if grid.tp == tp and grid.system == gpu.grid_name and grid.model.rpartition("/")[2] == model.grid_name:
+        if (
+            grid.tp == tp
+            and grid.system == gpu.grid_name
+            and grid.model.rpartition("/")[2] == model.grid_name
+        ):
             return grid
     return None
 
@@ -107,7 +113,9 @@ class GridCorrection:
         decode: Iterable[tuple[int, int, float]],
     ) -> None:
         self._prefill = Line((n, s / equation.equation_s(whole_prompt(n))) for n, s in prefill)
-        self._decode = Surface((b, c, s / equation.equation_s(Work(0, 0.0, b, b * c))) for b, c, s in decode)
+        self._decode = Surface(
+            (b, c, s / equation.equation_s(Work(0, 0.0, b, b * c))) for b, c, s in decode
+        )
 
     def prefill(self, tokens: int) -> float:
         """Ratio for a prefill-only step of that many tokens."""
@@ -124,11 +132,25 @@ def whole_prompt(tokens: int) -> Work:
 
 
 def roofline_for(
-    model: Llm, gpu: Gpu, tp: int, profile: Profile = PROFILES["2026"], grids: Sequence[Grid] | None = None
+    model: Llm,
+    gpu: Gpu,
+    tp: int,
+    profile: Profile = PROFILES["2026"],
+    grids: Sequence[Grid] | None = None,
 ) -> Roofline:
     """The step-time model of a TP group: exact where a grid was measured and the profile allows, else the equation."""
-    grid = grid_for(model, gpu, tp, load_grids() if grids is None else grids) if profile.exact else None
+    grid = (
+        grid_for(model, gpu, tp, load_grids() if grids is None else grids)
+        if profile.exact
+        else None
+    )
     equation = Roofline(model, gpu, tp, profile)
     if grid is None:
         return equation
-    return Roofline(model, gpu, tp, profile, GridCorrection(equation, grid.prefill_points(), grid.decode_points()))
+    return Roofline(
+        model,
+        gpu,
+        tp,
+        profile,
+        GridCorrection(equation, grid.prefill_points(), grid.decode_points()),
+    )

@@ -65,7 +65,9 @@ class GroupSpec(msgspec.Struct, frozen=True):
         if tokens is None:
             tokens = kv_capacity_tokens(self.model, self.gpu, self.tp)
         if tokens < BLOCK_TOKENS:
-            raise ValueError(f"{self.model.name} does not fit on {self.tp} x {self.gpu.name}: no memory is left for KV")
+            raise ValueError(
+                f"{self.model.name} does not fit on {self.tp} x {self.gpu.name}: no memory is left for KV"
+            )
         return tokens
 
     @property
@@ -110,7 +112,9 @@ class TpGroup:
     def __init__(self, spec: GroupSpec, loop: asyncio.AbstractEventLoop) -> None:
         self.spec = spec
         self.scheduler = Scheduler(
-            BlockPool(spec.capacity_tokens // BLOCK_TOKENS), spec.max_num_seqs, spec.max_num_batched_tokens
+            BlockPool(spec.capacity_tokens // BLOCK_TOKENS),
+            spec.max_num_seqs,
+            spec.max_num_batched_tokens,
         )
         self.metrics = GroupMetrics(spec.served_name)
         self.slow_prefill = self.slow_decode = 1.0
@@ -155,7 +159,9 @@ class TpGroup:
             self.metrics.rejections += 1
             if isinstance(job.leg, Take) and self.desk is not None:
                 self.desk.decline(job.leg)
-            raise ApiError(503, f"The server's queue is full ({self.spec.max_queued} requests waiting).")
+            raise ApiError(
+                503, f"The server's queue is full ({self.spec.max_queued} requests waiting)."
+            )
         live = self._live[job] = _Live(sink, self._loop.time(), reason)
         if self.desk is not None:
             self.desk.queued(job)
@@ -243,7 +249,9 @@ class TpGroup:
 
     def _queued(self) -> int:
         """Jobs waiting for the scheduler, and those on their way to it."""
-        return self.scheduler.queued + sum(live.entering is not None for live in self._live.values())
+        return self.scheduler.queued + sum(
+            live.entering is not None for live in self._live.values()
+        )
 
     def _drop(self, job: Job, live: _Live) -> None:
         self._live.pop(job, None)
@@ -350,7 +358,11 @@ class TpGroup:
         for chunk in plan.chunks if plan is not None else ():
             job = chunk.job
             if job.content is not None:
-                memory.write(job.blocks, chunk.start, job.content.states(chunk.start, chunk.start + chunk.tokens))
+                memory.write(
+                    job.blocks,
+                    chunk.start,
+                    job.content.states(chunk.start, chunk.start + chunk.tokens),
+                )
         for job in self.scheduler.to_fetch():
             if self.desk is None:
                 # The engine has only just come back. Who found everything here is in the step and goes on.
@@ -366,7 +378,12 @@ class TpGroup:
         """What a sequence says first is drawn from the KV that is really there for its prompt."""
         for chunk in chunks:
             job = chunk.job
-            if chunk.last and job.state is State.PREFILL and not job.made and job.content is not None:
+            if (
+                chunk.last
+                and job.state is State.PREFILL
+                and not job.made
+                and job.content is not None
+            ):
                 taint = memory.taint(job.blocks, job.content.states(0, job.prompt_tokens))
                 if taint:
                     self.metrics.tainted += 1
@@ -383,4 +400,6 @@ class TpGroup:
 
 
 def _engine_dead() -> ApiError:
-    return ApiError(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
+    return ApiError(
+        500, "EngineCore encountered an issue. See stack trace (above) for the root cause."
+    )

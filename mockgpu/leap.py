@@ -21,7 +21,9 @@ class Run:
 
     __slots__ = ("_base", "_bend", "_slope", "context", "seqs", "steps")
 
-    def __init__(self, roofline: Roofline, seqs: int, context: int, most: int, slowness: float = 1.0) -> None:
+    def __init__(
+        self, roofline: Roofline, seqs: int, context: int, most: int, slowness: float = 1.0
+    ) -> None:
         self.seqs, self.context = seqs, context
         self.steps = max(1, min(most, int(context * _GROWTH / seqs)))
         self._base = first = self._at(roofline, 0) * slowness

@@ -5,7 +5,6 @@ No times here (roofline.py), no GPUs' rates (hardware.py). Shapes are the publis
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -25,7 +24,11 @@ class Reserve(msgspec.Struct, frozen=True):
 
     def usable(self, gpu: Gpu, tp: int) -> float:
         """Bytes per GPU for weights and KV."""
-        return gpu.hbm_bytes * (1 - self.untouched) - self.engine_bytes - (self.nccl_bytes if tp > 1 else 0)
+        return (
+            gpu.hbm_bytes * (1 - self.untouched)
+            - self.engine_bytes
+            - (self.nccl_bytes if tp > 1 else 0)
+        )
 
 
 # vLLM's gpu_memory_utilization of 0.9, and aiconfigurator's figures for context, activations, graphs and NCCL.
@@ -83,9 +86,28 @@ class Llm(msgspec.Struct, frozen=True):
         return self.kv_token_bytes / min(tp, self.shardable_kv)
 
 
-def gqa(name: str, layers: int, width: int, heads: int, kv_heads: int, params: float, grid_name: str = "") -> Llm:
+def gqa(
+    name: str,
+    layers: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    params: float,
+    grid_name: str = "",
+) -> Llm:
     """A dense bf16 model with grouped-query attention and heads of 128."""
-    return Llm(name, layers, width, heads, 128, 2 * kv_heads * 128, kv_heads, params, params, grid_name=grid_name)
+    return Llm(
+        name,
+        layers,
+        width,
+        heads,
+        128,
+        2 * kv_heads * 128,
+        kv_heads,
+        params,
+        params,
+        grid_name=grid_name,
+    )
 
 
 def fp8(model: Llm, name: str, grid_name: str = "") -> Llm:
@@ -96,12 +118,30 @@ def fp8(model: Llm, name: str, grid_name: str = "") -> Llm:
 def _table() -> dict[str, Llm]:
     small = gqa("meta-llama/Llama-3.1-8B-Instruct", 32, 4096, 32, 8, 8.03e9, "Meta-Llama-3.1-8B")
     large = gqa("meta-llama/Llama-3.1-70B-Instruct", 80, 8192, 64, 8, 70.6e9, "Meta-Llama-3.1-70B")
-    huge = gqa("meta-llama/Llama-3.1-405B-Instruct", 126, 16384, 128, 8, 405.9e9, "Meta-Llama-3.1-405B")
+    huge = gqa(
+        "meta-llama/Llama-3.1-405B-Instruct", 126, 16384, 128, 8, 405.9e9, "Meta-Llama-3.1-405B"
+    )
     large_fp8 = fp8(large, "meta-llama/Llama-3.1-70B-Instruct-FP8", "Llama-3.1-70B-Instruct-FP8")
     huge_fp8 = fp8(huge, "meta-llama/Llama-3.1-405B-Instruct-FP8")
-    qwen = msgspec.structs.replace(gqa("Qwen/Qwen3-32B", 64, 5120, 64, 8, 32.8e9), max_context=40_960)
-    llama2 = msgspec.structs.replace(gqa("meta-llama/Llama-2-13b", 40, 5120, 40, 40, 13.0e9), max_context=4_096)
-    mla = Llm("deepseek-ai/DeepSeek-V3", 61, 7168, 128, 192, 576, 1, 671e9, 37e9, weight_bytes=1.0, max_context=163_840)
+    qwen = msgspec.structs.replace(
+        gqa("Qwen/Qwen3-32B", 64, 5120, 64, 8, 32.8e9), max_context=40_960
+    )
+    llama2 = msgspec.structs.replace(
+        gqa("meta-llama/Llama-2-13b", 40, 5120, 40, 40, 13.0e9), max_context=4_096
+    )
+    mla = Llm(
+        "deepseek-ai/DeepSeek-V3",
+        61,
+        7168,
+        128,
+        192,
+        576,
+        1,
+        671e9,
+        37e9,
+        weight_bytes=1.0,
+        max_context=163_840,
+    )
     short = {
         "demo-8b": small,
         "llama-3.1-8b": small,
@@ -135,18 +175,3 @@ def free_kv_bytes(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESER
 def kv_capacity_tokens(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESERVE) -> int:
     """Tokens whose KV a TP group holds at once; 0 when the weights do not fit."""
     return max(0, int(free_kv_bytes(model, gpu, tp, reserve) / model.kv_rank_bytes(tp)))
-
-
-def min_tp(model: Llm, gpu: Gpu) -> int:
-    """The fewest GPUs whose raw memory holds the weights (any integer: an engine will want the next power of two)."""
-    return math.ceil(model.weights_bytes / gpu.hbm_bytes)
-
-
-def kv_transfer_s(model: Llm, tokens: int, bytes_s: float, setup_s: float = 0.0) -> float:
-    """Seconds to move the KV of that many tokens over links of that rate together."""
-    return tokens * model.kv_token_bytes / bytes_s + setup_s
-
-
-def load_s(model: Llm, bytes_s: float, init_s: float = 0.0) -> float:
-    """Seconds of a cold start: all weights from storage at that rate, then the engine's own initialisation."""
-    return model.weights_bytes / bytes_s + init_s

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvtransfer.layout import KvLayout, KvOrder
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.regions import Region
 from mockgpu.kv import WORD_BYTES, Words, slot_masks
 
@@ -22,20 +23,27 @@ class KvMemory:
     def __init__(self, layout: KvLayout, regions: Sequence[Region]) -> None:
         """`regions`: one per rank. ValueError when their number or size is wrong."""
         ranks = [region.bytes for region in regions]
-        if len(ranks) != layout.tp or any(each.size % layout.rank_block_bytes(i) for i, each in enumerate(ranks)):
+        if len(ranks) != layout.tp or any(
+            each.size % layout.rank_block_bytes(i) for i, each in enumerate(ranks)
+        ):
             raise ValueError(f"{len(ranks)} arrays do not hold the caches of {layout.tp} ranks")
         self.layout = layout
         self.regions = regions
         masks = slot_masks(layout)
         self._views = [_by_block(rank, layout) for rank in ranks]
-        self._masks = [masks[:, :, list(layout.heads_of(rank)), None, :] for rank in range(layout.tp)]
+        self._masks = [
+            masks[:, :, list(layout.heads_of(rank)), None, :] for rank in range(layout.tp)
+        ]
 
     @classmethod
     def create(cls, layout: KvLayout, blocks: int, name: str) -> KvMemory:
         """Zeroed memory for that many blocks on every rank; the pages are taken as they are written."""
         return cls(
             layout,
-            [Region.create(blocks, layout.rank_block_bytes(r), name=f"{name}-{r}") for r in range(layout.tp)],
+            [
+                MemoryFileRegion.create(blocks, layout.rank_block_bytes(r), name=f"{name}-{r}")
+                for r in range(layout.tp)
+            ],
         )
 
     def renew(self, blocks: Sequence[int]) -> None:
@@ -53,7 +61,9 @@ class KvMemory:
     def write(self, blocks: Sequence[int], start: int, states: Words) -> None:
         """Store the tokens [start, start + len(states)) of a sequence that lives in `blocks`."""
         for view, masks in zip(self._views, self._masks, strict=True):
-            for chosen, first, last, part in _pieces(blocks, start, states, self.layout.block_tokens):
+            for chosen, first, last, part in _pieces(
+                blocks, start, states, self.layout.block_tokens
+            ):
                 # One fancy index alone keeps the axes in place: [blocks, layer, part, head, token, word].
                 view[chosen, :, :, :, first:last] = part[:, None, None, None, :, None] ^ masks
 
@@ -68,7 +78,9 @@ class KvMemory:
                 rest = view[chosen, :, :, :, first:last] ^ masks
                 rest ^= part[:, None, None, None, :, None]
                 if rest.any():
-                    found = xxh3_64_intdigest(np.ascontiguousarray(rest).data, found ^ (rank + 1)) | 1
+                    found = (
+                        xxh3_64_intdigest(np.ascontiguousarray(rest).data, found ^ (rank + 1)) | 1
+                    )
         return found
 
 
@@ -76,8 +88,12 @@ def _by_block(rank: NDArray[np.uint8], layout: KvLayout) -> Words:
     """A rank's bytes as words, seen as [blocks, layers, parts, heads, tokens, words] whatever order they are in."""
     words, per_row = rank.view(np.uint64), layout.row_bytes // WORD_BYTES
     if layout.order is KvOrder.HND:
-        return words.reshape(-1, layout.layers, layout.parts, layout.rank_heads, layout.block_tokens, per_row)
-    stored = words.reshape(-1, layout.layers, layout.parts, layout.block_tokens, layout.rank_heads, per_row)
+        return words.reshape(
+            -1, layout.layers, layout.parts, layout.rank_heads, layout.block_tokens, per_row
+        )
+    stored = words.reshape(
+        -1, layout.layers, layout.parts, layout.block_tokens, layout.rank_heads, per_row
+    )
     return stored.transpose(0, 1, 2, 4, 3, 5)
 
 

@@ -62,7 +62,9 @@ class GroupMetrics:
         self.e2e_s = Histogram(REQUEST_BUCKETS)
         self.queue_s = Histogram(REQUEST_BUCKETS)
 
-    def render(self, scheduler: Scheduler, desk: Desk | None = None, engine: Engine = Engine.VLLM) -> str:
+    def render(
+        self, scheduler: Scheduler, desk: Desk | None = None, engine: Engine = Engine.VLLM
+    ) -> str:
         """The whole exposition: vLLM's names, those of transfers where there are any, another engine's besides."""
         lines = [*self._gauges(scheduler), *self._counters(scheduler), *self._latencies()]
         if desk is not None:

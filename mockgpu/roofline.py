@@ -53,7 +53,9 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
         # Splitwise's 2023 stack: ~0.35 ms of launch overhead per layer, so TP 4 -> 8 gained next to nothing.
         "2023": Profile("2023", layer_us=350.0, exact=False),
         # Harbor Analytics' story: a 2023 stack whose TP 8 crossed a slow fabric (docs/mock.md states the conflict).
-        "harbor": Profile("harbor", layer_us=320.0, fabric_us=350.0, fabric_above_tp=4, exact=False),
+        "harbor": Profile(
+            "harbor", layer_us=320.0, fabric_us=350.0, fabric_above_tp=4, exact=False
+        ),
     }
 )
 
@@ -100,15 +102,12 @@ class Correction(Protocol):
         ...
 
 
-def ideal_decode_s(model: Llm, gpu: Gpu, tp: int) -> float:
-    """The textbook's step at batch 1: all weights read once at peak bandwidth. Show it beside the expected one."""
-    return model.weights_bytes / (tp * gpu.hbm_bytes_s)
-
-
 class Roofline:
     """Step times of one model on `tp` GPUs of one kind. All rates are folded once into seconds per unit of work."""
 
-    def __init__(self, model: Llm, gpu: Gpu, tp: int, profile: Profile, correction: Correction | None = None) -> None:
+    def __init__(
+        self, model: Llm, gpu: Gpu, tp: int, profile: Profile, correction: Correction | None = None
+    ) -> None:
         fit, ranks = gpu.fit, tp
         flops = gpu.flops(model.weight_bytes)
         self._dense = model.active_params >= model.params

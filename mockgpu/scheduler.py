@@ -22,7 +22,9 @@ from mockgpu.job import Chunk, Job, Outcome, Plan, State, Totals
 class Scheduler:
     """The queue and the running batch of one TP group. Sole owner of its jobs and of its block pool."""
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int = 256, max_num_batched_tokens: int = 8192) -> None:
+    def __init__(
+        self, pool: BlockPool, max_num_seqs: int = 256, max_num_batched_tokens: int = 8192
+    ) -> None:
         if not 0 < max_num_seqs <= max_num_batched_tokens:
             raise ValueError(
                 f"need 0 < max_num_seqs <= max_num_batched_tokens, got {max_num_seqs}, {max_num_batched_tokens}"
@@ -64,7 +66,10 @@ class Scheduler:
 
     def fits(self, job: Job) -> bool:
         """Whether the job could run alone; one that could not must never be added."""
-        return blocks_for(job.prompt_tokens + job.output_tokens, self.pool.block_tokens) <= self.pool.total
+        return (
+            blocks_for(job.prompt_tokens + job.output_tokens, self.pool.block_tokens)
+            <= self.pool.total
+        )
 
     def made(self, job: Job) -> int:
         """Output tokens of the job so far."""
@@ -73,7 +78,9 @@ class Scheduler:
     def add(self, job: Job) -> None:
         """Queue a job, first come first served. ValueError when it could never fit."""
         if not self.fits(job):
-            raise ValueError(f"{job.prompt_tokens} + {job.output_tokens} tokens exceed the group's KV cache")
+            raise ValueError(
+                f"{job.prompt_tokens} + {job.output_tokens} tokens exceed the group's KV cache"
+            )
         self.waiting.append(job)
 
     def abort(self, job: Job) -> None:
@@ -132,7 +139,12 @@ class Scheduler:
             budget -= self._chunk(job, budget, chunks)
         while budget > 0 and self.fetched and self.running < self.max_num_seqs:
             budget -= self._chunk(self._prefill(self.fetched.popleft()), budget, chunks)
-        while budget > 0 and self.waiting and self.running < self.max_num_seqs and self._admit(self.waiting[0]):
+        while (
+            budget > 0
+            and self.waiting
+            and self.running < self.max_num_seqs
+            and self._admit(self.waiting[0])
+        ):
             job = self.waiting.popleft()
             if job.state is State.PREFILL:
                 budget -= self._chunk(job, budget, chunks)
@@ -146,7 +158,9 @@ class Scheduler:
         self.tick += 1
         self._context += decoded
         ended = list(self._ends.pop(self.tick, ()))
-        began = [chunk.job for chunk in plan.chunks if chunk.last and chunk.job.state is State.PREFILL]
+        began = [
+            chunk.job for chunk in plan.chunks if chunk.last and chunk.job.state is State.PREFILL
+        ]
         for job in began:
             self._begin(job)
             if job.made == job.output_tokens:
@@ -171,7 +185,9 @@ class Scheduler:
             growing = self._grows[(self.tick + ahead) % size]
             if growing:
                 free -= len(growing)
-                if free < 0 or (self.waiting and any(len(job.blocks) <= len(job.keys) for job in growing)):
+                if free < 0 or (
+                    self.waiting and any(len(job.blocks) <= len(job.keys) for job in growing)
+                ):
                     return ahead - 1
         return steps
 
@@ -210,7 +226,9 @@ class Scheduler:
             self._to_fetch.append(job)
             if job.leg.parked or job.computed < job.prompt_tokens - 1:
                 # All of the prompt's room is taken before the first byte is on its way.
-                job.blocks += [self.pool.take() for _ in range(blocks_for(job.prompt_tokens, size) - hits)]
+                job.blocks += [
+                    self.pool.take() for _ in range(blocks_for(job.prompt_tokens, size) - hits)
+                ]
                 job.state = State.FETCHING
                 self.fetching[job] = None
                 return True
@@ -281,7 +299,10 @@ class Scheduler:
     def _seal_filled(self, job: Job) -> None:
         """Name a decoding job's last block, if the KV of all its tokens is there."""
         filled = len(job.blocks)
-        if filled <= len(job.keys) and job.prompt_tokens + self.made(job) > filled * self.pool.block_tokens:
+        if (
+            filled <= len(job.keys)
+            and job.prompt_tokens + self.made(job) > filled * self.pool.block_tokens
+        ):
             if self.on_filled is not None:
                 self.on_filled(job, filled - 1)
             self.pool.seal(job.blocks[-1], job.keys[filled - 1])

@@ -33,7 +33,15 @@ from mockgpu.ask import (
 )
 from mockgpu.choice import Choice, choices_of
 from mockgpu.faultbox import FaultBox
-from mockgpu.faults import BREAKING_FAULTS, KV_FAULTS, STREAM_FAULTS, Fault, FaultError, FaultKind, parse_faults
+from mockgpu.faults import (
+    BREAKING_FAULTS,
+    KV_FAULTS,
+    STREAM_FAULTS,
+    Fault,
+    FaultError,
+    FaultKind,
+    parse_faults,
+)
 from mockgpu.group import Sink, TpGroup
 from mockgpu.handoff.legs import Give, Take
 from mockgpu.shapes import Engine, engine_of, error_body, request_schemas, with_extra_key
@@ -71,7 +79,9 @@ class MockServer:
         self.half = half
         transfer = group.spec.transfer
         self._engine = engine_of(transfer.dialect if transfer is not None else None)
-        self._version = VERSION if transfer is None else f"{transfer.version[0]}.{transfer.version[1]}.0"
+        self._version = (
+            VERSION if transfer is None else f"{transfer.version[0]}.{transfer.version[1]}.0"
+        )
         self._created = int(time.time())
 
     def app(self) -> web.Application:
@@ -113,7 +123,9 @@ class MockServer:
             wrong = error
         except ConnectionResetError:  # the client left before its answer began
             raise asyncio.CancelledError from None
-        return web.Response(status=wrong.status, body=error_body(wrong, self._engine), content_type=JSON)
+        return web.Response(
+            status=wrong.status, body=error_body(wrong, self._engine), content_type=JSON
+        )
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -140,20 +152,33 @@ class MockServer:
         return await self._whole(request, ask, choices, answer, fault)
 
     async def _whole(
-        self, request: web.Request, ask: Ask, choices: list[Choice], answer: Answer, fault: Fault | None
+        self,
+        request: web.Request,
+        ask: Ask,
+        choices: list[Choice],
+        answer: Answer,
+        fault: Fault | None,
     ) -> web.Response:
         stalled = fault is not None and fault.kind is FaultKind.STALL
         with self._submitted(choices, [WholeSink(answer, stalled) for _ in choices], fault):
             error = await answer.done
         if error is not None:
             raise error
-        body = dialect.whole(ask, choices, int(time.time()), self._cached(ask, choices), self._extras(ask, choices[0]))
+        body = dialect.whole(
+            ask,
+            choices,
+            int(time.time()),
+            self._cached(ask, choices),
+            self._extras(ask, choices[0]),
+        )
         if fault is not None and fault.kind in BREAKING_FAULTS:
             await _break_whole(request, body, fault.kind)
         return web.Response(body=body, content_type=JSON)
 
     @contextmanager
-    def _submitted(self, choices: Sequence[Choice], sinks: Sequence[Sink], fault: Fault | None) -> Iterator[None]:
+    def _submitted(
+        self, choices: Sequence[Choice], sinks: Sequence[Sink], fault: Fault | None
+    ) -> Iterator[None]:
         """The choices' jobs, in the group for as long as somebody waits for them. A fault of KV befalls the first."""
         try:
             if fault is not None and fault.kind in KV_FAULTS:
@@ -178,7 +203,9 @@ class MockServer:
         reading = self._reading(raw, body, request, request_id)
         spec = self.group.spec
         try:
-            ask = ask_of(body, request.headers, chat, spec.served_name, spec.context, request_id, reading)
+            ask = ask_of(
+                body, request.headers, chat, spec.served_name, spec.context, request_id, reading
+            )
             return with_extra_key(ask) if self._engine is Engine.SGLANG else ask
         except ApiError:
             if isinstance(reading.leg, Take) and self.group.desk is not None:
@@ -205,7 +232,12 @@ class MockServer:
         return dialect.Extras(speaks.told(ask, ask.leg, offered, here), inside)
 
     async def _stream(
-        self, request: web.Request, ask: Ask, choices: list[Choice], answer: Answer, fault: Fault | None
+        self,
+        request: web.Request,
+        ask: Ask,
+        choices: list[Choice],
+        answer: Answer,
+        fault: Fault | None,
     ) -> web.StreamResponse:
         """Headers at once; tokens are written by the sinks as they are made; then usage and [DONE], or the error."""
         created = int(time.time())
@@ -264,7 +296,9 @@ class MockServer:
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize, chat or prompt form."""
         prompt = prompt_of(await request.read())
-        return web.Response(body=dialect.tokenized(prompt, self.group.spec.context), content_type=JSON)
+        return web.Response(
+            body=dialect.tokenized(prompt, self.group.spec.context), content_type=JSON
+        )
 
     async def health(self, _: web.Request) -> web.Response:
         """GET /health: 503 when the engine is dead. An engine that hangs does not know it and says 200."""
@@ -285,7 +319,9 @@ class MockServer:
     async def metrics(self, _: web.Request) -> web.Response:
         """GET /metrics."""
         text = self.group.metrics.render(self.group.scheduler, self.group.desk, self._engine)
-        return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return web.Response(
+            body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
 
     async def state(self, _: web.Request) -> web.Response:
         """GET /mock/state: what a test wants to know of the group's memory and of its half of split requests."""
@@ -304,7 +340,9 @@ class MockServer:
     async def renew(self, request: web.Request) -> web.Response:
         """POST /mock/renew `{"name", "ticket"}`, from a decode group that has no room yet; 404 when it is too late."""
         asked = decoded(await request.read(), RenewOrder)
-        ticket = None if self.group.desk is None else self.group.desk.renew(asked.name, asked.ticket)
+        ticket = (
+            None if self.group.desk is None else self.group.desk.renew(asked.name, asked.ticket)
+        )
         if ticket is None:
             raise ApiError(404, "no such lease")
         return _json({"ticket": ticket})

@@ -44,7 +44,9 @@ def error_body(error: ApiError, engine: Engine, streaming: bool = False) -> byte
 def with_extra_key(ask: Ask) -> Ask:
     """As SGLang reads it: cached blocks are shared by requests with equal `cache_salt` and `extra_key` together."""
     salt = (ask.body.cache_salt or "") + (ask.body.extra_key or "")
-    return msgspec.structs.replace(ask, body=msgspec.structs.replace(ask.body, cache_salt=salt or None))
+    return msgspec.structs.replace(
+        ask, body=msgspec.structs.replace(ask.body, cache_salt=salt or None)
+    )
 
 
 def request_schemas(engine: Engine) -> dict[str, Any]:
@@ -52,4 +54,7 @@ def request_schemas(engine: Engine) -> dict[str, Any]:
     own = frozenset(Body.__struct_fields__) - (set() if engine is Engine.SGLANG else {"extra_key"})
     chat, completion = (CHAT_FIELDS, COMPLETION_FIELDS) if engine is Engine.TRTLLM else (own, own)
     named = {"ChatCompletionRequest": chat, "CompletionRequest": completion}
-    return {name: {"type": "object", "properties": {each: {} for each in sorted(of)}} for name, of in named.items()}
+    return {
+        name: {"type": "object", "properties": {each: {} for each in sorted(of)}}
+        for name, of in named.items()
+    }

@@ -76,7 +76,11 @@ def _content(content: object) -> bytes:
     """Text as it is; anything else (content parts, images) as its JSON."""
     if content is None:
         return b""
-    return content.encode("utf-8", "surrogatepass") if isinstance(content, str) else msgspec.json.encode(content)
+    return (
+        content.encode("utf-8", "surrogatepass")
+        if isinstance(content, str)
+        else msgspec.json.encode(content)
+    )
 
 
 def token_bytes(prompt: str | Sequence[int]) -> bytes:
@@ -122,7 +126,12 @@ def variation(seed: int | None, choice: int) -> int:
 
 
 def speak(
-    prompt: bytes, prompt_keys: Sequence[int], limit: int, may_end: bool, vary: int = 0, at_least: int = 1
+    prompt: bytes,
+    prompt_keys: Sequence[int],
+    limit: int,
+    may_end: bool,
+    vary: int = 0,
+    at_least: int = 1,
 ) -> Speech:
     """What follows the prompt: exactly `limit` tokens, or fewer where it ends by itself and `may_end`.
 
@@ -147,4 +156,6 @@ def speak(
 def expected_text(body: Mapping[str, Any], n_tokens: int, choice: int = 0) -> str:
     """The first `n_tokens` tokens a mock answers to this chat or completion body: for tests to compare against."""
     prompt = render_chat(body) if "messages" in body else token_bytes(body["prompt"])
-    return speak(prompt, block_keys(prompt), n_tokens, False, variation(body.get("seed"), choice)).text
+    return speak(
+        prompt, block_keys(prompt), n_tokens, False, variation(body.get("seed"), choice)
+    ).text

@@ -1,7 +1,7 @@
-"""The handoff each engine wants between a prefill and a decode group, as data and pure functions: the gateway's side.
+"""The handoff that each engine expects between prefill and decode, as data and pure functions.
 
-One module per dialect, each a frozen Dialect; contract.py is what they have in common. Nothing here does I/O, and
-nothing here knows who serves: that is the gateway's business.
+This is the gateway's side. One module per dialect, each with a frozen Dialect; contract.py has the
+common types. Nothing here does I/O or knows the endpoints.
 """
 
 from kvtransfer.dialects.catalogue import DIALECTS, by_itself, known_members, named

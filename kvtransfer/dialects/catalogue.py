@@ -1,4 +1,4 @@
-"""All dialects by name. A new one is a module and a line here."""
+"""All dialects by name. To add one, add a module and a line here."""
 
 from __future__ import annotations
 
@@ -13,22 +13,29 @@ from kvtransfer.dialects.vllm_nixl import VLLM_NIXL
 from kvtransfer.dialects.vllm_push import VLLM_PUSH
 
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(
-    {each.name: each for each in (VLLM_NIXL, VLLM_PUSH, MOONCAKE, SGLANG, TRTLLM)}
+    {dialect.name: dialect for dialect in (VLLM_NIXL, VLLM_PUSH, MOONCAKE, SGLANG, TRTLLM)}
 )
 
 
 def named(name: str) -> Dialect:
-    """The dialect a configuration names. Raises KeyError when there is none."""
+    """Return the dialect of this name. Raises KeyError if there is none."""
     return DIALECTS[name]
 
 
 def known_members(engine: str, *, chat: bool) -> frozenset[str] | None:
-    """What a request to this engine may hold, where it refuses all that it does not know; None: it ignores the rest."""
+    """Return the members that a request to this engine may have; None: it ignores unknown ones."""
     if engine != TRTLLM.engine:
         return None
     return CHAT if chat else COMPLETIONS
 
 
 def by_itself(engine: str) -> Mapping[str, str | int]:
-    """What a half of this engine wants of a request that it is to answer without any other half."""
-    return next((each.by_itself for each in DIALECTS.values() if each.engine == engine and each.by_itself), {})
+    """Return the members that make an engine answer a request without the other half of a pair."""
+    return next(
+        (
+            dialect.by_itself
+            for dialect in DIALECTS.values()
+            if dialect.engine == engine and dialect.by_itself
+        ),
+        {},
+    )

@@ -1,8 +1,9 @@
-"""What every dialect is made of: the terms of one handoff in, edits of two requests out, or why not.
+"""The types of a dialect: the terms of one handoff in, the edits of two requests out.
 
-A dialect is data and pure functions. The gateway owns sending, deadlines and blame; a dialect owns the words: which
-members the prefill request and the decode request get, and what in a prefill answer may be believed. Sources:
-reference engines.md B, D, E (vLLM 0.11 to 0.33, SGLang 0.5.23, TensorRT-LLM mid-2026).
+A dialect is data and pure functions. The gateway owns sending, deadlines and blame. A dialect
+defines which members the prefill and the decode request get, and which parts of a prefill response
+are valid. Sources: reference engines.md B, D, E (vLLM 0.11 to 0.33, SGLang 0.5.23, TensorRT-LLM
+mid-2026).
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ NULL = msgspec.Raw(b"null")
 
 
 class Order(StrEnum):
-    """Prefill and then decode, or both at once."""
+    """Whether the legs run one after the other, or both at once."""
 
     SEQUENTIAL = "sequential"
     CONCURRENT = "concurrent"
 
 
 class Needs(StrEnum):
-    """What must be known of a prefill endpoint before both legs can go out at once."""
+    """What must be known of a prefill endpoint before both legs can be sent at once."""
 
     NOTHING = "nothing"
-    ADDRESS = "address"  # of its bootstrap server, from the configuration
-    QUERY = "query"  # what its bootstrap server says of it
-    FIRST_ANSWER = "first_answer"  # what its first answer says of it
+    ADDRESS = "address"  # address of its bootstrap server, from the configuration
+    QUERY = "query"  # the answer of its bootstrap server
+    FIRST_ANSWER = "first_answer"  # its first response
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
@@ -40,11 +41,12 @@ class Bootstrap(msgspec.Struct, frozen=True):
 
     @property
     def netloc(self) -> str:
+        """The address as host:port, with brackets around an IPv6 host."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Who a prefill engine is to its decoders: its engine id, and where its side channel listens when it told."""
+    """A prefill engine as its decoders address it: engine id, and side channel if known."""
 
     engine_id: str
     host: str | None = None
@@ -58,11 +60,12 @@ class Terms(msgspec.Struct, frozen=True):
     """What the gateway fixes for one handoff before anything is sent.
 
     request_id     the X-Request-Id of both legs
-    number         63 bits, unique among live handoffs, new in every attempt: room and disagg request id
+    number         63 bits, unique among live handoffs, new in every attempt: SGLang's room and
+                   TensorRT-LLM's disaggregated request id
     chat           True for /v1/chat/completions, False for /v1/completions
     prefill_host   the host in the prefill endpoint's URL
-    bootstrap      where its bootstrap server listens; None when the configuration names none
-    identity       what is known of the prefill engine; None before anything was learnt
+    bootstrap      its bootstrap server; None: not configured
+    identity       what is known of the prefill engine; None: nothing yet
     """
 
     request_id: str
@@ -76,10 +79,11 @@ class Terms(msgspec.Struct, frozen=True):
 class Edits(msgspec.Struct, frozen=True):
     """Changes to the client's request.
 
-    put      members added, as members() writes them. What a client may send under such a name has to be dropped
-    drop     members of the client's that are removed
-    keep     when given, the only members of the client's that are sent at all
-    headers  further header lines
+    put       members to add, as returned by members(); the client's members of these names must
+              be removed first
+    drop      the client's members to remove
+    keep      the only members of the client's to send; None: all
+    headers   header lines to add
     """
 
     put: bytes = b""
@@ -89,10 +93,11 @@ class Edits(msgspec.Struct, frozen=True):
 
 
 class Handover(msgspec.Struct, frozen=True):
-    """The decode request, and whose word on cached tokens is true.
+    """The decode request, and how to read its usage.
 
-    reports_own_cache  the decoder will report the prefiller's cache hits; False: it reports the transfer as a hit
-    transport          how the KV will travel, when the prefill answer says so
+    reports_own_cache   the decoder reports the prefill engine's cache hits; False: it reports the
+                        transferred KV as a hit
+    transport           how the KV will travel, if the prefill response says so
     """
 
     edits: Edits
@@ -101,19 +106,22 @@ class Handover(msgspec.Struct, frozen=True):
 
 
 class Unusable(msgspec.Struct, frozen=True):
-    """The prefill answer holds nothing a decoder may be given; `why` in a few words. Decode must compute for itself."""
+    """The prefill response contains nothing for a decoder, for the reason `why`.
+
+    The decoder must compute the prompt itself.
+    """
 
     why: str
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The prefill answer is the whole answer: nothing is left to decode. `body` is JSON for the client."""
+    """The prefill response is the complete response. `body` is JSON for the client."""
 
     body: bytes
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A prefill answer, read as far as any dialect needs it. Raw members are JSON, `null` when absent."""
+    """A prefill response, parsed as far as any dialect needs. Absent raw members are `null`."""
 
     body: bytes
     handoff: msgspec.Raw
@@ -125,21 +133,26 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Dialect(msgspec.Struct, frozen=True):
-    """One engine's handoff.
+    """The handoff of one engine.
 
-    engine        the engine kind that speaks it, in the configuration's word
-    order         how the two legs follow each other
-    needs         what must be known first; without it the first handoff is sequential (FIRST_ANSWER) or not at all
-    reads_answer  the prefill answer is read; otherwise it is only waited for
-    decode_alone  a decode endpoint can serve a whole request by itself
-    abort_frees   an engine whose prefill request is closed frees the KV itself; otherwise only its decoder can say so
-    apart         the member by whose value a decode request shares its cached blocks with no other request. So another
-                  decoder may be asked for KV that may be gone by then, if the engine does not mind; None: it may not
-    by_itself     members that a half wants of a request for which there is no other half, such as a probe
-    prefill       terms -> edits of the prefill request
-    decode        terms, prefill answer -> decode request. The answer is None when both legs go out at once
-    identify      what tells who a prefill engine is (its answer, or its bootstrap server's page) -> identities, by rank
-    check         CONCURRENT only: whether a prefill answer means that the KV really waits for its decoder
+    engine         the engine kind that speaks it, as named in the configuration
+    order          how the two legs follow each other
+    needs          what must be known first. Without it the first handoff is sequential
+                   (FIRST_ANSWER) or impossible
+    reads_answer   the prefill response is parsed; False: only its end matters
+    decode_alone   a decode endpoint can serve a whole request
+    abort_frees    the engine frees the KV when the prefill request is closed; False: only its
+                   decoder can free it
+    apart          the member whose value separates a decode request's cached blocks from all other
+                   requests. Another decoder may then be asked for KV that may be gone by then, if
+                   the engine tolerates that; None: it may not
+    by_itself      members for a request that has no other half, such as a probe
+    prefill        terms -> edits of the prefill request
+    decode         terms, prefill response -> decode request; the response is None if both legs are
+                   sent at once
+    identify       a prefill response, or the bootstrap server's page -> identities by rank
+    check          CONCURRENT only: whether a prefill response means that the KV is kept for
+                   its decoder
     """
 
     name: str
@@ -186,23 +199,26 @@ _NO_USAGE = _Usage()
 
 
 def read_answer(body: bytes) -> Answer | Unusable:
-    """A prefill endpoint's answer. Whatever is no completion of one choice is Unusable. So is what is no text: members
-    of it go into the decode request as they are."""
+    """Parse a prefill response.
+
+    Anything but a completion with one choice is Unusable. So is invalid UTF-8, because members of
+    the response are copied into the decode request.
+    """
     try:
         if not body.isascii():
             body.decode()
-        found = _read(body)
+        completion = _read(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return Unusable("the prefill answer is not a completion")
-    if len(found.choices) != 1:
-        return Unusable(f"the prefill answer has {len(found.choices)} choices")
-    choice, usage = found.choices[0], found.usage or _NO_USAGE
+    if len(completion.choices) != 1:
+        return Unusable(f"the prefill answer has {len(completion.choices)} choices")
+    choice, usage = completion.choices[0], completion.usage or _NO_USAGE
     details = usage.prompt_tokens_details
     return Answer(
         body,
-        found.kv_transfer_params,
+        completion.kv_transfer_params,
         choice.disaggregated_params,
-        found.prompt_token_ids,
+        completion.prompt_token_ids,
         choice.finish_reason,
         usage.prompt_tokens,
         details.cached_tokens if details is not None else None,
@@ -210,15 +226,15 @@ def read_answer(body: bytes) -> Answer | Unusable:
 
 
 def is_null(value: msgspec.Raw) -> bool:
-    """Absent, or null."""
+    """Return whether a member is absent or null."""
     return bytes(memoryview(value)[:1]) in (b"", b"n")
 
 
 def members(put: Mapping[str, bytes]) -> bytes:
-    """Names and JSON values as they stand in an object behind other members: each with a comma in front."""
+    """Encode members to append to a JSON object: each with a comma in front."""
     return b"".join(b',"%b":%b' % (name.encode(), value) for name, value in put.items())
 
 
 def json_of(value: object) -> bytes:
-    """A member's value as JSON bytes."""
+    """Encode a member's value as JSON."""
     return msgspec.json.encode(value)

@@ -1,7 +1,7 @@
-"""vLLM's MooncakeConnector: both legs at once, matched by a transfer id, introduced by a bootstrap server (B.4).
+"""vLLM's MooncakeConnector: both legs at once, matched by a transfer id (engines.md B.4).
 
-The bootstrap server beside each prefill engine says who its ranks are. The page is cached, and read again after a leg
-failed there: engine ids change with a restart.
+The bootstrap server beside each prefill engine lists its ranks. The page is cached, and read again
+after a leg failed there, because engine ids change with a restart.
 """
 
 from __future__ import annotations
@@ -32,15 +32,23 @@ _page = msgspec.json.Decoder(dict[str, _Rank]).decode
 
 
 def prefill(terms: Terms) -> Edits:
-    """One token, on the rank that the decoder was told; the KV goes to whoever has the transfer id."""
-    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(terms)}
+    """Ask for one token, on the rank that the decoder was given, and name the transfer id."""
+    params = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": _transfer_id(terms),
+    }
     rank = terms.identity.rank if terms.identity is not None else None
     headers = () if rank is None else (("x-data-parallel-rank", str(rank)),)
-    return Edits(ONE_TOKEN + members({"kv_transfer_params": json_of(params)}), NOT_FOR_PREFILL, headers=headers)
+    return Edits(
+        ONE_TOKEN + members({"kv_transfer_params": json_of(params)}),
+        NOT_FOR_PREFILL,
+        headers=headers,
+    )
 
 
 def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
-    """The client's request, and where P's bootstrap server tells how to reach it."""
+    """Send the client's request with the address of the prefill engine's bootstrap server."""
     if terms.bootstrap is None or terms.identity is None:
         return Unusable("nothing is known of the prefill engine's bootstrap server")
     params = {
@@ -50,21 +58,23 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
         "remote_engine_id": terms.identity.engine_id,
         "transfer_id": _transfer_id(terms),
     }
-    return Handover(Edits(members({"kv_transfer_params": json_of(params)})), reports_own_cache=False)
+    return Handover(
+        Edits(members({"kv_transfer_params": json_of(params)})), reports_own_cache=False
+    )
 
 
 def identify(body: bytes) -> tuple[Identity, ...]:
-    """The ranks on a bootstrap server's `GET /query` page, in order; empty for what is no such page."""
+    """Return the ranks on a bootstrap server's `GET /query` page, in order; empty if invalid."""
     try:
         page = _page(body)
-        ranks = sorted((int(rank), found.engine_id) for rank, found in page.items())
+        ranks = sorted((int(rank), entry.engine_id) for rank, entry in page.items())
     except (msgspec.DecodeError, RecursionError, ValueError):
         return ()
     return tuple(Identity(engine_id, rank=rank) for rank, engine_id in ranks)
 
 
 def check(answer: Answer) -> Unusable | None:
-    """P keeps its blocks only if it was cut off by length; otherwise nothing will be sent."""
+    """Require a length-limited prefill: otherwise the engine keeps no blocks and sends nothing."""
     if answer.finish_reason == "length":
         return None
     return Unusable(f"prefill ended with {str(answer.finish_reason)[:32]}")

@@ -1,7 +1,8 @@
-"""SGLang: the same body to both at once, with a room of the prefill's bootstrap server to meet in (engines.md D).
+"""SGLang: the same body to both legs at once, with a room to meet in (engines.md D).
 
-The prefill server caps generation itself and its answer is dropped; it is over when the KV has been taken, and a closed
-one gives up its KV. A server of either kind answers 400 without a room: it serves nobody alone.
+The room belongs to the prefill engine's bootstrap server. The prefill engine caps generation
+itself. Its response is discarded; it ends when the KV has been taken, and closing it drops the KV.
+Either kind of server answers 400 without a room, so neither serves requests alone.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from kvtransfer.dialects.contract import (
     members,
 )
 
-# The servers' own probes (/health_generate) meet nobody so: no KV is sent or awaited for this host.
-NOBODY: Mapping[str, str | int] = MappingProxyType({"bootstrap_host": "2.2.2.2", "bootstrap_room": 0})
+# The servers' own probes (/health_generate) use this host: no KV is sent to it or awaited from it.
+NOBODY: Mapping[str, str | int] = MappingProxyType(
+    {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
+)
 
 
 def prefill(terms: Terms) -> Edits:
-    """Where to meet. Raises ValueError without a bootstrap address, which the configuration refuses."""
+    """Name the meeting point. Raises ValueError without a bootstrap address; configuration has
+    one.
+    """
     if terms.bootstrap is None:
-        raise ValueError("a prefill endpoint of SGLang has a bootstrap address")
+        raise ValueError("a prefill endpoint of SGLang needs a bootstrap address")
     put = {
         "bootstrap_host": json_of(terms.bootstrap.host),
         "bootstrap_port": json_of(terms.bootstrap.port),
@@ -39,7 +44,7 @@ def prefill(terms: Terms) -> Edits:
 
 
 def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
-    """The same to the decode server, which reports the KV it was sent as cached tokens."""
+    """Send the same edits to the decode server, which reports received KV as cached tokens."""
     return Handover(prefill(terms), reports_own_cache=False)
 
 

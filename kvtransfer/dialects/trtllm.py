@@ -1,7 +1,7 @@
-"""TensorRT-LLM, context first: the context server computes and gives the first token, generation goes on.
+"""TensorRT-LLM, context first: the context server returns the first token, then decode goes on.
 
-Its request models refuse unknown members, so only those it knows are sent. When the context server's token was already
-the end, its answer is the whole answer. Source: engines.md E.
+Its request models refuse unknown members, so only known ones are sent. If the context server's
+token ends the response, its response is the complete one. Source: engines.md E.
 """
 
 from __future__ import annotations
@@ -27,22 +27,67 @@ from kvtransfer.dialects.contract import (
 
 _BOTH = frozenset(
     (
-        *("model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "best_of"),
-        *("stop", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "user"),
-        *("length_penalty", "early_stopping", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
-        *("min_tokens", "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens"),
+        *(
+            "model",
+            "stream",
+            "stream_options",
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "n",
+            "best_of",
+        ),
+        *(
+            "stop",
+            "seed",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "user",
+        ),
+        *(
+            "length_penalty",
+            "early_stopping",
+            "stop_token_ids",
+            "include_stop_str_in_output",
+            "ignore_eos",
+        ),
+        *(
+            "min_tokens",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "truncate_prompt_tokens",
+        ),
         *("response_format", "add_special_tokens"),
     )
 )
 CHAT = _BOTH | {
-    *("messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice", "add_generation_prompt"),
-    *("documents", "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "reasoning_effort"),
+    *(
+        "messages",
+        "max_completion_tokens",
+        "logprobs",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "add_generation_prompt",
+    ),
+    *(
+        "documents",
+        "chat_template",
+        "chat_template_kwargs",
+        "mm_processor_kwargs",
+        "reasoning_effort",
+    ),
 }
 COMPLETIONS = _BOTH | {"prompt", "echo", "suffix", "logprobs", "detokenize"}
-"""What the two request models know, as far as a client may use it.
+"""The members of the two request models that a client may use.
 
-Left out: `prompt_token_ids`, which is computed in place of the prompt that was counted and admitted; the logits of
-context and generation, a vocabulary of floats per token; `lora_request`, which names a path on the engine's disk.
+Excluded: `prompt_token_ids`, which would replace the prompt that was counted and admitted; the
+logits of context and generation, a vocabulary of floats per token; `lora_request`, which names a
+path on the engine's disk.
 """
 
 UNFINISHED = ("length", "not_finished")
@@ -54,7 +99,7 @@ class _Params(msgspec.Struct, frozen=True):
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    """The answer's counts as they came, which nobody else hands on."""
+    """The raw usage of a context response, which the decode request must contain."""
 
     usage: msgspec.Raw = NULL
 
@@ -67,7 +112,10 @@ _any = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def prefill(terms: Terms) -> Edits:
-    """The original as far as TensorRT-LLM knows it, for context only. max_tokens stays as it is."""
+    """Send the client's request, as far as TensorRT-LLM knows its members, for context only.
+
+    max_tokens stays unchanged.
+    """
     params = {"request_type": "context_only", "disagg_request_id": terms.number}
     return Edits(
         members({"disaggregated_params": json_of(params), "stream": b"false"}),
@@ -77,38 +125,52 @@ def prefill(terms: Terms) -> Edits:
 
 
 def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable | Finished:
-    """The original with the context server's object and its tokens; or its answer, when that is the end of it."""
+    """Send the client's request with the context server's object and prompt tokens.
+
+    Returns Finished if the context response is the complete one.
+    """
     if answer is None:
         return Unusable("there is no context answer")
     if answer.finish_reason not in UNFINISHED:
-        return _finished(answer) if answer.finish_reason else Unusable("the context answer gives no finish reason")
+        return (
+            _finished(answer)
+            if answer.finish_reason
+            else Unusable("the context answer gives no finish reason")
+        )
     try:
-        told = _params(answer.disaggregated)
-        handed = _members(answer.disaggregated)
+        params = _params(answer.disaggregated)
+        handoff = _members(answer.disaggregated)
         tokens = _tokens(answer.prompt_token_ids)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         return Unusable(f"the context answer: {error}"[:200])
-    if told.disagg_request_id != terms.number or not tokens:
-        return Unusable("the context answer is another request's" if tokens else "the context answer names no tokens")
-    handed["request_type"] = msgspec.Raw(b'"generation_only"')
+    if params.disagg_request_id != terms.number or not tokens:
+        return Unusable(
+            "the context answer is another request's"
+            if tokens
+            else "the context answer names no tokens"
+        )
+    handoff["request_type"] = msgspec.Raw(b'"generation_only"')
     usage = _usage(answer.body).usage
     if not is_null(usage):
-        handed["ctx_usage"] = usage
+        handoff["ctx_usage"] = usage
     prompt = "prompt_token_ids" if terms.chat else "prompt"
-    put = members({"disaggregated_params": json_of(handed), prompt: bytes(answer.prompt_token_ids)})
+    put = members(
+        {"disaggregated_params": json_of(handoff), prompt: bytes(answer.prompt_token_ids)}
+    )
     return Handover(Edits(put, frozenset({prompt}), CHAT if terms.chat else COMPLETIONS))
 
 
 def _finished(answer: Answer) -> Finished | Unusable:
-    """The answer as the client may see it: without the object and the tokens that were meant for the gateway."""
+    """Return the response without the object and the tokens that were meant for the gateway."""
     try:
-        whole = _any(answer.body)
-    except msgspec.DecodeError as error:  # a number that nothing can hold is only found here
+        response = _any(answer.body)
+    except msgspec.DecodeError as error:
+        # A number out of range is only detected here.
         return Unusable(f"the context answer: {error}"[:200])
-    whole.pop("prompt_token_ids", None)
-    for choice in whole["choices"]:
+    response.pop("prompt_token_ids", None)
+    for choice in response["choices"]:
         choice.pop("disaggregated_params", None)
-    return Finished(json_of(whole))
+    return Finished(json_of(response))
 
 
 TRTLLM = Dialect("trtllm", "trtllm", Order.SEQUENTIAL, prefill, decode)

@@ -1,8 +1,8 @@
-"""vLLM's NixlConnector, pull: prefill, then decode with the object that the prefill answer holds (engines.md B.1).
+"""vLLM's NixlConnector, pull: prefill, then decode with the prefill response's object (B.1).
 
-The object is opaque and copied as it came, with two exceptions: it is validated whole before a decoder sees it (one
-with an empty block list ends the decoder's process, one with a missing name parks the request for ever, B.0), and a
-loopback address in it becomes the prefill URL's host where that is none.
+The object is opaque and copied unchanged, with two exceptions. It is validated first: an empty
+block list ends the decoder's process, and a missing name parks the request for ever (engines.md
+B.0). And a loopback address in it is replaced by the host of the prefill URL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from kvtransfer.dialects.contract import (
     members,
 )
 
-MOST_OBJECT_BYTES = 4 * 1024 * 1024  # block ids of ten million tokens; more is no object of an engine's
+# Enough for the block ids of ten million tokens. No engine's object is larger.
+MOST_OBJECT_BYTES = 4 * 1024 * 1024
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -32,8 +33,10 @@ Block = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
 
 class Object(msgspec.Struct, frozen=True):
-    """What a decoder relies on in the object, as far as the gateway may know. Further members pass unread. Block ids
-    stand in a list per KV-cache group since vLLM 0.18, before that in one list."""
+    """The members of the object that a decoder relies on. Further members pass unread.
+
+    Block ids are one list per KV-cache group since vLLM 0.18, and a flat list before.
+    """
 
     do_remote_prefill: bool
     remote_block_ids: list[Block | list[Block]]
@@ -62,53 +65,57 @@ _ASKS = json_of(
 )
 _ONE_TOKEN = {"max_tokens": b"1", "min_tokens": b"1", "stream": b"false"}
 ONE_TOKEN = members(_ONE_TOKEN)
-"""A prefill request ends length-capped after one token: an end of sequence as first token would lose the KV."""
+"""Limit a prefill request to one token. If that token ended the sequence, the KV would be lost."""
 
-NOT_FOR_PREFILL = frozenset({*_ONE_TOKEN, "stream_options", "max_completion_tokens", "logprobs", "top_logprobs"})
+NOT_FOR_PREFILL = frozenset(
+    {*_ONE_TOKEN, "stream_options", "max_completion_tokens", "logprobs", "top_logprobs"}
+)
 
 _PREFILL = Edits(ONE_TOKEN + members({"kv_transfer_params": _ASKS}), NOT_FOR_PREFILL)
 
 
 def prefill(terms: Terms) -> Edits:
-    """One token, and P keeps the KV for whoever asks with its object."""
+    """Ask for one token. The engine keeps the KV for whoever presents the returned object."""
     return _PREFILL
 
 
 def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
-    """The client's request and P's object, if a decoder may see it."""
+    """Send the client's request with the prefill engine's object, if it is valid for a decoder."""
     if answer is None:
         return Unusable("there is no prefill answer")
     raw = bytes(answer.handoff)
-    found = validated(raw)
-    if isinstance(found, Unusable):
-        return found
-    if found.transfer_mode not in (None, "pull"):
-        return Unusable(f"the prefiller is in {found.transfer_mode[:32]} mode")
-    host = found.remote_host
+    handoff = validated(raw)
+    if isinstance(handoff, Unusable):
+        return handoff
+    if handoff.transfer_mode not in (None, "pull"):
+        return Unusable(f"the prefiller is in {handoff.transfer_mode[:32]} mode")
+    host = handoff.remote_host
     if host != terms.prefill_host and is_loopback(host) and not is_loopback(terms.prefill_host):
         raw = json_of({**_members(raw), "remote_host": terms.prefill_host})
     own = b'"remote_prefill_cached_tokens"' in raw
-    return Handover(Edits(b',"kv_transfer_params":' + raw), own, found.transport)
+    return Handover(Edits(b',"kv_transfer_params":' + raw), own, handoff.transport)
 
 
 def validated(raw: bytes) -> Object | Unusable:
-    """The object, if every member that a decoder relies on is there and plausible."""
+    """Return the object, or Unusable if a member that a decoder relies on is missing or
+    implausible.
+    """
     if raw == b"null":
         return Unusable("the prefill answer has no kv_transfer_params")
     if len(raw) > MOST_OBJECT_BYTES:
         return Unusable("kv_transfer_params is too large")
     try:
-        found = _object(raw)
-        blocks = _blocks(found.remote_block_ids)
+        handoff = _object(raw)
+        blocks = _blocks(handoff.remote_block_ids)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         return Unusable(f"kv_transfer_params: {error}"[:200])
-    if not found.do_remote_prefill or found.do_remote_decode:
+    if not handoff.do_remote_prefill or handoff.do_remote_decode:
         return Unusable("kv_transfer_params is not a handoff")
-    return found if blocks else Unusable("kv_transfer_params names no blocks")
+    return handoff if blocks else Unusable("kv_transfer_params names no blocks")
 
 
 def _blocks(ids: list[int | list[int]]) -> int:
-    """How many blocks are named. Raises msgspec.ValidationError for ids with and without a group."""
+    """Return the number of blocks. Raises msgspec.ValidationError for mixed id formats."""
     try:
         return sum(map(len, ids))  # type: ignore[arg-type]
     except TypeError:
@@ -118,7 +125,7 @@ def _blocks(ids: list[int | list[int]]) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a decoder on another machine would reach itself by this name."""
+    """Return whether a decoder on another machine would reach itself by this name."""
     bare = host.strip("[]").lower()
     return bare in ("localhost", "::1") or bare.startswith("127.")
 

@@ -1,7 +1,8 @@
-"""vLLM's NixlPushConnector: both legs at once, matched by their X-Request-Id (engines.md B.3, vLLM 0.24 and later).
+"""vLLM's NixlPushConnector: both legs at once, matched by X-Request-Id (engines.md B.3).
 
-The decode request must say who will write to it. That is learnt from the first answer of each prefill endpoint, so its
-first handoff is sequential, and forgotten when a leg fails there: engine ids change with a restart.
+For vLLM 0.24 and later. The decode request must name the engine that will write to it. That is
+learnt from the first response of each prefill endpoint, so its first handoff is sequential. It is
+forgotten when a leg fails there, because engine ids change with a restart.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from kvtransfer.dialects.contract import (
 from kvtransfer.dialects.vllm_nixl import Name, Port, Size
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """What P's answer says about P. Its blocks are its own business here."""
+class _EngineParams(msgspec.Struct, frozen=True):
+    """The identity of the prefill engine in its response."""
 
     remote_engine_id: Name
     remote_host: Name
@@ -38,32 +39,36 @@ class _Told(msgspec.Struct, frozen=True):
     transfer_mode: str | None = None
 
 
-_told = msgspec.json.Decoder(_Told).decode
+_decode_params = msgspec.json.Decoder(_EngineParams).decode
 
 
 def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
-    """The client's request, and who will write to it under which name."""
-    who = terms.identity
-    if who is None and answer is not None:
-        who = next(iter(_identities(answer)), None)
-    if who is None or who.host is None:
-        return Unusable("the prefill engine did not say who it is")
-    host = terms.prefill_host if vllm_nixl.is_loopback(who.host) else who.host
+    """Send the client's request, with the engine that will write to it and the request's id
+    there.
+    """
+    identity = terms.identity
+    if identity is None and answer is not None:
+        identity = next(iter(_identities(answer)), None)
+    if identity is None or identity.host is None:
+        return Unusable("the prefill engine's identity is unknown")
+    host = terms.prefill_host if vllm_nixl.is_loopback(identity.host) else identity.host
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_engine_id": who.engine_id,
+        "remote_engine_id": identity.engine_id,
         "remote_host": host,
-        "remote_port": who.port,
-        "tp_size": who.tp_size,
-        "pp_size": who.pp_size,
+        "remote_port": identity.port,
+        "tp_size": identity.tp_size,
+        "pp_size": identity.pp_size,
         "remote_request_id": terms.request_id,
     }
-    return Handover(Edits(members({"kv_transfer_params": json_of(params)})), reports_own_cache=False)
+    return Handover(
+        Edits(members({"kv_transfer_params": json_of(params)})), reports_own_cache=False
+    )
 
 
 def identify(body: bytes) -> tuple[Identity, ...]:
-    """Who P is, from its answer; empty when it does not say or is in pull mode."""
+    """Return the prefill engine's identity from its response; empty if absent or in pull mode."""
     answer = read_answer(body)
     return () if isinstance(answer, Unusable) else _identities(answer)
 
@@ -72,16 +77,24 @@ def _identities(answer: Answer) -> tuple[Identity, ...]:
     if is_null(answer.handoff):
         return ()
     try:
-        told = _told(answer.handoff)
+        params = _decode_params(answer.handoff)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return ()
-    if told.transfer_mode not in (None, "push"):
+    if params.transfer_mode not in (None, "push"):
         return ()
-    return (Identity(told.remote_engine_id, told.remote_host, told.remote_port, told.tp_size, told.pp_size),)
+    return (
+        Identity(
+            params.remote_engine_id,
+            params.remote_host,
+            params.remote_port,
+            params.tp_size,
+            params.pp_size,
+        ),
+    )
 
 
 def check(answer: Answer) -> Unusable | None:
-    """P writes only if it says so: an answer without its object means that nothing will come."""
+    """Require the object: without it the prefill engine writes nothing."""
     return None if _identities(answer) else Unusable("the prefill answer promises no transfer")
 
 

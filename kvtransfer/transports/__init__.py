@@ -1,1 +1,1 @@
-"""How bytes get from one agent's memory into another's: inproc, shm, tcp, rdma, nixl. All pass one contract suite."""
+"""Transports: how bytes get from one agent's memory into another's (inproc, shm, tcp, rdma)."""

@@ -1,7 +1,7 @@
-"""What a transport is: links between agents that carry small messages in order and windows of KV bytes.
+"""The transport interface: links that carry ordered messages and windows of KV bytes.
 
-A transport moves bytes and stops moving them; it decides nothing. Who may move what is the books' business,
-which the owner of a link asks. Not here: any concrete transport.
+A transport moves bytes and stops moving them. The owner of a link decides who may move what. Not
+here: any concrete transport.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from kvtransfer.regions import Region
 from kvtransfer.reshard import Blocks
 
 MOST_LANES = 16
-STRANGER_BYTES = 24 << 10  # the most that is held of what a peer says that has proven nothing
+# The most bytes that are buffered from a peer without proof of identity.
+STRANGER_BYTES = 24 << 10
 
 
 class TransportError(Exception):
-    """The peer cannot be reached, or not in this way. The message says why."""
+    """The peer cannot be reached over this transport. The message says why."""
 
 
 class Verdict(StrEnum):
-    """How a window arrived. STALE: the source's blocks were no longer its own while they were read."""
+    """How a window arrived. STALE: the source's blocks changed owner while they were read."""
 
     OK = "ok"
     STALE = "stale"
@@ -33,9 +34,10 @@ class Verdict(StrEnum):
 
 
 class WindowHead(msgspec.Struct, frozen=True, array_like=True):
-    """What goes ahead of a window's bytes: runs [first, first + count) of one rank pair of one layer group.
+    """The header of a window: runs [first, first + count) of one rank pair of one layer group.
 
-    Never an address: both ends hold the same plan and look up their own offsets. `n_bytes` must equal the runs' sum.
+    It has no addresses: both ends have the same plan and look up their own offsets. `n_bytes` must
+    equal the sum of the runs.
     """
 
     transfer: int
@@ -47,10 +49,11 @@ class WindowHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Slice(msgspec.Struct, frozen=True):
-    """A window as one end's plan has it: which runs, and this end's region (the source's to send, the sink's to land).
+    """A window in one end's plan: its runs, and this end's region to read from or write to.
 
-    `current` says whether the source's blocks are still of the generation that was promised. A transport asks it right
-    before and right after it has read the source's memory, on whichever side that happens; None on a sink.
+    `current` returns whether the source's blocks still have the promised generations; None on a
+    sink. A transport calls it right before and right after it reads the source's memory, on
+    whichever side that happens.
     """
 
     runs: Runs
@@ -61,101 +64,117 @@ class Slice(msgspec.Struct, frozen=True):
 
 
 class Link(Protocol):
-    """A connection between two agents: who dialled is the sink, who was dialled the source, for its whole life.
+    """A connection between two agents. The agent that dialled it is the sink, for its whole life.
 
-    All methods may be called from any thread, also with the owner's lock held: they do not block, and they never call
-    the owner before they return. On a link that is closed or lost all but `fence` do nothing.
+    All methods may be called from any thread, also with the owner's lock held. They do not block,
+    and never call the owner before they return. On a closed or lost link, all but `fence` are
+    no-ops.
     """
 
     transport: str
     peer: str
     received_bytes: int
-    """So many have come in from the peer, of whatever kind: as long as it grows, the peer is alive."""
+    """Bytes of any kind received from the peer. While this grows, the peer is alive."""
     window_bytes: int
-    """What a window should measure here at most: larger ones cost less, smaller ones are fairer."""
+    """The preferred maximum size of a window: larger ones cost less, smaller ones are fairer."""
     one_sided: bool
-    """The source's device writes the sink's memory by itself, once `grant` has registered it. So `grant` takes its time
-    here and is called without any lock; and what has landed may change until the fence."""
+    """The source's device writes the sink's memory directly, once `grant` has registered it.
+
+    `grant` then blocks, and is called without any lock. Landed bytes may change until the fence.
+    """
 
     def send(self, message: bytes) -> None:
-        """Queue a control message; it keeps its order among this side's messages and windows."""
+        """Queue a control message. Messages and windows of one side keep their order."""
         ...
 
     def put(self, head: WindowHead, window: Slice) -> None:
-        """Queue a window of the source. The far owner hears `landed`, the near owner `sent`."""
+        """Queue a window of the source. The sink's owner gets `on_landed`, the source's
+        `on_sent`.
+        """
         ...
 
     def drop(self, transfer: int) -> None:
-        """Source: forget the transfer's queued windows. One whose bytes have begun ends with verdict STALE."""
+        """Source: drop the transfer's queued windows. One that has been started ends as STALE."""
         ...
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """Sink: let the peer write these blocks; the result travels in the invitation (rdma: keys; others: empty).
+        """Sink: let the peer write these blocks. Returns data for the invitation (rdma: keys).
 
-        Once for a transfer. Also after its fence was asked for: then nothing is let, and the result is empty."""
+        Called once per transfer. After the transfer's fence it grants nothing and returns b"".
+        """
         ...
 
     def accept(self, transfer: int, grant: bytes) -> None:
-        """Source: take the sink's grant (and, for shm, say how the sink may read us)."""
+        """Source: apply the sink's grant. For shm, also share the source's memory with the sink."""
         ...
 
     def fence(self, transfer: int) -> None:
-        """Sink: stop all writing into the transfer's blocks, whatever the peer does. `fenced` follows, soon and surely.
+        """Sink: stop all writes into the transfer's blocks, whatever the peer does.
 
-        Also on a link that is closed or lost, and for a transfer that was never granted: nothing else gives the blocks
-        back. `landed` does not follow any more for windows that the fence has stopped.
+        `on_fenced` always follows, also on a closed or lost link and for a transfer without a
+        grant, because nothing else returns the blocks. `on_landed` does not follow for windows that
+        the fence stopped.
         """
         ...
 
     def secure(self, window_key: bytes) -> None:
-        """Both ends have proven who they are and share this key of 32 bytes, before the first window. A transport that
-        seals windows seals them with it; control messages are sealed by the agents (session.py)."""
+        """Set the 32-byte key that both ends share after their proof, before the first window.
+
+        A transport that seals windows uses it. Control messages are sealed by the agents
+        (session.py).
+        """
         ...
 
     def close(self) -> None:
-        """Give up the connection. The owner hears `lost` unless it closed it itself."""
+        """Close the connection. The owner gets no `on_lost` for it."""
         ...
 
 
 @runtime_checkable
 class Laned(Protocol):
-    """A link that can share its windows with more links to the same peer."""
+    """A link that can share its windows with further links to the same peer (lanes)."""
 
     lanes: int
-    """Links that are wanted here, this one among them. Whoever dials decides."""
+    """The number of links wanted, including this one. The dialling end decides."""
     used: bool
-    """As a lane: windows of the other link have gone by here. If it is lost, so may one of them be."""
+    """For a lane: it has carried windows of its owner, so a window may be lost with it."""
 
     def widen(self, lane: Link) -> None:
-        """From now on `lane`, proven and secured by the same peer, carries windows of this link as well. What it tells
-        of them is told as this link's; its messages and its end are its own. Called on the lane's thread."""
+        """Let `lane`, a proven and secured link to the same peer, carry windows of this link.
+
+        The lane reports them as this link's. Its messages and its end remain its own. Called on the
+        lane's thread.
+        """
         ...
 
 
 class LinkOwner(Protocol):
-    """Who hears from links. Called on the transport's own thread (or the simulation's), one call at a time per link;
-    of windows one at a time per lane.
+    """Receives the events of links.
 
-    None of the transport's locks may be held then: an owner calls links with its own lock held.
+    Called on the transport's thread, one call at a time per link and, for windows, per lane. The
+    transport must hold no lock then, because an owner calls links with its own lock held.
     """
 
     def linked(self, link: Link) -> None:
-        """A peer dialled us, a moment ago. Nothing is known of it yet, not even whether the way will open."""
+        """Handle a link that a peer has just dialled. The peer's identity is not known yet."""
         ...
 
     def message(self, link: Link, data: bytes) -> None: ...
 
     def incoming(self, link: Link, head: WindowHead) -> Slice | None:
-        """Sink: where this window goes. None: it is not (or no longer) expected; its bytes are read and thrown away,
-        and neither `landed` nor anything else follows. Of a window that came twice the second is not expected."""
+        """Sink: return where to write a window.
+
+        None: the window is not expected, or arrived before. Its bytes are read and discarded, and
+        no further call follows for it.
+        """
         ...
 
     def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
-        """Sink: all bytes of a window are in place (OK), or what is in place must not be used."""
+        """Sink: handle a window whose bytes are in place (OK), or must not be used."""
         ...
 
     def sent(self, link: Link, head: WindowHead) -> None:
-        """Source: the window's bytes have been read from memory; its credit may be used again."""
+        """Source: handle a window whose bytes have been read from memory."""
         ...
 
     def fenced(self, link: Link, transfer: int) -> None: ...
@@ -164,19 +183,26 @@ class LinkOwner(Protocol):
 
 
 class Transport(Protocol):
-    """One way to reach peers. `sealed`: windows leave this host encrypted, or plain; None: they do not leave it."""
+    """One way to reach peers.
+
+    `sealed` is whether windows leave this host encrypted; None: they do not leave it.
+    """
 
     name: str
     sealed: bool | None
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-        """Listen (where that applies) and return the address peers dial. `regions`: one per local rank."""
+        """Listen, if the transport does, and return the address for peers. One region per local
+        rank.
+        """
         ...
 
     def dial(self, address: str) -> Link:
-        """A link to the agent at `address`. Blocks at most a few seconds; raises TransportError."""
+        """Open a link to the agent at `address`. May block for some seconds. Raises
+        TransportError.
+        """
         ...
 
     def close(self) -> None:
-        """Stop listening, close every link, end every thread."""
+        """Stop listening, close every link, and end every thread."""
         ...

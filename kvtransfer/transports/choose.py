@@ -1,6 +1,7 @@
-"""Which transport two agents use once they know each other: shared memory on one host, RDMA where both have it, NIXL
-where both were given it, else the one by which they met. Not here: dialling, and falling back when the better way does
-not open (switchboard.py).
+"""Choice of a transport for two agents that have just met over another one.
+
+Shared memory on one host, then RDMA if both have it. Not here: dialling, and falling back if the
+better transport does not come up (switchboard.py).
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from kvtransfer.messages import Card
 
 
 def this_host() -> str:
-    """16 hex digits, equal for processes that could share memory: one boot of one kernel, one network namespace (the
-    names of shm's sockets live there), one user. "", which never shares, where /proc does not say."""
+    """Return 16 hex digits, equal for processes that can share memory.
+
+    That is one boot of one kernel, one network namespace (which holds the names of shm's sockets)
+    and one user. "", which matches nothing, if /proc is not readable.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         network = os.stat("/proc/self/ns/net").st_ino
@@ -25,9 +29,9 @@ def this_host() -> str:
 
 
 def better(mine: Card, theirs: Card, names: Iterable[str], than: str) -> str | None:
-    """A transport that both have and that beats `than`; None if there is none."""
+    """Return a transport that both agents have and that is better than `than`, if any."""
     both = set(names) & theirs.addresses.keys()
-    for name in ("shm", "rdma", "nixl"):
+    for name in ("shm", "rdma"):
         if name == than:
             return None
         if name in both and (name != "shm" or (mine.host and mine.host == theirs.host)):

@@ -1,7 +1,7 @@
-"""Inbound: what one end of a stream receives: frames, and windows straight into the sink's memory.
+"""Inbound: the receiving side of a stream. Frames, and windows directly into the sink's memory.
 
-Strict: a length is checked before anything is read for it, and bytes go nowhere but where this side's own plan says.
-Not here: when to pump, the socket's life (stream.py), what messages mean.
+Lengths are checked before anything is read, and bytes go only where this side's own plan says. Not
+here: when to read, the socket's lifetime (stream.py), the meaning of messages.
 """
 
 from __future__ import annotations
@@ -29,25 +29,33 @@ from kvtransfer.frame import (
 )
 from kvtransfer.transports.base import Slice, Verdict, WindowHead
 from kvtransfer.transports.runs import fine, scatter, within
-from kvtransfer.transports.scatter import IN_CACHE, NOTHING, Iovecs, Pieces, Stretch, address_of, readv
+from kvtransfer.transports.scatter import (
+    IN_CACHE,
+    NOTHING,
+    Iovecs,
+    Pieces,
+    Stretch,
+    address_of,
+    readv,
+)
 from kvtransfer.transports.seal import Seal
 
-_STAGE_BYTES = 8 << 10  # a window of 4 KiB comes whole
-_READS = 8  # of a payload, before anything else is looked at
+_STAGE_BYTES = 8 << 10  # holds a whole window of 4 KiB
+_READS = 8  # reads of one payload before other work gets a turn
 _SCRATCH_BYTES = 64 << 10
-# What may be read along with the end of a window: exactly up to where the next one's bytes begin.
+# What to read beyond the end of a window: exactly up to where the next window's bytes begin.
 _BEHIND_WINDOW = TRAILER_BYTES + PREAMBLE_BYTES + WINDOW_HEADER_BYTES
 _LARGE_BYTES = 256 << 10
-_WORTH_BYTES = 512 << 10  # of a large payload
+_WORTH_BYTES = 512 << 10  # wake up for this much of a large payload
 
 
 class Hearer(Protocol):
-    """Who hears what came in, and counts it."""
+    """Receives decoded frames and windows, and counts the bytes."""
 
     received_bytes: int
 
     def framed(self, kind: Kind, header: bytes) -> None:
-        """A frame without payload."""
+        """Handle a frame without a payload."""
         ...
 
     def incoming(self, head: WindowHead) -> Slice | None: ...
@@ -56,11 +64,13 @@ class Hearer(Protocol):
 
 
 class _Arrival:
-    """A payload on its way in. `window` None: thrown away; `head` None: a large message."""
+    """A payload being received. `window` None: discarded; `head` None: a large message."""
 
     __slots__ = ("bounce", "digest", "head", "message", "opening", "pieces", "sealed", "window")
 
-    def __init__(self, pieces: Pieces, head: WindowHead | None = None, window: Slice | None = None) -> None:
+    def __init__(
+        self, pieces: Pieces, head: WindowHead | None = None, window: Slice | None = None
+    ) -> None:
         self.pieces = pieces
         self.head = head
         self.window = window
@@ -72,11 +82,13 @@ class _Arrival:
 
 
 class Inbound:
-    """Bytes of `fd` in, frames and landed windows out. `receive` reads into a buffer as socket.recv_into does."""
+    """Reads `fd`, and reports frames and landed windows. `receive` works as socket.recv_into."""
 
     _readv: Any = staticmethod(readv)
 
-    def __init__(self, fd: int, receive: Callable[[memoryview], int], hearer: Hearer, limits: FrameLimits) -> None:
+    def __init__(
+        self, fd: int, receive: Callable[[memoryview], int], hearer: Hearer, limits: FrameLimits
+    ) -> None:
         self.limits = limits
         self.seal: Seal | None = None
         self._fd = fd
@@ -92,18 +104,22 @@ class Inbound:
 
     @property
     def large(self) -> bool:
-        """In the middle of so many bytes that waiting for more is worth a sleep."""
+        """Whether a large payload is being received, so that sleeping for more of it pays off."""
         arrival = self._arrival
         return arrival is not None and arrival.pieces.size > _LARGE_BYTES
 
     @property
     def wanted(self) -> int:
-        """Bytes that are worth waking up for: less of a large payload is only more calls for the same."""
+        """The bytes that are worth a wake-up: fewer of a large payload only mean more calls."""
         arrival = self._arrival
-        return max(1, min(_WORTH_BYTES, arrival.pieces.left)) if arrival is not None and self.large else 1
+        return (
+            max(1, min(_WORTH_BYTES, arrival.pieces.left))
+            if arrival is not None and self.large
+            else 1
+        )
 
     def divert(self, transfer: int) -> None:
-        """From now on nothing is written into this transfer's blocks."""
+        """Write nothing more into this transfer's blocks."""
         arrival = self._arrival
         if arrival is None or arrival.head is None or arrival.head.transfer != transfer:
             return
@@ -112,40 +128,43 @@ class Inbound:
         arrival.window = arrival.digest = None
 
     def pump(self) -> bool:
-        """Read and act on what came. False: no more is there. EOFError, FrameError, OSError: the end."""
+        """Read once and handle what has arrived. Returns False if there was nothing to read.
+
+        Raises EOFError, FrameError or OSError when the link is over.
+        """
         arrival = self._arrival
         if arrival is None or not arrival.pieces.left:
             if not self._read_frames():
                 return False
-            self._take_all()
+            self._handle_all()
             arrival = self._arrival
             if arrival is None or not arrival.pieces.left:
                 return True
-            # A window's bytes come with its header, or right behind.
+            # A window's bytes arrive with its header or right after it.
             self._read_body(arrival)
         elif not self._read_body(arrival):
             return False
         if not arrival.pieces.left:
-            self._take_all()
+            self._handle_all()
         return True
 
-    def _take_all(self) -> None:
-        while self._take():
+    def _handle_all(self) -> None:
+        while self._handle_next():
             pass
-        self._tidy()
+        self._compact()
 
     def _read_body(self, arrival: _Arrival) -> bool:
-        """Read a payload until it is whole, or for a few reads. False when the socket is empty."""
+        """Read a payload to its end, or a few times. Returns False if the socket is empty."""
         pieces = arrival.pieces
         behind: Stretch = (self._address, _BEHIND_WINDOW) if arrival.head is not None else NOTHING
         for _ in range(_READS):
             count = pieces.call(self._readv, self._fd, NOTHING, behind)
             if count is None:
                 return False
-            self._received(count)
-            within = min(count, pieces.left)
-            self._end = count - within
-            self._arrived(arrival, within)
+            self._count_received(count)
+            payload_count = min(count, pieces.left)
+            self._end = count - payload_count
+            self._on_payload(arrival, payload_count)
             if not pieces.left:
                 break
             if pieces.short:
@@ -157,24 +176,26 @@ class Inbound:
             count = self._receive(self._stage[self._end :])
         except BlockingIOError:
             return False
-        self._received(count)
+        self._count_received(count)
         self._end += count
         return True
 
-    def _received(self, count: int) -> None:
+    def _count_received(self, count: int) -> None:
         if not count:
             raise EOFError("the peer closed the link")
         self._hearer.received_bytes += count
 
-    def _arrived(self, arrival: _Arrival, count: int) -> None:
+    def _on_payload(self, arrival: _Arrival, count: int) -> None:
         pieces = arrival.pieces
         pieces.advance(count)
-        if arrival.digest is not None and (not pieces.left or pieces.short or pieces.unfed >= IN_CACHE):
-            # It is in the cache, and where it was all that had come there is time.
+        if arrival.digest is not None and (
+            not pieces.left or pieces.short or pieces.unfed >= IN_CACHE
+        ):
+            # The bytes are still in the cache. If the socket is empty, there is time anyway.
             pieces.feed(arrival.digest.update, pieces.done)
 
-    def _take(self) -> bool:
-        """Act on the next thing that is complete. False: more bytes are needed."""
+    def _handle_next(self) -> bool:
+        """Handle the next complete item. Returns False if more bytes are needed."""
         arrival, have = self._arrival, self._end - self._begin
         if arrival is None:
             return have >= PREAMBLE_BYTES and self._open(have)
@@ -188,7 +209,7 @@ class Inbound:
         return True
 
     def _open(self, have: int) -> bool:
-        """A frame begins."""
+        """Begin a frame."""
         whole = self._stage[self._begin : self._end]
         announced = opening(whole, self.limits)
         size = PREAMBLE_BYTES + announced.header_bytes
@@ -202,16 +223,18 @@ class Inbound:
         if announced.kind is Kind.WINDOW:
             self._open_window(announced, whole[:size])
         else:
-            self._framed(announced, bytes(whole[PREAMBLE_BYTES:size]))
+            self._handle_frame(announced, bytes(whole[PREAMBLE_BYTES:size]))
         return True
 
-    def _framed(self, announced: Opening, header: bytes) -> None:
+    def _handle_frame(self, announced: Opening, header: bytes) -> None:
         if announced.payload_bytes:
-            raise FrameError(f"a frame of kind {announced.kind.name} has no payload")
+            raise FrameError(f"a frame of kind {announced.kind.name} must have no payload")
         self._hearer.framed(announced.kind, header)
 
     def _open_message(self, announced: Opening, whole: memoryview) -> None:
-        """A frame too large for the stage gets memory of its own, within the limits that were just checked."""
+        """Give a frame that is too large for the stage a buffer of its own. Its size has been
+        checked.
+        """
         message = bytearray(PREAMBLE_BYTES + announced.header_bytes)
         message[: len(whole)] = whole
         self._arrival = _Arrival(Pieces.of_buffer(message, self._iovecs))
@@ -222,28 +245,38 @@ class Inbound:
     def _close_message(self, announced: Opening, data: bytearray) -> bool:
         verify(memoryview(data), announced)
         self._arrival = None
-        self._framed(announced, bytes(data[PREAMBLE_BYTES:]))
+        self._handle_frame(announced, bytes(data[PREAMBLE_BYTES:]))
         return True
 
     def _open_window(self, announced: Opening, whole: memoryview) -> None:
-        """Where it goes is our own plan's answer; its size must be that plan's before a byte is read into memory."""
+        """Begin a window.
+
+        The owner's plan says where it goes, and its size must match the plan before any byte is
+        written.
+        """
         head = unpack_head(whole[PREAMBLE_BYTES:])
         if (announced.proof is Proof.GCM) != (self.seal is not None):
-            raise FrameError("windows are sealed at both ends of a link, or at neither")
+            raise FrameError("windows must be sealed at both ends of a link, or at neither")
         if announced.payload_bytes not in (0, head.n_bytes):
-            raise FrameError(f"a window of {head.n_bytes} bytes comes with {announced.payload_bytes}")
+            raise FrameError(
+                f"a window of {head.n_bytes} bytes has {announced.payload_bytes} bytes of payload"
+            )
         window = self._hearer.incoming(head)
         bounce: NDArray[np.uint8] | None = None
         if window is None or not announced.payload_bytes:
             pieces = Pieces.over(self._scratch, announced.payload_bytes, self._iovecs)
         elif self.seal is None and fine(window.runs, head.n_bytes):
-            bounce = self._together(window, head.n_bytes)
+            bounce = self._bounce_buffer(window, head.n_bytes)
             pieces = Pieces.in_order(bounce, IN_CACHE, self._iovecs)
         else:
             fed = announced.proof is Proof.XXH3
-            pieces = Pieces.of_window(window.region, window.runs.dst, window.runs.length, self._iovecs, fed=fed)
+            pieces = Pieces.of_window(
+                window.region, window.runs.dst, window.runs.length, self._iovecs, fed=fed
+            )
             if pieces.size != head.n_bytes:
-                raise FrameError(f"a window of {head.n_bytes} bytes where the plan has {pieces.size}")
+                raise FrameError(
+                    f"a window of {head.n_bytes} bytes, but the plan has {pieces.size}"
+                )
         arrival = _Arrival(pieces, head, window)
         arrival.bounce = bounce
         if self.seal is not None:
@@ -252,24 +285,28 @@ class Inbound:
         elif announced.proof is Proof.XXH3 and window is not None:
             arrival.digest = xxhash.xxh3_64()
         self._arrival = arrival
-        self._fill(arrival)
+        self._copy_staged(arrival)
 
-    def _together(self, window: Slice, n_bytes: int) -> NDArray[np.uint8]:
-        """Where many short pieces are read to, behind each other, before they go to their places."""
+    def _bounce_buffer(self, window: Slice, n_bytes: int) -> NDArray[np.uint8]:
+        """Return the bounce buffer for many short pieces, which are copied to their places
+        later.
+        """
         runs = window.runs
         if runs.n_bytes != n_bytes or not within(window.region, runs.dst, runs.length):
-            raise FrameError(f"a window of {n_bytes} bytes is not what the plan has, or reaches beyond its region")
+            raise FrameError(
+                f"a window of {n_bytes} bytes does not match the plan, or exceeds its region"
+            )
         if self._bounce.size < n_bytes:
             self._bounce = np.empty(n_bytes, np.uint8)
         return self._bounce[:n_bytes]
 
-    def _fill(self, arrival: _Arrival) -> None:
-        """Bytes that came along with the header."""
+    def _copy_staged(self, arrival: _Arrival) -> None:
+        """Copy bytes that came together with the header."""
         count = min(self._end - self._begin, arrival.pieces.left)
         if count:
             arrival.pieces.put(self._stage[self._begin : self._begin + count])
             self._begin += count
-            self._arrived(arrival, count)
+            self._on_payload(arrival, count)
 
     def _close_window(self, arrival: _Arrival) -> None:
         verdict, proof = read_trailer(self._stage[self._begin :])
@@ -282,26 +319,26 @@ class Inbound:
             return
         if not arrival.pieces.size:
             verdict = Verdict.STALE
-        elif verdict is Verdict.OK and not _proven(arrival, proof):
+        elif verdict is Verdict.OK and not _matches_proof(arrival, proof):
             verdict = Verdict.CORRUPT
         elif verdict is Verdict.OK and arrival.bounce is not None:
             scatter(arrival.bounce, window.region.bytes, window.runs.dst, window.runs.length)
         self._hearer.landed(head, verdict)
 
     def _unseal(self, seal: Seal, arrival: _Arrival, sealed: bytearray, tag: bytes) -> None:
-        """Nothing is written before it is known who wrote it. SealBroken ends the link."""
+        """Decrypt a window, and write it only after verification. Raises WindowSealError."""
         plain = seal.open(sealed, tag, arrival.opening)
         if arrival.window is not None and plain:
             runs = arrival.window.runs
             Pieces.of_window(arrival.window.region, runs.dst, runs.length, self._iovecs).put(plain)
 
-    def _tidy(self) -> None:
-        """What is left moves to the stage's front."""
+    def _compact(self) -> None:
+        """Move the unread bytes to the front of the stage."""
         left = self._end - self._begin
         if left and self._begin:
             self._stage[:left] = self._stage[self._begin : self._end]
         self._begin, self._end = 0, left
 
 
-def _proven(arrival: _Arrival, proof: bytes) -> bool:
+def _matches_proof(arrival: _Arrival, proof: bytes) -> bool:
     return arrival.digest is None or int.from_bytes(proof, "little") == arrival.digest.intdigest()

@@ -1,8 +1,8 @@
-"""Inproc: agents of one process, joined by a Wire with bandwidth, latency and faults, on any clock.
+"""Inproc: agents of one process, connected by a Wire with bandwidth, latency and faults.
 
-On a VirtualClock it is a seeded simulation; on a ThreadClock without latency it is simply the shortest way. Windows
-really copy bytes from region to region, in two steps with time between them, so that a race is a race here as well.
-Not here: what is a good answer to a fault (source.py, sink.py).
+On a VirtualClock it is a seeded simulation. On a ThreadClock without latency it is the shortest
+path. Windows copy real bytes between regions, in two steps with time between them, so races are
+possible as over other transports. Not here: reacting to faults (source.py, sink.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _TRICKLE_S = 0.02
 
 
 class Weather(msgspec.Struct, frozen=True):
-    """How a wire behaves. Probabilities are per window; `bytes_per_s` None: as fast as memory.
+    """The behaviour of a wire. Probabilities are per window.
 
-    corrupt: one byte altered. truncate: the end is missing. duplicate: arrives twice. delay: overtaken by others, by
-    up to `delay_s`. sever: the link breaks instead. `fence_s`: so long a fence may take, and what had begun to arrive
-    goes on writing until then.
+    bytes_per_s   None: as fast as memory corrupt       one byte is altered truncate      the end is
+    missing duplicate     the window arrives twice delay         the window is overtaken by others,
+    by up to `delay_s` sever         the link breaks instead fence_s       the longest time for a
+    fence; windows being received are written until then
     """
 
     latency_s: float = 0.0
@@ -47,20 +48,23 @@ class Weather(msgspec.Struct, frozen=True):
 
 
 class Wire:
-    """What joins the Inproc transports of one process. `clock` makes every call; its owner closes it.
+    """The connection between the Inproc transports of one process.
 
-    `freeze` stops an agent as SIGSTOP would, with what it has under way, `thaw` lets it go on; `kill` ends it for good.
-    `stall` holds back what an agent sends and is sent while it runs on; `flow` lets everything through, late.
+    `clock` makes every call; its owner closes it. `freeze` stops an agent as SIGSTOP would, `thaw`
+    resumes it, and `kill` ends it for good. `stall` holds back everything to and from an agent that
+    keeps running; `flow` delivers it late.
     """
 
-    def __init__(self, clock: Clock, weather: Weather | None = None, rng: Random | None = None) -> None:
+    def __init__(
+        self, clock: Clock, weather: Weather | None = None, rng: Random | None = None
+    ) -> None:
         self.clock = clock
         self.weather = weather or Weather()
         self.rng = rng or Random(0)
         self._ends: dict[str, Inproc] = {}
         self._numbers = itertools.count(1)
-        self._held: dict[str, list[Call]] = {}
-        self._stalled: dict[str, list[Call]] = {}
+        self._frozen_calls: dict[str, list[Call]] = {}
+        self._stalled_calls: dict[str, list[Call]] = {}
         self._dead: set[str] = set()
 
     def listen(self, end: Inproc) -> str:
@@ -72,55 +76,57 @@ class Wire:
         self._ends.pop(address, None)
 
     def at(self, address: str) -> Inproc:
-        """Raises TransportError when nobody is there."""
+        """Return the transport at `address`. Raises TransportError if there is none."""
         end = self._ends.get(address)
         if end is None or address in self._dead:
-            raise TransportError(f"nobody listens at {address}")
+            raise TransportError(f"no transport listens at {address}")
         return end
 
     def freeze(self, address: str) -> None:
-        self._held.setdefault(address, [])
+        self._frozen_calls.setdefault(address, [])
 
     def thaw(self, address: str) -> None:
-        for call in self._held.pop(address, []):
+        for call in self._frozen_calls.pop(address, []):
             self.run_at(address, call)
 
     def stall(self, address: str) -> None:
-        self._stalled.setdefault(address, [])
+        self._stalled_calls.setdefault(address, [])
 
     def flow(self, address: str) -> None:
-        for call in self._stalled.pop(address, []):
+        for call in self._stalled_calls.pop(address, []):
             self.clock.call_at(self.clock.now(), call)
 
     def kill(self, address: str) -> None:
         self._dead.add(address)
-        self._held.pop(address, None)
+        self._frozen_calls.pop(address, None)
         for link in self._ends.pop(address).links:
             link.reset()
 
     def run_at(self, address: str, call: Call, delay_s: float = 0.0) -> Timer:
-        """Make a call of the agent at `address`: not while it is frozen, never after it was killed."""
+        """Schedule a call of the agent at `address`: delayed while it is frozen, dropped if
+        killed.
+        """
         return self.clock.call_at(self.clock.now() + delay_s, lambda: self._make(address, call))
 
     def carry(self, source: str, sink: str, call: Call, delay_s: float = 0.0) -> None:
-        """Make a call at `sink` that was sent from `source`."""
-        held = self._stalled.get(source, self._stalled.get(sink))
-        if held is not None:
-            held.append(lambda: self.carry(source, sink, call))
+        """Schedule a call at `sink` that `source` sent."""
+        stalled = self._stalled_calls.get(source, self._stalled_calls.get(sink))
+        if stalled is not None:
+            stalled.append(lambda: self.carry(source, sink, call))
         else:
             self.run_at(sink, call, self.weather.latency_s + delay_s)
 
     def _make(self, address: str, call: Call) -> None:
         if address in self._dead:
             return
-        if address in self._held:
-            self._held[address].append(call)
+        if address in self._frozen_calls:
+            self._frozen_calls[address].append(call)
         else:
             call()
 
 
 class WireClock:
-    """The clock of one agent on a wire: it stops with the agent."""
+    """The clock of one agent on a wire. It stops with the agent."""
 
     def __init__(self, wire: Wire, address: Callable[[], str]) -> None:
         self._wire = wire
@@ -137,7 +143,9 @@ class WireClock:
 
 
 class Inproc:
-    """One agent's end of a wire. `agent_clock` is for its agent when the wire is to freeze or kill it."""
+    """One agent's end of a wire. Its agent uses `agent_clock`, so that it can be frozen and
+    killed.
+    """
 
     name = "inproc"
     sealed: bool | None = None
@@ -170,7 +178,7 @@ class Inproc:
 
 
 class _Arrival:
-    """A window on its way in: where it goes, once asked, and whether it still may."""
+    """A window being received: its destination, once known, and whether it may still be written."""
 
     __slots__ = ("data", "digest", "head", "verdict", "void", "window")
 
@@ -184,7 +192,9 @@ class _Arrival:
 
 
 class InprocLink:
-    """One end. Everything but the queue is touched by the wire's clock alone, one call at a time."""
+    """One end of a link. Except for the queue, only the wire's clock uses it, one call at a
+    time.
+    """
 
     transport = "inproc"
     one_sided = False
@@ -202,14 +212,14 @@ class InprocLink:
 
     def send(self, message: bytes) -> None:
         self._queue.append(message)
-        self._soon(self._pump)
+        self._schedule(self._pump)
 
     def put(self, head: WindowHead, window: Slice) -> None:
         self._queue.append((head, window))
-        self._soon(self._pump)
+        self._schedule(self._pump)
 
     def drop(self, transfer: int) -> None:
-        self._soon(lambda: self._drop(transfer))
+        self._schedule(lambda: self._drop(transfer))
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
         return b""
@@ -221,28 +231,32 @@ class InprocLink:
         pass
 
     def fence(self, transfer: int) -> None:
-        seconds = self._wire.weather.fence_s and self._wire.rng.random() * self._wire.weather.fence_s
+        seconds = (
+            self._wire.weather.fence_s and self._wire.rng.random() * self._wire.weather.fence_s
+        )
         self._wire.run_at(self._end.address, lambda: self._fence(transfer), seconds)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._leave()
-            self._wire.carry(self._end.address, self.peer, lambda: self.far.lose("the peer closed the link"))
+            self._wire.carry(
+                self._end.address, self.peer, lambda: self.far.lose("the peer closed the link")
+            )
 
     def reset(self) -> None:
-        """This end's process is gone."""
+        """End this side as if its process had died."""
         self._closed = True
         self._wire.carry(self._end.address, self.peer, lambda: self.far.lose("connection reset"))
 
     def lose(self, reason: str) -> None:
-        """The far end is gone: our owner hears it, once."""
+        """Report once to the owner that the far end is gone."""
         self.hear(lambda owner: owner.lost(self, reason))
         self._closed = True
         self._leave()
 
     def hear(self, tell: Callable[[LinkOwner], None]) -> None:
-        """Tell the owner, if the link is still there."""
+        """Call the owner, unless the link is closed."""
         if not self._closed and self._end.owner is not None:
             self.received_bytes += 1
             tell(self._end.owner)
@@ -251,11 +265,11 @@ class InprocLink:
         if self in self._end.links:
             self._end.links.remove(self)
 
-    def _soon(self, call: Call) -> None:
+    def _schedule(self, call: Call) -> None:
         self._wire.run_at(self._end.address, call)
 
     def _pump(self) -> None:
-        """Send what is queued, in order: windows take the time that bandwidth gives them."""
+        """Send the queue in order. Windows take as long as the bandwidth says."""
         while self._queue and self._sending is None and not self._closed:
             item = self._queue.popleft()
             if isinstance(item, bytes):
@@ -264,7 +278,9 @@ class InprocLink:
                 self._begin(*item)
 
     def _drop(self, transfer: int) -> None:
-        self._queue = deque(item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer)
+        self._queue = deque(
+            item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer
+        )
         if self._sending is not None and self._sending.head.transfer == transfer:
             self._sending.verdict = Verdict.STALE
 
@@ -273,7 +289,7 @@ class InprocLink:
         self._wire.carry(self._end.address, self.peer, lambda: call(far), delay_s)
 
     def _begin(self, head: WindowHead, window: Slice) -> None:
-        """Read the first half of a window. The second follows when the bandwidth allows."""
+        """Read the first half of a window. The second half follows when the bandwidth allows."""
         rng, weather = self._wire.rng, self._wire.weather
         if weather.sever and rng.random() < weather.sever:
             return self._break()
@@ -281,39 +297,51 @@ class InprocLink:
         _check(window, arrival)
         arrival.data = np.empty(head.n_bytes, np.uint8)
         half = len(window.runs.length) // 2
-        at = _gather(window, arrival.data, 0, 0, half)
-        late_s = rng.random() * weather.delay_s if weather.delay and rng.random() < weather.delay else 0.0
+        offset = _gather(window, arrival.data, 0, 0, half)
+        late_s = (
+            rng.random() * weather.delay_s
+            if weather.delay and rng.random() < weather.delay
+            else 0.0
+        )
         self._carry(lambda far: far._arrive(arrival), late_s)
         seconds = head.n_bytes / weather.bytes_per_s if weather.bytes_per_s else 0.0
-        self._flow(seconds, lambda: self._finish(arrival, window, (half, at), late_s))
+        self._flow(seconds, lambda: self._finish(arrival, window, (half, offset), late_s))
         return None
 
     def _flow(self, seconds: float, finish: Call) -> None:
-        """Bytes are on their way for so long, and those that come in tell the far end that we live."""
+        """Let time pass for a window, and show the far end meanwhile that this end is alive."""
         if seconds > _TRICKLE_S:
             self._carry(lambda far: far.hear(lambda owner: None))
-            self._wire.run_at(self._end.address, lambda: self._flow(seconds - _TRICKLE_S, finish), _TRICKLE_S)
+            self._wire.run_at(
+                self._end.address, lambda: self._flow(seconds - _TRICKLE_S, finish), _TRICKLE_S
+            )
         else:
             self._wire.run_at(self._end.address, finish, seconds)
 
-    def _finish(self, arrival: _Arrival, window: Slice, rest: tuple[int, int], late_s: float) -> None:
-        half, at = rest
-        _gather(window, arrival.data, at, half, len(window.runs.length))
+    def _finish(
+        self, arrival: _Arrival, window: Slice, progress: tuple[int, int], late_s: float
+    ) -> None:
+        half, offset = progress
+        _gather(window, arrival.data, offset, half, len(window.runs.length))
         _check(window, arrival)
         arrival.digest = _digest(arrival.data)
         self._sending = None
         self.hear(lambda owner: owner.sent(self, arrival.head))
-        self._spoil(arrival)
-        self._carry(lambda far: far._settle(arrival), late_s)
+        self._inject_faults(arrival)
+        self._carry(lambda far: far._complete(arrival), late_s)
         rng, weather = self._wire.rng, self._wire.weather
         if weather.duplicate and rng.random() < weather.duplicate:
-            again = _Arrival(arrival.head)
-            again.data, again.digest, again.verdict = arrival.data, arrival.digest, arrival.verdict
-            self._carry(lambda far: far._arrive(again), rng.random() * weather.delay_s)
-            self._carry(lambda far: far._settle(again), weather.delay_s)
+            duplicate = _Arrival(arrival.head)
+            duplicate.data, duplicate.digest, duplicate.verdict = (
+                arrival.data,
+                arrival.digest,
+                arrival.verdict,
+            )
+            self._carry(lambda far: far._arrive(duplicate), rng.random() * weather.delay_s)
+            self._carry(lambda far: far._complete(duplicate), weather.delay_s)
         self._pump()
 
-    def _spoil(self, arrival: _Arrival) -> None:
+    def _inject_faults(self, arrival: _Arrival) -> None:
         rng, weather = self._wire.rng, self._wire.weather
         if weather.corrupt and rng.random() < weather.corrupt and len(arrival.data):
             arrival.data[rng.randrange(len(arrival.data))] ^= 1 << rng.randrange(8)
@@ -325,28 +353,36 @@ class InprocLink:
         self._carry(lambda far: far.lose("the link broke"))
 
     def _arrive(self, arrival: _Arrival) -> None:
-        """Ask where a window goes. While `_arrivals` has it, it may write there."""
+        """Ask the owner for a window's destination. It may be written while it is in
+        `_arrivals`.
+        """
         owner = self._end.owner
         if self._closed or owner is None:
             return
         arrival.window = owner.incoming(self, arrival.head)
         if arrival.window is not None:
             self._arrivals.append(arrival)
-            _scatter(arrival.window.runs, arrival.data, arrival.window.region, 0, len(arrival.window.runs.length) // 2)
+            _scatter(
+                arrival.window.runs,
+                arrival.data,
+                arrival.window.region,
+                0,
+                len(arrival.window.runs.length) // 2,
+            )
 
-    def _settle(self, arrival: _Arrival) -> None:
+    def _complete(self, arrival: _Arrival) -> None:
         if arrival.window is None or arrival.void or self._closed:
             return
         runs = arrival.window.runs
-        whole = len(arrival.data) == arrival.head.n_bytes
+        is_whole = len(arrival.data) == arrival.head.n_bytes
         _scatter(runs, arrival.data, arrival.window.region, 0, len(runs.length))
         self._arrivals.remove(arrival)
-        if not whole or _digest(arrival.data) != arrival.digest:
+        if not is_whole or _digest(arrival.data) != arrival.digest:
             arrival.verdict = Verdict.CORRUPT
         self.hear(lambda owner: owner.landed(self, arrival.head, arrival.verdict))
 
     def _fence(self, transfer: int) -> None:
-        """Whatever of this transfer is on its way in writes no more. The answer comes on a closed link, too."""
+        """Stop all writes of a transfer and report it, also on a closed link."""
         for arrival in [arrival for arrival in self._arrivals if arrival.head.transfer == transfer]:
             arrival.void = True
             self._arrivals.remove(arrival)
@@ -367,19 +403,23 @@ def _check(window: Slice, arrival: _Arrival) -> None:
         arrival.verdict = Verdict.STALE
 
 
-def _gather(window: Slice, out: NDArray[np.uint8], at: int, first: int, last: int) -> int:
-    """Copy runs [first, last) of the source's memory behind each other; where they end."""
+def _gather(window: Slice, out: NDArray[np.uint8], offset: int, first: int, last: int) -> int:
+    """Copy runs [first, last) of the source's memory to `out`. Returns the end offset."""
     memory, runs = window.region.bytes, window.runs
-    for start, length in zip(runs.src[first:last].tolist(), runs.length[first:last].tolist(), strict=True):
-        out[at : at + length] = memory[start : start + length]
-        at += length
-    return at
+    for start, length in zip(
+        runs.src[first:last].tolist(), runs.length[first:last].tolist(), strict=True
+    ):
+        out[offset : offset + length] = memory[start : start + length]
+        offset += length
+    return offset
 
 
 def _scatter(runs: Runs, data: NDArray[np.uint8], region: Region, first: int, last: int) -> None:
-    """Copy runs [first, last) to where they go in the sink's memory, as far as there are bytes."""
-    memory, at = region.bytes, int(runs.length[:first].sum())
-    for start, length in zip(runs.dst[first:last].tolist(), runs.length[first:last].tolist(), strict=True):
-        piece = data[at : at + length]
+    """Copy the data of runs [first, last) to their places at the sink, as far as it goes."""
+    memory, offset = region.bytes, int(runs.length[:first].sum())
+    for start, length in zip(
+        runs.dst[first:last].tolist(), runs.length[first:last].tolist(), strict=True
+    ):
+        piece = data[offset : offset + length]
         memory[start : start + piece.size] = piece
-        at += length
+        offset += length

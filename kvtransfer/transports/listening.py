@@ -1,4 +1,4 @@
-"""Listening: a thread that takes in who dials, and the links that there are. For stream transports.
+"""Acceptor: the thread that accepts connections of a stream transport, and its open links.
 
 Not here: how a socket becomes a link (tcp.py, shm.py).
 """
@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from kvtransfer.transports.base import LinkOwner, TransportError
 from kvtransfer.transports.stream import StreamLink
 
-_MOST_LINKS = 1024  # a thread each; who floods us gets no more
+_MOST_LINKS = 1024  # each has a thread
 _NO_LISTENER = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK}
 _PAUSE_S = 0.05
 _log = logging.getLogger("penstock")
@@ -24,20 +24,28 @@ _log = logging.getLogger("penstock")
 L = TypeVar("L", bound=StreamLink)
 
 
-def arriving(listener: socket.socket, closed: threading.Event) -> Iterator[tuple[socket.socket, Any]]:
-    """Who dials, with the address it comes from, until `closed` is set and the listener shut. Whatever else fails (no
-    descriptor is left, a peer has gone again, the network is down) passes, and is waited for."""
+def arriving(
+    listener: socket.socket, closed: threading.Event
+) -> Iterator[tuple[socket.socket, Any]]:
+    """Yield accepted sockets with their addresses, until `closed` is set and the listener shut
+    down.
+
+    Any other error (no descriptor left, the peer is gone, the network is down) is waited out.
+    """
     while not closed.is_set():
         try:
             yield listener.accept()
-        except OSError as wrong:
-            if wrong.errno in _NO_LISTENER:
+        except OSError as error:
+            if error.errno in _NO_LISTENER:
                 return
             closed.wait(_PAUSE_S)
 
 
 class Listening(Generic[L]):
-    """`make` builds a link that is not yet open; it may refuse with TransportError or OSError."""
+    """Accepts and tracks links. `make` builds a link that is not open yet.
+
+    It may refuse by raising TransportError or OSError.
+    """
 
     def __init__(self, make: Callable[[socket.socket, LinkOwner, str], L]) -> None:
         self._make = make
@@ -50,17 +58,19 @@ class Listening(Generic[L]):
 
     def start(self, owner: LinkOwner, listener: socket.socket, name: str) -> None:
         self._owner, self._listener = owner, listener
-        self._thread = threading.Thread(target=self._accept, args=(listener,), name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=self._accept, args=(listener,), name=name, daemon=True
+        )
         self._thread.start()
 
     def add(self, sock: socket.socket, peer: str, *, dialled: bool) -> L:
-        """A link over `sock`, at work. TransportError, and the socket closed, when there is to be none."""
-        assert self._owner is not None, "start() comes first"
+        """Open a link over `sock`. On failure, raises TransportError and closes the socket."""
+        assert self._owner is not None, "call start() first"
         try:
             link = self._make(sock, self._owner, peer)
-        except (TransportError, OSError) as wrong:
+        except (TransportError, OSError) as error:
             sock.close()
-            raise TransportError(str(wrong)) from wrong
+            raise TransportError(str(error)) from error
         with self._lock:
             self._links.add(link)
         link.open(dialled=dialled)
@@ -73,10 +83,10 @@ class Listening(Generic[L]):
             self._links.discard(link)
 
     def close(self) -> None:
-        """No more links, and all there are end, with their threads."""
+        """Stop accepting, close all links, and wait for their threads."""
         self._closed.set()
         if self._listener is not None:
-            # Closing alone would leave the thread in accept().
+            # Closing alone would leave the thread blocked in accept().
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
@@ -93,11 +103,11 @@ class Listening(Generic[L]):
         for sock, address in arriving(listener, self._closed):
             peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else ""
             try:
-                self._welcome(sock, peer)
-            except TransportError as wrong:
-                _log.warning("kv: a connection from %s was refused: %s", peer or "this host", wrong)
+                self._add_accepted(sock, peer)
+            except TransportError as error:
+                _log.warning("kv: a connection from %s was refused: %s", peer or "this host", error)
 
-    def _welcome(self, sock: socket.socket, peer: str) -> None:
+    def _add_accepted(self, sock: socket.socket, peer: str) -> None:
         if len(self._links) >= _MOST_LINKS:
             sock.close()
             raise TransportError(f"there are {_MOST_LINKS} links already")

@@ -1,6 +1,6 @@
-"""Outbound: what one end of a stream sends, in order: messages, and windows straight from the source's memory.
+"""Outbound: the sending side of a stream. Messages, and windows directly from the source's memory.
 
-Fed from any thread, pumped by one. Not here: when to pump, the socket's life (stream.py).
+Fed from any thread, pumped by one. Not here: when to send, the socket's lifetime (stream.py).
 """
 
 from __future__ import annotations
@@ -22,23 +22,30 @@ from kvtransfer.transports.runs import fine, gather, within
 from kvtransfer.transports.scatter import NOTHING, Iovecs, Pieces, address_of, writev
 from kvtransfer.transports.seal import Seal
 
-_FULL_BYTES = 64 << 10  # no more is laid out before it has been sent
-_STAGED_BYTES = 64 << 10  # a window this small is copied, to leave in one call with its header and trailer,
-_STAGED_PIECES = 64  # unless it is of so many pieces that copying each would cost more than the calls
+_FULL_BYTES = 64 << 10  # buffered bytes at which no further frame is added
+# A window this small is copied, so that it leaves in one call with its header and trailer, unless
+# it has so many pieces that copying each costs more than the calls.
+_STAGED_BYTES = 64 << 10
+_STAGED_PIECES = 64
 _SMALL_BYTES = _FULL_BYTES + _STAGED_BYTES + (4 << 10)
 _AHEAD_BYTES = 256 << 10
 _ZEROS_BYTES = 64 << 10
-_MOST_LOOKS = 64  # for a window to spare: whoever queues one holds the agent's lock meanwhile
-_MOST_SHARED = 256  # transfers, the newest: nobody tells when one that has landed is over
+# Limit of the search for a spare window: the caller holds the agent's lock.
+_MOST_LOOKS = 64
+# The newest transfers only, because the end of a landed one is not reported here.
+_MOST_SHARED = 256
 
 
 class _Body:
-    """Bytes on their way out: a window's, or a large message's (no head). What its trailer will say."""
+    """The bytes of a window or of a large message (no head), and the state of its trailer."""
 
     __slots__ = ("current", "digest", "head", "pieces", "tag", "verdict")
 
     def __init__(
-        self, pieces: Pieces, head: WindowHead | None = None, current: Callable[[], bool] | None = None
+        self,
+        pieces: Pieces,
+        head: WindowHead | None = None,
+        current: Callable[[], bool] | None = None,
     ) -> None:
         self.pieces = pieces
         self.head = head
@@ -48,9 +55,9 @@ class _Body:
         self.tag = b""
 
     def trailer(self) -> bytes:
-        """Made when the last byte has been read from memory: what was read until now was read in time, or was not.
+        """Build the trailer when the last byte has been read, so that the verdict covers all of it.
 
-        The right digest goes along with OK alone: a bit that breaks on the way must not make OK of another verdict.
+        The digest is only sent with OK, so that a flipped bit cannot turn another verdict into OK.
         """
         digest = self.digest.intdigest() if self.still_current() and self.digest is not None else 0
         return trailer(self.verdict, self.tag or digest)
@@ -62,7 +69,10 @@ class _Body:
 
 
 class Outbound:
-    """Frames in, bytes out of `fd`. `sent` hears of each window that has been read; `checked`: windows carry xxh3."""
+    """Writes frames and windows to `fd`.
+
+    `sent` is called for each window that has been read. `checked`: windows carry an xxh3 digest.
+    """
 
     _writev: Any = staticmethod(writev)
 
@@ -74,7 +84,7 @@ class Outbound:
         self._checked = checked
         self._queue: deque[bytes | tuple[WindowHead, Slice]] = deque()
         self._shared: dict[int, None] = {}
-        self._kept: set[int] = set()  # transfers that are about to be dropped
+        self._withheld: set[int] = set()  # transfers that are about to be dropped
         self._body: _Body | None = None
         small = np.empty(_SMALL_BYTES, np.uint8)
         self._small, self._address = small.data, address_of(small)
@@ -85,74 +95,92 @@ class Outbound:
         self._bounce = np.empty(0, np.uint8)
 
     def queue(self, item: bytes | tuple[WindowHead, Slice]) -> None:
-        """A whole frame, or a window. From any thread."""
+        """Queue a complete frame or a window. Callable from any thread."""
         with self._gate:
             self._queue.append(item)
 
     @property
     def idle(self) -> bool:
+        """Whether nothing is queued or in progress."""
         return not self._queue and self._body is None and self._begin == self._end
 
     def drop(self, transfer: int) -> None:
-        """Forget its windows. Of one that has begun, zeros follow and the verdict is STALE: its memory is not ours.
+        """Drop the transfer's queued windows.
 
-        A sealed one had been read, in time, when it was sealed: it goes on as it is, and is OK. If it is the last that
-        the sink has missed, the sink has landed what it was promised.
+        A window that has been started continues with zeros and ends as STALE, because its memory
+        may have a new owner. A sealed one was read in time when it was sealed: it continues
+        unchanged and stays OK. If it is the last missing one, the sink has landed what it was
+        promised.
         """
         with self._gate:
-            kept = [item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer]
-            self._queue = deque(kept)
-            self._kept.discard(transfer)
+            remaining = [
+                item
+                for item in self._queue
+                if isinstance(item, bytes) or item[0].transfer != transfer
+            ]
+            self._queue = deque(remaining)
+            self._withheld.discard(transfer)
         body = self._body
-        if body is not None and body.head is not None and body.head.transfer == transfer and not body.tag:
+        if (
+            body is not None
+            and body.head is not None
+            and body.head.transfer == transfer
+            and not body.tag
+        ):
             body.pieces = Pieces.over(self._zeros, body.pieces.left, self._iovecs)
             body.digest = None
             body.verdict = Verdict.STALE
 
     def share(self, transfer: int) -> None:
-        """From now on its windows may leave by another way as well. From any thread."""
+        """Allow lanes to send windows of this transfer. Callable from any thread."""
         with self._gate:
-            if transfer not in self._kept:
+            if transfer not in self._withheld:
                 self._shared[transfer] = None
             if len(self._shared) > _MOST_SHARED:
                 del self._shared[next(iter(self._shared))]
 
     def keep(self, transfer: int) -> None:
-        """It is about to be dropped: no other way finds a window of it any more. From any thread, with locks held."""
+        """Allow no lane to take a window of this transfer, because it is about to be dropped.
+
+        Callable from any thread, with locks held.
+        """
         with self._gate:
             self._shared.pop(transfer, None)
-            self._kept.add(transfer)
+            self._withheld.add(transfer)
 
     def spare(self) -> tuple[WindowHead, Slice] | None:
-        """A window to be sent by another way, which is not this one's any more. From any thread."""
+        """Remove and return a window for a lane to send; None: there is none. From any thread."""
         with self._gate:
-            at = self._spare_at()
-            if at is None:
+            index = self._spare_at()
+            if index is None:
                 return None
-            found = self._queue[at]
-            del self._queue[at]
-            return found if isinstance(found, tuple) else None
+            item = self._queue[index]
+            del self._queue[index]
+            return item if isinstance(item, tuple) else None
 
     @property
     def crowded(self) -> bool:
-        """Whether there is a window to spare."""
+        """Whether there is a window for a lane."""
         if not self._queue:
             return False
         with self._gate:
             return self._spare_at() is not None
 
     def _spare_at(self) -> int | None:
-        """Under the gate: where, among the first of the queue. What is next to be sent here is none to spare."""
-        for at, item in enumerate(islice(self._queue, _MOST_LOOKS)):
-            next_up = at == 0 and self._body is None
+        """Return the index of the first spare window in the queue. Call it with the gate held.
+
+        The window that is sent next here is not spare.
+        """
+        for index, item in enumerate(islice(self._queue, _MOST_LOOKS)):
+            next_up = index == 0 and self._body is None
             if not next_up and isinstance(item, tuple) and item[0].transfer in self._shared:
-                return at
+                return index
         return None
 
     def pump(self) -> bool:
-        """Write what there is, one large window at most, or until the socket takes no more (`blocked`).
+        """Write until the socket is full (`blocked`), or one large window is done.
 
-        Whether anything was written.
+        Returns whether anything was written.
         """
         moved = self.blocked = False
         while self._next():
@@ -167,90 +195,103 @@ class Outbound:
         return moved
 
     def _next(self) -> bool:
-        """Lay out what follows, until there are bytes of a body or the small frames fill their buffer."""
+        """Prepare what follows, until there is a body or the buffer of small frames is full."""
         while self._body is None and self._queue and self._end < _FULL_BYTES:
             with self._gate:
-                item = self._queue.popleft() if self._queue else b""  # it may just have gone another way
+                item = self._queue.popleft() if self._queue else b""  # a lane may have taken it
             if isinstance(item, tuple):
                 self._begin_window(*item)
             else:
-                self._utter(item)
+                self._begin_message(item)
         return self._body is not None or self._begin < self._end
 
-    def _utter(self, message: bytes) -> None:
+    def _begin_message(self, message: bytes) -> None:
         if len(message) > _STAGED_BYTES:
             self._body = _Body(Pieces.of_buffer(message, self._iovecs))
         else:
-            self._lay(message)
+            self._append(message)
 
-    def _lay(self, data: bytes) -> None:
+    def _append(self, data: bytes) -> None:
         end = self._end + len(data)
         self._small[self._end : end] = data
         self._end = end
 
     def _begin_window(self, head: WindowHead, window: Slice) -> None:
-        """A window whose source has lost its blocks already is only named, and nothing of it is read."""
+        """Begin a window. If the source has lost its blocks, send only the header and STALE."""
         if self.seal is None and fine(window.runs, head.n_bytes):
             return self._begin_fine(head, window)
         checked = self._checked and self.seal is None
-        pieces = Pieces.of_window(window.region, window.runs.src, window.runs.length, self._iovecs, fed=checked)
+        pieces = Pieces.of_window(
+            window.region, window.runs.src, window.runs.length, self._iovecs, fed=checked
+        )
         if self.seal is not None:
             return self._begin_sealed(self.seal, _Body(pieces, head, window.current))
         proof = Proof.XXH3 if self._checked else Proof.NONE
         if window.current is not None and not window.current():
-            self._lay(window_frame(head, 0, proof) + trailer(Verdict.STALE))
+            self._append(window_frame(head, 0, proof) + trailer(Verdict.STALE))
             return self._sent(head)
-        self._lay(window_frame(head, pieces.size, proof))
+        self._append(window_frame(head, pieces.size, proof))
         if pieces.size <= _STAGED_BYTES and pieces.count <= _STAGED_PIECES:
             return self._stage(pieces, head, window.current)
         self._body = body = _Body(pieces, head, window.current)
         if self._checked:
             body.digest = xxhash.xxh3_64()
         if pieces.size <= _AHEAD_BYTES and not self._queue:
-            # It is short and nothing follows: the way counts. The peer makes ready while the bytes are copied.
+            # Latency matters for a short window with nothing after it: the peer prepares while its
+            # bytes are copied.
             self._write_small()
         return None
 
     def _begin_fine(self, head: WindowHead, window: Slice) -> None:
-        """Many short pieces are copied together first. So it is known before anything is sent whether they were read in
-        time, and of what is sent then nothing is taken back (`drop`): it is no memory but ours."""
+        """Copy many short pieces together first.
+
+        So the verdict is known before anything is sent, and `drop` need not change what is being
+        sent.
+        """
         runs, size = window.runs, window.runs.n_bytes
         proof = Proof.XXH3 if self._checked else Proof.NONE
         digest = xxhash.xxh3_64()
         if not within(window.region, runs.src, runs.length):
-            raise TransportError(f"a window reaches beyond {window.region.name}, or is none")
-        body = _Body(Pieces.in_order(self._room(size)[:size], size, self._iovecs), head, window.current)
+            raise TransportError(f"a window exceeds {window.region.name}, or is empty")
+        body = _Body(
+            Pieces.in_order(self._bounce_of_size(size)[:size], size, self._iovecs),
+            head,
+            window.current,
+        )
         if body.still_current():
-            feed: Callable[[Any], object] = digest.update if self._checked else _unheard
+            feed: Callable[[Any], object] = digest.update if self._checked else _ignore
             gather(window.region.bytes, runs.src, runs.length, self._bounce[:size], feed)
         if not body.still_current():
-            self._lay(window_frame(head, 0, proof) + trailer(Verdict.STALE))
+            self._append(window_frame(head, 0, proof) + trailer(Verdict.STALE))
             return self._sent(head)
-        self._lay(window_frame(head, size, proof))
+        self._append(window_frame(head, size, proof))
         body.current, body.tag = None, digest.intdigest().to_bytes(PROOF_BYTES, "little")
         self._body = body
         return None
 
-    def _room(self, size: int) -> NDArray[np.uint8]:
-        """Memory for one window, kept for the next."""
+    def _bounce_of_size(self, size: int) -> NDArray[np.uint8]:
+        """Return a buffer for one window. It is reused."""
         if self._bounce.size < size:
             self._bounce = np.empty(size, np.uint8)
         return self._bounce
 
     def _begin_sealed(self, seal: Seal, body: _Body) -> None:
-        """Sealing copies in any case, so it is known before anything is sent whether the memory was read in time. If it
-        was not, nothing is sent of it: the header says so, and the header is sealed."""
+        """Seal a window.
+
+        Sealing copies it, so the verdict is known before anything is sent. For a stale window only
+        the sealed header is sent.
+        """
         assert body.head is not None
         head, size = body.head, body.pieces.size
         opening = window_frame(head, size, Proof.GCM)
         sealed = memoryview(b"")
-        began = body.still_current()
-        if began:
+        was_current = body.still_current()
+        if was_current:
             sealed, body.tag = seal.close(body.pieces.parts(), size, opening)
         if not body.still_current():
             opening, sealed = window_frame(head, 0, Proof.GCM), memoryview(b"")
-            body.tag = seal.void(opening, instead=began)
-        self._lay(opening)
+            body.tag = seal.void(opening, instead=was_current)
+        self._append(opening)
         body.current, body.pieces = None, Pieces.of_buffer(sealed, self._iovecs)
         if sealed:
             self._body = body
@@ -258,15 +299,17 @@ class Outbound:
             self._finish(body)
 
     def _stage(self, pieces: Pieces, head: WindowHead, current: Callable[[], bool] | None) -> None:
-        """The digest is taken from the copy, which is in the cache. It goes along with OK alone, as in any trailer."""
+        """Copy a small window behind its header, and take the digest from the copy in the cache."""
         end = self._end + pieces.size
         copy = self._small[self._end : end]
         pieces.gather(copy)
         self._end = end
         if current is None or current():
-            self._lay(trailer(Verdict.OK, xxhash.xxh3_64_intdigest(copy) if self._checked else 0))
+            self._append(
+                trailer(Verdict.OK, xxhash.xxh3_64_intdigest(copy) if self._checked else 0)
+            )
         else:
-            self._lay(trailer(Verdict.STALE))
+            self._append(trailer(Verdict.STALE))
         self._sent(head)
 
     def _write(self) -> bool:
@@ -277,11 +320,11 @@ class Outbound:
         count = pieces.call(self._writev, self._fd, (self._address + self._begin, small), NOTHING)
         if count is None:
             return False
-        ahead = min(count, small)
-        self._wrote(ahead)
-        pieces.advance(count - ahead)
+        small_count = min(count, small)
+        self._advance(small_count)
+        pieces.advance(count - small_count)
         if body.digest is not None:
-            # What was written is in the cache, and the peer has something to do.
+            # The written bytes are in the cache, and the peer is busy.
             pieces.feed(body.digest.update, pieces.done)
         if not pieces.left:
             self._finish(body)
@@ -289,7 +332,7 @@ class Outbound:
 
     def _write_small(self) -> bool:
         try:
-            self._wrote(self._send(self._small[self._begin : self._end]))
+            self._advance(self._send(self._small[self._begin : self._end]))
         except BlockingIOError:
             return False
         return True
@@ -297,7 +340,7 @@ class Outbound:
     def _send(self, data: memoryview) -> int:
         return os.write(self._fd, data)
 
-    def _wrote(self, count: int) -> None:
+    def _advance(self, count: int) -> None:
         self._begin += count
         if self._begin == self._end:
             self._begin = self._end = 0
@@ -305,9 +348,9 @@ class Outbound:
     def _finish(self, body: _Body) -> None:
         self._body = None
         if body.head is not None:
-            self._lay(body.trailer())
+            self._append(body.trailer())
             self._sent(body.head)
 
 
-def _unheard(part: object) -> None:
-    """Where nothing is checked."""
+def _ignore(part: object) -> None:
+    """Ignore the bytes, because the window carries no digest."""

@@ -1,7 +1,8 @@
-"""RDMA: links over reliable queue pairs, with a TCP connection beside each on which its ends talk.
+"""Rdma: links over reliable queue pairs, with a TCP connection beside each for control messages.
 
-The sink hands out keys that cover the blocks a transfer writes and takes them back before the blocks change hands: its
-device then refuses a late write, whatever the peer does. Not here: a link's life (rdma_link.py), the verbs (verbs.py).
+The sink hands out keys for the blocks that a transfer writes, and withdraws them before the blocks
+change owner. Its device then refuses a late write, whatever the peer does. Not here: the lifetime
+of a link (rdma_link.py), the verbs (verbs.py).
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ _log = logging.getLogger("penstock")
 
 
 class Rdma:
-    """Listens on `host`:`port` (0: any) for the side channels; the bytes take the device's own way.
+    """Listens on `host`:`port` (0: any free port) for control connections.
 
-    Whoever is dialled reads its regions through one protection domain for all peers, in which nothing can be written.
-    Whoever dials has a domain per link: a peer's keys are worth nothing on another peer's connection.
+    A source reads its regions through one protection domain for all peers, which allows no writes.
+    A sink has a domain per link, so that one peer's keys are useless to another peer.
     """
 
     name = "rdma"
     sealed: bool | None = False
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, options: RdmaOptions | None = None) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, options: RdmaOptions | None = None
+    ) -> None:
         self._host, self._port = host, port
         self._options = options or RdmaOptions()
         self._links: set[RdmaLink] = set()
@@ -49,11 +52,11 @@ class Rdma:
 
     @staticmethod
     def unavailable(device: str | None = None) -> str | None:
-        """Why there is no RDMA on this host; None where there is."""
+        """Return why there is no RDMA on this host; None: there is."""
         return verbs.unavailable(device)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-        """Register the regions for our own reading, and listen. Raises TransportError without a device."""
+        """Register the regions for reading, and listen. Raises TransportError without a device."""
         self._owner = owner
         self._device = Device(self._options.device, self._options.gid_index)
         try:
@@ -61,36 +64,39 @@ class Rdma:
             for region in regions:
                 self._domain.key_of(region)
             self._listener = socket.create_server((self._host, self._port), backlog=128)
-        except (TransportError, OSError) as wrong:
+        except (TransportError, OSError) as error:
             self.close()
-            raise TransportError(f"cannot listen at {self._host}:{self._port}: {wrong}") from wrong
+            raise TransportError(f"cannot listen at {self._host}:{self._port}: {error}") from error
         self._thread.start()
         return "{}:{}".format(*self._listener.getsockname()[:2])
 
     def dial(self, address: str) -> RdmaLink:
-        """A link with its queue pair connected. Raises TransportError."""
+        """Open a link with a connected queue pair. Raises TransportError."""
         with self._dialling():
             host, _, port = address.rpartition(":")
             try:
                 side = socket.create_connection((host, int(port)), timeout=_DIAL_S)
-            except (OSError, ValueError, OverflowError) as wrong:
-                raise TransportError(f"cannot reach {address}: {wrong}") from wrong
+            except (OSError, ValueError, OverflowError) as error:
+                raise TransportError(f"cannot reach {address}: {error}") from error
             link = self._link(side, None)
             link.settled()
             return link
 
     def close(self) -> None:
-        """Every link ends, and every thread; then the device is let go. May be called twice, not by a link's thread."""
+        """Close every link and thread, and then the device. May be called twice.
+
+        Must not be called on a link's thread.
+        """
         with self._gate:
             was_closed = self._closed.is_set()
             self._closed.set()
         if was_closed or self._device is None:
             return
         if self._listener is not None:
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
             self._thread.join()
             self._listener.close()
-        with self._gate:  # no link comes after this
+        with self._gate:  # no link is added after this
             links = list(self._links)
         for link in links:
             link.close()
@@ -98,14 +104,14 @@ class Rdma:
             link.join()
         with self._gate:
             self._gate.wait_for(lambda: not self._dials)
-        with ExitStack() as ends:  # all of it, whatever fails
+        with ExitStack() as ends:  # close all, whatever fails
             ends.callback(self._device.close)
             if self._domain is not None:
                 ends.callback(self._domain.close)
 
     @contextmanager
     def _dialling(self) -> Iterator[None]:
-        """The device stays while this lasts."""
+        """Keep the device open while the body runs."""
         with self._gate:
             if self._closed.is_set() or self._device is None:
                 raise TransportError("the transport is not open")
@@ -122,13 +128,14 @@ class Rdma:
         for side, (host, *_) in arriving(self._listener, self._closed):
             try:
                 self._link(side, self._domain)
-            except TransportError as wrong:  # the device has no more to give, or the peer has gone already
-                _log.warning("kv: a connection from %s was refused: %s", host, wrong)
+            except TransportError as error:
+                # The device has no resources left, or the peer has already gone.
+                _log.warning("kv: a connection from %s was refused: %s", host, error)
 
     def _link(self, side: socket.socket, domain: Domain | None) -> RdmaLink:
-        """Begin a link over `side`. With no domain given we are the ones who dialled, and it gets one of its own.
+        """Begin a link over `side`. Without a domain this end has dialled, and gets its own domain.
 
-        TransportError, and nothing is left of it, if there is to be none.
+        Raises TransportError, after releasing everything, if the link cannot begin.
         """
         owner, own = self._owner, None
         assert owner is not None
@@ -137,10 +144,12 @@ class Rdma:
             side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if domain is None:
                 own = domain = Domain(self._device)
-            link = RdmaLink(side, domain, owner, self._options, lambda gone: self._forget(gone, own))
-        except (TransportError, OSError) as wrong:
-            _let_go(side, own)
-            raise TransportError(str(wrong)) from wrong
+            link = RdmaLink(
+                side, domain, owner, self._options, lambda gone: self._forget(gone, own)
+            )
+        except (TransportError, OSError) as error:
+            _release(side, own)
+            raise TransportError(str(error)) from error
         reason = "the transport is closing, or has too many links"
         with self._gate:
             if not self._closed.is_set() and len(self._links) < MOST_LINKS:
@@ -148,23 +157,25 @@ class Rdma:
                     link.begin(self._closed, dialled=own is not None)
                     self._links.add(link)
                     return link
-                except RuntimeError as wrong:
-                    reason = f"no thread for it: {wrong}"
+                except RuntimeError as error:
+                    reason = f"no thread for it: {error}"
         link.abandon()
-        _let_go(side, own)
+        _release(side, own)
         raise TransportError(reason)
 
     def _forget(self, link: RdmaLink, domain: Domain | None) -> None:
         try:
-            _let_go(None, domain)
-        except TransportError as wrong:
-            _log.error("kv: after the link to %s: %s", link.peer, wrong)
+            _release(None, domain)
+        except TransportError as error:
+            _log.error("kv: after the link to %s: %s", link.peer, error)
         finally:
-            with self._gate:  # not before: `close` waits for those it finds here, and then lets the device go
+            with self._gate:
+                # Last, because `close` waits for the links it finds here and then closes the
+                # device.
                 self._links.discard(link)
 
 
-def _let_go(side: socket.socket | None, domain: Domain | None) -> None:
+def _release(side: socket.socket | None, domain: Domain | None) -> None:
     if side is not None:
         side.close()
     if domain is not None:

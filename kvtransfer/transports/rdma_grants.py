@@ -1,8 +1,9 @@
-"""Grants: which memory a peer may write, as keys that cover the blocks a transfer writes and not one byte more.
+"""Grants: the memory that a peer may write, as keys for exactly the blocks of a transfer.
 
-In place: a key for each stretch of neighbouring blocks of each rank. Where that would be too many keys, one staging
-arena instead, from which the sink copies what has arrived; a device can only refuse what no key covers, so a key over
-the gaps between blocks is out of the question. Not here: when a grant begins and ends (rdma_link.py).
+In place: one key per range of adjacent blocks of each rank. If that needs too many keys, one
+staging arena instead, from which the sink copies what has arrived. A key must not span the gaps
+between blocks, because a device only refuses writes that no key covers. Not here: when a grant
+begins and ends (rdma_link.py).
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from kvtransfer.transports.base import TransportError
 
 MOST_KEYS = 512
 
-_KEY = np.dtype([("rank", "<u2"), ("first", "<i8"), ("length", "<i8"), ("address", "<u8"), ("key", "<u4")])
+_KEY = np.dtype(
+    [("rank", "<u2"), ("first", "<i8"), ("length", "<i8"), ("address", "<u8"), ("key", "<u4")]
+)
 _IN_PLACE, _STAGED = b"\0", b"\1"
 
 
 class Registered(Protocol):
-    """Memory a peer may write until it is closed."""
+    """Memory that a peer may write until it is closed."""
 
     remote_key: int
 
@@ -35,11 +38,13 @@ class Registered(Protocol):
 
 
 class Registry(Protocol):
+    """Registers memory with a device."""
+
     def register(self, address: int, length: int, *, writable_by_peer: bool) -> Registered: ...
 
 
 class Stretch(NamedTuple):
-    """Neighbouring bytes of a rank's region."""
+    """A contiguous byte range of a rank's region."""
 
     rank: int
     first: int
@@ -47,7 +52,7 @@ class Stretch(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One work request: pieces (offset at the source, length) written behind each other to a remote address."""
+    """One work request: pieces (offset at the source, length) written to consecutive addresses."""
 
     address: int
     key: int
@@ -55,7 +60,10 @@ class Write(NamedTuple):
 
 
 def stretches(regions: Sequence[Region], blocks: Blocks) -> list[Stretch]:
-    """The blocks of every rank, neighbours joined. Raises ValueError for a block that the regions do not have."""
+    """Return the byte ranges of these blocks on every rank, adjacent ones joined.
+
+    Raises ValueError for a block outside the regions.
+    """
     numbers = np.unique(np.asarray(blocks, np.int64))
     if numbers.size and (numbers[0] < 0 or numbers[-1] >= min(region.blocks for region in regions)):
         raise ValueError(f"blocks {numbers[0]} to {numbers[-1]} are not all of this region")
@@ -69,19 +77,23 @@ def stretches(regions: Sequence[Region], blocks: Blocks) -> list[Stretch]:
 
 
 class Opening:
-    """The sink's side of a grant: what has been registered. `close` ends all writing by the peer before it returns.
+    """The sink's side of a grant: the registered memory.
 
-    `grant`: for the peer; empty where the device has no room for it.
+    `grant` is the data for the peer; empty if the device could not register the memory. When
+    `close` returns, the peer cannot write any more.
     """
 
-    def __init__(self, registry: Registry, regions: Sequence[Region], blocks: Blocks, most_keys: int) -> None:
-        """Raises TransportError when the device registers no more, with nothing left registered."""
+    def __init__(
+        self, registry: Registry, regions: Sequence[Region], blocks: Blocks, most_keys: int
+    ) -> None:
         self._open: list[Registered] = []
         self.arena: NDArray[np.uint8] | None = None
         self.grant = self._register(registry, regions, stretches(regions, blocks), most_keys)
 
-    def _register(self, registry: Registry, regions: Sequence[Region], wanted: list[Stretch], most_keys: int) -> bytes:
-        """The grant. Empty where the device registers no more."""
+    def _register(
+        self, registry: Registry, regions: Sequence[Region], wanted: list[Stretch], most_keys: int
+    ) -> bytes:
+        """Register the memory and return the grant; b"" if the device refuses."""
         table = np.zeros(1 if len(wanted) > most_keys else len(wanted), _KEY)
         try:
             if len(wanted) > most_keys:
@@ -92,84 +104,97 @@ class Opening:
                 for row, stretch in enumerate(wanted):
                     table[row] = self._add(registry, stretch, regions[stretch.rank].bytes)
         except (TransportError, OSError):
-            with suppress(TransportError):  # `close` tries again
+            with suppress(TransportError):  # retried by the next `close`
                 self.close()
             return b""
         return (_IN_PLACE if self.arena is None else _STAGED) + table.tobytes()
 
-    def _add(self, registry: Registry, stretch: Stretch, memory: NDArray[np.uint8]) -> tuple[int, ...]:
+    def _add(
+        self, registry: Registry, stretch: Stretch, memory: NDArray[np.uint8]
+    ) -> tuple[int, ...]:
         address: int = memory.__array_interface__["data"][0] + stretch.first
         registered = registry.register(address, stretch.length, writable_by_peer=True)
         self._open.append(registered)
         return *stretch, address, registered.remote_key
 
-    def landed(self, runs: Runs, region: Region, at: int | None, digest: int | None) -> bool:
-        """Take in what has arrived, staged bytes into their place: whether it is what the source read."""
-        if (at is None) != (self.arena is None):
+    def landed(self, runs: Runs, region: Region, offset: int | None, digest: int | None) -> bool:
+        """Move staged bytes to their place. Returns whether they are what the source read."""
+        if (offset is None) != (self.arena is None):
             return False
-        if self.arena is not None and at is not None:
-            staged = self.arena[at : at + runs.n_bytes]
+        if self.arena is not None and offset is not None:
+            staged = self.arena[offset : offset + runs.n_bytes]
             if staged.size != runs.n_bytes:
                 return False
             _scatter(staged, runs, region)
         return digest is None or digest == digest_of(region, runs.dst, runs.length)
 
     def close(self) -> None:
-        """Deregister everything. TransportError if the device holds on to any of it: that is tried again next time."""
-        kept: list[Registered] = []
-        wrong: TransportError | None = None
-        for one in self._open:
+        """Deregister everything. Raises TransportError if the device fails to; the next call
+        retries.
+        """
+        remaining: list[Registered] = []
+        error: TransportError | None = None
+        for registered in self._open:
             try:
-                one.close()
-            except TransportError as failed:
-                kept.append(one)
-                wrong = failed
-        self._open = kept
-        if wrong is not None:
-            raise wrong
+                registered.close()
+            except TransportError as failure:
+                remaining.append(registered)
+                error = failure
+        self._open = remaining
+        if error is not None:
+            raise error
         self.arena = None
 
 
 class Grant:
-    """The source's side of a grant. Raises TransportError for bytes that are none."""
+    """The source's side of a grant. Raises TransportError for invalid data."""
 
     def __init__(self, data: bytes) -> None:
         kind, body = data[:1], data[1:]
-        if kind not in (_IN_PLACE, _STAGED) or len(body) % _KEY.itemsize or (kind == _STAGED) > (len(body) > 0):
-            raise TransportError(f"{len(data)} bytes are no grant")
+        if (
+            kind not in (_IN_PLACE, _STAGED)
+            or len(body) % _KEY.itemsize
+            or (kind == _STAGED) > (len(body) > 0)
+        ):
+            raise TransportError(f"{len(data)} bytes are not a grant")
         self._keys = np.sort(np.frombuffer(body, _KEY), order=("rank", "first"))
         self.staged = kind == _STAGED
         self._next = 0
 
     def claim(self, n_bytes: int) -> int | None:
-        """Where the next window of so many bytes goes in the staging memory; None where windows go in place."""
+        """Return the offset of the next window in the staging arena; None: windows go in place."""
         if not self.staged:
             return None
-        at = self._next
+        offset = self._next
         self._next += n_bytes
-        return at
+        return offset
 
-    def writes(self, runs: Runs, dst_rank: int, at: int | None, gather: int) -> list[Write]:
-        """The work requests for a window: runs that are neighbours at the sink are gathered, at most `gather` in one.
+    def writes(
+        self, runs: Runs, dst_rank: int, staging_offset: int | None, gather: int
+    ) -> list[Write]:
+        """Return the work requests of a window.
 
-        Raises TransportError for a byte that the grant does not cover.
+        Runs that are adjacent at the sink are combined, at most `gather` in one request. Raises
+        TransportError for bytes that the grant does not cover.
         """
-        if at is None:
+        if staging_offset is None:
             keys, offsets = self._keys[self._keys["rank"] == dst_rank], runs.dst
         else:
-            keys, offsets = self._keys, at + np.cumsum(runs.length) - runs.length
-        found = np.searchsorted(keys["first"], offsets, "right") - 1
-        if found.size and found.min() < 0:
-            raise TransportError("a window begins before what was granted")
-        chosen = keys[found]
-        inside = offsets - chosen["first"]
-        if (inside + runs.length > chosen["length"]).any():
-            raise TransportError("a window ends behind what was granted")
-        targets = chosen["address"] + inside.astype(np.uint64)
-        return list(_gathered(targets, chosen["key"], runs, gather))
+            keys, offsets = self._keys, staging_offset + np.cumsum(runs.length) - runs.length
+        indices = np.searchsorted(keys["first"], offsets, "right") - 1
+        if indices.size and indices.min() < 0:
+            raise TransportError("a window begins before the granted memory")
+        chosen = keys[indices]
+        key_offsets = offsets - chosen["first"]
+        if (key_offsets + runs.length > chosen["length"]).any():
+            raise TransportError("a window exceeds the granted memory")
+        targets = chosen["address"] + key_offsets.astype(np.uint64)
+        return list(_combine(targets, chosen["key"], runs, gather))
 
 
-def _gathered(targets: NDArray[np.uint64], keys: NDArray[np.uint32], runs: Runs, gather: int) -> Iterator[Write]:
+def _combine(
+    targets: NDArray[np.uint64], keys: NDArray[np.uint32], runs: Runs, gather: int
+) -> Iterator[Write]:
     last: Write | None = None
     end = 0
     columns = (targets.tolist(), keys.tolist(), runs.src.tolist(), runs.length.tolist())
@@ -186,7 +211,7 @@ def _gathered(targets: NDArray[np.uint64], keys: NDArray[np.uint32], runs: Runs,
 
 
 def digest_of(region: Region, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
-    """xxh3-64 of these pieces behind each other."""
+    """Return xxh3-64 of these pieces in order."""
     state, memory = xxhash.xxh3_64(), region.bytes.data
     for start, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
         state.update(memory[start : start + length])
@@ -194,7 +219,7 @@ def digest_of(region: Region, offsets: NDArray[np.int64], lengths: NDArray[np.in
 
 
 def _scatter(staged: NDArray[np.uint8], runs: Runs, region: Region) -> None:
-    at, memory = 0, region.bytes
+    offset, memory = 0, region.bytes
     for start, length in zip(runs.dst.tolist(), runs.length.tolist(), strict=True):
-        memory[start : start + length] = staged[at : at + length]
-        at += length
+        memory[start : start + length] = staged[offset : offset + length]
+        offset += length

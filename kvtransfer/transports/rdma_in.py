@@ -1,7 +1,7 @@
-"""The sink's half of an RDMA link: what peers may write, and windows that have come in. No thread, no socket.
+"""The sink's half of an RDMA link: grants to peers, and received windows. No thread, no socket.
 
-A window is complete when two things are there, in either order: its number, which came with the last write, and its
-trailer, which came over the side channel. Not here: the queue pair's life (rdma_link.py).
+A window is complete when two things have arrived, in either order: its number, with its last write,
+and its trailer over the control connection. Not here: the queue pair's lifetime (rdma_link.py).
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from kvtransfer.transports.base import Slice, TransportError, Verdict
 from kvtransfer.transports.rdma_grants import Opening, Registry
 from kvtransfer.transports.rdma_side import Trailer
 
-_MOST_HALVES = 1024
+_MAX_INCOMPLETE = 1024
 
 
 class Arrivals:
-    """All grants and incoming windows of one link. Grants may be given by any thread, the rest is one thread's.
+    """All grants and incoming windows of one link.
 
-    A grant is None while a thread is at registering it, and no lock is held meanwhile.
+    Grants may be made on any thread; everything else is called by one. A grant is None while a
+    thread registers it, without holding a lock.
     """
 
     def __init__(self, registry: Registry, most_keys: int) -> None:
@@ -28,18 +29,20 @@ class Arrivals:
         self._most_keys = most_keys
         self._lock = threading.Condition()
         self._openings: dict[int, Opening | None] = {}
-        self._too_late: set[int] = set()
+        self._fenced_early: set[int] = set()
         self._closed = False
         self._written: set[int] = set()
         self._waiting: dict[int, Trailer] = {}
         self._newest = -1
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """The keys. Empty when the device registers no more, and after the transfer's fence or `close`: the source then
-        can write nothing."""
+        """Return the keys; b"" if the device refuses, or after the transfer's fence or `close`.
+
+        Without keys the source cannot write.
+        """
         with self._lock:
-            if self._closed or transfer in self._openings or transfer in self._too_late:
-                self._too_late.discard(transfer)
+            if self._closed or transfer in self._openings or transfer in self._fenced_early:
+                self._fenced_early.discard(transfer)
                 return b""
             self._openings[transfer] = None
         opening: Opening | None = None
@@ -55,17 +58,17 @@ class Arrivals:
         return opening.grant
 
     def fence(self, transfer: int) -> bool:
-        """Nobody writes there any more if this is True. False: it is being granted just now; ask again after that.
+        """Stop all writes of a transfer. Returns False while it is being granted; call again later.
 
-        TransportError: the device does not let go of the memory. Then a peer can write there as long as it has a queue
-        pair to do it with.
+        Raises TransportError if the device fails to deregister the memory. A peer can then write to
+        it for as long as it has a queue pair.
         """
         with self._lock:
             opening = self._openings.get(transfer)
             if opening is None:
                 under_way = transfer in self._openings
                 if not under_way:
-                    self._too_late.add(transfer)
+                    self._fenced_early.add(transfer)
                 return not under_way
         opening.close()
         with self._lock:
@@ -73,51 +76,57 @@ class Arrivals:
         return True
 
     def close(self) -> None:
-        """Fence everything, and grant nothing more. TransportError if some memory stays registered."""
+        """Fence everything and grant nothing more. Raises TransportError if memory stays
+        registered.
+        """
         with self._lock:
             self._closed = True
             self._lock.wait_for(lambda: None not in self._openings.values())
             openings, self._openings = self._openings, {}
-        wrong: TransportError | None = None
+        error: TransportError | None = None
         for opening in openings.values():
             try:
                 assert opening is not None
                 opening.close()
-            except TransportError as failed:
-                wrong = failed
-        if wrong is not None:
-            raise wrong
+            except TransportError as failure:
+                error = failure
+        if error is not None:
+            raise error
 
     def written(self, number: int) -> Trailer | None:
-        """The last write of a window has arrived. Its trailer, if the window is complete with that."""
+        """Handle the last write of a window. Returns its trailer if the window is complete."""
         trailer = self._waiting.pop(number, None)
         if trailer is None and number > self._newest:
             self._written.add(number)
-        self._check()
+        self._check_incomplete()
         return trailer
 
     def told(self, trailer: Trailer) -> Trailer | None:
-        """A trailer has come. The same, if the window is complete with that. Numbers rise: what is older is over."""
+        """Handle a trailer. Returns it if the window is complete.
+
+        Numbers only grow, so older windows are over.
+        """
         self._newest = max(self._newest, trailer.number)
         complete = trailer.number in self._written or trailer.verdict is not Verdict.OK
         self._written = {number for number in self._written if number > self._newest}
         if complete:
             return trailer
         self._waiting[trailer.number] = trailer
-        self._check()
+        self._check_incomplete()
         return None
 
-    def _check(self) -> None:
-        """A source has a few windows under way; one that says otherwise would have us remember without end."""
-        if len(self._written) + len(self._waiting) > _MOST_HALVES:
-            raise TransportError(f"more than {_MOST_HALVES} windows have arrived by half")
+    def _check_incomplete(self) -> None:
+        """Bound the incomplete windows: an honest source has only a few in flight."""
+        if len(self._written) + len(self._waiting) > _MAX_INCOMPLETE:
+            raise TransportError(f"more than {_MAX_INCOMPLETE} windows are incomplete")
 
     def expected(self, transfer: int) -> bool:
+        """Return whether the transfer has a grant."""
         with self._lock:
             return transfer in self._openings
 
     def verdict(self, trailer: Trailer, window: Slice) -> Verdict:
-        """What to make of a complete window; staged bytes are in their place after this."""
+        """Return the verdict on a complete window. Staged bytes are in their place afterwards."""
         if trailer.verdict is not Verdict.OK:
             return trailer.verdict
         with self._lock:

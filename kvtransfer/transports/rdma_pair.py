@@ -1,7 +1,7 @@
-"""The queue pairs of one RDMA link, one after the other: each epoch has its own, and both ends move on together.
+"""The queue pairs of one RDMA link: one per epoch, and both ends change epoch together.
 
-A pair is of use once both ends have connected theirs: Setup goes both ways, then Ready goes both ways. Not here: what
-is written over it, or the channel on which the ends talk.
+A pair is usable once both ends have connected theirs: Setup is sent both ways, then Ready. Not
+here: what is written over it, or the control connection.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ _MOST_EPOCHS = 1 << 24
 
 
 class Pairs:
-    """`pair` is None until `renew`; `writable`: the peer's end is connected, too."""
+    """The current queue pair and its completion queue.
+
+    `pair` is None until `renew`; `writable`: the peer's end is connected, too.
+    """
 
     def __init__(self, domain: Domain) -> None:
         self._domain = domain
-        # Twice: the completions of a pair that has ended may still be there when the next one's come.
+        # Twice, because completions of an ended pair may still be queued when the next pair's
+        # arrive.
         self.completions = Completions(domain.device, 2 * (MOST_WRITES + EXPECTED))
         self.pair: QueuePair | None = None
         self.epoch = -1
@@ -28,10 +32,10 @@ class Pairs:
         self._joined = False
 
     def renew(self) -> Setup:
-        """The next epoch's pair. The last one does nothing more once this returns."""
+        """Create the next epoch's pair. The last one does nothing more when this returns."""
         self.end()
         if self.epoch >= _MOST_EPOCHS:
-            raise TransportError("this link has been broken and mended too often")
+            raise TransportError("the link has used all queue pair epochs")
         self.epoch += 1
         self.pair = QueuePair(self._domain, self.completions, self.epoch, MOST_WRITES, EXPECTED)
         for _ in range(EXPECTED):
@@ -39,7 +43,9 @@ class Pairs:
         return Setup(self.epoch, self.pair.card)
 
     def join(self, setup: Setup) -> Ready | None:
-        """Connect to the peer's pair of our epoch; None for one that is past, or joined already."""
+        """Connect to the peer's pair of our epoch; None if that epoch is over or already
+        connected.
+        """
         if setup.epoch < self.epoch or self._joined or self.pair is None:
             return None
         if setup.epoch > self.epoch:
@@ -48,11 +54,12 @@ class Pairs:
         self._joined = True
         return Ready(self.epoch)
 
-    def ready(self, said: Ready) -> None:
-        self.writable = self._joined and (self.writable or said.epoch == self.epoch)
+    def ready(self, message: Ready) -> None:
+        """Note that the peer's end is connected."""
+        self.writable = self._joined and (self.writable or message.epoch == self.epoch)
 
     def end(self) -> None:
-        """Stop reading and writing, at once."""
+        """Stop reading and writing at once."""
         self.writable = self._joined = False
         if self.pair is not None:
             self.pair.close()

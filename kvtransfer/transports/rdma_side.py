@@ -1,7 +1,7 @@
-"""The side channel of an RDMA link: what its two ends say to each other over TCP, as length-limited msgpack. Sans-IO.
+"""Control messages of an RDMA link over TCP, as length-limited msgpack. Sans-IO.
 
-Queue pairs carry nothing but one-sided writes. Everything else goes here, because a queue pair ends with the first
-write that is refused, and what must be said then must not end with it. Not here: sockets.
+Queue pairs carry only one-sided writes. A queue pair ends with the first refused write, so the
+messages that follow need another connection. Not here: sockets.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
-    """Both: my queue pair number `epoch` of this link. Whoever hears of a newer one than its own makes one, too."""
+    """Both: the address of the sender's queue pair for this epoch.
+
+    An end that receives a newer epoch than its own creates a pair, too.
+    """
 
     epoch: Count
     card: Card
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """Both: my queue pair of this epoch is connected to yours; you may write."""
+    """Both: the sender's queue pair of this epoch is connected, and may be written to."""
 
     epoch: Count
 
 
 class Trailer(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """Source: window `number` has been written and its memory read; this is the verdict, and xxh3-64 of its bytes.
+    """Source: window `number` has been written; the verdict and xxh3-64 of its bytes.
 
-    `at`: where the window begins in the sink's staging memory; None: it was written in place.
+    `at` is the window's offset in the sink's staging arena; None: written in place.
     """
 
     number: Count
@@ -54,7 +57,7 @@ class Control(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknow
 
 
 class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
-    """Sink: the keys of this transfer are no more."""
+    """Sink: the keys of this transfer are no longer valid."""
 
     transfer: Count
 
@@ -65,17 +68,18 @@ _DECODER: msgspec.msgpack.Decoder[Saying] = msgspec.msgpack.Decoder(Saying)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(saying: Saying) -> bytes:
-    body = _ENCODER.encode(saying)
+def encode(message: Saying) -> bytes:
+    """Encode a message with its length. Raises TransportError if it is too long."""
+    body = _ENCODER.encode(message)
     if len(body) > MOST_FRAME_BYTES:
-        raise TransportError(f"{len(body)} bytes are too much for one message")
+        raise TransportError(f"{len(body)} bytes exceed the limit of a message")
     return _LENGTH.pack(len(body)) + body
 
 
 class Ear:
-    """Turns a stream of bytes, however cut, into sayings. Useless after a TransportError.
+    """Decodes messages from a stream of bytes. Unusable after a TransportError.
 
-    most_bytes   no saying is longer: little, until the peer has proven itself (`trust`)
+    `most_bytes` limits the length of a message; it is small until `trust` is called.
     """
 
     def __init__(self) -> None:
@@ -83,35 +87,39 @@ class Ear:
         self._buffer = bytearray()
 
     def trust(self) -> None:
+        """Raise the limit, because the peer has proven its identity."""
         self.most_bytes = MOST_FRAME_BYTES
 
     @property
     def room(self) -> int:
-        """How many bytes may be fed at most: no more is ever held than one saying."""
+        """The most bytes that may be fed: never more than one message is buffered."""
         return self.most_bytes + _LENGTH.size - len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[Saying]:
-        """What `data` completes, in order; to be taken to the end before more is fed. TransportError as soon as it can
-        be nothing of ours. What one saying brings about (`trust`) holds for the next."""
-        self._buffer += data
-        return self._whole()
+        """Yield the messages that `data` completes. Consume all of them before feeding more.
 
-    def _whole(self) -> Iterator[Saying]:
-        at = 0
-        while len(self._buffer) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, at)
+        Raises TransportError for invalid data. A call of `trust` while consuming applies to the
+        next message.
+        """
+        self._buffer += data
+        return self._complete_messages()
+
+    def _complete_messages(self) -> Iterator[Saying]:
+        offset = 0
+        while len(self._buffer) - offset >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, offset)
             if length > self.most_bytes:
                 raise TransportError(f"the peer announces a message of {length} bytes")
-            end = at + _LENGTH.size + length
+            end = offset + _LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            yield _decode(bytes(self._buffer[at + _LENGTH.size : end]))
-            at = end
-        del self._buffer[:at]
+            yield _decode(bytes(self._buffer[offset + _LENGTH.size : end]))
+            offset = end
+        del self._buffer[:offset]
 
 
 def _decode(body: bytes) -> Saying:
     try:
         return _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as wrong:
-        raise TransportError(f"the peer says what nobody says: {wrong}") from wrong
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise TransportError(f"invalid control message: {error}") from error

@@ -1,6 +1,6 @@
-"""Copying runs within one machine's memory, as few interpreter steps per run as their size allows.
+"""Copying runs within one machine's memory, in few interpreter steps per run.
 
-Not here: whose memory it is, or when (shm.py).
+Not here: whose memory it is, or when to copy (shm.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from kvtransfer.lattice import Offsets, Runs
 from kvtransfer.regions import Region
 
-_LARGE = 16 << 10  # from here on a copy costs more than the step that asks for it
-_SHORT = 256 << 10  # up to here a copy is over before another thread could use the interpreter in the meantime
-_AT_ONCE = 256 << 10  # gathered and scattered again while it is still in the cache
+_LARGE = 16 << 10  # from here on the copy costs more than the interpreter step
+# Shorter copies end before another thread could use the interpreter.
+_SHORT = 256 << 10
+_AT_ONCE = 256 << 10  # gathered and scattered while still in the cache
 _MANY = 65
 _FINE = 2 << 10
 _LEAST_CELL = 8
@@ -26,17 +27,17 @@ Bytes = NDArray[np.uint8]
 
 
 def within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
-    """Whether all of these runs lie in the region, and are runs."""
+    """Return whether all runs are valid and lie in the region."""
     if len(lengths) == 1:
-        at, length = offsets.item(), lengths.item()
-        return at >= 0 and length > 0 and at + length <= region.bytes.size
+        offset, length = offsets.item(), lengths.item()
+        return offset >= 0 and length > 0 and offset + length <= region.bytes.size
     if not len(lengths) or np.minimum.reduce(offsets) < 0 or np.minimum.reduce(lengths) < 1:
         return False
     return bool(np.maximum.reduce(offsets + lengths) <= region.bytes.size)
 
 
 def in_steps(runs: Runs, step_bytes: int) -> Iterator[Runs]:
-    """The runs in order, about `step_bytes` at a time."""
+    """Yield the runs in order, about `step_bytes` at a time."""
     ends = runs.length.cumsum()
     first, count = 0, len(ends)
     while first < count:
@@ -47,27 +48,33 @@ def in_steps(runs: Runs, step_bytes: int) -> Iterator[Runs]:
 
 
 def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs) -> None:
-    """Copy every run. Both must hold all of them (`within`)."""
+    """Copy every run. Both buffers must contain all of them (see `are_within`)."""
     length = runs.length.item(0)
-    if length < _LARGE and runs.count > 2 and _regular(source, sink, runs, length):
+    if length < _LARGE and runs.count > 2 and _is_regular(source, sink, runs, length):
         _copy_regular(source, sink, runs, length)
         return
-    # Of two ways that copy alike, numpy's takes twice the steps and lets other threads run.
+    # numpy's copy takes more steps but releases the interpreter lock, which pays off for long runs.
     short = int(np.maximum.reduce(runs.length)) <= _SHORT
     into: Any = sink.data if short else sink
     out_of: Any = source.data if short else source
-    for src, dst, size in zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True):
+    for src, dst, size in zip(
+        runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True
+    ):
         into[dst : dst + size] = out_of[src : src + size]
 
 
-def _regular(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs, length: int) -> bool:
-    """All of one length, and at multiples of it: cells of a grid."""
+def _is_regular(
+    source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs, length: int
+) -> bool:
+    """Return whether all runs have one length and lie at multiples of it."""
     if source.size % length or sink.size % length or np.logical_or.reduce(runs.length != length):
         return False
     return not (np.logical_or.reduce(runs.src % length) or np.logical_or.reduce(runs.dst % length))
 
 
-def _copy_regular(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs, length: int) -> None:
+def _copy_regular(
+    source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs, length: int
+) -> None:
     cell = np.dtype((np.void, length))
     rows, into = source.view(cell), sink.view(cell)
     src, dst = runs.src // length, runs.dst // length
@@ -77,36 +84,46 @@ def _copy_regular(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs
 
 
 def fine(runs: Runs, n_bytes: int) -> bool:
-    """Whether they are so many and so short that a copy of them all costs less than to name each to the kernel and to a
-    digest."""
+    """Return whether the runs are so many and short that copying them is cheaper than naming
+    each.
+    """
     return runs.count >= _MANY and n_bytes < runs.count * _FINE
 
 
-def gather(source: Bytes, offsets: Offsets, lengths: Offsets, into: Bytes, fed: Callable[[Bytes], object]) -> None:
-    """Copy these runs of `source` behind each other into `into`, which has just room for them. `fed` hears of every
-    stretch while it is in the cache."""
-    for cells, rows, at, end in _in_cells(source, offsets, lengths):
-        part = into[at:end]
+def gather(
+    source: Bytes, offsets: Offsets, lengths: Offsets, into: Bytes, fed: Callable[[Bytes], object]
+) -> None:
+    """Copy these runs of `source` in order to `into`, which has exactly that size.
+
+    `fed` is called with every part while it is in the cache.
+    """
+    for cells, rows, begin, end in _in_cells(source, offsets, lengths):
+        part = into[begin:end]
         if cells is None:
-            _gather_each(rows, offsets, lengths, part)
+            _gather_runs(rows, offsets, lengths, part)
         else:
-            # Clipped, as that is what numpy does without another copy; who calls has looked at the bounds.
+            # mode="clip" avoids another copy in numpy; the caller has checked the bounds.
             np.take(rows, cells, out=part.view(rows.dtype), mode="clip")
         fed(part)
 
 
 def scatter(source: Bytes, sink: Bytes, offsets: Offsets, lengths: Offsets) -> None:
-    """The other way: what lies behind each other in `source` goes to these runs of `sink`."""
-    for cells, rows, at, end in _in_cells(sink, offsets, lengths):
+    """Copy consecutive bytes of `source` to these runs of `sink`."""
+    for cells, rows, begin, end in _in_cells(sink, offsets, lengths):
         if cells is None:
-            _scatter_each(source[at:end], rows, offsets, lengths)
+            _scatter_runs(source[begin:end], rows, offsets, lengths)
         else:
-            rows[cells] = source[at:end].view(rows.dtype)
+            rows[cells] = source[begin:end].view(rows.dtype)
 
 
-def _in_cells(memory: Bytes, offsets: Offsets, lengths: Offsets) -> Iterator[tuple[Offsets | None, Any, int, int]]:
-    """(cells, memory in such cells, bytes before them, and with them), some at a time: cells are what all runs are made
-    of and aligned to. None: that is too little to be worth it, and all runs are meant."""
+def _in_cells(
+    memory: Bytes, offsets: Offsets, lengths: Offsets
+) -> Iterator[tuple[Offsets | None, Any, int, int]]:
+    """Yield (cell indices, memory as cells, first byte, end byte), some cells at a time.
+
+    Cells are the largest units to which all runs are aligned. None: they are too small to pay off,
+    and all runs are meant.
+    """
     cell = math.gcd(int(np.gcd.reduce(offsets)), int(np.gcd.reduce(lengths)))
     if cell < _LEAST_CELL:
         yield None, memory, 0, int(np.add.reduce(lengths))
@@ -117,19 +134,19 @@ def _in_cells(memory: Bytes, offsets: Offsets, lengths: Offsets) -> Iterator[tup
     cells = np.repeat(firsts - begins, counts) + np.arange(int(counts.sum()))
     step = max(1, _AT_ONCE // cell)
     for first in range(0, cells.size, step):
-        some = cells[first : first + step]
-        yield some, rows, first * cell, (first + some.size) * cell
+        part = cells[first : first + step]
+        yield part, rows, first * cell, (first + part.size) * cell
 
 
-def _gather_each(source: Bytes, offsets: Offsets, lengths: Offsets, into: Bytes) -> None:
-    at, memory, room = 0, source.data, into.data
+def _gather_runs(source: Bytes, offsets: Offsets, lengths: Offsets, into: Bytes) -> None:
+    offset, memory, target = 0, source.data, into.data
     for start, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
-        room[at : at + length] = memory[start : start + length]
-        at += length
+        target[offset : offset + length] = memory[start : start + length]
+        offset += length
 
 
-def _scatter_each(source: Bytes, sink: Bytes, offsets: Offsets, lengths: Offsets) -> None:
-    at, memory, room = 0, source.data, sink.data
+def _scatter_runs(source: Bytes, sink: Bytes, offsets: Offsets, lengths: Offsets) -> None:
+    offset, memory, target = 0, source.data, sink.data
     for start, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
-        room[start : start + length] = memory[at : at + length]
-        at += length
+        target[start : start + length] = memory[offset : offset + length]
+        offset += length

@@ -1,7 +1,8 @@
-"""Scatter: pieces of memory that a stream is written from or read into without a copy. Addresses live here alone.
+"""Scatter/gather I/O: pieces of memory that a stream is written from or read into, without a copy.
 
-Iovecs are rows of one numpy array, so a window of a thousand pieces costs no Python object per piece; libc's readv and
-writev take them as they are, with the interpreter's lock released. Not here: which pieces, or what they are for.
+Iovecs are rows of a numpy array, so a window of a thousand pieces needs no Python object per piece.
+readv and writev of libc take them directly, and release the interpreter lock. Only this module
+handles addresses. Not here: which pieces, and what for.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ Offsets = NDArray[np.int64]
 Stretch = tuple[int, int]  # address and length
 
 NOTHING: Stretch = (0, 0)
-MOST_IOVECS = 64  # per call: the kernel takes in all of them again after every short read
-IN_CACHE = 512 << 10  # so many bytes a core's cache still holds when a digest comes to them after a call
+MOST_IOVECS = 64  # per call: the kernel copies all of them again after a short read
+# Bytes that a core's cache still holds when the digest is computed after a call.
+IN_CACHE = 512 << 10
 _WOULD_BLOCK = (errno.EAGAIN, errno.EINTR)
 
 
@@ -48,13 +50,15 @@ _PYBUF_WRITE = 0x200
 
 
 def vectors_at(address: int, count: int) -> list[memoryview]:
-    """The memory that so many rows at `address` name, for what cannot take rows. Nothing keeps it alive."""
+    """Return memoryviews for `count` rows at `address`. They do not keep the memory alive."""
     words = _view(address, 16 * count, _PYBUF_WRITE).cast("q").tolist()
-    return [_view(at, length, _PYBUF_WRITE) for at, length in zip(words[::2], words[1::2], strict=True)]
+    return [
+        _view(at, length, _PYBUF_WRITE) for at, length in zip(words[::2], words[1::2], strict=True)
+    ]
 
 
 def transferred(count: int) -> int | None:
-    """What readv or writev has returned: None when it would have waited. Raises OSError."""
+    """Interpret the result of readv or writev; None: it would block. Raises OSError."""
     if count >= 0:
         return count
     number = ctypes.get_errno()
@@ -64,49 +68,52 @@ def transferred(count: int) -> int | None:
 
 
 class Iovecs:
-    """Rows of (address, length) for one call after another, in memory that is used again for every window."""
+    """Rows of (address, length), in memory that is reused for every window."""
 
     __slots__ = ("_rows", "address", "words")
 
     def __init__(self) -> None:
-        self._take(MOST_IOVECS)
+        self._allocate(MOST_IOVECS)
 
-    def _take(self, count: int) -> None:
+    def _allocate(self, count: int) -> None:
         self._rows = np.empty((count + 2, 2), np.int64)
         self.words = self._rows.data.cast("B").cast("q")
         self.address = int(self._rows.__array_interface__["data"][0])
 
     def lay(self, address: int, offsets: Offsets, lengths: Offsets) -> None:
-        """Rows 1 to n: these pieces. Row 0 and row n + 1 are for what goes along with them."""
+        """Fill rows 1 to n with these pieces. Rows 0 and n + 1 are for a prefix and a suffix."""
         count = len(lengths)
         if count + 2 > len(self._rows):
-            self._take(count)
+            self._allocate(count)
         np.add(offsets, address, out=self._rows[1 : count + 1, 0])
         self._rows[1 : count + 1, 1] = lengths
 
 
 class Pieces:
-    """`size` bytes of memory in pieces, of which the first `done` have been written or read.
+    """`size` bytes of memory in pieces, of which the first `done` bytes have been moved.
 
-    `fed` counts the pieces that were given to a digest, `short` says of the last call that it has moved less than was
-    asked for: there is no more, or no room for more, for now. Takes over `iovecs`, which serve one body at a time.
+    fed      number of pieces that a digest has consumed short    the last call moved less than
+    requested: the socket is empty or full
 
-    A window's bytes leave no cache warm, so that every step here costs several times what it does in a loop: few steps,
-    and none that is not needed.
+    It takes over `iovecs`, which serve one body at a time. The code uses few steps, because a
+    window's bytes evict the interpreter's data from the cache.
     """
 
     __slots__ = (
-        "_at_once", "_ends", "_iovecs", "_lengths", "_memory", "_offsets", "_row", "done", "fed", "short", "size",
+        "_call_bytes", "_ends", "_iovecs", "_lengths", "_memory", "_offsets", "_row", "done",
+        "fed", "short", "size",
     )  # fmt: skip
 
-    def __init__(self, memory: Bytes, address: int, offsets: Offsets, lengths: Offsets, iovecs: Iovecs) -> None:
+    def __init__(
+        self, memory: Bytes, address: int, offsets: Offsets, lengths: Offsets, iovecs: Iovecs
+    ) -> None:
         self._memory = memory
         self._offsets, self._lengths = offsets, lengths
         self._iovecs = iovecs
         self.done = self.fed = 0
         self.short = False
         self._row = 1
-        self._at_once: int | None = None  # bytes of a call, if a digest takes them after it
+        self._call_bytes: int | None = None  # limit of a call whose bytes a digest consumes
         if len(lengths) == 1:
             self.size = size = lengths.item()
             self._ends = [size]
@@ -119,27 +126,39 @@ class Pieces:
 
     @classmethod
     def of_window(
-        cls, region: Region, offsets: Offsets, lengths: Offsets, iovecs: Iovecs, *, fed: bool = False
+        cls,
+        region: Region,
+        offsets: Offsets,
+        lengths: Offsets,
+        iovecs: Iovecs,
+        *,
+        fed: bool = False,
     ) -> Pieces:
-        """A window's pieces of a region. TransportError if one of them lies outside. `fed`: a digest takes them while
-        they are in the cache, so no call moves more than that holds."""
+        """Return a window's pieces of a region. Raises TransportError if one lies outside.
+
+        `fed`: a digest consumes them from the cache, so no call moves more than that holds.
+        """
         if not within(region, offsets, lengths):
-            raise TransportError(f"a window reaches beyond the {region.bytes.size} bytes of {region.name}, or is none")
+            raise TransportError(
+                f"a window exceeds the {region.bytes.size} bytes of {region.name}, or is empty"
+            )
         pieces = cls(region.bytes, region.address, offsets, lengths, iovecs)
         if fed and pieces.size > IN_CACHE:
             if int(np.maximum.reduce(lengths)) > IN_CACHE:
-                pieces = cls(region.bytes, region.address, *_cut(offsets, lengths, IN_CACHE), iovecs)
-            pieces._at_once = IN_CACHE
+                pieces = cls(
+                    region.bytes, region.address, *_split_long(offsets, lengths, IN_CACHE), iovecs
+                )
+            pieces._call_bytes = IN_CACHE
         return pieces
 
     @classmethod
     def of_buffer(cls, buffer: bytes | bytearray | memoryview, iovecs: Iovecs) -> Pieces:
-        """One piece: all of `buffer`."""
+        """Return one piece: all of `buffer`."""
         return cls.over(np.frombuffer(buffer, np.uint8), len(buffer), iovecs)
 
     @classmethod
     def over(cls, scratch: Bytes, size: int, iovecs: Iovecs) -> Pieces:
-        """`size` bytes that all lie in `scratch`, one piece upon the other: for bytes that do not matter."""
+        """Return `size` bytes that all overlap in `scratch`, for bytes that do not matter."""
         count = -(-size // scratch.size) if size else 0
         lengths = np.full(count, scratch.size, np.int64)
         if count:
@@ -148,51 +167,54 @@ class Pieces:
 
     @classmethod
     def in_order(cls, buffer: Bytes, most: int, iovecs: Iovecs) -> Pieces:
-        """All of `buffer`, in pieces of at most `most` bytes: a digest is fed piece by piece."""
-        offsets, lengths = _cut(np.zeros(1, np.int64), np.array([buffer.size]), most)
+        """Return all of `buffer`, in pieces of at most `most` bytes for a digest."""
+        offsets, lengths = _split_long(np.zeros(1, np.int64), np.array([buffer.size]), most)
         return cls(buffer, address_of(buffer), offsets, lengths, iovecs)
 
     @property
     def left(self) -> int:
+        """The bytes that have not been moved yet."""
         return self.size - self.done
 
     @property
     def count(self) -> int:
+        """The number of pieces."""
         return len(self._ends)
 
     def call(self, function: Any, fd: int, ahead: Stretch, behind: Stretch) -> int | None:
-        """readv or writev: `ahead` (before the first piece alone), pieces, `behind` once all are in.
+        """Call readv or writev for some pieces.
 
-        Bytes moved, None where it would wait. Raises OSError.
+        `ahead` is added before the first piece, `behind` after the last. Returns the bytes moved;
+        None: it would block. Raises OSError.
         """
         words = self._iovecs.words
         first, last = self._row, min(len(self._ends) + 1, self._row + MOST_IOVECS)
-        if self._at_once is not None:
-            last = min(last, max(first, bisect_right(self._ends, self.done + self._at_once)) + 1)
-        asked = (self._ends[last - 2] if last > 1 else 0) - self.done + ahead[1]
+        if self._call_bytes is not None:
+            last = min(last, max(first, bisect_right(self._ends, self.done + self._call_bytes)) + 1)
+        requested = (self._ends[last - 2] if last > 1 else 0) - self.done + ahead[1]
         if ahead[1]:
             first -= 1
             words[2 * first], words[2 * first + 1] = ahead
         if behind[1] and last == len(self._ends) + 1:
             words[2 * last], words[2 * last + 1] = behind
-            last, asked = last + 1, asked + behind[1]
+            last, requested = last + 1, requested + behind[1]
         count = transferred(function(fd, self._iovecs.address + 16 * first, last - first))
-        self.short = count is None or count < asked
+        self.short = count is None or count < requested
         return count
 
     def advance(self, count: int) -> None:
-        """So many more bytes are done."""
+        """Count bytes as moved."""
         self.done = done = self.done + count
         row = bisect_right(self._ends, done)
         if row < len(self._ends):
             left = self._ends[row] - done
-            words, at = self._iovecs.words, 2 * row + 2
-            words[at] += words[at + 1] - left
-            words[at + 1] = left
+            words, index = self._iovecs.words, 2 * row + 2
+            words[index] += words[index + 1] - left
+            words[index + 1] = left
         self._row = row + 1
 
     def feed(self, update: Callable[[memoryview], object], upto: int) -> None:
-        """Give a digest the pieces not yet given that end at byte `upto` or before, in order."""
+        """Give a digest the unconsumed pieces that end at byte `upto` or before, in order."""
         last = bisect_right(self._ends, upto)
         if last > self.fed:
             for part in self.parts(self.fed, last):
@@ -201,28 +223,28 @@ class Pieces:
 
     @property
     def unfed(self) -> int:
-        """Bytes that are done, but that no digest was given yet."""
+        """Bytes that have been moved but not consumed by a digest."""
         return self.done - (self._ends[self.fed - 1] if self.fed else 0)
 
     def parts(self, first: int = 0, last: int | None = None) -> list[memoryview]:
-        """Pieces [first, last), in order."""
+        """Return pieces [first, last) in order."""
         memory = self._memory.data
         starts, lengths = self._offsets[first:last].tolist(), self._lengths[first:last].tolist()
         return [memory[at : at + length] for at, length in zip(starts, lengths, strict=True)]
 
     def gather(self, into: memoryview) -> None:
-        """Copy all pieces to the front of a buffer, behind each other."""
+        """Copy all pieces in order to the front of a buffer."""
         if len(self._ends) == 1:
             start = self._offsets.item()
             into[: self.size] = self._memory.data[start : start + self.size]
             return
-        at = 0
+        offset = 0
         for part in self.parts():
-            into[at : at + len(part)] = part
-            at += len(part)
+            into[offset : offset + len(part)] = part
+            offset += len(part)
 
     def put(self, data: memoryview) -> None:
-        """Copy into the pieces, from byte `done` on, without counting them as done."""
+        """Copy data into the pieces from byte `done` on, without counting it as moved."""
         row, done = self._row - 1, self.done
         memory, taken = self._memory.data, 0
         while taken < len(data):
@@ -234,10 +256,13 @@ class Pieces:
             row += 1
 
 
-def _cut(offsets: Offsets, lengths: Offsets, most: int) -> tuple[Offsets, Offsets]:
-    """The same bytes in the same order, no piece longer than `most`: long ones in equal parts, but for the last."""
+def _split_long(offsets: Offsets, lengths: Offsets, most: int) -> tuple[Offsets, Offsets]:
+    """Split pieces longer than `most` into equal parts, except for the last."""
     counts = -(-lengths // most)
-    begins, parts = np.repeat(np.cumsum(counts) - counts, counts), np.repeat(-(-lengths // counts), counts)
+    begins, parts = (
+        np.repeat(np.cumsum(counts) - counts, counts),
+        np.repeat(-(-lengths // counts), counts),
+    )
     cut = np.repeat(offsets, counts) + (np.arange(parts.size) - begins) * parts
     return cut, np.minimum(np.repeat(offsets + lengths, counts) - cut, parts)
 

@@ -1,7 +1,8 @@
-"""StreamLink: a link over a stream socket, moved by one thread of its own. What tcp and shm have in common.
+"""StreamLink: a link over a stream socket with its own thread, the base of tcp and shm.
 
-The thread spins for a moment after the last byte, then sleeps until the socket or another thread wakes it. Whoever
-waits anyway may do the moving itself (`drive`). Not here: listening and dialling (tcp.py, shm.py), the bytes' form.
+The thread spins for a moment after the last byte, then sleeps until the socket or another thread
+wakes it. A thread that waits anyway may move the bytes itself (`drive`). Not here: listening and
+dialling (tcp.py, shm.py), the format of the bytes.
 """
 
 from __future__ import annotations
@@ -37,23 +38,25 @@ from kvtransfer.transports.outbound import Outbound
 from kvtransfer.transports.seal import Seal, SealBroken
 
 _MOST_MESSAGE_BYTES = (4 << 20) + (128 << 10)
-_STRANGER = FrameLimits(header_bytes=STRANGER_BYTES, payload_bytes=0)
+_UNPROVEN_LIMITS = FrameLimits(header_bytes=STRANGER_BYTES, payload_bytes=0)
 _NEVER = float("inf")
-_PATIENT = 4  # times as long a spin after a sleep that this would have spared
-_LOOK_MS = 5  # a driver looks so often whether it is done for reasons of its own
-_TRICKLE_MS = 50  # then less than is worth it is read all the same: whatever comes shows that the peer lives
+_LONG_SPIN_FACTOR = 4  # factor on the spin time after a sleep that a longer spin would have avoided
+_DRIVER_POLL_MS = 5  # how often a driver checks its own condition
+# After this time, less than the wanted bytes are read, because any byte shows that the peer is
+# alive.
+_TRICKLE_MS = 50
 _log = logging.getLogger("penstock")
 
 
 class Manner(msgspec.Struct, frozen=True):
-    """How a link behaves.
+    """Options of a link.
 
-    checked        windows carry an xxh3-64 of their bytes, taken from the source's memory and again from the sink's
-    sealed         windows are encrypted and authenticated (AES-128-GCM); both ends must want it
-    spin_s         how long to look for more before sleeping, four times as long where that has just been too short;
-                   0 on machines with no core to spare
-    window_bytes   what a window should measure here: larger ones cost less, smaller ones are fairer
-    lanes          connections to a peer that is dialled (tcp): one carries what one core can copy (lanes.py)
+    checked        windows carry xxh3-64, of the source's memory and again of the sink's
+    sealed         windows are encrypted and authenticated (AES-128-GCM); both ends must agree
+    spin_s         how long to poll before sleeping, four times as long if that was too short;
+                   0 on machines without a spare core
+    window_bytes   the preferred maximum size of a window
+    lanes          connections to a dialled peer (tcp); one core can copy what one carries
     """
 
     checked: bool = True
@@ -64,20 +67,27 @@ class Manner(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not 0 < self.window_bytes <= MOST_PAYLOAD or not 0.0 <= self.spin_s < 1.0:
-            raise ValueError(f"windows have 1 to {MOST_PAYLOAD} bytes and nobody spins for a second, not {self}")
+            raise ValueError(f"window_bytes must be 1 to {MOST_PAYLOAD}, spin_s below 1 s: {self}")
         if not 1 <= self.lanes <= MOST_LANES:
             raise ValueError(f"a link has 1 to {MOST_LANES} lanes, not {self}")
 
 
 class StreamLink:
-    """One end. The thread, or a driver in its place, alone touches the socket and the memory (`_lead` is held)."""
+    """One end. Only the holder of `_lead`, the thread or a driver, uses the socket and the
+    memory.
+    """
 
     transport = "stream"
     one_sided = False
-    _HOLD_MS = 5  # after a driver has left, the thread gives the next one so long before it takes over
+    _HOLD_MS = 5  # how long the thread waits for the next driver before it takes over
 
     def __init__(
-        self, sock: socket.socket, owner: LinkOwner, peer: str, manner: Manner, ended: Callable[[Any], None]
+        self,
+        sock: socket.socket,
+        owner: LinkOwner,
+        peer: str,
+        manner: Manner,
+        ended: Callable[[Any], None],
     ) -> None:
         self.peer = peer
         self.received_bytes = 0
@@ -85,13 +95,17 @@ class StreamLink:
         self._sock, self._owner, self._manner, self._ended_hook = sock, owner, manner, ended
         sock.setblocking(False)
         self._out: Outbound = Outbound(sock.fileno(), self._sent, checked=manner.checked)
-        self._in = Inbound(sock.fileno(), self._receive, self, _STRANGER)
+        self._in = Inbound(sock.fileno(), self._receive, self, _UNPROVEN_LIMITS)
         self._orders: deque[Callable[[], None]] = deque()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lead, self._gate, self._telling = threading.Lock(), threading.Lock(), threading.Lock()
+        self._lead, self._gate, self._report_lock = (
+            threading.Lock(),
+            threading.Lock(),
+            threading.Lock(),
+        )
         self._asleep = self._closing = self._ended = self._dialled = False
-        self._called = False  # another link has work for this one (lanes.py)
-        self._drivers, self._driven_s = 0, -_NEVER
+        self._has_lane_work = False  # another link has work for this one (lanes.py)
+        self._drivers, self._last_driven_s = 0, -_NEVER
         self._spin_s = manner.spin_s
         self._broken: str | None = None
         self._poll = select.poll()
@@ -101,26 +115,33 @@ class StreamLink:
         self._polled_in = 1
         self._bell_alone = select.poll()
         self._bell_alone.register(self._bell, select.POLLIN)
-        self._thread = threading.Thread(target=self._live, name=f"kv-{self.transport}-{peer}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"kv-{self.transport}-{peer}", daemon=True
+        )
 
     # ---- from any thread ----
 
     def open(self, *, dialled: bool) -> None:
-        """Begin. The owner of a link that was dialled to us hears `linked` first. TransportError: nothing is left."""
+        """Start the thread. The owner of an accepted link first gets `on_linked`.
+
+        Raises TransportError, after releasing everything, if there is no thread.
+        """
         self._dialled = dialled
         if not dialled:
             self._orders.append(lambda: self._owner.linked(self))
         try:
             self._thread.start()
-        except RuntimeError as wrong:
+        except RuntimeError as error:
             self._closing = True
             self._orders.clear()
             self._end()
-            raise TransportError(f"no thread for the link to {self.peer}: {wrong}") from wrong
+            raise TransportError(f"no thread for the link to {self.peer}: {error}") from error
 
     def send(self, message: bytes) -> None:
         if len(message) > _MOST_MESSAGE_BYTES:
-            raise ValueError(f"a message of {len(message)} bytes is over the limit of {_MOST_MESSAGE_BYTES}")
+            raise ValueError(
+                f"a message of {len(message)} bytes is over the limit of {_MOST_MESSAGE_BYTES}"
+            )
         self._queue(frame(Kind.MESSAGE, message))
 
     def put(self, head: WindowHead, window: Slice) -> None:
@@ -137,8 +158,12 @@ class StreamLink:
 
     def secure(self, window_key: bytes) -> None:
         if self._manner.sealed and self._in.seal is None:
-            ours, theirs = (hmac.digest(window_key, label, "sha256") for label in (b"dialled", b"answered"))
-            self._out.seal, self._in.seal = (Seal(ours), Seal(theirs)) if self._dialled else (Seal(theirs), Seal(ours))
+            ours, theirs = (
+                hmac.digest(window_key, label, "sha256") for label in (b"dialled", b"answered")
+            )
+            self._out.seal, self._in.seal = (
+                (Seal(ours), Seal(theirs)) if self._dialled else (Seal(theirs), Seal(ours))
+            )
         self._in.limits = FrameLimits(header_bytes=_MOST_MESSAGE_BYTES)
 
     def fence(self, transfer: int) -> None:
@@ -150,15 +175,18 @@ class StreamLink:
         self._wake(always=True)
 
     def join(self) -> None:
-        """Wait until the thread has ended, however long it is at its last copy: whoever closes takes it that nobody
-        writes any more. Not if that is the caller's own, or has yet to begin."""
+        """Wait until the thread has ended, so that nothing writes any more.
+
+        No-op on the link's own thread, or before it starts.
+        """
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def drive(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Move this link's bytes on the calling thread until `done()`: what waits anyway needs no wake-up.
+        """Move this link's bytes on the calling thread until `done()`. Saves a wake-up.
 
-        Whether it was done in time. The owner is then called on this thread. Raises TransportError on a lost link.
+        Returns whether it was done in time. The owner is called on this thread meanwhile. Raises
+        TransportError if the link is lost.
         """
         deadline_s = time.perf_counter() + timeout_s
         self._count_drivers(1)
@@ -172,7 +200,7 @@ class StreamLink:
                         return False
                     self._step(done)
         finally:
-            self._driven_s = time.perf_counter()
+            self._last_driven_s = time.perf_counter()
             self._count_drivers(-1)
         return True
 
@@ -186,7 +214,7 @@ class StreamLink:
             self._wake()
 
     def _order(self, order: Callable[[], None]) -> bool:
-        """Have the thread do something. False when it does nothing any more."""
+        """Run `order` on the link's thread. Returns False if the thread has ended."""
         with self._gate:
             if self._ended:
                 return False
@@ -201,16 +229,16 @@ class StreamLink:
                     os.eventfd_write(self._bell, 1)
 
     def _fenced_late(self, transfer: int) -> None:
-        """Nobody writes any more on a link that has ended; the answer is owed all the same."""
-        with self._telling:
+        """Report a fence on a link that has ended: nothing writes any more."""
+        with self._report_lock:
             self._fenced(transfer)
 
     # ---- on the link's thread ----
 
     def _prepare(self) -> None:
-        """What comes before any byte of ours."""
+        """Run before the link's first byte."""
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         self._prepare()
         while self._broken is None and not self._closing:
             if self._driven() and not (self._orders and not self._drivers):
@@ -222,25 +250,25 @@ class StreamLink:
         self._end()
 
     def _driven(self) -> bool:
-        """Somebody drives, or has just driven and will probably do so again: better not be in the way."""
-        return self._drivers > 0 or time.perf_counter() - self._driven_s < self._HOLD_MS / 1e3
+        """Return whether a driver is active, or was recently and may return."""
+        return self._drivers > 0 or time.perf_counter() - self._last_driven_s < self._HOLD_MS / 1e3
 
     def _step(self, done: Callable[[], bool] | None = None) -> None:
-        """Move what can be moved, and rest when nothing can."""
+        """Move what can be moved, and rest if there is nothing."""
         try:
             if not self._turn():
                 self._rest(done)
-        except (EOFError, FrameError, SealBroken, TransportError) as wrong:
-            self._broken = str(wrong)
-        except OSError as wrong:
-            self._broken = wrong.strerror or str(wrong)
+        except (EOFError, FrameError, SealBroken, TransportError) as error:
+            self._broken = str(error)
+        except OSError as error:
+            self._broken = error.strerror or str(error)
         except Exception:
             _log.exception("the owner of the link to %s failed", self.peer)
             self._broken = "the owner of the link failed"
 
     def _turn(self) -> bool:
         if self._orders:
-            self._obey()
+            self._run_orders()
         out = self._out
         moved = out.pump() if not out.idle else False
         if self._room_alone:
@@ -248,16 +276,16 @@ class StreamLink:
         elif self._in.pump():
             moved = True
             if not (out.idle or out.blocked):
-                # An answer leaves at once.
+                # Send a reply at once.
                 out.pump()
         return moved
 
-    def _obey(self) -> None:
-        self._silence()
+    def _run_orders(self) -> None:
+        self._clear_bell()
         while self._orders:
             self._orders.popleft()()
 
-    def _silence(self) -> None:
+    def _clear_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
 
@@ -267,7 +295,12 @@ class StreamLink:
             return
         self._asleep = True
         try:
-            if self._orders or not (self._out.idle or self._out.blocked) or self._called or self._closing:
+            if (
+                self._orders
+                or not (self._out.idle or self._out.blocked)
+                or self._has_lane_work
+                or self._closing
+            ):
                 return
             if self._broken is not None:
                 return
@@ -275,35 +308,47 @@ class StreamLink:
                 return
             self._want_out(self._out.blocked)
             since_s = time.perf_counter()
-            told = self._poll.poll(_LOOK_MS if done is not None else _TRICKLE_MS if self._polled_in > 1 else None)
-            self._room_alone = told == [(self._sock.fileno(), select.POLLOUT)]
-            if any(fd == self._bell for fd, _ in told):
-                self._silence()
-            # To sleep and be woken costs both ends more than it took: an exchange of short words would stay slow.
-            short = time.perf_counter() - since_s < _PATIENT * self._manner.spin_s
-            self._spin_s = self._manner.spin_s * (_PATIENT if short else 1)
+            events = self._poll.poll(
+                _DRIVER_POLL_MS
+                if done is not None
+                else _TRICKLE_MS
+                if self._polled_in > 1
+                else None
+            )
+            self._room_alone = events == [(self._sock.fileno(), select.POLLOUT)]
+            if any(fd == self._bell for fd, _ in events):
+                self._clear_bell()
+            # A sleep and a wake-up cost both ends more than this took, and would keep a short
+            # exchange slow.
+            was_short = time.perf_counter() - since_s < _LONG_SPIN_FACTOR * self._manner.spin_s
+            self._spin_s = self._manner.spin_s * (_LONG_SPIN_FACTOR if was_short else 1)
         finally:
             self._asleep = False
 
     def _spin(self, done: Callable[[], bool] | None) -> bool:
-        """Look for more for a while. True when something was moved, or is there to do.
+        """Poll for a while. Returns True if something was moved or is waiting.
 
-        A look at the poll costs a third of a read that finds nothing.
+        Polling costs a third of a read that finds nothing.
         """
         clock, look, out = time.perf_counter, self._poll.poll, self._out
         self._want_out(False)
         until_s = clock() + self._spin_s
         while clock() < until_s:
-            # Whoever we wait for may have been woken on this very core.
+            # The peer may have been woken on this very core.
             os.sched_yield()
             if look(0):
                 return self._turn()
-            if not out.idle or self._called or self._closing or (done is None and self._drivers):
+            if (
+                not out.idle
+                or self._has_lane_work
+                or self._closing
+                or (done is None and self._drivers)
+            ):
                 return True
         return False
 
     def _want_in(self, least: int) -> None:
-        """Have a poll tell of so many bytes, not of fewer."""
+        """Make the poll report readability only from `least` bytes on."""
         if least != self._polled_in:
             self._polled_in = least
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
@@ -314,31 +359,31 @@ class StreamLink:
             self._poll.modify(self._sock, select.POLLIN | select.POLLOUT if want else select.POLLIN)
 
     def _end(self) -> None:
-        """Out of all memory for good. Then the owner hears it, and whoever still waits for a fence."""
+        """Stop using all memory, then report the loss and the pending fences."""
         with self._lead:
             if self._broken is None:
-                self._farewell()
+                self._flush_last()
             self._sock.close()
         self._release()
         self._ended_hook(self)
         if not self._closing:
             self._owner.lost(self, self._broken or "closed")
-        while not self._all_obeyed():
+        while not self._mark_ended():
             while self._orders:
                 self._orders.popleft()()
         os.close(self._bell)
 
     def _release(self) -> None:
-        """Give back what only this link used."""
+        """Release the resources that only this link used."""
 
-    def _farewell(self) -> None:
-        """A last message is worth a try, but no wait."""
+    def _flush_last(self) -> None:
+        """Try to send the remaining output, without waiting."""
         try:
             self._out.pump()
         except OSError:
             return
 
-    def _all_obeyed(self) -> bool:
+    def _mark_ended(self) -> bool:
         with self._gate:
             self._ended = not self._orders
             return self._ended
@@ -353,11 +398,11 @@ class StreamLink:
     def _fenced(self, transfer: int) -> None:
         self._owner.fenced(self, transfer)
 
-    # ---- what came and went ----
+    # ---- events of Inbound and Outbound ----
 
     def framed(self, kind: Kind, header: bytes) -> None:
         if kind is not Kind.MESSAGE:
-            raise FrameError(f"a frame of kind {kind.name} has no place on {self.transport}")
+            raise FrameError(f"a frame of kind {kind.name} is not allowed on {self.transport}")
         self._owner.message(self, header)
 
     def incoming(self, head: WindowHead) -> Slice | None:

@@ -1,7 +1,8 @@
-"""Tcp: the way between any two machines. Windows go from the source's memory into the socket, and from the sink's
-socket into its memory, without a copy in between.
+"""Tcp: the transport between any two machines.
 
-Not here: the thread that moves them (stream.py), who may connect (the agents' handshake).
+Windows go from the source's memory into the socket, and from the socket into the sink's memory,
+without a copy in between. Not here: the thread that moves them (stream.py), who may connect (the
+agents' handshake).
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from kvtransfer.transports.tls import TlsContexts, TlsLink
 
 _BUFFER_BYTES = 1 << 20
 _DIAL_S = 3.0
-_BACKLOG = 1024  # a full one costs a peer that dials a second
+_BACKLOG = 1024  # a full backlog costs a dialling peer a second
 
 
 class TcpLink(LanedLink):
+    """One end of a TCP link without TLS."""
+
     transport = "tcp"
 
 
 class Tcp:
-    """Listens on `host`, on a port of the kernel's choice unless one is given.
+    """Listens on `host`:`port` (0: any free port).
 
-    advertise   the name or address under which peers reach `host`, where that is another (0.0.0.0, behind a NAT)
-    tls         both ends show certificates and all bytes are encrypted; peers must have it as well
+    advertise   the name or address under which peers reach `host`, if different (0.0.0.0, NAT) tls
+    both ends show certificates, and all bytes are encrypted; peers must use TLS, too
     """
 
     name = "tcp"
-    _made: type[StreamLink] = TcpLink
 
     def __init__(
         self,
@@ -46,8 +48,13 @@ class Tcp:
         advertise: str | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
-        """Raises TransportError for TLS files that cannot be used."""
-        self._host, self._port, self._manner, self._advertise = host, port, manner or Manner(), advertise
+        """Raise TransportError for unusable TLS files."""
+        self._host, self._port, self._manner, self._advertise = (
+            host,
+            port,
+            manner or Manner(),
+            advertise,
+        )
         self._tls = None if tls is None else TlsContexts(tls)
         self.sealed: bool | None = self._manner.sealed or tls is not None
         self._listening: Listening[StreamLink] = Listening(self._link)
@@ -55,9 +62,11 @@ class Tcp:
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            listener = socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
-        except OSError as wrong:
-            raise TransportError(f"cannot listen on {self._host}:{self._port}: {wrong}") from wrong
+            listener = socket.create_server(
+                (self._host, self._port), family=family, backlog=_BACKLOG
+            )
+        except OSError as error:
+            raise TransportError(f"cannot listen on {self._host}:{self._port}: {error}") from error
         self._listening.start(owner, listener, "kv-tcp-listen")
         host, port = listener.getsockname()[:2]
         return f"{self._advertise or host}:{port}"
@@ -66,8 +75,8 @@ class Tcp:
         host, _, port = address.rpartition(":")
         try:
             sock = socket.create_connection((host, int(port)), timeout=_DIAL_S)
-        except (OSError, ValueError, OverflowError) as wrong:
-            raise TransportError(f"{address} cannot be reached: {wrong}") from wrong
+        except (OSError, ValueError, OverflowError) as error:
+            raise TransportError(f"{address} cannot be reached: {error}") from error
         if self._tls is None:
             return self._listening.add(sock, address, dialled=True)
         return self._dial_tls(self._tls, sock, host.strip("[]"), address)
@@ -75,9 +84,12 @@ class Tcp:
     def _dial_tls(self, tls: TlsContexts, sock: socket.socket, host: str, address: str) -> Link:
         try:
             wrapped = tls.client(sock, host)
-        except (OSError, ValueError) as wrong:  # a host that no certificate can name
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # ValueError: a host name that no certificate can contain
             sock.close()
-            raise TransportError(f"{address} cannot be reached by TLS: {wrong}") from wrong
+            raise TransportError(f"{address} cannot be reached by TLS: {error}") from error
         link = self._listening.add(wrapped, address, dialled=True)
         assert isinstance(link, TlsLink)
         link.wait_for_handshake(_DIAL_S)
@@ -92,5 +104,12 @@ class Tcp:
             sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
         if self._tls is not None:
             wrapped = sock if isinstance(sock, ssl.SSLSocket) else self._tls.server(sock)
-            return TlsLink(wrapped, owner, peer, self._manner, self._listening.forget, self._tls.files.peer_name)
-        return self._made(sock, owner, peer, self._manner, self._listening.forget)
+            return TlsLink(
+                wrapped,
+                owner,
+                peer,
+                self._manner,
+                self._listening.forget,
+                self._tls.files.peer_name,
+            )
+        return TcpLink(sock, owner, peer, self._manner, self._listening.forget)

@@ -1,6 +1,7 @@
-"""TLS for links over TCP: certificates at both ends, files that are read again when they change.
+"""TLS for links over TCP: certificates at both ends, and files that are reloaded when they change.
 
-Not here: which connections there are (tcp.py), the proof of the fleet's key, which follows inside (session.py).
+Not here: the connections (tcp.py), or the proof of the fleet's key, which follows inside TLS
+(session.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from kvtransfer.transports.outbound import Outbound
 from kvtransfer.transports.scatter import vectors_at
 from kvtransfer.transports.stream import Manner
 
-_RECORD_BYTES = 16 << 10  # A retry after a full socket must offer at least as much as before: one record at most.
+# A retry after a full socket must offer at least as much as before: one record at most.
+_RECORD_BYTES = 16 << 10
 _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _log = logging.getLogger("penstock")
 
@@ -32,40 +34,45 @@ Signature = tuple[tuple[int, int, int], ...]
 
 
 class TlsContexts:
-    """What connections begin with. Changed files apply to new connections; files that do not load are not used."""
+    """The TLS contexts of new connections, reloaded when a file changes.
+
+    Files that do not load are ignored, and the earlier ones stay in use.
+    """
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises TransportError, which names the files."""
+        """Raise TransportError, with the file names, if the files cannot be used."""
         self.files = files
         self._lock = threading.Lock()
-        self._seen = self._signature()
+        self._loaded_signature = self._signature()
         self._client, self._server = self._load()
 
     def client(self, sock: socket.socket, host: str) -> ssl.SSLSocket:
-        """The dialling end of a connection to `host`, its handshake still to come."""
+        """Wrap the dialling end of a connection to `host`, before its handshake."""
         context, _ = self._current()
         name = self.files.peer_name or host
         return context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
 
     def server(self, sock: socket.socket) -> ssl.SSLSocket:
-        """The other end of a connection, its handshake still to come."""
+        """Wrap the accepting end of a connection, before its handshake."""
         _, context = self._current()
         return context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def _current(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         with self._lock:
-            seen = self._signature()
-            if seen != self._seen:
-                self._seen = seen
+            signature = self._signature()
+            if signature != self._loaded_signature:
+                self._loaded_signature = signature
                 try:
                     self._client, self._server = self._load()
-                    _log.info("kv: TLS certificate %s was read again", self.files.certificate)
+                    _log.info("kv: reloaded TLS certificate %s", self.files.certificate)
                 except TransportError as error:
-                    _log.error("kv: the TLS files before stay in use: %s", error)
+                    _log.error("kv: the earlier TLS files stay in use: %s", error)
             return self._client, self._server
 
     def _signature(self) -> Signature:
-        return tuple(_identity(path) for path in (self.files.certificate, self.files.key, self.files.ca))
+        return tuple(
+            _identity(path) for path in (self.files.certificate, self.files.key, self.files.ca)
+        )
 
     def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         return self._context(ssl.PROTOCOL_TLS_CLIENT), self._context(ssl.PROTOCOL_TLS_SERVER)
@@ -76,23 +83,25 @@ class TlsContexts:
         context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION | ssl.OP_NO_TICKET
         context.verify_mode = ssl.CERT_REQUIRED
         if protocol == ssl.PROTOCOL_TLS_SERVER:
-            context.num_tickets = 0  # no session is resumed
+            context.num_tickets = 0  # no session resumption
         files = self.files
         try:
-            # Without `password` OpenSSL would ask for one on the terminal.
+            # Without `password`, OpenSSL would prompt on the terminal.
             context.load_cert_chain(files.certificate, files.key, password=lambda: "")
         except OSError as error:
             both = f"{files.certificate} and {files.key}"
-            raise TransportError(f"{both} cannot be used for TLS: {_text(error)}") from error
+            raise TransportError(f"{both} cannot be used for TLS: {_error_text(error)}") from error
         try:
             context.load_verify_locations(cafile=files.ca)
         except OSError as error:
-            raise TransportError(f"{files.ca} cannot be used for TLS: {_text(error)}") from error
+            raise TransportError(
+                f"{files.ca} cannot be used for TLS: {_error_text(error)}"
+            ) from error
         return context
 
 
 class TlsLink(LanedLink):
-    """A link whose bytes go through TLS. Its thread makes the handshake before anything else."""
+    """A link over TLS. Its thread performs the handshake first."""
 
     transport = "tcp"
 
@@ -112,7 +121,9 @@ class TlsLink(LanedLink):
         self._handshake_over = threading.Event()
 
     def wait_for_handshake(self, timeout_s: float) -> None:
-        """Raises TransportError, and the link is closed, if the handshake fails or takes longer."""
+        """Wait for the handshake. Raises TransportError if it fails, or closes the link if it is
+        late.
+        """
         if not self._handshake_over.wait(timeout_s):
             self.close()
             raise TransportError(f"no TLS handshake with {self.peer} within {timeout_s:g} s")
@@ -124,19 +135,21 @@ class TlsLink(LanedLink):
     def _prepare(self) -> None:
         try:
             with self._lead:
-                while not self._closing and not self._shake():
+                while not self._closing and not self._step_handshake():
                     pass
         except OSError as error:
-            self._broken = f"TLS: {_text(error)}"
+            self._broken = f"TLS: {_error_text(error)}"
         except Exception:
             _log.exception("the owner of the link to %s failed", self.peer)
             self._broken = "the owner of the link failed"
         finally:
             self._handshake_over.set()
 
-    def _shake(self) -> bool:
-        """A step of the handshake, and a wait for the next. True when it is over."""
-        self._obey()
+    def _step_handshake(self) -> bool:
+        """Perform one step of the handshake, and wait for the next. Returns True when it is
+        complete.
+        """
+        self._run_orders()
         if self._closing:
             return True
         try:
@@ -157,13 +170,19 @@ class TlsLink(LanedLink):
         poll.poll()
 
     def _check_peer(self) -> None:
-        """OpenSSL has compared names where this end dialled. Where the peer dialled, that is left to us."""
+        """Check the name of a peer that dialled. OpenSSL has checked the name of a dialled peer."""
         if not self._peer_name or self._dialled:
             return
         certificate: Any = self._tls.getpeercert() or {}
-        names = [str(name).lower() for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS"]
+        names = [
+            str(name).lower()
+            for kind, name in certificate.get("subjectAltName", ())
+            if kind == "DNS"
+        ]
         if self._peer_name.lower() not in names:
-            raise ssl.SSLCertVerificationError(f"the certificate of {self.peer} does not hold {self._peer_name}")
+            raise ssl.SSLCertVerificationError(
+                f"the certificate of {self.peer} does not contain {self._peer_name}"
+            )
 
     def _receive(self, buffer: memoryview) -> int:
         try:
@@ -172,38 +191,50 @@ class TlsLink(LanedLink):
             raise BlockingIOError from wait
 
     def _want_in(self, least: int) -> None:
-        """A poll cannot count bytes here: part of a record may be in OpenSSL's buffer already."""
+        """No-op: a poll cannot count bytes, because OpenSSL may have part of a record in its
+        buffer.
+        """
 
 
 class _TlsInbound(Inbound):
-    def __init__(self, sock: ssl.SSLSocket, receive: Callable[[memoryview], int], hearer: Any, limits: Any) -> None:
+    """Reads through TLS into the vectors."""
+
+    def __init__(
+        self, sock: ssl.SSLSocket, receive: Callable[[memoryview], int], hearer: Any, limits: Any
+    ) -> None:
         super().__init__(sock.fileno(), receive, hearer, limits)
         self._tls = sock
 
     def _readv(self, fd: int, address: int, count: int) -> int:
-        """As readv(2). Reads until the vectors are full or no whole record is left."""
+        """Act as readv(2): read until the vectors are full or no complete record is left."""
         total = 0
         for view in vectors_at(address, count):
-            at = 0
-            while at < len(view):
+            offset = 0
+            while offset < len(view):
                 try:
-                    got = self._tls.recv_into(view[at:])
+                    count_read = self._tls.recv_into(view[offset:])
                 except _WAITS:
                     return total or _would_block()
-                if not got:
+                if not count_read:
                     return total
-                at, total = at + got, total + got
+                offset, total = offset + count_read, total + count_read
         return total
 
 
 class _TlsOutbound(Outbound):
-    def __init__(self, sock: ssl.SSLSocket, sent: Callable[[WindowHead], None], *, checked: bool) -> None:
+    """Writes the vectors through TLS."""
+
+    def __init__(
+        self, sock: ssl.SSLSocket, sent: Callable[[WindowHead], None], *, checked: bool
+    ) -> None:
         super().__init__(sock.fileno(), sent, checked=checked)
         self._tls = sock
         self._record = memoryview(bytearray(_RECORD_BYTES))
 
     def _writev(self, fd: int, address: int, count: int) -> int:
-        """As writev(2), a record at a time. After a full socket the same bytes form the first record again."""
+        """Act as writev(2), one record at a time. After a full socket, retry the same first
+        record.
+        """
         total = 0
         for record in self._records(vectors_at(address, count)):
             try:
@@ -213,23 +244,25 @@ class _TlsOutbound(Outbound):
         return total
 
     def _records(self, views: list[memoryview]) -> Iterator[memoryview]:
-        """All bytes in order: whole records from where they lie, the ends of vectors and short ones copied together."""
-        held = 0
+        """Yield all bytes in order, in whole records without a copy, and shorter pieces
+        combined.
+        """
+        buffered = 0
         for view in views:
-            at = 0
-            while at < len(view):
-                if not held and len(view) - at >= _RECORD_BYTES:
-                    yield view[at : at + _RECORD_BYTES]
-                    at += _RECORD_BYTES
+            offset = 0
+            while offset < len(view):
+                if not buffered and len(view) - offset >= _RECORD_BYTES:
+                    yield view[offset : offset + _RECORD_BYTES]
+                    offset += _RECORD_BYTES
                     continue
-                size = min(_RECORD_BYTES - held, len(view) - at)
-                self._record[held : held + size] = view[at : at + size]
-                at, held = at + size, held + size
-                if held == _RECORD_BYTES:
+                size = min(_RECORD_BYTES - buffered, len(view) - offset)
+                self._record[buffered : buffered + size] = view[offset : offset + size]
+                offset, buffered = offset + size, buffered + size
+                if buffered == _RECORD_BYTES:
                     yield self._record
-                    held = 0
-        if held:
-            yield self._record[:held]
+                    buffered = 0
+        if buffered:
+            yield self._record[:buffered]
 
     def _send(self, data: memoryview) -> int:
         try:
@@ -244,14 +277,14 @@ def _would_block() -> int:
 
 
 def _identity(path: str) -> tuple[int, int, int]:
-    """What changes when a file is written or replaced."""
+    """Return values that change when a file is written or replaced."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return 0, 0, 0
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _text(error: OSError) -> str:
-    why: str = getattr(error, "verify_message", "")  # of a certificate that was refused
-    return why or error.strerror or str(error)
+def _error_text(error: OSError) -> str:
+    reason: str = getattr(error, "verify_message", "")  # reason for refusing a certificate
+    return reason or error.strerror or str(error)

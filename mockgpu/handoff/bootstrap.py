@@ -35,7 +35,9 @@ class Bootstrap:
         """Tell who we are now. OSError when the port is taken."""
         self._here = here
         app = web.Application()
-        app.add_routes([web.get(PAGES[self._dialect], self._page), web.get("/health", self._health)])
+        app.add_routes(
+            [web.get(PAGES[self._dialect], self._page), web.get("/health", self._health)]
+        )
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self._port)
@@ -131,7 +133,9 @@ class Resolver:
         try:
             if not mooncake:
                 return joined(str(page["rank_ip"]), int(page["rank_port"]))
-            workers = next(rank["worker_addr"] for rank in page.values() if rank["engine_id"] == peer.engine_id)
+            workers = next(
+                rank["worker_addr"] for rank in page.values() if rank["engine_id"] == peer.engine_id
+            )
             return str(workers["0"]["0"])
         except (KeyError, TypeError, StopIteration, ValueError) as error:
             raise UnknownPeerError(f"{url} knows no engine {peer.engine_id}") from error

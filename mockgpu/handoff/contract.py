@@ -46,7 +46,9 @@ class Dialect(Protocol):
 
     name: str
 
-    def read(self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here) -> Reading:
+    def read(
+        self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
+    ) -> Reading:
         """The leg that a request asks for. Raises ApiError as the engine would; MalformedHandoffError is counted."""
         ...
 
@@ -54,7 +56,9 @@ class Dialect(Protocol):
         """What a prefill leg's answer says besides. `offered` None: nothing is kept (it ended by itself)."""
         ...
 
-    def told_in_choice(self, ask: Ask, offered: Offered | None, first: bytes, here: Here) -> dict[str, Any]:
+    def told_in_choice(
+        self, ask: Ask, offered: Offered | None, first: bytes, here: Here
+    ) -> dict[str, Any]:
         """The same for what stands in the choice; `first` are the tokens made."""
         ...
 
@@ -86,7 +90,13 @@ class AgentPort(Protocol):
     address: str
 
     def offer(
-        self, name: str, blocks: Sequence[int], tokens: int, *, ttl_s: float = ..., public: bool = ...
+        self,
+        name: str,
+        blocks: Sequence[int],
+        tokens: int,
+        *,
+        ttl_s: float = ...,
+        public: bool = ...,
     ) -> OfferPort: ...
 
     def fetch(

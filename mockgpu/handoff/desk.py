@@ -139,14 +139,18 @@ class Desk:
 
     def renew(self, name: str, ticket: str) -> str | None:
         """Keep an offer for two thirds of a lease from now on: its new ticket. None for one that is not, or not so."""
-        offer = next((o for o in self._offers.values() if o.name == name and o.ticket == ticket), None)
+        offer = next(
+            (o for o in self._offers.values() if o.name == name and o.ticket == ticket), None
+        )
         return offer.ticket if offer is not None and offer.renew(self._lease_s * 2 / 3) else None
 
     def queued(self, job: Job) -> None:
         """A job has come that may have to wait for room: its KV is to be kept for it."""
         if isinstance(job.leg, Take) and job.leg.renew and not job.leg.parked:
             # Six times in the lease's time, as vLLM's heartbeats.
-            self._keeping[job] = asyncio.get_running_loop().call_later(self._lease_s / 6, self._keep, job)
+            self._keeping[job] = asyncio.get_running_loop().call_later(
+                self._lease_s / 6, self._keep, job
+            )
 
     def _keep(self, job: Job) -> None:
         del self._keeping[job]
@@ -186,7 +190,11 @@ class Desk:
         elif isinstance(job.leg, Take) and job.cached < 0:
             # Never admitted, so it never asked for its KV.
             self.decline(job.leg)
-        if job in self._offers and isinstance(job.leg, Give) and job.leg.answering is Answering.WHEN_TAKEN:
+        if (
+            job in self._offers
+            and isinstance(job.leg, Give)
+            and job.leg.answering is Answering.WHEN_TAKEN
+        ):
             self._offers[job].revoke()
         if isinstance(job.leg, Take) and job.leg.parked:
             self._free(job)
@@ -246,7 +254,9 @@ class Desk:
     def _arrived(self, job: Job, take: Take, how: End) -> None:
         """The job goes on with its KV, or without it as the policy says."""
         if how.landed:
-            self._owner.scheduler.landed(job, job.prompt_tokens - 1 if take.cached is None else take.cached)
+            self._owner.scheduler.landed(
+                job, job.prompt_tokens - 1 if take.cached is None else take.cached
+            )
         elif self._recompute:
             self._owner.scheduler.recompute(job)
         else:
@@ -286,8 +296,14 @@ class Desk:
             return
         # The memory has one block more than the scheduler knows: a single token fetched into it lets the giver go.
         spare = [self._owner.scheduler.pool.total]
-        landing = self.agent.fetch(address, take.name, spare, 1, ticket=take.ticket, timeout_s=take.wait_s)
-        calling_off = None if take.ticket else asyncio.get_running_loop().call_later(DECLINING_S, landing.cancel)
+        landing = self.agent.fetch(
+            address, take.name, spare, 1, ticket=take.ticket, timeout_s=take.wait_s
+        )
+        calling_off = (
+            None
+            if take.ticket
+            else asyncio.get_running_loop().call_later(DECLINING_S, landing.cancel)
+        )
         await landing.ended()
         if calling_off is not None:
             calling_off.cancel()

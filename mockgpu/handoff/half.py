@@ -61,15 +61,21 @@ class Half:
     `wire` joins the agents of one process where the transport is inproc.
     """
 
-    def __init__(self, group: TpGroup, transfer: Transfer, host: str, wire: ProcessWire | None = None) -> None:
+    def __init__(
+        self, group: TpGroup, transfer: Transfer, host: str, wire: ProcessWire | None = None
+    ) -> None:
         spec = group.spec
         self.group = group
         self.transfer = transfer
         self.dialect, self._wait_s = _dialect(transfer)
-        self.here = Here("", host, 0, spec.tp, spec.role, transfer.version, transfer.lease_s, self._wait_s)
+        self.here = Here(
+            "", host, 0, spec.tp, spec.role, transfer.version, transfer.lease_s, self._wait_s
+        )
         # One block more than are given out: what is declined is fetched into it (desk.py).
         blocks = group.scheduler.pool.total + 1
-        self.memory = KvMemory.create(scaled_layout(spec.model, spec.tp, transfer.scale), blocks, spec.role)
+        self.memory = KvMemory.create(
+            scaled_layout(spec.model, spec.tp, transfer.scale), blocks, spec.role
+        )
         self.agent: Agent | None = None
         self._wire = wire
         self._host = host
@@ -118,7 +124,9 @@ class Half:
         )
         link = Link(spec.model.kv_token_bytes, transfer.gbps * 1e9 / 8, spec.speed)
         connector = "mooncake" if transfer.dialect == "mooncake" else "nixl"
-        self.group.desk = Desk(self.group, agent, self._resolver, link, transfer.recompute, transfer.lease_s, connector)
+        self.group.desk = Desk(
+            self.group, agent, self._resolver, link, transfer.recompute, transfer.lease_s, connector
+        )
         if spec.role != "decode" and self._bootstrap.wanted:
             await self._bootstrap.start(self.here)
 
@@ -133,7 +141,9 @@ class Half:
             transports=transports,
             # On a wire of this process the agent's time stops with it.
             clock=next((each.agent_clock for each in transports if isinstance(each, Inproc)), None),
-            options=Options(patience_s=self._wait_s, family=_family(self.group.spec.model.name, self.transfer)),
+            options=Options(
+                patience_s=self._wait_s, family=_family(self.group.spec.model.name, self.transfer)
+            ),
         )
         try:
             await agent.start()
@@ -199,7 +209,11 @@ class Half:
 
     def told(self) -> dict[str, Any]:
         """What the line says that tells of a group's start."""
-        return {"dialect": self.dialect.name, "agent": self.here.address, "bootstrap": self.bootstrap_url}
+        return {
+            "dialect": self.dialect.name,
+            "agent": self.here.address,
+            "bootstrap": self.bootstrap_url,
+        }
 
     def state(self) -> dict[str, Any]:
         """Who it is and what it holds for others, for tests."""

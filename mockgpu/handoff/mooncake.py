@@ -23,7 +23,9 @@ class Mooncake:
 
     name = "mooncake"
 
-    def read(self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here) -> Reading:
+    def read(
+        self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
+    ) -> Reading:
         """The leg of a request; the wrong leg for this engine's role is the end of it."""
         params = checked_object(body)
         if params is None:
@@ -48,6 +50,8 @@ class Mooncake:
         """Nothing: the decode leg knows all it needs."""
         return {}
 
-    def told_in_choice(self, ask: Ask, offered: Offered | None, first: bytes, here: Here) -> dict[str, Any]:
+    def told_in_choice(
+        self, ask: Ask, offered: Offered | None, first: bytes, here: Here
+    ) -> dict[str, Any]:
         """Nothing."""
         return {}

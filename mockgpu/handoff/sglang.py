@@ -28,7 +28,9 @@ class Sglang:
     def __init__(self) -> None:
         self._rooms: OrderedDict[int, None] = OrderedDict()
 
-    def read(self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here) -> Reading:
+    def read(
+        self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
+    ) -> Reading:
         """The leg of a request: which one is the server's role, not the request's choice."""
         for field in ("kv_transfer_params", "disaggregated_params"):
             if getattr(body, field) is not None:
@@ -67,6 +69,8 @@ class Sglang:
         """Nothing: both legs know the room."""
         return {}
 
-    def told_in_choice(self, ask: Ask, offered: Offered | None, first: bytes, here: Here) -> dict[str, Any]:
+    def told_in_choice(
+        self, ask: Ask, offered: Offered | None, first: bytes, here: Here
+    ) -> dict[str, Any]:
         """Nothing."""
         return {}

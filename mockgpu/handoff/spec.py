@@ -49,7 +49,9 @@ class Transfer(msgspec.Struct, frozen=True):
         if self.dialect not in DIALECTS:
             raise ValueError(f"unknown dialect {self.dialect!r}: known are {', '.join(DIALECTS)}")
         if self.transport not in TRANSPORTS:
-            raise ValueError(f"unknown transport {self.transport!r}: known are {', '.join(TRANSPORTS)}")
+            raise ValueError(
+                f"unknown transport {self.transport!r}: known are {', '.join(TRANSPORTS)}"
+            )
         if not 0 < self.scale <= 1 or not self.gbps > 0 or not self.lease_s > 0:
             raise ValueError("kv scale lies in (0, 1]; link speed and lease are positive")
         if self.wait_s is not None and not self.wait_s > 0:

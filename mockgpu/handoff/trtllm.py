@@ -26,20 +26,68 @@ LEAST_ID = 1 << 40
 MOST_IDS = 1 << 16
 
 _SHARED = (
-    *("model", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "max_tokens", "n", "seed"),
-    *("stop", "stream", "stream_options", "temperature", "top_p", "user", "best_of", "use_beam_search"),
+    *(
+        "model",
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+        "logprobs",
+        "max_tokens",
+        "n",
+        "seed",
+    ),
+    *(
+        "stop",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_p",
+        "user",
+        "best_of",
+        "use_beam_search",
+    ),
     *("top_k", "top_p_min", "min_p", "repetition_penalty", "length_penalty", "early_stopping"),
-    *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens"),
-    *("spaces_between_special_tokens", "truncate_prompt_tokens", "lora_request", "add_special_tokens"),
-    *("response_format", "echo", "suffix", "prompt_ignore_length", "thinking_token_budget", "priority"),
+    *(
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "min_tokens",
+        "skip_special_tokens",
+    ),
+    *(
+        "spaces_between_special_tokens",
+        "truncate_prompt_tokens",
+        "lora_request",
+        "add_special_tokens",
+    ),
+    *(
+        "response_format",
+        "echo",
+        "suffix",
+        "prompt_ignore_length",
+        "thinking_token_budget",
+        "priority",
+    ),
     *("disaggregated_params", "conversation_params"),
 )
 CHAT_FIELDS = frozenset(
     (
         *_SHARED,
-        *("messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "reasoning_effort"),
+        *(
+            "messages",
+            "max_completion_tokens",
+            "top_logprobs",
+            "tools",
+            "tool_choice",
+            "reasoning_effort",
+        ),
         *("add_generation_prompt", "documents", "chat_template", "chat_template_kwargs"),
-        *("injected_chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "prompt_token_ids"),
+        *(
+            "injected_chat_template_kwargs",
+            "media_io_kwargs",
+            "mm_processor_kwargs",
+            "prompt_token_ids",
+        ),
         *("cache_salt", "agent_hierarchy"),
     )
 )
@@ -96,20 +144,29 @@ class Trtllm:
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[str, int], None] = OrderedDict()
 
-    def read(self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here) -> Reading:
+    def read(
+        self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
+    ) -> Reading:
         """The leg of a request. ApiError 400 for a field that the model does not have."""
         known = CHAT_FIELDS if body.messages is not None else COMPLETION_FIELDS
         for field in msgspec.json.decode(raw):
             if field not in known:
-                raise ApiError(400, f"1 validation error: {field}: Extra inputs are not permitted", field)
+                raise ApiError(
+                    400, f"1 validation error: {field}: Extra inputs are not permitted", field
+                )
         if body.disaggregated_params is None:
             return NO_LEG
         params = self._params(body.disaggregated_params)
         if params.request_type == "context_and_generation":
             return NO_LEG
         if params.request_type == "context_only":
-            return Reading(Give(str(self._new_id(params)), here.wait_s, if_ended=False), one_token=True)
-        return Reading(self._take(params, here), token_bytes(body.prompt_token_ids) if body.prompt_token_ids else None)
+            return Reading(
+                Give(str(self._new_id(params)), here.wait_s, if_ended=False), one_token=True
+            )
+        return Reading(
+            self._take(params, here),
+            token_bytes(body.prompt_token_ids) if body.prompt_token_ids else None,
+        )
 
     def _params(self, given: Any) -> Params:
         try:
@@ -125,7 +182,11 @@ class Trtllm:
     def _new_id(self, params: Params) -> int:
         """The orchestrator's id of this attempt: each is used for one context and one generation request."""
         number = params.disagg_request_id
-        if number is None or not LEAST_ID <= number < 1 << 63 or (params.request_type, number) in self._seen:
+        if (
+            number is None
+            or not LEAST_ID <= number < 1 << 63
+            or (params.request_type, number) in self._seen
+        ):
             raise MalformedHandoffError(f"{FIELD}.disagg_request_id", status=400)
         self._seen[params.request_type, number] = None
         if len(self._seen) > MOST_IDS:
@@ -138,7 +199,9 @@ class Trtllm:
         if params.ctx_request_id is None or not first or not is_speech(first):
             raise MalformedHandoffError(f"{FIELD}.ctx_request_id or first_gen_tokens", status=400)
         try:
-            state = msgspec.json.decode(base64.b64decode(params.encoded_opaque_state or "", validate=True), type=State)
+            state = msgspec.json.decode(
+                base64.b64decode(params.encoded_opaque_state or "", validate=True), type=State
+            )
         except (ValueError, msgspec.DecodeError):
             raise MalformedHandoffError(f"{FIELD}.encoded_opaque_state", status=400) from None
         if state.address == here.address:
@@ -157,7 +220,9 @@ class Trtllm:
         """The prompt as the context server rendered it."""
         return {"prompt_token_ids": token_ids(ask.prompts[0])}
 
-    def told_in_choice(self, ask: Ask, offered: Offered | None, first: bytes, here: Here) -> dict[str, Any]:
+    def told_in_choice(
+        self, ask: Ask, offered: Offered | None, first: bytes, here: Here
+    ) -> dict[str, Any]:
         """The params for the generation server; none where the answer ended with its first token."""
         if offered is None:
             return {FIELD: None}

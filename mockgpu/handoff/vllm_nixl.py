@@ -29,7 +29,9 @@ class VllmNixl:
 
     name = "vllm_nixl"
 
-    def read(self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here) -> Reading:
+    def read(
+        self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
+    ) -> Reading:
         """The leg of a request; none without an object, or with one that asks for nothing."""
         params = checked_object(body)
         if params is None:
@@ -44,7 +46,9 @@ class VllmNixl:
         """The object, or null where nothing is kept."""
         return {FIELD: None if offered is None else told_object(offered, here, "pull")}
 
-    def told_in_choice(self, ask: Ask, offered: Offered | None, first: bytes, here: Here) -> dict[str, Any]:
+    def told_in_choice(
+        self, ask: Ask, offered: Offered | None, first: bytes, here: Here
+    ) -> dict[str, Any]:
         """Nothing: vLLM's object stands beside the choices."""
         return {}
 
@@ -59,14 +63,20 @@ def checked_object(body: Body) -> dict[str, Any] | None:
     if params is None:
         return None
     if not isinstance(params, dict):
-        raise ApiError(400, "1 validation error: kv_transfer_params: Input should be a valid dictionary", FIELD)
+        raise ApiError(
+            400, "1 validation error: kv_transfer_params: Input should be a valid dictionary", FIELD
+        )
     return params
 
 
 def give(request_id: str, here: Here) -> Give:
     """A prefill leg by pull: kept under the engine's own id for a lease, or, of old, for a fixed time."""
     leases = here.version >= LEASES_SINCE
-    return Give(f"{request_id}-{secrets.token_hex(4)}", here.lease_s if leases else OLD_HOLD_S, if_ended=leases)
+    return Give(
+        f"{request_id}-{secrets.token_hex(4)}",
+        here.lease_s if leases else OLD_HOLD_S,
+        if_ended=leases,
+    )
 
 
 def _take(params: dict[str, Any], here: Here) -> Take:
@@ -99,8 +109,14 @@ def given_prompt(params: dict[str, Any], body: Body) -> bytes | None:
     ids = params.get("prompt_token_ids")
     if ids is None or body.messages is None or body.echo:
         return None
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
-        raise ApiError(400, "kv_transfer_params.prompt_token_ids must be non-negative integers", FIELD)
+    if (
+        not isinstance(ids, list)
+        or not ids
+        or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids)
+    ):
+        raise ApiError(
+            400, "kv_transfer_params.prompt_token_ids must be non-negative integers", FIELD
+        )
     return token_bytes(ids)
 
 

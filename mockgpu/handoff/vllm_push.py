@@ -24,7 +24,9 @@ class VllmPush:
 
     name = "vllm_push"
 
-    def read(self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here) -> Reading:
+    def read(
+        self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
+    ) -> Reading:
         """The leg of a request. Both legs carry one X-Request-Id: it is all that they are matched by."""
         params = checked_object(body)
         if params is None:
@@ -47,6 +49,8 @@ class VllmPush:
         """The object of a pull, with its mode and without a ticket: from it callers learn who this engine is."""
         return {FIELD: None if offered is None else told_object(offered, here, "push")}
 
-    def told_in_choice(self, ask: Ask, offered: Offered | None, first: bytes, here: Here) -> dict[str, Any]:
+    def told_in_choice(
+        self, ask: Ask, offered: Offered | None, first: bytes, here: Here
+    ) -> dict[str, Any]:
         """Nothing: vLLM's object stands beside the choices."""
         return {}

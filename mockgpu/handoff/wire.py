@@ -27,7 +27,9 @@ class BadWire:
         """Stand before the agent at that address. OSError when no port is free."""
         self._target = (host, port)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: End(self, self._dial), self._host, self.port)
+        self._server = await loop.create_server(
+            lambda: End(self, self._dial), self._host, self.port
+        )
         self.port = self._server.sockets[0].getsockname()[1]
 
     def stop(self) -> None:
@@ -55,13 +57,17 @@ class BadWire:
         """The far side of a connection that has come in."""
         loop = asyncio.get_running_loop()
         task = loop.create_task(loop.create_connection(lambda: End(self, None, end), *self._target))
-        task.add_done_callback(lambda done: end.abort() if done.cancelled() or done.exception() else None)
+        task.add_done_callback(
+            lambda done: end.abort() if done.cancelled() or done.exception() else None
+        )
 
 
 class End(asyncio.Protocol):
     """One side of a relayed connection. `dial` is asked for the other side; else `other` is it."""
 
-    def __init__(self, wire: BadWire, dial: Callable[[End], None] | None, other: End | None = None) -> None:
+    def __init__(
+        self, wire: BadWire, dial: Callable[[End], None] | None, other: End | None = None
+    ) -> None:
         self._wire, self._dial, self._other = wire, dial, other
         self._transport: asyncio.Transport | None = None
         self._waiting: list[bytes] = []
@@ -74,7 +80,9 @@ class End(asyncio.Protocol):
         self._wire.joined(self)
         if self._dial is not None:
             self._dial(self)
-        elif self._other is not None and self._other._lost:  # it left while this side was being dialled
+        elif (
+            self._other is not None and self._other._lost
+        ):  # it left while this side was being dialled
             self.abort()
         elif self._other is not None:
             self._other._other = self

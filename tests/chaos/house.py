@@ -50,7 +50,12 @@ class House:
     def loads(self) -> list[int]:
         """Everything that is booked anywhere, retry turns and body bytes included. All zero at rest."""
         gate = self.app.gateway.gate
-        held = [gate.active, gate.body_bytes, gate.retries_running, *(room.waiting for room in gate.rooms())]
+        held = [
+            gate.active,
+            gate.body_bytes,
+            gate.retries_running,
+            *(room.waiting for room in gate.rooms()),
+        ]
         for live in self.app.gateway.endpoints.all():
             load = live.load
             held += [load.in_flight, load.prefill_tokens, load.decode_tokens, load.expected_tokens]
@@ -65,20 +70,32 @@ class House:
     def lose_patience(self, group: int) -> None:
         """Whoever waits for a byte of this group has waited long enough when the gateway next looks: it is as if its
         timeouts were so short, for it alone and only now, so that nobody is late who is merely slow."""
-        live = next(each for each in self.app.gateway.endpoints.all() if each.endpoint.url == self.groups[group].url)
+        live = next(
+            each
+            for each in self.app.gateway.endpoints.all()
+            if each.endpoint.url == self.groups[group].url
+        )
         live.upstream.patience = Patience(connect_s=10.0, first_byte_s=0.0, stall_s=0.0)
 
     def kv_usages(self) -> list[float]:
         found = []
         for member in self.groups:
             text = member.group.metrics.render(member.group.scheduler)
-            found += [float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:kv_cache_usage")]
+            found += [
+                float(line.split()[-1])
+                for line in text.splitlines()
+                if line.startswith("vllm:kv_cache_usage")
+            ]
         return found
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
         lines = self.app.metrics.render().decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name) and line[len(name)] in " {")
+        return sum(
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith(name) and line[len(name)] in " {"
+        )
 
 
 class Answer:
@@ -117,7 +134,9 @@ async def house(
     **sections: Any,
 ) -> AsyncIterator[House]:
     """`pool` and `sections` are parts of the configuration, as they would stand in its file."""
-    spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed, kv_tokens=kv_tokens)
+    spec = GroupSpec(
+        "demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed, kv_tokens=kv_tokens
+    )
     async with running_fleet([spec] * groups) as members:
         endpoints = [{"url": member.url, "max_concurrency": concurrency} for member in members]
         listeners = {"api": {"port": 0}, "admin": {"port": 0}}
@@ -126,7 +145,9 @@ async def house(
                 "version": 1,
                 "listeners": listeners,
                 "observability": {"access_log": "off"},
-                "pools": {"main": {"policy": "round_robin", "endpoints": endpoints} | dict(pool or {})},
+                "pools": {
+                    "main": {"policy": "round_robin", "endpoints": endpoints} | dict(pool or {})
+                },
             }
             | patient(sections)
         )

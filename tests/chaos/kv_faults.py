@@ -110,7 +110,9 @@ class FaultyLink:
             return
         if rng.random() < dice.spoil_message:
             at = rng.randrange(len(message))
-            message = message[:at] + bytes([message[at] ^ (1 << rng.randrange(8))]) + message[at + 1 :]
+            message = (
+                message[:at] + bytes([message[at] ^ (1 << rng.randrange(8))]) + message[at + 1 :]
+            )
         if rng.random() < dice.delay_message:
             self._later(lambda: self._inner.send(message))
         else:
@@ -130,7 +132,9 @@ class FaultyLink:
             self._inner.put(head, window)
         if rng.random() < dice.replay_window:
             # Bytes that are nobody's business any more, from a source that does not even check.
-            self._later(lambda: self._inner.put(head, msgspec.structs.replace(window, current=lambda: True)))
+            self._later(
+                lambda: self._inner.put(head, msgspec.structs.replace(window, current=lambda: True))
+            )
 
     def _later(self, call: object) -> None:
         clock = self._end.clock
@@ -208,7 +212,9 @@ class Proxy:
                 far = socket.create_connection((host, int(port)))
                 self._sockets += [near, far]
                 for one, other in ((near, far), (far, near)):
-                    self._threads.append(threading.Thread(target=self._carry, args=(one, other), name="proxy"))
+                    self._threads.append(
+                        threading.Thread(target=self._carry, args=(one, other), name="proxy")
+                    )
                     self._threads[-1].daemon = True
                     self._threads[-1].start()
 

@@ -27,7 +27,9 @@ SLOW = PATIENCE_S / 20
 def options(misses: int) -> Options:
     """As shipped, but for the silence that is allowed: beats as far apart as this machine is slow."""
     shipped = Options()
-    return Options(beat_s=shipped.beat_s * SLOW, misses=misses, handshake_s=shipped.handshake_s * SLOW)
+    return Options(
+        beat_s=shipped.beat_s * SLOW, misses=misses, handshake_s=shipped.handshake_s * SLOW
+    )
 
 
 def tell(**what: object) -> None:
@@ -49,7 +51,9 @@ async def main(transport: str, misses: str, role: str, *rest: str) -> None:
     watch = asyncio.create_task(handle.ended())
     watch.add_done_callback(lambda done: tell(end=str(done.result().reason)))
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     while line := (await reader.readline()).split():
         if line[0] == b"ready":
             here.agent.ready(handle.number, int(line[1]))

@@ -27,6 +27,7 @@ from kvtransfer.clock import Clock, ThreadClock, VirtualClock
 from kvtransfer.ends import End, How, Reason
 from kvtransfer.handles import Handle, Landing, Offer
 from kvtransfer.layout import KvDtype, KvLayout
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Transport
@@ -59,7 +60,9 @@ FAULTS = (
 STREAM_FAULTS = ("spoil bytes", "truncate", "sever", "stall")  # of a proxy between the ends
 
 
-def logical(layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], tokens: int) -> NDArray[np.uint8]:
+def logical(
+    layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], tokens: int
+) -> NDArray[np.uint8]:
     """The cache of a request as (layer, part, head, token, byte), read by plain indexing (HND, no repeated heads)."""
     shape = (
         -1,
@@ -91,24 +94,37 @@ class Engine:
     """An engine with a pool of blocks. What it has been given back it overwrites in the very moment of the end."""
 
     def __init__(
-        self, name: str, layout: KvLayout, transports: Sequence[Transport], clock: Clock, seed: int, pace: float = 1.0
+        self,
+        name: str,
+        layout: KvLayout,
+        transports: Sequence[Transport],
+        clock: Clock,
+        seed: int,
+        pace: float = 1.0,
     ) -> None:
         self.layout, self.name, self.dead = layout, name, False
         self.rng = np.random.default_rng(seed)
-        self.regions = [Region.create(BLOCKS, layout.rank_block_bytes(rank), name=name) for rank in range(layout.ranks)]
+        self.regions = [
+            MemoryFileRegion.create(BLOCKS, layout.rank_block_bytes(rank), name=name)
+            for rank in range(layout.ranks)
+        ]
         waits = {
             "beat_s": 0.05 * pace,
             "handshake_s": (1.25 if transports[0].name == "rdma" else 0.3) * pace,
             "patience_s": 0.6 * pace,
         }
         options = Options(window_bytes=2 << 10, budget_bytes=6 << 10, **waits)
-        self.agent = Agent(name, layout, self.regions, key=KEY, transports=transports, clock=clock, options=options)
+        self.agent = Agent(
+            name, layout, self.regions, key=KEY, transports=transports, clock=clock, options=options
+        )
         self.free = list(range(BLOCKS))
         self.stamp = np.zeros(BLOCKS, np.uint8)
         self.offers: dict[str, Request] = {}
         self.landings: dict[str, Request] = {}
         self.handles: dict[str, Handle] = {}
-        self.robbing = threading.Lock()  # an end comes on a link's thread: what it gives back is stolen before, or not
+        self.robbing = (
+            threading.Lock()
+        )  # an end comes on a link's thread: what it gives back is stolen before, or not
         self.wrong: list[str] = []
         self.expected: Callable[[str], NDArray[np.uint8] | None] = lambda name: None
 
@@ -125,9 +141,15 @@ class Engine:
             return None
         for region in self.regions:
             for block in blocks:
-                self.fill(region, block, self.rng.integers(0, 256, region.block_bytes, dtype=np.uint8))
-        self.offers[name] = Request(name, tokens, 0, blocks, logical(self.layout, self.regions, blocks, tokens).copy())
-        offer = self.agent.offer(name, blocks, tokens, ttl_s=ttl_s, ready_layers=0 if layered else None, public=True)
+                self.fill(
+                    region, block, self.rng.integers(0, 256, region.block_bytes, dtype=np.uint8)
+                )
+        self.offers[name] = Request(
+            name, tokens, 0, blocks, logical(self.layout, self.regions, blocks, tokens).copy()
+        )
+        offer = self.agent.offer(
+            name, blocks, tokens, ttl_s=ttl_s, ready_layers=0 if layered else None, public=True
+        )
         self.handles["offer " + name] = offer
         return offer
 
@@ -138,7 +160,9 @@ class Engine:
         if blocks is None or self.dead:
             return None
         self.landings[name] = Request(name, tokens, skip, blocks)
-        landing = self.agent.fetch(address, name, blocks, tokens, skip_tokens=skip, ticket=ticket, timeout_s=timeout_s)
+        landing = self.agent.fetch(
+            address, name, blocks, tokens, skip_tokens=skip, ticket=ticket, timeout_s=timeout_s
+        )
         self.handles["landing " + name] = landing
         return landing
 
@@ -194,9 +218,15 @@ class Engine:
             if handle.end is None:
                 self.wrong.append(f"{what} has not ended")
         figures = self.agent.figures()
-        held = {**figures["leases"], **figures["reservations"], "credit": figures["under_way_bytes"]}
+        held = {
+            **figures["leases"],
+            **figures["reservations"],
+            "credit": figures["under_way_bytes"],
+        }
         if any(held.values()):
-            self.wrong.append(f"held: { ({state: count for state, count in held.items() if count}) }")
+            self.wrong.append(
+                f"held: { ({state: count for state, count in held.items() if count}) }"
+            )
         if sorted(self.free) != list(range(BLOCKS)):
             self.wrong.append("blocks leaked")
         for region in self.regions:
@@ -227,7 +257,9 @@ class Trial:
         self.transport = transport
         self.fault = self.rng.choice(FAULTS)
         self.virtual = transport == "inproc"
-        self.clock: VirtualClock | ThreadClock = VirtualClock() if self.virtual else ThreadClock("trial")
+        self.clock: VirtualClock | ThreadClock = (
+            VirtualClock() if self.virtual else ThreadClock("trial")
+        )
         self.wire = Wire(self.clock, self.weather(), Random(seed + 1))
         self.proxies: list[Proxy] = []
         self.to_come = 0
@@ -256,7 +288,9 @@ class Trial:
         speed = self.rng.choice([None, 1e5, 1e6])
         calm = faults.get(self.fault, Weather())
         latency_s, fence_s = self.rng.choice([0.0, 0.001, 0.01]), self.rng.choice([0.0, 0.01, 0.1])
-        return msgspec.structs.replace(calm, latency_s=latency_s, fence_s=fence_s, bytes_per_s=speed)
+        return msgspec.structs.replace(
+            calm, latency_s=latency_s, fence_s=fence_s, bytes_per_s=speed
+        )
 
     def dice(self) -> Dice:
         probability, late_s = self.rng.choice([0.01, 0.05, 0.3]), self.rng.choice([0.01, 0.1])
@@ -272,7 +306,9 @@ class Trial:
         }.get(self.fault, Dice())
 
     def engine(self, name: str, seed: int) -> Engine:
-        layout = msgspec.structs.replace(BASE, tp=self.rng.choice([1, 2, 4]), block_tokens=self.rng.choice([8, 16, 32]))
+        layout = msgspec.structs.replace(
+            BASE, tp=self.rng.choice([1, 2, 4]), block_tokens=self.rng.choice([8, 16, 32])
+        )
         clock: Clock = self.clock
         if self.virtual:
             inner: Transport = Inproc(self.wire)
@@ -287,7 +323,9 @@ class Trial:
         return Engine(name, layout, [faulty], clock, self.rng.randrange(1 << 30), self.pace)
 
     def expected(self, name: str) -> NDArray[np.uint8] | None:
-        return next((source.offers[name].content for source in self.sources if name in source.offers), None)
+        return next(
+            (source.offers[name].content for source in self.sources if name in source.offers), None
+        )
 
     # ---- what happens
 
@@ -297,7 +335,10 @@ class Trial:
             self.request(f"r{number}")
         self.breakage()
         # Where everybody is slow, leases are long: what nobody will ask for any more ends with its agent instead.
-        self.settled(6.0 if self.virtual else 8.0 * self.pace, self.quiet if self.pace == 1 else self.all_taken)
+        self.settled(
+            6.0 if self.virtual else 8.0 * self.pace,
+            self.quiet if self.pace == 1 else self.all_taken,
+        )
         for engine in self.engines:
             if not engine.dead:
                 engine.agent.shut()
@@ -337,12 +378,19 @@ class Trial:
         wanted = rng.randrange(1, tokens + 1) if rng.random() < 0.2 else tokens
         skip = rng.randrange(wanted) if rng.random() < 0.3 else 0
         ttl_s = rng.choice([0.02, self.span_s / 2, *[2.0 * self.pace] * 5])
-        timeout_s = rng.choice([self.span_s / 3, *(seconds * self.pace for seconds in (1.0, 1.5, 2.0, 2.0))])
+        timeout_s = rng.choice(
+            [self.span_s / 3, *(seconds * self.pace for seconds in (1.0, 1.5, 2.0, 2.0))]
+        )
         layered, pull = rng.random() < 0.4, rng.random() < 0.5
         offered_at, asked_after = self.moment(), self.moment(0.3)
         cancel, revoke = (self.moment(1.5) if rng.random() < 0.3 else None for _ in range(2))
         thief = self.moment() if rng.random() < 0.3 else None
-        if self.virtual and self.fault == "none" and None is cancel is revoke is thief and min(ttl_s, timeout_s) >= 1:
+        if (
+            self.virtual
+            and self.fault == "none"
+            and None is cancel is revoke is thief
+            and min(ttl_s, timeout_s) >= 1
+        ):
             self.undisturbed.append((sink, name))
         layers_at = sorted(self.moment(0.6) for _ in range(BASE.layers))
         address = self.address_of(source)
@@ -367,7 +415,12 @@ class Trial:
                 self.at(asked_after, lambda: take(offer.ticket))
             if thief is not None:
                 other = next(each for each in self.sinks if each is not sink)
-                self.at(thief, lambda: other.dead or other.take(address, name, wanted, 0, offer.ticket, timeout_s))
+                self.at(
+                    thief,
+                    lambda: (
+                        other.dead or other.take(address, name, wanted, 0, offer.ticket, timeout_s)
+                    ),
+                )
 
         self.at(offered_at, give)
         if not pull:
@@ -390,7 +443,9 @@ class Trial:
             self.at(when, lambda: self.kill(victim))
         elif self.virtual and (kind.startswith("freeze") or kind == "stall"):
             stop, go = (
-                (self.wire.freeze, self.wire.thaw) if kind.startswith("freeze") else (self.wire.stall, self.wire.flow)
+                (self.wire.freeze, self.wire.thaw)
+                if kind.startswith("freeze")
+                else (self.wire.stall, self.wire.flow)
             )
             self.at(when, lambda: stop(victim.agent.address))
             self.at(when + back, lambda: go(victim.agent.address))
@@ -406,7 +461,11 @@ class Trial:
             else:
                 proxy.spoil(self.rng.choice([0, 1, 1, 2]))
                 self.at(when, lambda proxy=proxy: proxy.spoil(2))  # type: ignore[misc]
-        if not self.virtual and not self.proxies and kind in ("sever", "stall", "freeze source", "freeze sink"):
+        if (
+            not self.virtual
+            and not self.proxies
+            and kind in ("sever", "stall", "freeze source", "freeze sink")
+        ):
             self.at(when, lambda: self.hang_up(victim))
 
     def kill(self, engine: Engine) -> None:
@@ -419,7 +478,7 @@ class Trial:
             self.inner[self.engines.index(engine)].close()
 
     def hang_up(self, engine: Engine) -> None:
-        for link in list(engine.agent._board._lines):
+        for link in list(engine.agent._board._peer_links):
             link.close()
 
     # ---- time
@@ -439,10 +498,17 @@ class Trial:
 
     def all_taken(self) -> bool:
         """Every landing has ended that was begun and will be."""
-        return not self.to_come and all(handle.end for handle in self.handles() if isinstance(handle, Landing))
+        return not self.to_come and all(
+            handle.end for handle in self.handles() if isinstance(handle, Landing)
+        )
 
     def handles(self) -> list[Handle]:
-        return [handle for engine in self.engines if not engine.dead for handle in list(engine.handles.values())]
+        return [
+            handle
+            for engine in self.engines
+            if not engine.dead
+            for handle in list(engine.handles.values())
+        ]
 
     def rest(self, seconds: float) -> None:
         if isinstance(self.clock, VirtualClock):
@@ -476,16 +542,23 @@ def trial(seed: int, transport: str, pace: float = 1.0) -> Outcome:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=10_000)
     parser.add_argument(
-        "--seed", type=int, default=0, help="the first; a trial is made again by its seed and transport"
+        "--seed",
+        type=int,
+        default=0,
+        help="the first; a trial is made again by its seed and transport",
     )
     parser.add_argument("--transport", default="inproc,shm,tcp,lanes", help="taken in turn")
     parser.add_argument("--jobs", type=int, default=4)
     chosen = parser.parse_args()
     names = chosen.transport.split(",")
-    tasks = [(seed, names[seed % len(names)]) for seed in range(chosen.seed, chosen.seed + chosen.trials)]
+    tasks = [
+        (seed, names[seed % len(names)]) for seed in range(chosen.seed, chosen.seed + chosen.trials)
+    ]
     began, ends, faults, wrong = time.monotonic(), Counter[str](), Counter[str](), []
     with multiprocessing.get_context("spawn").Pool(chosen.jobs, maxtasksperchild=500) as pool:
         for outcome in pool.imap_unordered(_trial, tasks, chunksize=4):
@@ -493,7 +566,10 @@ def main() -> None:
             faults[f"{outcome.transport}: {outcome.fault}"] += 1
             if outcome.wrong:
                 wrong.append(outcome)
-                print(f"WRONG seed {outcome.seed} {outcome.transport} ({outcome.fault}): {outcome.wrong}", flush=True)
+                print(
+                    f"WRONG seed {outcome.seed} {outcome.transport} ({outcome.fault}): {outcome.wrong}",
+                    flush=True,
+                )
     for title, counts in (("trials", faults), ("ends", ends)):
         print(f"{title}:")
         for what, count in sorted(counts.items()):

@@ -105,7 +105,12 @@ class Clients:
             "model": "demo-8b",
             "stream": stream,
             "max_tokens": 20 + number % 40,
-            "messages": [{"role": "user", "content": f"question {number} " + "and more " * (number * 7 % 200)}],
+            "messages": [
+                {
+                    "role": "user",
+                    "content": f"question {number} " + "and more " * (number * 7 % 200),
+                }
+            ],
         }
         begun = False
         text = b""
@@ -117,7 +122,11 @@ class Clients:
                     begun = True
                     text += piece
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return "broken" if begun and not isinstance(error, TimeoutError) else self._failed(repr(error))
+            return (
+                "broken"
+                if begun and not isinstance(error, TimeoutError)
+                else self._failed(repr(error))
+            )
         return self._whole(text) if stream else "ok" if json.loads(text)["choices"] else "silent"
 
     def _whole(self, text: bytes) -> str:
@@ -145,7 +154,9 @@ class Processes:
 class Stage:
     """Four mock groups behind a gateway."""
 
-    def __init__(self, mocks: list[Mock], url: str, admin_url: str, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, mocks: list[Mock], url: str, admin_url: str, http: aiohttp.ClientSession
+    ) -> None:
         self.mocks = mocks
         self._url = url
         self._admin_url = admin_url
@@ -183,13 +194,19 @@ class Stage:
             metrics = await answer.text()
         held = sum(each[name] for each in endpoints for name in BOOKED)
         for name in ("penstock_open_streams", "penstock_waiting"):
-            held += sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(name))
+            held += sum(
+                float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(name)
+            )
         return held == 0 and all([await self._freed(mock) for mock in self.mocks])
 
     async def _freed(self, mock: Mock) -> bool:
         async with self._http.get(f"{mock.url}/metrics") as answer:
             lines = (await answer.text()).splitlines()
-        return all(float(line.split()[-1]) == 0 for line in lines if line.startswith("vllm:kv_cache_usage_perc"))
+        return all(
+            float(line.split()[-1]) == 0
+            for line in lines
+            if line.startswith("vllm:kv_cache_usage_perc")
+        )
 
 
 async def eventually(holds: Callable[[], Any], within_s: float) -> float:
@@ -210,14 +227,18 @@ def processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[Process
         for mock in mocks:
             mock.ready()
         file = folder / "gateway.yaml"
-        endpoints = "".join(f"      - {{url: '{mock.url}', max_concurrency: 16}}\n" for mock in mocks)
+        endpoints = "".join(
+            f"      - {{url: '{mock.url}', max_concurrency: 16}}\n" for mock in mocks
+        )
         file.write_text(
             "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\nobservability: {access_log: 'off'}\n"
             "timeouts: {connect: 10s}\nhealth: {timeout: 3s}\nscrape: {timeout: 3s}\n"
             f"pools:\n  main:\n    endpoints:\n{endpoints}{config}"
         )
         command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
-        gateway = subprocess.Popen(command, env=ENV, stderr=(folder / "stderr").open("wb"), stdout=subprocess.DEVNULL)
+        gateway = subprocess.Popen(
+            command, env=ENV, stderr=(folder / "stderr").open("wb"), stdout=subprocess.DEVNULL
+        )
         yield Processes(mocks, *_listening(folder / "stderr"))
     finally:
         for mock in mocks:
@@ -231,7 +252,9 @@ def _listening(stderr: Path) -> tuple[str, str]:
     """The two URLs, once it says them."""
     deadline = time.monotonic() + WITHIN_S
     while time.monotonic() < deadline:
-        found = [word.strip(";,") for word in stderr.read_text().split() if word.startswith("http://")]
+        found = [
+            word.strip(";,") for word in stderr.read_text().split() if word.startswith("http://")
+        ]
         if len(found) >= 2:
             return found[0].removesuffix("/v1"), found[1]
         time.sleep(0.02)
@@ -242,5 +265,7 @@ def _listening(stderr: Path) -> tuple[str, str]:
 async def stage(running: Processes) -> AsyncIterator[Stage]:
     """The processes with somebody to talk to them."""
     timeout = aiohttp.ClientTimeout(total=WITHIN_S)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+    ) as http:
         yield Stage(running.mocks, running.url, running.admin_url, http)

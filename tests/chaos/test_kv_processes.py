@@ -71,15 +71,22 @@ async def agent(transport: str, misses: int = MISSES) -> AsyncIterator[Group]:
 
 
 @asynccontextmanager
-async def under_way(transport: str, sink: Group, ready_layers: int) -> AsyncIterator[tuple[Peer, Landing]]:
+async def under_way(
+    transport: str, sink: Group, ready_layers: int
+) -> AsyncIterator[tuple[Peer, Landing]]:
     """A source whose KV is being fetched. Where the machine starves, a link may be taken for lost before: then anew."""
     ends = []
     for _ in range(TRIES):
         async with peer(transport, "source") as source:
             there = await source.heard()
-            landing = sink.agent.fetch(there["address"], "r", BLOCKS, TOKENS, ticket=there["ticket"])
+            landing = sink.agent.fetch(
+                there["address"], "r", BLOCKS, TOKENS, ticket=there["ticket"]
+            )
             source.say("ready", ready_layers)
-            await until(lambda: landing.end or sink.agent.figures()["reservations"]["moving"], "nothing moves")  # noqa: B023
+            await until(
+                lambda: landing.end or sink.agent.figures()["reservations"]["moving"],
+                "nothing moves",
+            )  # noqa: B023
             if landing.end is None:
                 yield source, landing
                 return
@@ -88,7 +95,10 @@ async def under_way(transport: str, sink: Group, ready_layers: int) -> AsyncIter
 
 
 async def test_the_two_processes_can_do_it_at_all(transport: str) -> None:
-    async with agent(transport, PATIENT) as sink, peer(transport, "source", misses=PATIENT) as source:
+    async with (
+        agent(transport, PATIENT) as sink,
+        peer(transport, "source", misses=PATIENT) as source,
+    ):
         there = await source.heard()
         landing = sink.agent.fetch(there["address"], "r", BLOCKS, TOKENS, ticket=there["ticket"])
         source.say("ready", 4)
@@ -122,7 +132,9 @@ async def test_a_source_that_goes_away_is_noticed_and_never_lands(
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-async def test_a_sink_that_goes_away_gives_the_blocks_back(transport: str, number: signal.Signals) -> None:
+async def test_a_sink_that_goes_away_gives_the_blocks_back(
+    transport: str, number: signal.Signals
+) -> None:
     async with agent(transport) as source:
         before = source.regions[0].generations[BLOCKS[0]]
         offer = source.agent.offer("r", BLOCKS, TOKENS, ready_layers=0, public=True)
@@ -142,7 +154,10 @@ async def test_a_sink_that_goes_away_gives_the_blocks_back(transport: str, numbe
 
 async def test_a_source_that_was_frozen_for_a_moment_goes_on(transport: str) -> None:
     """For much less than the silence that is allowed: a busy machine may wake it late."""
-    async with agent(transport, PATIENT) as sink, under_way(transport, sink, 0) as (source, landing):
+    async with (
+        agent(transport, PATIENT) as sink,
+        under_way(transport, sink, 0) as (source, landing),
+    ):
         source.signal(signal.SIGSTOP)
         await asyncio.sleep(0.3)
         source.signal(signal.SIGCONT)

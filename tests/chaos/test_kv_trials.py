@@ -25,7 +25,9 @@ from tests.chaos.kv_trials import FAULTS, trial
         ("tls", range(72, 84)),
     ],
 )
-def test_whatever_breaks_nothing_wrong_lands_and_nothing_stays_held(transport: str, seeds: range) -> None:
+def test_whatever_breaks_nothing_wrong_lands_and_nothing_stays_held(
+    transport: str, seeds: range
+) -> None:
     # On real sockets a trial mostly waits: several at once.
     with ThreadPoolExecutor(1 if transport == "inproc" else 6) as pool:
         outcomes = list(pool.map(trial, seeds, repeat(transport)))
@@ -39,7 +41,11 @@ def test_whatever_breaks_nothing_wrong_lands_and_nothing_stays_held(transport: s
 
 def believe_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = SinkBook.landed
-    monkeypatch.setattr(SinkBook, "landed", lambda self, link, head, _, now: heard(self, link, head, Verdict.OK, now))
+    monkeypatch.setattr(
+        SinkBook,
+        "landed",
+        lambda self, link, head, _, now: heard(self, link, head, Verdict.OK, now),
+    )
 
 
 def never_ask_for_generations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,15 +53,17 @@ def never_ask_for_generations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fence_without_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inproc.InprocLink, "_fence", lambda link, transfer: link._end.owner.fenced(link, transfer))
+    monkeypatch.setattr(
+        inproc.InprocLink, "_fence", lambda link, transfer: link._end.owner.fenced(link, transfer)
+    )
 
 
 def give_blocks_back_before_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    over = SinkBook._over
+    over = SinkBook._end
 
     def early(book, reservation, *why, **how):  # type: ignore[no-untyped-def]
         commands = over(book, reservation, *why, **how)
-        held = reservation.number in book._held
+        held = reservation.number in book._reservations
         return commands + book._resolve(reservation, why[-1]) if held else commands
 
     monkeypatch.setattr(sink.SinkBook, "_over", early)

@@ -70,7 +70,9 @@ def late_writes(pair: Pair, seed: int) -> Iterator[bool]:
     """Transfer after transfer; half are fenced under way, and some of those dropped first. Whether anything was written
     behind the fence."""
     rng = Random(seed)
-    probe = pair.into.bytes.reshape(-1, 4096)[:, ::512]  # a few bytes of every page: looked at before they can change
+    probe = pair.into.bytes.reshape(-1, 4096)[
+        :, ::512
+    ]  # a few bytes of every page: looked at before they can change
     for number in count(1):
         transfer = Transfer(pair, number, rng)
         transfer.put()
@@ -90,10 +92,12 @@ def test_what_is_fenced_is_not_written_into_whichever_way_it_came() -> None:
     with linked_pair("lanes", BLOCK_BYTES) as pair:
         assert not any(islice(late_writes(pair, seed=1), 200))
         assert isinstance(pair.source, LanedLink)
-        assert all(lane.used for lane in pair.source._wide)
+        assert all(lane.used for lane in pair.source._lane_links)
 
 
 def test_a_fence_that_heeds_no_lane_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LanedLink, "_fenced", lambda link, transfer: link._owner.fenced(link, transfer))
+    monkeypatch.setattr(
+        LanedLink, "_fenced", lambda link, transfer: link._owner.fenced(link, transfer)
+    )
     with linked_pair("lanes", BLOCK_BYTES) as pair:
         assert any(islice(late_writes(pair, seed=2), 3000))

@@ -19,12 +19,18 @@ NEVER = {"failures": 1000}
 
 
 def asked(number: int, tokens: int) -> dict[str, Any]:
-    return {"model": "demo-8b", "max_tokens": tokens, "messages": [{"role": "user", "content": f"talk {number}"}]}
+    return {
+        "model": "demo-8b",
+        "max_tokens": tokens,
+        "messages": [{"role": "user", "content": f"talk {number}"}],
+    }
 
 
 async def read(home: House, body: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     """How a stream ended in a word, and its events."""
-    async with home.http.post(f"{home.app.url}/v1/chat/completions", json=body | {"stream": True}) as answer:
+    async with home.http.post(
+        f"{home.app.url}/v1/chat/completions", json=body | {"stream": True}
+    ) as answer:
         text = (await answer.read()).decode()
     *events, last, rest = text.split("\n\n")
     assert not rest
@@ -38,7 +44,9 @@ def resumes(home: House, **labels: str) -> float:
 
 
 def text_of(events: list[dict[str, Any]]) -> str:
-    return "".join(event["choices"][0]["delta"].get("content", "") for event in events if event["choices"])
+    return "".join(
+        event["choices"][0]["delta"].get("content", "") for event in events if event["choices"]
+    )
 
 
 async def streams(home: House, count: int, tokens: int, **more: Any) -> Counter[str]:
@@ -63,7 +71,9 @@ async def only_silent_ones_left(home: House, count: int) -> None:
 
 
 @pytest.mark.parametrize("fault", ["reset-mid-stream:after=7", "cut:after=7", "stall:after=7"])
-async def test_a_stream_that_breaks_goes_on_elsewhere_as_if_nothing_had_happened(fault: str) -> None:
+async def test_a_stream_that_breaks_goes_on_elsewhere_as_if_nothing_had_happened(
+    fault: str,
+) -> None:
     async with house(2, health=NEVER, **RESUME) as home:
         home.groups[0].faults.set(fault)
         asking = asyncio.create_task(streams(home, 20, 60))
@@ -100,13 +110,18 @@ async def test_the_counts_are_of_the_whole_answer_and_told_once() -> None:
             fate, events = await read(home, body)
             assert fate == "whole"
             assert [event["usage"] for event in events if event["usage"]] == [expected[-1]["usage"]]
-            assert [event["choices"] for event in events] == [event["choices"] for event in expected]
+            assert [event["choices"] for event in events] == [
+                event["choices"] for event in expected
+            ]
         assert resumes(home, result="resumed") >= 1
 
 
 async def test_an_answer_without_a_bound_ends_where_it_would_have_ended() -> None:
     async with house(1) as other:
-        body = {"model": "demo-8b", "messages": [{"role": "user", "content": "tell me a long story"}]}
+        body = {
+            "model": "demo-8b",
+            "messages": [{"role": "user", "content": "tell me a long story"}],
+        }
         _, expected = await read(other, body)
     async with house(2, health=NEVER, **RESUME) as home:
         home.groups[0].faults.set("cut:after=3")
@@ -116,7 +131,11 @@ async def test_an_answer_without_a_bound_ends_where_it_would_have_ended() -> Non
         for _ in range(2):
             fate, events = await read(home, body)
             assert (fate, text_of(events)) == ("whole", text_of(expected))
-            assert events[-1]["choices"][0]["finish_reason"] == expected[-1]["choices"][0]["finish_reason"] == "stop"
+            assert (
+                events[-1]["choices"][0]["finish_reason"]
+                == expected[-1]["choices"][0]["finish_reason"]
+                == "stop"
+            )
 
 
 async def test_three_engines_are_tried_and_no_more() -> None:
@@ -137,7 +156,9 @@ async def test_without_a_turn_of_the_budget_or_anybody_else_it_ends_with_an_erro
         await home.at_rest()
 
 
-@pytest.mark.parametrize("more", [{"stop": ["zebra"]}, {"logprobs": True}, {"presence_penalty": 0.5}])
+@pytest.mark.parametrize(
+    "more", [{"stop": ["zebra"]}, {"logprobs": True}, {"presence_penalty": 0.5}]
+)
 async def test_what_could_not_be_exact_is_not_continued(more: dict[str, Any]) -> None:
     async with house(2, health=NEVER, **RESUME) as home:
         home.groups[0].faults.set("cut:after=5")

@@ -35,14 +35,18 @@ async def stopped_while_it_waits(home: House, fault: str) -> Answer:
 
 
 @pytest.mark.parametrize("fault", ["5xx", "reset-before-headers"])
-async def test_a_request_that_waits_for_a_retry_is_told_to_ask_again_when_the_gateway_stops(fault: str) -> None:
+async def test_a_request_that_waits_for_a_retry_is_told_to_ask_again_when_the_gateway_stops(
+    fault: str,
+) -> None:
     async with house(2, **ONE_TURN) as home:
         answer = await stopped_while_it_waits(home, fault)
         assert (answer.status, answer.error["code"]) == (503, "shutting_down")
         assert answer.headers["x-should-retry"] == "true"
 
 
-async def test_a_stream_that_waits_to_go_on_elsewhere_ends_with_that_event_when_the_gateway_stops() -> None:
+async def test_a_stream_that_waits_to_go_on_elsewhere_ends_with_that_event_when_the_gateway_stops() -> (
+    None
+):
     async with house(2, **ONE_TURN) as home:
         answer = await stopped_while_it_waits(home, "cut:after=7")
         assert answer.fate == "error_event"

@@ -14,7 +14,9 @@ NEVER = {"failures": 1000}  # keeps a faulty endpoint in the fleet, to meet it a
 
 
 async def fates(home: House, requests: int, *, stream: bool) -> Counter[str]:
-    answers = await asyncio.gather(*(home.ask(stream=stream, prompt=f"p{n}") for n in range(requests)))
+    answers = await asyncio.gather(
+        *(home.ask(stream=stream, prompt=f"p{n}") for n in range(requests))
+    )
     return Counter(answer.fate for answer in answers)
 
 
@@ -26,8 +28,12 @@ async def all_but(count: int, asking: list[asyncio.Task[Answer]]) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("fault", ["5xx", "5xx:status=503", "5xx@0.5", "reset-before-headers", "reset-after-headers"])
-async def test_what_fails_before_the_first_byte_is_answered_by_another_group(fault: str, stream: bool) -> None:
+@pytest.mark.parametrize(
+    "fault", ["5xx", "5xx:status=503", "5xx@0.5", "reset-before-headers", "reset-after-headers"]
+)
+async def test_what_fails_before_the_first_byte_is_answered_by_another_group(
+    fault: str, stream: bool
+) -> None:
     async with house(2, health=NEVER) as home:
         home.groups[0].faults.set(fault)
         assert await fates(home, 20, stream=stream) == {"ok": 20}
@@ -118,7 +124,9 @@ async def test_over_capacity_requests_wait_in_turn_and_the_rest_is_shed_with_adv
         home.groups[0].group.lose_rank(0, hang=True)  # until all have come
 
         async def one(number: int) -> str:
-            answer = await home.ask(tokens=20 * (2 + number), prompt=f"p{number}")  # so that no two end together
+            answer = await home.ask(
+                tokens=20 * (2 + number), prompt=f"p{number}"
+            )  # so that no two end together
             ended.append(number)
             return answer.fate
 
@@ -126,7 +134,10 @@ async def test_over_capacity_requests_wait_in_turn_and_the_rest_is_shed_with_adv
         for number in range(5):
             tasks.append(asyncio.create_task(one(number)))
             async with asyncio.timeout(PATIENCE_S):
-                while sum((home.app.gateway.gate.active, home.app.gateway.gate.rooms()[0].waiting)) <= number:
+                while (
+                    sum((home.app.gateway.gate.active, home.app.gateway.gate.rooms()[0].waiting))
+                    <= number
+                ):
                     await asyncio.sleep(0.005)
         shed = await home.ask()
         assert (shed.status, shed.error["code"]) == (429, "overloaded")
@@ -157,7 +168,10 @@ async def test_who_waits_too_long_is_shed_with_the_measured_wait() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_who_leaves_while_waiting_or_served_leaves_nothing_behind(stream: bool) -> None:
     async with house(2, speed=1.0, concurrency=2, pool={"policy": "prefix_aware"}) as home:
-        tasks = [asyncio.create_task(home.ask(stream=stream, tokens=400, prompt=f"p{n}")) for n in range(12)]
+        tasks = [
+            asyncio.create_task(home.ask(stream=stream, tokens=400, prompt=f"p{n}"))
+            for n in range(12)
+        ]
         gate = home.app.gateway.gate
         async with asyncio.timeout(PATIENCE_S):
             while gate.active < 4 or gate.rooms()[0].waiting < 8:

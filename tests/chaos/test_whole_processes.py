@@ -1,4 +1,4 @@
-"""Engines die, lose ranks and wedge under load; nobody whose answer had not begun may notice, and nobody may hang."""
+"""Engines die, lose ranks and wedge under load; nobody whose answer was not begun may notice, and nobody may hang."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ async def test_a_killed_group_costs_nobody_an_answer_that_had_not_begun(scene: S
     await scene.quiet()
 
 
-@pytest.mark.parametrize(("spec", "number", "within_s"), [("lost-rank", 2, 5.0), ("lost-rank:hang", 3, 10.0)])
+@pytest.mark.parametrize(
+    ("spec", "number", "within_s"), [("lost-rank", 2, 5.0), ("lost-rank:hang", 3, 10.0)]
+)
 async def test_a_group_that_lost_a_rank_leaves_and_nobody_hangs(
     scene: Stage, spec: str, number: int, within_s: float
 ) -> None:

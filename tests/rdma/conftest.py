@@ -11,7 +11,9 @@ import pytest
 from kvtransfer.transports.rdma import Rdma
 from tests.rdma.ends import Ends
 
-collect_ignore_glob = [] if "PENSTOCK_RDMA" in os.environ or Rdma.unavailable() is None else ["test_*.py"]
+collect_ignore_glob = (
+    [] if "PENSTOCK_RDMA" in os.environ or Rdma.unavailable() is None else ["test_*.py"]
+)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.lattice import Runs
-from kvtransfer.regions import Region
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.transports.base import Link, Slice, Verdict, WindowHead
 from kvtransfer.transports.rdma import Rdma
 from kvtransfer.transports.rdma_link import RdmaOptions
@@ -69,13 +69,16 @@ class Ends:
     """A sink that has dialled a source. `near` is the sink's link, `far` the source's."""
 
     def __init__(
-        self, blocks: int = 64, options: RdmaOptions | None = None, rng: np.random.Generator | None = None
+        self,
+        blocks: int = 64,
+        options: RdmaOptions | None = None,
+        rng: np.random.Generator | None = None,
     ) -> None:
         rng = rng or np.random.default_rng(1)
         self.source, self.sink = Scribe(), Scribe()
-        self.memory = Region.create(blocks, BLOCK, name="source")
+        self.memory = MemoryFileRegion.create(blocks, BLOCK, name="source")
         self.memory.bytes[:] = rng.integers(1, 256, self.memory.bytes.size, np.uint8)
-        self.place = Region.create(blocks, BLOCK, name="sink")
+        self.place = MemoryFileRegion.create(blocks, BLOCK, name="sink")
         self.transports = Rdma(options=options), Rdma(options=options)
         address = self.transports[0].start(self.source, [self.memory])
         self.transports[1].start(self.sink, [self.place])
@@ -88,11 +91,18 @@ class Ends:
     def reserve(self, transfer: int, pieces: Runs, blocks: Sequence[int]) -> None:
         """The sink opens blocks to a transfer, and the source has the keys."""
         grant = self.near.grant(transfer, [self.place], blocks)
-        self.sink.expecting[transfer] = lambda head: Slice(pieces.cut(head.first, head.count), self.place, 0, 0)
+        self.sink.expecting[transfer] = lambda head: Slice(
+            pieces.cut(head.first, head.count), self.place, 0, 0
+        )
         self.far.accept(transfer, grant)
 
     def put(
-        self, transfer: int, pieces: Runs, first: int, count: int, current: Callable[[], bool] | None = None
+        self,
+        transfer: int,
+        pieces: Runs,
+        first: int,
+        count: int,
+        current: Callable[[], bool] | None = None,
     ) -> None:
         cut = pieces.cut(first, count)
         head = WindowHead(transfer, 0, 0, first, count, cut.n_bytes)
@@ -101,7 +111,9 @@ class Ends:
     def arrived(self, pieces: Runs) -> bool:
         """Whether every byte is where it belongs, and no other byte has been touched."""
         wanted = np.zeros_like(self.place.bytes)
-        for src, dst, length in zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True):
+        for src, dst, length in zip(
+            pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True
+        ):
             wanted[dst : dst + length] = self.memory.bytes[src : src + length]
         return bool((wanted == self.place.bytes).all())
 

@@ -54,7 +54,9 @@ def test_messages_keep_their_order_among_windows(ends: Ends) -> None:
     ends.far.send(b"end")
     ends.sink.wait("message", b"end")
     order = [one[1] if one[0] == "message" else one[2] for one in ends.sink.heard]
-    assert order == [item for first in range(8) for item in (b"before %d" % first, first)] + [b"end"]
+    assert order == [item for first in range(8) for item in (b"before %d" % first, first)] + [
+        b"end"
+    ]
     ends.near.send(b"back")
     ends.source.wait("message", b"back")
 
@@ -70,7 +72,9 @@ def test_a_window_of_blocks_that_changed_hands_while_it_was_read_is_stale(ends: 
     assert not ends.place.bytes[2 * BLOCK :].any()  # the second was not even written
 
 
-def test_bytes_that_are_not_what_the_source_read_are_corrupt(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_are_not_what_the_source_read_are_corrupt(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvtransfer.transports.rdma_out.digest_of", lambda *_: 1)
     pieces = runs(range(4), range(4))
     ends.reserve(1, pieces, range(4))
@@ -78,7 +82,9 @@ def test_bytes_that_are_not_what_the_source_read_are_corrupt(ends: Ends, monkeyp
     ends.sink.wait("landed", 1, 0, Verdict.CORRUPT)
 
 
-def test_a_write_after_the_fence_is_refused_by_the_device_and_other_transfers_go_on(ends: Ends) -> None:
+def test_a_write_after_the_fence_is_refused_by_the_device_and_other_transfers_go_on(
+    ends: Ends,
+) -> None:
     """The source has its keys, has looked at its generations, and only then is the transfer fenced at the sink."""
     late, other = runs(range(8), range(8)), runs(range(20, 28), range(20, 28))
     ends.reserve(1, late, range(8))

@@ -76,7 +76,9 @@ def measured_pace(pool: ThreadPoolExecutor) -> float:
     """So slow that half the least time a landing has (a second, at a pace of 1) is enough where nothing breaks, with as
     many worlds at once as there will be."""
     calms = list(pool.map(lambda _: told_by(calm), range(AT_ONCE)))
-    assert all(len(told) == 1 for told, _ in calms), f"nothing lands even where nothing breaks: {calms}"
+    assert all(len(told) == 1 for told, _ in calms), (
+        f"nothing lands even where nothing breaks: {calms}"
+    )
     return max(LEAST_PACE, 2 * max(told[0] for told, _ in calms))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvtransfer.regions import Region
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.verbs import (
     RECEIVED,
@@ -36,7 +36,9 @@ class Bench:
         self.sink = QueuePair(self.far, self.completions, 1, 8, 8)
         self.writer.connect(self.sink.card)
         self.sink.connect(self.writer.card)
-        self.source, self.place = (Region.create(4, PAGE, name=name) for name in ("source", "place"))
+        self.source, self.place = (
+            MemoryFileRegion.create(4, PAGE, name=name) for name in ("source", "place")
+        )
         self.source.bytes[:] = np.arange(self.source.bytes.size, dtype=np.uint8)
         self.open: list[Memory] = []
 
@@ -50,7 +52,9 @@ class Bench:
         piece = Piece(self.source.address, length, self.near.key_of(self.source))
         self.sink.expect()
         self.completions.arm()
-        self.writer.write(5, [piece], (self.place.address + at, key), tell=True, immediate=0xFFFF_FFFF)
+        self.writer.write(
+            5, [piece], (self.place.address + at, key), tell=True, immediate=0xFFFF_FFFF
+        )
         told: list[Completion] = []
         while not any(one.number == 5 for one in told):
             assert select.select([self.completions.fd], [], [], 20.0)[0], "the device said nothing"
@@ -85,7 +89,10 @@ def bench() -> Iterator[Bench]:
 def test_a_key_opens_its_bytes_and_the_number_arrives_with_them(bench: Bench) -> None:
     key = bench.grant(bench.far, 100, 1000).remote_key
     told = bench.write(100, 1000, key)
-    assert {one.number: (one.status, one.immediate) for one in told} == {5: (0, 0), RECEIVED + 1: (0, 0xFFFF_FFFF)}
+    assert {one.number: (one.status, one.immediate) for one in told} == {
+        5: (0, 0),
+        RECEIVED + 1: (0, 0xFFFF_FFFF),
+    }
     assert (bench.place.bytes[100:1100] == bench.source.bytes[:1000]).all()
     assert bench.place.bytes.astype(int).sum() == bench.source.bytes[:1000].astype(int).sum()
 

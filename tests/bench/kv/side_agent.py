@@ -19,6 +19,7 @@ from kvtransfer.agent import Agent
 from kvtransfer.ends import End, How
 from kvtransfer.handles import Offer
 from kvtransfer.layout import KvDtype, KvLayout
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Transport
 
@@ -37,7 +38,7 @@ class Agents:
         if settings["transport"] == "tcp":
             self.region = Region.over(np.zeros(pool_bytes, np.uint8), block_bytes, name=role)
         else:
-            self.region = Region.create(pool_bytes // block_bytes, block_bytes, name=role, populate=True)
+            self.region = MemoryFileRegion.create(pool_bytes // block_bytes, block_bytes, name=role, populate=True)
         self.pool: Bytes = self.region.bytes
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()

@@ -13,6 +13,7 @@ import numpy as np
 from pool import Bytes, Draw
 
 from kvtransfer.lattice import Runs
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Laned, Link, Slice, Transport, Verdict, WindowHead
@@ -169,7 +170,7 @@ def _region(role: str, pool_bytes: int, transport: str) -> Region:
     """Over tcp memory as everybody has it, numpy's with huge pages; shm needs memory files, which have none."""
     if transport == "tcp":
         return Region.over(np.zeros(pool_bytes, np.uint8), BLOCK_BYTES, name=role)
-    return Region.create(pool_bytes // BLOCK_BYTES, BLOCK_BYTES, name=role, populate=True)
+    return MemoryFileRegion.create(pool_bytes // BLOCK_BYTES, BLOCK_BYTES, name=role, populate=True)
 
 
 def _laned(link: Link) -> Laned:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvtransfer.agent import Agent
 from kvtransfer.clock import Clock, ThreadClock
 from kvtransfer.layout import KvDtype, KvLayout, KvOrder
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Transport
@@ -30,7 +31,9 @@ PATIENT = Options(misses=60, handshake_s=15.0)
 SMALL = KvLayout(layers=4, kv_heads=8, head_dim=16, dtype=KvDtype.BF16, block_tokens=16, tp=2)
 
 
-def cell(layout: KvLayout, rank: int, layer: int, part: int, head: int, block: int, token: int) -> int | None:
+def cell(
+    layout: KvLayout, rank: int, layer: int, part: int, head: int, block: int, token: int
+) -> int | None:
     """Where the row of a head and token begins in a rank's region; None if that rank does not hold it."""
     stage, tp_rank = divmod(rank, layout.tp)
     first = stage * layout.layers // layout.pp
@@ -39,8 +42,16 @@ def cell(layout: KvLayout, rank: int, layer: int, part: int, head: int, block: i
     first_head = 0 if layout.mla else tp_rank * layout.kv_heads // layout.tp
     if not (first <= layer < last and first_head <= head < first_head + here):
         return None
-    parts, size, row = (1 if layout.mla else 2), layout.block_tokens, layout.head_dim * layout.dtype.n_bytes
-    inner = (head - first_head) * size + token if layout.order is KvOrder.HND else token * here + head - first_head
+    parts, size, row = (
+        (1 if layout.mla else 2),
+        layout.block_tokens,
+        layout.head_dim * layout.dtype.n_bytes,
+    )
+    inner = (
+        (head - first_head) * size + token
+        if layout.order is KvOrder.HND
+        else token * here + head - first_head
+    )
     return (((block * (last - first) + layer - first) * parts + part) * here * size + inner) * row
 
 
@@ -57,7 +68,9 @@ class Cache:
         for rank, _, at, row in self._cells(layout, blocks):
             regions[rank].bytes[at : at + row.size] = row
 
-    def differs(self, layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], skip: int = 0) -> int:
+    def differs(
+        self, layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], skip: int = 0
+    ) -> int:
         """How many rows from token `skip` on are not there as they should be."""
         cells = self._cells(layout, blocks)
         return sum(
@@ -97,11 +110,18 @@ class Group:
     def held(self) -> int:
         """Leases, invitations, reservations and credit that are not free."""
         figures = self.agent.figures()
-        return sum(figures["leases"].values()) + sum(figures["reservations"].values()) + figures["under_way_bytes"]
+        return (
+            sum(figures["leases"].values())
+            + sum(figures["reservations"].values())
+            + figures["under_way_bytes"]
+        )
 
 
 def memory(layout: KvLayout, blocks: int, name: str) -> list[Region]:
-    return [Region.create(blocks, layout.rank_block_bytes(rank), name=f"{name}-{rank}") for rank in range(layout.ranks)]
+    return [
+        MemoryFileRegion.create(blocks, layout.rank_block_bytes(rank), name=f"{name}-{rank}")
+        for rank in range(layout.ranks)
+    ]
 
 
 def group(
@@ -116,13 +136,18 @@ def group(
 ) -> Group:
     regions = memory(layout, blocks, name)
     return Group(
-        layout, regions, Agent(name, layout, regions, key=key, transports=transports, clock=clock, options=options)
+        layout,
+        regions,
+        Agent(name, layout, regions, key=key, transports=transports, clock=clock, options=options),
     )
 
 
 @asynccontextmanager
 async def groups(
-    transport: str, *layouts: KvLayout, options: Sequence[Options | None] = (), keys: Sequence[bytes] = ()
+    transport: str,
+    *layouts: KvLayout,
+    options: Sequence[Options | None] = (),
+    keys: Sequence[bytes] = (),
 ) -> AsyncIterator[list[Group]]:
     """Started groups p0, p1, ... over one transport; at the end all are closed, and nothing may be held."""
     clock = ThreadClock()

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.clock import ThreadClock
 from kvtransfer.lattice import Runs
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Laned, Link, Slice, Transport, Verdict, WindowHead
 from kvtransfer.transports.inproc import Inproc, Wire
@@ -72,10 +73,6 @@ def make(name: str, wire: Wire, pace: float = 1.0) -> Transport:
         from kvtransfer.transports.rdma_link import RdmaOptions
 
         return Rdma(options=RdmaOptions(setup_s=max(RdmaOptions().setup_s, 1.25 * pace)))
-    if name == "nixl":
-        from kvtransfer.transports.nixl import Nixl
-
-        return Nixl()
     raise ValueError(f"no transport is called {name}")
 
 
@@ -157,7 +154,11 @@ class Owner:
     def all(self, kind: str, link: Link | None = None) -> list[object]:
         """What was told, by this link or by any."""
         with self.bell:
-            return [heard.what for heard in self.heard if heard.kind == kind and link in (None, heard.link)]
+            return [
+                heard.what
+                for heard in self.heard
+                if heard.kind == kind and link in (None, heard.link)
+            ]
 
     def wait(self, kind: str, count: int = 1) -> list[object]:
         """The first `count` things of a kind. Fails when they do not come."""
@@ -165,7 +166,9 @@ class Owner:
         with self.bell:
             while sum(heard.kind == kind for heard in self.heard) < count:
                 left = deadline - time.monotonic()
-                assert left > 0, f"{kind} was not heard {count} times but {[each.kind for each in self.heard]}"
+                assert left > 0, (
+                    f"{kind} was not heard {count} times but {[each.kind for each in self.heard]}"
+                )
                 self.bell.wait(left)
         return self.all(kind)[:count]
 
@@ -214,8 +217,8 @@ class Pair:
 @contextmanager
 def linked_pair(name: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Pair]:
     """Two started transports and a link between them; the source's memory is random."""
-    into = Region.create(BLOCKS, block_bytes, name="into")
-    out_of = Region.create(BLOCKS, block_bytes, name="out-of")
+    into = MemoryFileRegion.create(BLOCKS, block_bytes, name="into")
+    out_of = MemoryFileRegion.create(BLOCKS, block_bytes, name="out-of")
     out_of.bytes[:] = np.random.default_rng(1).integers(0, 256, out_of.bytes.size, dtype=np.uint8)
     hears, gives = Owner(), Owner()
     with transports(name) as (sink_end, source_end):

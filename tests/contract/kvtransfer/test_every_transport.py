@@ -58,12 +58,19 @@ def test_a_message_of_a_million_blocks_arrives(pair: Pair) -> None:
 def test_who_is_dialled_hears_of_the_link_first(pair: Pair) -> None:
     pair.sink.send(b"after")
     pair.gives.wait("message")
-    assert [heard.kind for heard in pair.gives.heard if heard.link is pair.source] == ["linked", "message"]
+    assert [heard.kind for heard in pair.gives.heard if heard.link is pair.source] == [
+        "linked",
+        "message",
+    ]
     assert not pair.hears.all("linked")
 
 
-@pytest.mark.parametrize(("runs", "longest"), [(1, 1), (3, 5), (40, 4096), (500, 300), (20, 64 << 10)])
-def test_bytes_arrive_exactly_where_the_plan_says_and_nowhere_else(pair: Pair, runs: int, longest: int) -> None:
+@pytest.mark.parametrize(
+    ("runs", "longest"), [(1, 1), (3, 5), (40, 4096), (500, 300), (20, 64 << 10)]
+)
+def test_bytes_arrive_exactly_where_the_plan_says_and_nowhere_else(
+    pair: Pair, runs: int, longest: int
+) -> None:
     moves = scattered(runs, runs, longest)
     head = window(7, moves)
     pair.expect({head: moves})
@@ -118,7 +125,9 @@ def test_a_window_that_nobody_expects_is_thrown_away_and_the_next_arrives(pair: 
 
 
 @pytest.mark.parametrize("answers", [(False,), (True, False)], ids=["before", "while it was read"])
-def test_a_window_whose_blocks_changed_hands_is_stale(pair: Pair, answers: tuple[bool, ...]) -> None:
+def test_a_window_whose_blocks_changed_hands_is_stale(
+    pair: Pair, answers: tuple[bool, ...]
+) -> None:
     moves = scattered(8, 10, 4096)
     head = window(1, moves)
     pair.expect({head: moves})
@@ -153,8 +162,12 @@ def test_dropped_windows_do_not_land_and_later_ones_do(pair: Pair) -> None:
     pair.source.drop(2)
     gate.set()
     pair.put(heads[2], kept)
-    eventually(lambda: (heads[2], Verdict.OK) in pair.hears.all("landed"), "the third window did not land")
-    assert (heads[1], Verdict.OK) not in pair.hears.all("landed") or pair.gives.all("sent").count(heads[1]) == 1
+    eventually(
+        lambda: (heads[2], Verdict.OK) in pair.hears.all("landed"), "the third window did not land"
+    )
+    assert (heads[1], Verdict.OK) not in pair.hears.all("landed") or pair.gives.all("sent").count(
+        heads[1]
+    ) == 1
 
 
 def test_behind_the_fence_nothing_is_written_whatever_the_source_does(pair: Pair) -> None:
@@ -178,7 +191,10 @@ def test_behind_the_fence_nothing_is_written_whatever_the_source_does(pair: Pair
         pair.source.send(b"all was said")
         pair.hears.wait("message")
     else:
-        eventually(lambda: pair.hears.all("lost") or len(pair.gives.all("sent")) >= 10, "neither sent nor broken")
+        eventually(
+            lambda: pair.hears.all("lost") or len(pair.gives.all("sent")) >= 10,
+            "neither sent nor broken",
+        )
     assert not pair.into.bytes.any()
     assert len(pair.hears.all("landed")) == told
 
@@ -204,7 +220,9 @@ def test_a_closed_link_is_lost_to_the_other_end_once_and_not_to_its_own(pair: Pa
     pair.source.close()
     pair.sink.close()
     pair.sink.send(b"to nobody")
-    pair.sink.put(WindowHead(1, 0, 0, 0, 1, 1), Slice(scattered(1, 1, 8), pair.into, 0, 0, lambda: True))
+    pair.sink.put(
+        WindowHead(1, 0, 0, 0, 1, 1), Slice(scattered(1, 1, 8), pair.into, 0, 0, lambda: True)
+    )
     pair.sink_transport.close()
     pair.source_transport.close()
     assert len(pair.hears.all("lost", pair.sink)) == 1
@@ -254,4 +272,6 @@ def test_closing_ends_every_thread(name: str) -> None:
         pair.admit(1)
         pair.put(head, moves)
         pair.hears.wait("landed")
-    eventually(lambda: set(threading.enumerate()) <= before, f"left: {set(threading.enumerate()) - before}")
+    eventually(
+        lambda: set(threading.enumerate()) <= before, f"left: {set(threading.enumerate()) - before}"
+    )

@@ -43,7 +43,11 @@ class Stranger:
     def __init__(self, link: Link, owner: Owner, key: bytes) -> None:
         self.link, self.owner = link, owner
         self.session = Session(
-            key, secrets.token_bytes(16), Card("x", bytes(16), SMALL), dialled=True, budget_bytes=1 << 20
+            key,
+            secrets.token_bytes(16),
+            Card("x", bytes(16), SMALL),
+            dialled=True,
+            budget_bytes=1 << 20,
         )
 
     async def hear(self, kind: str, count: int = 1) -> list[object]:
@@ -56,7 +60,9 @@ class Stranger:
         assert isinstance(welcome, bytes)
         _, ready = self.session.answer(welcome)
         assert ready is not None
-        self.link.secure(self.session.window_key)  # as a member does before it invites: else its own end hangs up
+        self.link.secure(
+            self.session.window_key
+        )  # as a member does before it invites: else its own end hangs up
         self.link.send(ready)
 
     def say(self, message: Message) -> None:
@@ -116,7 +122,15 @@ async def town(transport: str, **changes: object) -> AsyncIterator[Town]:
 
 @pytest.mark.parametrize(
     "noise",
-    [b"", b"\x00", b"GET / HTTP/1.1\r\n\r\n", b"\x91" * 5_000, encode(Ready()), encode(Beat()), bytes(20_000)],
+    [
+        b"",
+        b"\x00",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x91" * 5_000,
+        encode(Ready()),
+        encode(Beat()),
+        bytes(20_000),
+    ],
     ids=["empty", "zero", "http", "nested", "ready", "beat", "long"],
 )
 async def test_noise_in_place_of_a_greeting_ends_the_link(transport: str, noise: bytes) -> None:
@@ -142,7 +156,9 @@ async def test_only_so_many_may_stand_at_the_door(transport: str) -> None:
         for _ in range(5):
             with suppress(TransportError):  # turned away while it still dialled
                 strangers.append(await here.stranger())
-        await until(lambda: here.source.agent.figures()["faults"].get("strangers"), "nobody was turned away")
+        await until(
+            lambda: here.source.agent.figures()["faults"].get("strangers"), "nobody was turned away"
+        )
         assert len(strangers) >= 2
         assert here.source.agent.figures()["links"] <= 2
         for stranger in strangers:
@@ -195,7 +211,9 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_who_has_the_key_and_lies_is_out_with_all_it_claimed(transport: str, lie: str) -> None:
+async def test_who_has_the_key_and_lies_is_out_with_all_it_claimed(
+    transport: str, lie: str
+) -> None:
     async with town(transport) as here:
         offer = here.source.agent.offer("r", [0], 16, ready_layers=0, public=True)
         stranger = await here.stranger()
@@ -215,7 +233,10 @@ async def test_conversations_of_nonsense_hold_nothing(transport: str) -> None:
     rounds = 60 if transport != "rdma" else 5
     async with town(transport) as here:
         for number in range(rounds):
-            offers = [here.source.agent.offer(f"r{at}", [at], 16, ready_layers=rng.choice([0, 4])) for at in range(3)]
+            offers = [
+                here.source.agent.offer(f"r{at}", [at], 16, ready_layers=rng.choice([0, 4]))
+                for at in range(3)
+            ]
             stranger = await here.stranger()
             await stranger.greet()
             for _ in range(rng.randrange(1, 20)):
@@ -232,8 +253,18 @@ def anything(rng: Random, tickets: list[str]) -> Message:
     transfer = rng.randrange(8)
     return rng.choice(
         [
-            invite(transfer, f"r{rng.randrange(4)}", rng.choice([None, *tickets]), tokens=rng.randrange(20)),
-            invite(transfer, f"r{rng.randrange(4)}", skip_tokens=rng.randrange(30), window_bytes=rng.randrange(3)),
+            invite(
+                transfer,
+                f"r{rng.randrange(4)}",
+                rng.choice([None, *tickets]),
+                tokens=rng.randrange(20),
+            ),
+            invite(
+                transfer,
+                f"r{rng.randrange(4)}",
+                skip_tokens=rng.randrange(30),
+                window_bytes=rng.randrange(3),
+            ),
             Stop(transfer, rng.choice(list(Reason))),
             Credit(transfer, rng.randrange(9000)),
             Landed(transfer, rng.choice([0, 8192])),

@@ -26,7 +26,9 @@ HOSTS = {"one address": ["127.0.0.1"], "several addresses": [f"127.0.0.{at}" for
 
 def connect(agent: Agent, from_host: str) -> socket.socket:
     host, _, port = agent.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=PATIENCE_S, source_address=(from_host, 0))
+    return socket.create_connection(
+        (host, int(port)), timeout=PATIENCE_S, source_address=(from_host, 0)
+    )
 
 
 def unproven(agent: Agent) -> int:
@@ -36,7 +38,9 @@ def unproven(agent: Agent) -> int:
 def count_dials(monkeypatch: pytest.MonkeyPatch, agent: Agent) -> list[object]:
     dials: list[object] = []
     dial = agent._board._dial
-    monkeypatch.setattr(agent._board, "_dial", lambda dialling: (dials.append(dialling), dial(dialling)))
+    monkeypatch.setattr(
+        agent._board, "_dial", lambda dialling: (dials.append(dialling), dial(dialling))
+    )
     return dials
 
 
@@ -48,19 +52,23 @@ async def fetch(source: Group, sink: Group, name: str) -> None:
 
 
 @asynccontextmanager
-async def besieged(count: int, hosts: list[str], said: bytes = b"") -> AsyncIterator[tuple[Group, Group]]:
+async def besieged(
+    count: int, hosts: list[str], said: bytes = b""
+) -> AsyncIterator[tuple[Group, Group]]:
     """A source and a sink that are not linked, and so many connections to the source that have said so much."""
     async with groups("tcp", SMALL, SMALL, options=[DEFAULTS, PATIENT]) as (source, sink):
         with ExitStack() as stack:
             for at in range(count):
                 sock = stack.enter_context(closing(connect(source.agent, hosts[at % len(hosts)])))
                 sock.sendall(said)
-            await until(lambda: taken_in(source.agent) == count, "not all connections were taken in")
+            await until(
+                lambda: taken_in(source.agent) == count, "not all connections were taken in"
+            )
             yield source, sink
 
 
 def taken_in(agent: Agent) -> int:
-    return len(agent._board._lines) + agent.figures()["faults"].get("strangers", 0)
+    return len(agent._board._peer_links) + agent.figures()["faults"].get("strangers", 0)
 
 
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
@@ -95,7 +103,7 @@ async def test_what_is_held_of_connections_without_the_key_is_bounded() -> None:
     """Each says all of a long message but its end, then more is refused."""
     unfinished = frame(Kind.MESSAGE, bytes(STRANGER_BYTES))[:-1]
     async with besieged(100, HOSTS["several addresses"], unfinished) as (source, sink):
-        links = list(source.agent._board._lines)
+        links = list(source.agent._board._peer_links)
         await until(lambda: min(link.received_bytes for link in links) == len(unfinished))
         held = sum(link.received_bytes for link in links)
         assert held <= DEFAULTS.most_strangers * (STRANGER_BYTES + 64)
@@ -128,13 +136,16 @@ async def test_members_that_have_greeted_are_dropped_for_no_other() -> None:
             for _ in range(100):
                 stack.enter_context(closing(connect(source.agent, "127.0.0.1")))
             await until(lambda: taken_in(source.agent) == 140)
-            assert len(source.agent._board._lines) == 40 + DEFAULTS.unproven_per_address
+            assert len(source.agent._board._peer_links) == 40 + DEFAULTS.unproven_per_address
 
 
 async def test_a_greeting_that_is_replayed_keeps_one_connection_and_not_many() -> None:
-    hello = frame(Kind.MESSAGE, encode(Hello(VERSION, greeting_nonce(KEY, bytes(8)), Card("x", bytes(16), SMALL), 1)))
+    hello = frame(
+        Kind.MESSAGE,
+        encode(Hello(VERSION, greeting_nonce(KEY, bytes(8)), Card("x", bytes(16), SMALL), 1)),
+    )
     async with besieged(100, ["127.0.0.1"], hello) as (source, sink):
-        await until(lambda: len(source.agent._board._lines) == DEFAULTS.unproven_per_address + 1)
+        await until(lambda: len(source.agent._board._peer_links) == DEFAULTS.unproven_per_address + 1)
         await fetch(source, sink, "r")
 
 
@@ -150,7 +161,9 @@ def flood() -> Iterator[list[int]]:
                 break
             if ports[0]:
                 with suppress(OSError):
-                    socks.append(socket.create_connection(("127.0.0.1", ports[0]), timeout=PATIENCE_S))
+                    socks.append(
+                        socket.create_connection(("127.0.0.1", ports[0]), timeout=PATIENCE_S)
+                    )
             if len(socks) > 200:
                 socks.pop(0).close()
         for sock in socks:
@@ -166,7 +179,9 @@ def flood() -> Iterator[list[int]]:
 async def test_a_flood_of_connections_without_the_key_starves_no_member(flood: list[int]) -> None:
     async with groups("tcp", *[SMALL] * 6, options=[DEFAULTS]) as (source, *sinks):
         flood[0] = int(source.agent.address.rpartition(":")[2])
-        await until(lambda: source.agent.figures()["faults"].get("strangers", 0) > 20, "there is no flood")
+        await until(
+            lambda: source.agent.figures()["faults"].get("strangers", 0) > 20, "there is no flood"
+        )
         for at, sink in enumerate(sinks):
             await fetch(source, sink, f"r{at}")
         flood[0] = 0

@@ -38,10 +38,14 @@ class Mute(Shm):
 
 
 @asynccontextmanager
-async def two(ours: list[Transport], theirs: list[Transport], **changes: object) -> AsyncIterator[tuple[Group, Group]]:
+async def two(
+    ours: list[Transport], theirs: list[Transport], **changes: object
+) -> AsyncIterator[tuple[Group, Group]]:
     async with AsyncExitStack() as stack:
         options = msgspec.structs.replace(PATIENT, **changes)
-        made = [group(name, SMALL, ways, options=options) for name, ways in (("p", theirs), ("d", ours))]
+        made = [
+            group(name, SMALL, ways, options=options) for name, ways in (("p", theirs), ("d", ours))
+        ]
         for each in made:
             stack.callback(each.forget)
             await each.agent.start()
@@ -70,7 +74,9 @@ async def test_who_meets_by_tcp_on_one_host_goes_on_by_shared_memory_alone() -> 
         assert sink.agent.figures()["links"] == 1
 
 
-@pytest.mark.parametrize("theirs", [[Tcp()], [Tcp(), Shm()]], ids=["they have no shm", "another host"])
+@pytest.mark.parametrize(
+    "theirs", [[Tcp()], [Tcp(), Shm()]], ids=["they have no shm", "another host"]
+)
 async def test_where_the_better_way_is_not_for_both_tcp_it_is(theirs: list[Transport]) -> None:
     host = {} if len(theirs) == 1 else {"host": ""}
     async with two([Tcp(), Shm()], theirs, **host) as (source, sink):
@@ -78,9 +84,16 @@ async def test_where_the_better_way_is_not_for_both_tcp_it_is(theirs: list[Trans
         assert sink.agent.figures()["faults"] == {}
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(Shut, Shm), (Shm, Mute)], ids=["cannot be dialled", "does not answer"])
-async def test_a_better_way_that_does_not_open_is_no_end(ours: type[Shm], theirs: type[Shm]) -> None:
-    async with two([Tcp(), ours()], [Tcp(), theirs()], handshake_s=PATIENCE_S / 10) as (source, sink):
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(Shut, Shm), (Shm, Mute)], ids=["cannot be dialled", "does not answer"]
+)
+async def test_a_better_way_that_does_not_open_is_no_end(
+    ours: type[Shm], theirs: type[Shm]
+) -> None:
+    async with two([Tcp(), ours()], [Tcp(), theirs()], handshake_s=PATIENCE_S / 10) as (
+        source,
+        sink,
+    ):
         assert await way(source, sink) == "tcp"
         assert await way(source, sink, "next") == "tcp"
         assert sink.agent.figures()["faults"] == {"fallback": 1}

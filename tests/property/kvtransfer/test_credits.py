@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from kvtransfer.credits import Credits, Klass, Turns
 
 events = st.lists(
-    st.tuples(st.sampled_from(["take", "give", "forget"]), st.integers(0, 4), st.integers(1, 80)), max_size=80
+    st.tuples(st.sampled_from(["take", "give", "forget"]), st.integers(0, 4), st.integers(1, 80)),
+    max_size=80,
 )
 
 
@@ -35,7 +36,9 @@ def test_what_is_under_way_is_always_what_was_taken_and_not_given_back(
 
 
 @given(klass=st.sampled_from(Klass), deadline=st.floats(0, 5), rivals_per_s=st.integers(1, 20))
-def test_nobody_starves_behind_a_stream_of_the_urgent(klass: Klass, deadline: float, rivals_per_s: int) -> None:
+def test_nobody_starves_behind_a_stream_of_the_urgent(
+    klass: Klass, deadline: float, rivals_per_s: int
+) -> None:
     """Every rival is new and has a second of slack: within the promotion time and that slack, ours is served."""
     turns, now, number = Turns(promote_s=0.5), 0.0, 1
     turns.add(0, klass, deadline, now)

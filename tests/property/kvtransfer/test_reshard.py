@@ -55,7 +55,10 @@ def names(layout: KvLayout, rank: int, first_token: int) -> Words:
     if layout.order is KvOrder.NHD:
         axes[2:4], weights[2:4] = [tokens, heads], [10, 10**6]
     grids = np.ix_(*(np.array(axis, np.uint64) for axis in axes))
-    total: Words = sum((grid * np.uint64(weight) for grid, weight in zip(grids, weights, strict=True)), np.uint64(1))
+    total: Words = sum(
+        (grid * np.uint64(weight) for grid, weight in zip(grids, weights, strict=True)),
+        np.uint64(1),
+    )
     return total.ravel()
 
 
@@ -93,7 +96,8 @@ def carry_out(made: Plan, sources: list[Words], sinks: list[Words], window_bytes
             assert n_bytes <= window_bytes or count == 1
             runs = arrivals.begin(group, pair, first, count, n_bytes)
             old, new = (
-                side[rank].reshape(-1).view(np.uint8) for side, rank in zip((sources, sinks), pairs[pair], strict=True)
+                side[rank].reshape(-1).view(np.uint8)
+                for side, rank in zip((sources, sinks), pairs[pair], strict=True)
             )
             for src, dst, length in zip(runs.src, runs.dst, runs.length, strict=True):
                 new[dst : dst + length] = old[src : src + length]
@@ -113,7 +117,9 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
     tokens = data.draw(st.integers(1, 20), "tokens")
     skip = data.draw(st.integers(0, tokens - 1), "skip_tokens")
     spare = data.draw(st.integers(0, 3), "spare blocks")
-    blocks = [data.draw(some_blocks(-(-tokens // layout.block_tokens), spare)) for layout in layouts]
+    blocks = [
+        data.draw(some_blocks(-(-tokens // layout.block_tokens), spare)) for layout in layouts
+    ]
     made = plan(
         src,
         dst,
@@ -129,7 +135,9 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
     sources = [source(src, rank, blocks[0], spare) for rank in range(src.ranks)]
     sinks = [region(dst, rank, len(blocks[1]) + spare, UNTOUCHED) for rank in range(dst.ranks)]
     wanted = [expected(dst, rank, blocks[1], spare, made.tokens) for rank in range(dst.ranks)]
-    written = carry_out(made, sources, sinks, data.draw(st.sampled_from([1, 100, 1000, 1 << 20]), "window_bytes"))
+    written = carry_out(
+        made, sources, sinks, data.draw(st.sampled_from([1, 100, 1000, 1 << 20]), "window_bytes")
+    )
     for rank in range(dst.ranks):
         np.testing.assert_array_equal(sinks[rank], wanted[rank], f"rank {rank}")
     # Everything is right, and no more was written than is right: so nothing was written twice.
@@ -146,7 +154,9 @@ def some_blocks(draw: st.DrawFn, count: int, spare: int) -> list[int]:
 
 @settings(max_examples=50, deadline=None)
 @given(layouts=layout_pairs())
-def test_source_ranks_that_hold_the_same_are_asked_for_as_much(layouts: tuple[KvLayout, KvLayout]) -> None:
+def test_source_ranks_that_hold_the_same_are_asked_for_as_much(
+    layouts: tuple[KvLayout, KvLayout],
+) -> None:
     """Equal where the layers of a stage, one group each, can be dealt out evenly; else within one layer."""
     src, dst = layouts
     copies = max(1, src.tp // src.kv_heads)

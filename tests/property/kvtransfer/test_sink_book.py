@@ -75,7 +75,9 @@ class World:
                 case SendInvite(link, invite, written):
                     assert link not in self.left
                     assert invite.transfer not in self.invited
-                    wish = self.wishes[invite.transfer]  # the rest of its blocks is cached, and perhaps others' as well
+                    wish = self.wishes[
+                        invite.transfer
+                    ]  # the rest of its blocks is cached, and perhaps others' as well
                     spans = range(0, wish.tokens, LAYOUT.block_tokens)
                     assert list(written) == [
                         block
@@ -137,7 +139,14 @@ class World:
 
     def whole(self, number: int) -> int:
         wish = self.wishes[number]
-        made = plan(LAYOUT, LAYOUT, list(range(BLOCKS)), wish.blocks, wish.tokens, skip_tokens=wish.skip_tokens)
+        made = plan(
+            LAYOUT,
+            LAYOUT,
+            list(range(BLOCKS)),
+            wish.blocks,
+            wish.tokens,
+            skip_tokens=wish.skip_tokens,
+        )
         return made.n_bytes
 
     def fetch(self) -> None:
@@ -146,7 +155,9 @@ class World:
         tokens = self.rng.randrange(1, len(blocks) * 4 + 1)
         skip = self.rng.randrange(tokens)
         address, timeout_s = self.rng.choice(ADDRESSES), self.rng.choice([1.0, 30.0])
-        wish = Wish(address, f"r{self.numbers}", np.array(blocks), tokens, skip, timeout_s, Klass.BULK)
+        wish = Wish(
+            address, f"r{self.numbers}", np.array(blocks), tokens, skip, timeout_s, Klass.BULK
+        )
         self.wishes[self.numbers] = wish
         self.obey(self.book.fetch(self.numbers, wish, self.now))
 
@@ -162,23 +173,49 @@ class World:
                 self.obey(self.book.linked(address, self.links[address], LAYOUT, "p", self.now))
 
     def accept(self) -> None:
-        waiting = [number for number in self.said if number not in self.resolved and number not in self.windows]
+        waiting = [
+            number
+            for number in self.said
+            if number not in self.resolved and number not in self.windows
+        ]
         if waiting:
             number = self.rng.choice(waiting)
-            group, size = self.rng.choice([1, 2, 4]), self.rng.choice([1, WINDOW, WINDOW, WINDOW, WINDOW + 1])
+            group, size = (
+                self.rng.choice([1, 2, 4]),
+                self.rng.choice([1, WINDOW, WINDOW, WINDOW, WINDOW + 1]),
+            )
             wish, source = self.wishes[number], self.rng.sample(range(BLOCKS), BLOCKS)
             source = source if self.rng.random() < 0.95 else []
             known = self.rng.random() < 0.95
-            said = Accept(number, pack_blocks(source), group, size, fingerprint_of(LAYOUT, LAYOUT) if known else "")
+            said = Accept(
+                number,
+                pack_blocks(source),
+                group,
+                size,
+                fingerprint_of(LAYOUT, LAYOUT) if known else "",
+            )
             if (
-                self.told(lambda: self.book.accepted(self.invited[number], said, self.now), self.invited[number])
+                self.told(
+                    lambda: self.book.accepted(self.invited[number], said, self.now),
+                    self.invited[number],
+                )
                 and source
                 and known
             ):
                 made = plan(
-                    LAYOUT, LAYOUT, source, wish.blocks, wish.tokens, skip_tokens=wish.skip_tokens, group_layers=group
+                    LAYOUT,
+                    LAYOUT,
+                    source,
+                    wish.blocks,
+                    wish.tokens,
+                    skip_tokens=wish.skip_tokens,
+                    group_layers=group,
                 )
-                heads = [WindowHead(number, at, *w) for at in range(made.groups) for w in made.windows(at, size)]
+                heads = [
+                    WindowHead(number, at, *w)
+                    for at in range(made.groups)
+                    for w in made.windows(at, size)
+                ]
                 self.rng.shuffle(heads)
                 self.windows[number] = heads
 
@@ -212,13 +249,20 @@ class World:
 
     def cancel(self) -> None:
         if self.rng.random() < 0.3:
-            self.obey(self.book.cancel(self.rng.randrange(self.numbers + 1), Reason.CANCELLED, "", self.now))
+            self.obey(
+                self.book.cancel(
+                    self.rng.randrange(self.numbers + 1), Reason.CANCELLED, "", self.now
+                )
+            )
 
     def stop(self) -> None:
         if self.invited and self.rng.random() < 0.3:
             number = self.rng.choice(list(self.invited))
             said = Stop(number, self.rng.choice(list(Reason)))
-            self.told(lambda: self.book.stopped(self.invited[number], said, self.now), self.invited[number])
+            self.told(
+                lambda: self.book.stopped(self.invited[number], said, self.now),
+                self.invited[number],
+            )
 
     def nonsense(self) -> None:
         """Of a transfer that is another link's, or nobody's; a window of no plan; a fence that was not asked for."""
@@ -246,7 +290,7 @@ class World:
                 self.obey(self.book.misled(link, number, "no such window", self.now))
 
     def moving(self, number: int) -> bool:
-        held = self.book._held.get(number)
+        held = self.book._reservations.get(number)
         return held is not None and held.state is SinkState.MOVING
 
     def wait(self) -> None:
@@ -289,12 +333,17 @@ class World:
 @pytest.fixture(autouse=True)
 def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the few blocks that are drawn here, too."""
-    monkeypatch.setattr("kvtransfer.commands._AT_ONCE_BLOCKS", 2)
+    monkeypatch.setattr("kvtransfer.commands._MAX_INLINE_BLOCKS", 2)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(st.integers(0, 1 << 32), st.integers(1, 200))
-def test_told_anything_in_any_order_it_ends_every_landing_once_behind_its_fence(seed: int, steps: int) -> None:
+def test_told_anything_in_any_order_it_ends_every_landing_once_behind_its_fence(
+    seed: int, steps: int
+) -> None:
     world = World(seed)
     for _ in range(steps):
         world.step()

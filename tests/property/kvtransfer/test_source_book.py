@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from kvtransfer.commands import Admit, Bump, Command, Drop, Put, Reckon, Resolve, Send
 from kvtransfer.ends import How, Reason
 from kvtransfer.layout import KvDtype, KvLayout
-from kvtransfer.messages import Accept, Card, Credit, Invite, Landed, ProtocolError, Stop, pack_blocks
+from kvtransfer.messages import (
+    Accept,
+    Card,
+    Credit,
+    Invite,
+    Landed,
+    ProtocolError,
+    Stop,
+    pack_blocks,
+)
 from kvtransfer.options import Options
 from kvtransfer.outlet import Ware
 from kvtransfer.regions import Region
@@ -40,7 +49,9 @@ class World:
         self.now = 100.0
         size = LAYOUT.rank_block_bytes(0)
         self.region = Region.over(bytearray(BLOCKS * size), size, name="p")
-        self.book = SourceBook(SOURCE, [self.region], b"k" * 32, Options(patience_s=5, most_waiting=3), Tally())
+        self.book = SourceBook(
+            SOURCE, [self.region], b"k" * 32, Options(patience_s=5, most_waiting=3), Tally()
+        )
         self.links: list[FakeLink] = []
         self.numbers = 0
         self.blocks: dict[int, list[int]] = {}
@@ -54,7 +65,16 @@ class World:
         self.reckoning: list[Reckon] = []
 
     def step(self) -> None:
-        steps = [self.link, self.offer, self.revoke, self.renew, self.wait, self.lose, self.decline, self.land]
+        steps = [
+            self.link,
+            self.offer,
+            self.revoke,
+            self.renew,
+            self.wait,
+            self.lose,
+            self.decline,
+            self.land,
+        ]
         steps += [self.invite, self.ready, self.credit, self.land] * 2 + [self.message, self.reckon]
         self.rng.choice(steps)()
         assert self.taken_is_bounded()
@@ -71,7 +91,9 @@ class World:
                     assert (link, head.transfer) not in self.over
                     assert window.current is not None
                     assert window.current()
-                    self.put[link, head.transfer] = self.put.get((link, head.transfer), 0) + head.n_bytes
+                    self.put[link, head.transfer] = (
+                        self.put.get((link, head.transfer), 0) + head.n_bytes
+                    )
                 case Bump(blocks):
                     before_bump = self.region.generations_of(blocks)
                     self.region.bump(blocks)
@@ -108,7 +130,9 @@ class World:
         if len(self.links) < 3:
             self.links.append(FakeLink())
             layout = OTHER if self.rng.random() < 0.1 else LAYOUT
-            self.book.linked(self.links[-1], Card(f"d{self.rng.randrange(2)}", b"d" * 16, layout), BUDGET)
+            self.book.linked(
+                self.links[-1], Card(f"d{self.rng.randrange(2)}", b"d" * 16, layout), BUDGET
+            )
 
     def offer(self) -> None:
         self.numbers += 1
@@ -172,20 +196,31 @@ class World:
         if self.put and self.links:
             (link, transfer), n_bytes = self.rng.choice(list(self.put.items()))
             if link in self.links and isinstance(link, FakeLink):
-                given = Credit(transfer, self.rng.choice([n_bytes, n_bytes // 2, 1, n_bytes + 5000]))
+                given = Credit(
+                    transfer, self.rng.choice([n_bytes, n_bytes // 2, 1, n_bytes + 5000])
+                )
                 self.told(lambda: self.book.credited(link, given, self.now), link)
 
     def land(self) -> None:
         for (link, transfer), n_bytes in list(self.put.items()):
             if link in self.links and isinstance(link, FakeLink) and self.rng.random() < 0.5:
-                self.told(lambda link=link, t=transfer, n=n_bytes: self.book.landed(link, Landed(t, n), self.now), link)  # type: ignore[misc]
+                self.told(
+                    lambda link=link, t=transfer, n=n_bytes: self.book.landed(
+                        link, Landed(t, n), self.now
+                    ),
+                    link,
+                )  # type: ignore[misc]
                 return
 
     def ready(self) -> None:
-        self.obey(self.book.ready(self.rng.randrange(self.numbers + 1), self.rng.randrange(6), self.now))
+        self.obey(
+            self.book.ready(self.rng.randrange(self.numbers + 1), self.rng.randrange(6), self.now)
+        )
 
     def revoke(self) -> None:
-        self.obey(self.book.revoke(self.rng.randrange(self.numbers + 1), Reason.REVOKED, "", self.now))
+        self.obey(
+            self.book.revoke(self.rng.randrange(self.numbers + 1), Reason.REVOKED, "", self.now)
+        )
 
     def renew(self) -> None:
         ticket = self.book.renew(self.rng.randrange(self.numbers + 1), 10.0, self.now)
@@ -217,12 +252,17 @@ class World:
 @pytest.fixture(autouse=True)
 def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the few blocks that are drawn here, too."""
-    monkeypatch.setattr("kvtransfer.commands._AT_ONCE_BLOCKS", 2)
+    monkeypatch.setattr("kvtransfer.commands._MAX_INLINE_BLOCKS", 2)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(st.integers(0, 1 << 32), st.integers(1, 120))
-def test_told_anything_in_any_order_it_ends_every_offer_once_and_keeps_nothing(seed: int, steps: int) -> None:
+def test_told_anything_in_any_order_it_ends_every_offer_once_and_keeps_nothing(
+    seed: int, steps: int
+) -> None:
     world = World(seed)
     for _ in range(steps):
         world.step()
@@ -233,7 +273,7 @@ def test_told_anything_in_any_order_it_ends_every_offer_once_and_keeps_nothing(s
     assert set(world.resolved) == set(range(1, world.numbers + 1))
     assert sum(world.book.held.values()) == 0
     assert world.book.credits_taken() == 0
-    assert not world.book._holders.any()
+    assert not world.book._offer_counts.any()
 
 
 def test_any_order_reaches_every_end() -> None:

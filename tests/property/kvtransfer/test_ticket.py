@@ -33,7 +33,9 @@ def test_what_was_minted_comes_back(ticket: Ticket) -> None:
 
 
 @given(
-    text=st.text(max_size=400) | st.text("ABCabc019-_", max_size=1100) | st.binary(max_size=300).map(lambda b: b.hex())
+    text=st.text(max_size=400)
+    | st.text("ABCabc019-_", max_size=1100)
+    | st.binary(max_size=300).map(lambda b: b.hex())
 )
 def test_no_other_text_gives_leave(text: str) -> None:
     with pytest.raises(Refused):

@@ -7,7 +7,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mockgpu.ask import ApiError, Ask, Body, read_ask
+from mockgpu.ask import ApiError, Ask, Body, ask_of, check_handoff, decoded
 from mockgpu.choice import choices_of
 from mockgpu.dialect import whole
 from mockgpu.text import token_count
@@ -17,17 +17,24 @@ values = st.recursive(
     scalars,
     lambda inner: (
         st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(["role", "content", "function", "name", "type"]) | st.text(max_size=5), inner)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "function", "name", "type"]) | st.text(max_size=5),
+            inner,
+        )
     ),
     max_leaves=8,
 )
 bodies = st.dictionaries(st.sampled_from(Body.__struct_fields__), values, max_size=8)
-sound = st.fixed_dictionaries({"messages": st.just([{"role": "user", "content": "hi"}]), "prompt": st.just("hi")})
+sound = st.fixed_dictionaries(
+    {"messages": st.just([{"role": "user", "content": "hi"}]), "prompt": st.just("hi")}
+)
 
 
 def read(raw: bytes, chat: bool = True) -> Ask | ApiError:
     try:
-        return read_ask(raw, {}, chat, "m", 512, "id")
+        body = decoded(raw, Body)
+        check_handoff(body, {})
+        return ask_of(body, {}, chat, "m", 512, "id")
     except ApiError as error:
         return error
 
@@ -47,7 +54,9 @@ def test_a_body_is_answered_or_refused(
     assert all(choice.job.prompt_tokens + choice.job.output_tokens <= 512 for choice in choices)
     assert all(choice.text == choice.tokens.decode()[: len(choice.text)] for choice in choices)
     answer = json.loads(whole(ask, choices, 1, 0))
-    assert answer["usage"]["completion_tokens"] == sum(token_count(choice.tokens) for choice in choices)
+    assert answer["usage"]["completion_tokens"] == sum(
+        token_count(choice.tokens) for choice in choices
+    )
 
 
 @given(st.binary(max_size=60))

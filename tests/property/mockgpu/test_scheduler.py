@@ -35,7 +35,9 @@ class Watch:
             return False
         assert plan.decode_seqs + plan.work.prefill_tokens <= scheduler.max_num_batched_tokens
         assert scheduler.running <= scheduler.max_num_seqs
-        assert plan.decode_context == sum(j.prompt_tokens + scheduler.made(j) for j in scheduler.decoding)
+        assert plan.decode_context == sum(
+            j.prompt_tokens + scheduler.made(j) for j in scheduler.decoding
+        )
         for job in scheduler.decoding:
             assert len(job.blocks) == -(-(job.prompt_tokens + scheduler.made(job)) // SIZE)
         decoding = list(scheduler.decoding)
@@ -48,7 +50,12 @@ class Watch:
         return True
 
 
-@given(st.lists(jobs, min_size=1, max_size=25), st.integers(14, 60), st.integers(1, 12), st.integers(8, 200))
+@given(
+    st.lists(jobs, min_size=1, max_size=25),
+    st.integers(14, 60),
+    st.integers(1, 12),
+    st.integers(8, 200),
+)
 @settings(max_examples=150, deadline=None)
 def test_every_job_makes_exactly_its_tokens_and_gives_all_blocks_back(
     loads: list[tuple[int, int, int]], blocks: int, seqs: int, budget: int
@@ -71,7 +78,9 @@ def test_every_job_makes_exactly_its_tokens_and_gives_all_blocks_back(
 
 @given(st.lists(jobs, min_size=1, max_size=20), st.lists(st.integers(0, 19), max_size=20))
 @settings(max_examples=100, deadline=None)
-def test_jobs_may_be_aborted_at_any_moment(loads: list[tuple[int, int, int]], victims: list[int]) -> None:
+def test_jobs_may_be_aborted_at_any_moment(
+    loads: list[tuple[int, int, int]], victims: list[int]
+) -> None:
     watch = Watch(20, 6, 64)
     scheduler = watch.scheduler
     added = [job_of(*load) for load in loads]
@@ -128,7 +137,9 @@ class Halves:
         for job in scheduler.kept:
             assert job.state is State.DONE
         held = {
-            block for job in [*scheduler.fetching, *scheduler.fetched, *scheduler.prefilling] for block in job.blocks
+            block
+            for job in [*scheduler.fetching, *scheduler.fetched, *scheduler.prefilling]
+            for block in job.blocks
         }
         held |= {block for job in scheduler.decoding for block in job.blocks}
         held |= {block for blocks in scheduler.kept.values() for block in blocks}
@@ -136,7 +147,11 @@ class Halves:
 
     def act(self, job: Job, how: int) -> None:
         """Something happens to a job from outside: its KV lands, or not; its client leaves; its blocks are let go."""
-        if job.state is State.FETCHING and how % 3 == 0 and not (isinstance(job.leg, Take) and job.leg.parked):
+        if (
+            job.state is State.FETCHING
+            and how % 3 == 0
+            and not (isinstance(job.leg, Take) and job.leg.parked)
+        ):
             self.scheduler.landed(job, job.prompt_tokens - 1)
         elif job.state is State.FETCHING and how % 3 == 1:
             self.scheduler.recompute(job)

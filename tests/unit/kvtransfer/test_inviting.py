@@ -50,7 +50,9 @@ class Host:
             self.inviting.put(SendInvite(self.link, invite, np.zeros(0, np.int64)))  # type: ignore[arg-type]
 
 
-def test_grants_take_their_time_without_the_lock_and_are_said_in_order_whatever_the_card_does() -> None:
+def test_grants_take_their_time_without_the_lock_and_are_said_in_order_whatever_the_card_does() -> (
+    None
+):
     clock = ThreadClock()
     host = Host(clock)
     for transfer in (1, 2, 3, 4):

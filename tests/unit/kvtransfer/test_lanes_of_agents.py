@@ -44,7 +44,7 @@ async def moved(source: Group, sink: Group, name: str) -> None:
 
 
 def lines(group: Group) -> list[Line]:
-    return list(group.agent._board._lines.values())
+    return list(group.agent._board._peer_links.values())
 
 
 def first_of(group: Group) -> Line:
@@ -64,7 +64,9 @@ async def until_lanes(group: Group, count: int) -> None:
             if len(links) != 1 or len(found) != 1 + count or board._dials:
                 return False
             (link,), lanes = links, {line for line in found if line.first is not None}
-            return lanes == set(link.lanes) and {line.link for line in lanes} == set(lanes_of(link.link))
+            return lanes == set(link.lanes) and {line.link for line in lanes} == set(
+                lanes_of(link.link)
+            )
 
     await until(there)
     assert len(board) == group.agent.figures()["links"] == 1
@@ -83,8 +85,10 @@ async def with_lanes(options: Options = PATIENT) -> AsyncIterator[list[Group]]:
 # ---- opened
 
 
-async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    seek, under_way = Switchboard._seek, []
+async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seek, under_way = Switchboard._start_dial, []
 
     def counted(self: Switchboard, dialling: Dialling) -> None:
         seek(self, dialling)
@@ -103,7 +107,7 @@ async def test_no_lane_is_dialled_before_the_source_has_said_something() -> None
     async with groups("lanes", SMALL, SMALL, options=(silent, silent)) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "a", [7], 16)  # which nobody offers yet
         board = sink.agent._board
-        await until(lambda: any(line.linked for line in board._lines.values()))
+        await until(lambda: any(line.linked for line in board._peer_links.values()))
         await asyncio.sleep(0.1)
         assert (len(board), board._dials) == (1, 0)
         await until_lanes(sink, 0)
@@ -136,7 +140,7 @@ async def test_a_lane_of_no_other_link_that_is_there_is_refused_and_missed_by_no
     greets(monkeypatch, lambda session: session.greeting if itself else b"x" * 16)
     async with groups("lanes", SMALL, SMALL) as (source, sink):
         await moved(source, sink, "a")
-        await until(lambda: caplog.text.count("has a lane less") == 3)
+        await until(lambda: caplog.text.count("a lane to") == 3)
         await asyncio.sleep(0.2)
         assert source.agent.figures()["refused"] == {Reason.LINK_LOST: 3}
         for each in (source, sink):
@@ -155,7 +159,9 @@ async def test_a_lane_of_another_members_link_is_refused(monkeypatch: pytest.Mon
         landing = thief.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
         await until(lambda: bool(source.agent.figures()["refused"].get(Reason.LINK_LOST)))
-        assert {line.peer: len(line.lanes) for line in lines(source) if line.up and line.first is None} == {
+        assert {
+            line.peer: len(line.lanes) for line in lines(source) if line.up and line.first is None
+        } == {
             "p1": LANES - 1,
             "p2": 0,
         }
@@ -175,7 +181,9 @@ async def test_a_lane_of_a_lane_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(first_of(source).lanes) == 1
 
 
-async def test_a_source_takes_no_more_lanes_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_source_takes_no_more_lanes_than_there_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(switchboard, "MOST_LANES", LANES - 1)
     async with groups("lanes", SMALL, SMALL) as (source, sink):
         await moved(source, sink, "a")
@@ -200,7 +208,7 @@ async def test_a_lane_that_cannot_be_dialled_is_tried_again(
     monkeypatch.setattr(Tcp, "dial", fails_once)
     async with with_lanes():
         assert len(dialled) == LANES + 1
-        assert "has a lane less: no route for once" in caplog.text
+        assert "failed: no route for once" in caplog.text
 
 
 # ---- alive
@@ -214,7 +222,8 @@ async def test_beats_go_by_lanes_as_by_links() -> None:
             before = [line.link.received_bytes for line in lines(each)]
             await until(
                 lambda each=each, before=before: all(
-                    line.link.received_bytes > heard + 100 for line, heard in zip(lines(each), before, strict=True)
+                    line.link.received_bytes > heard + 100
+                    for line, heard in zip(lines(each), before, strict=True)
                 )
             )
 
@@ -224,7 +233,7 @@ async def test_who_says_anything_else_on_a_lane_loses_it(caplog: pytest.LogCaptu
     async with with_lanes() as (source, sink):
         first_of(source).lanes[0].say(Stop(1, Reason.CANCELLED))
         await until(lambda: sink.agent.figures()["faults"] == {"protocol": 1})
-        await until(lambda: "has a lane less: Stop came by a lane" in caplog.text)
+        await until(lambda: "failed: Stop on a lane" in caplog.text)
         await until_lanes(sink, LANES - 1)
         await moved(source, sink, "b")
 
@@ -245,7 +254,7 @@ async def test_a_lane_that_was_not_used_yet_is_missed_by_nobody_and_sought_again
         for each in (source, sink):
             await until(lambda each=each: gone not in lanes_of(first_of(each).link))
             await until_lanes(each, LANES - 1)
-        await until(lambda: caplog.text.count("has a lane less") == 2)  # at both ends
+        await until(lambda: caplog.text.count("a lane to") == 2)  # at both ends
         offer.ready(SMALL.layers)
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
 

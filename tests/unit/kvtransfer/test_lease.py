@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.lease import TERMINAL, TRANSITIONS, Lease, LeaseError, LeaseEvent, LeaseState, advance
+from kvtransfer.lease import (
+    TERMINAL,
+    TRANSITIONS,
+    Lease,
+    LeaseError,
+    LeaseEvent,
+    LeaseState,
+    advance,
+)
 
 
 def walked(*events: LeaseEvent, now: float = 0.0) -> Lease:
@@ -23,7 +31,9 @@ def test_the_good_path_ends_released() -> None:
     assert lease.state is LeaseState.RELEASED
 
 
-@pytest.mark.parametrize(("state", "event"), sorted(set(product(LeaseState, LeaseEvent)) - TRANSITIONS.keys()))
+@pytest.mark.parametrize(
+    ("state", "event"), sorted(set(product(LeaseState, LeaseEvent)) - TRANSITIONS.keys())
+)
 def test_whatever_is_not_in_the_table_is_refused(state: LeaseState, event: LeaseEvent) -> None:
     with pytest.raises(LeaseError, match=f"is {state}: it cannot {event}"):
         advance(Lease("a", 10.0, state), event, 0.0)
@@ -67,13 +77,17 @@ def test_a_heartbeat_moves_the_deadline_forward_only() -> None:
         ((LeaseEvent.CLAIM, LeaseEvent.START), LeaseState.MOVING),
     ],
 )
-def test_an_end_tells_which_state_it_came_from(before: tuple[LeaseEvent, ...], left: LeaseState) -> None:
+def test_an_end_tells_which_state_it_came_from(
+    before: tuple[LeaseEvent, ...], left: LeaseState
+) -> None:
     assert advance(walked(*before), LeaseEvent.REVOKE, 1.0).left is left
     assert advance(walked(*before), LeaseEvent.EXPIRE, 10.0).left is left
 
 
 @given(st.lists(st.tuples(st.sampled_from(LeaseEvent), st.floats(0, 4)), max_size=20))
-def test_no_history_moves_bytes_after_the_deadline_or_leaves_an_end(history: list[tuple[LeaseEvent, float]]) -> None:
+def test_no_history_moves_bytes_after_the_deadline_or_leaves_an_end(
+    history: list[tuple[LeaseEvent, float]],
+) -> None:
     lease, now = Lease("a", deadline=10.0), 0.0
     for event, passed in history:
         now += passed

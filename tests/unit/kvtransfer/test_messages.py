@@ -38,7 +38,9 @@ from kvtransfer.messages import (
 
 LAYOUT = KvLayout(layers=32, kv_heads=8, head_dim=128, dtype=KvDtype.BF16, block_tokens=16, tp=4)
 CARD = Card("p-0", bytes(range(16)), LAYOUT, "llama", "host", {"tcp": "127.0.0.1:1"})
-INVITE = Invite(7, "request", pack_blocks(range(50)), 800, 16, 30.0, 5.0, 0, 1 << 20, "ticket", b"grant")
+INVITE = Invite(
+    7, "request", pack_blocks(range(50)), 800, 16, 30.0, 5.0, 0, 1 << 20, "ticket", b"grant"
+)
 EVERY: list[Message] = [
     Hello(1, bytes(16), CARD, 16 << 20),
     Lane(1, bytes(16), CARD, bytes(16)),
@@ -148,7 +150,11 @@ def test_blocks_travel_as_they_are(blocks: list[int]) -> None:
     assert unpack_blocks(pack_blocks(np.array(blocks, np.int64))).dtype == np.int64
 
 
-@pytest.mark.parametrize("message", [INVITE, Accept(7, b"", 8, 1 << 20)], ids=lambda message: type(message).__name__)
-def test_a_piece_of_a_block_number_is_none_and_shows_when_the_message_is_read(message: Invite | Accept) -> None:
-    with pytest.raises(ProtocolError, match="no list of blocks"):
+@pytest.mark.parametrize(
+    "message", [INVITE, Accept(7, b"", 8, 1 << 20)], ids=lambda message: type(message).__name__
+)
+def test_a_piece_of_a_block_number_is_none_and_shows_when_the_message_is_read(
+    message: Invite | Accept,
+) -> None:
+    with pytest.raises(ProtocolError, match="not a list of blocks"):
         decode(encode(msgspec.structs.replace(message, blocks=b"12345")))

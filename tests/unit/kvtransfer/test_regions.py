@@ -11,19 +11,20 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.regions import Region, RegionError
 
 
 @pytest.fixture
 def region() -> Iterator[Region]:
-    region = Region.create(10, 1000, name="rank-0")
+    region = MemoryFileRegion.create(10, 1000, name="rank-0")
     yield region
     region.close()
 
 
 def attached(region: Region, blocks: int = 10) -> Region:
     assert region.fd is not None
-    return Region.attach(os.dup(region.fd), blocks, 1000, name="peer")
+    return MemoryFileRegion.attach(os.dup(region.fd), blocks, 1000, name="peer")
 
 
 def test_a_peer_sees_bytes_and_generations_change(region: Region) -> None:
@@ -50,7 +51,9 @@ def test_a_peer_cannot_write_through_any_door(region: Region) -> None:
     peer.close()
 
 
-def test_a_peer_cannot_make_its_mapping_writable_later_nor_reopen_the_file_for_writing(region: Region) -> None:
+def test_a_peer_cannot_make_its_mapping_writable_later_nor_reopen_the_file_for_writing(
+    region: Region,
+) -> None:
     peer = attached(region)
     libc = ctypes.CDLL(None, use_errno=True)
     protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -77,17 +80,19 @@ def test_a_file_that_could_shrink_or_is_of_another_size_is_refused(region: Regio
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     os.ftruncate(loose, 12 * 1024 + 40)
     with pytest.raises(RegionError, match="not sealed"):
-        Region.attach(loose, 10, 1000, name="loose")
+        MemoryFileRegion.attach(loose, 10, 1000, name="loose")
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(loose)
 
 
 @pytest.mark.parametrize("blocks", [0, -1])
-def test_a_file_of_no_blocks_is_closed_as_every_other_that_is_refused(region: Region, blocks: int) -> None:
+def test_a_file_of_no_blocks_is_closed_as_every_other_that_is_refused(
+    region: Region, blocks: int
+) -> None:
     assert region.fd is not None
     theirs = os.dup(region.fd)
     with pytest.raises(RegionError):
-        Region.attach(theirs, blocks, 1000, name="peer")
+        MemoryFileRegion.attach(theirs, blocks, 1000, name="peer")
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(theirs)
 
@@ -112,9 +117,9 @@ def test_memory_of_the_engine_is_used_as_it_is() -> None:
     region = Region.over(memory, 1000, name="engine")
     region.bytes[2000] = 9
     assert (memory[2000], region.blocks, region.fd) == (9, 4, None)
-    with pytest.raises(RegionError, match="no writable blocks"):
+    with pytest.raises(RegionError, match="not writable blocks"):
         Region.over(bytearray(999), 1000, name="engine")
-    with pytest.raises(RegionError, match="no writable blocks"):
+    with pytest.raises(RegionError, match="not writable blocks"):
         Region.over(memoryview(bytes(1000)), 1000, name="engine")
 
 
@@ -131,5 +136,5 @@ def test_closing_leaves_views_of_others_readable(region: Region) -> None:
 
 
 def test_a_region_without_blocks_is_refused() -> None:
-    with pytest.raises(RegionError, match="has blocks"):
-        Region.create(0, 1000, name="none")
+    with pytest.raises(RegionError, match="needs blocks"):
+        MemoryFileRegion.create(0, 1000, name="none")

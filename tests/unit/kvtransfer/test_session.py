@@ -10,7 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.layout import KvDtype, KvLayout
-from kvtransfer.messages import VERSION, Beat, Card, Credit, Hello, Message, ProtocolError, Ready, Welcome, encode
+from kvtransfer.messages import (
+    VERSION,
+    Beat,
+    Card,
+    Credit,
+    Hello,
+    Message,
+    ProtocolError,
+    Ready,
+    Welcome,
+    encode,
+)
 from kvtransfer.session import MOST_HELLO_BYTES, Session, Unproven, greeting_nonce, shows_key
 
 KEY = b"k" * 32
@@ -102,7 +113,9 @@ def test_a_hello_is_not_answered_with_a_hello_of_ones_own() -> None:
         sink.answer(sink.hello())
 
 
-@pytest.mark.parametrize("first", [Ready(), Beat(), Welcome(VERSION, bytes(16), SINK), Credit(1, 1)])
+@pytest.mark.parametrize(
+    "first", [Ready(), Beat(), Welcome(VERSION, bytes(16), SINK), Credit(1, 1)]
+)
 def test_hello_comes_first(first: Message) -> None:
     _, source = pair()
     with pytest.raises(ProtocolError):
@@ -138,7 +151,9 @@ def test_a_lane_greets_with_its_links_nonce() -> None:
 
 @settings(max_examples=200)
 @given(st.integers(0, 3), st.randoms(use_true_random=False))
-def test_whatever_is_done_to_the_stream_is_found_out_at_the_first_harm(kind: int, rng: Random) -> None:
+def test_whatever_is_done_to_the_stream_is_found_out_at_the_first_harm(
+    kind: int, rng: Random
+) -> None:
     """Altered, repeated, left out, turned round."""
     sink, source = shaken()
     said = [sink.seal(Credit(number, number)) for number in range(6)]

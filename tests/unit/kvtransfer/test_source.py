@@ -9,7 +9,15 @@ from msgspec.structs import replace
 from kvtransfer.commands import Command, Reckon, Resolve, Send
 from kvtransfer.ends import Reason
 from kvtransfer.layout import KvDtype, KvLayout
-from kvtransfer.messages import MOST_BLOCKS, Card, Invite, ProtocolError, Stop, Unwanted, pack_blocks
+from kvtransfer.messages import (
+    MOST_BLOCKS,
+    Card,
+    Invite,
+    ProtocolError,
+    Stop,
+    Unwanted,
+    pack_blocks,
+)
 from kvtransfer.options import Options
 from kvtransfer.outlet import Ware
 from kvtransfer.regions import Region
@@ -28,7 +36,10 @@ class FakeLink:
 def book_and_link(agent: str) -> tuple[SourceBook, FakeLink]:
     size = LAYOUT.rank_block_bytes(0)
     region = Region.over(bytearray(16 * size), size, name="p")
-    book, link = SourceBook(Card("p", b"p" * 16, LAYOUT), [region], b"k" * 32, Options(), Tally()), FakeLink()
+    book, link = (
+        SourceBook(Card("p", b"p" * 16, LAYOUT), [region], b"k" * 32, Options(), Tally()),
+        FakeLink(),
+    )
     book.linked(link, Card(agent, b"d" * 16, LAYOUT), 1 << 20)  # type: ignore[arg-type]
     return book, link
 
@@ -38,7 +49,11 @@ def invite(transfer: int, ticket: str | None = None, tokens: int = 4) -> Invite:
 
 
 def refusals(commands: list[Command]) -> list[Reason]:
-    return [each.message.reason for each in commands if isinstance(each, Send) and isinstance(each.message, Stop)]
+    return [
+        each.message.reason
+        for each in commands
+        if isinstance(each, Send) and isinstance(each.message, Stop)
+    ]
 
 
 def test_an_offer_for_one_sink_is_not_given_to_another_that_waited_for_its_name() -> None:
@@ -50,7 +65,9 @@ def test_an_offer_for_one_sink_is_not_given_to_another_that_waited_for_its_name(
     assert book.held["waiting_invitations"] == 0
 
 
-def test_an_offer_is_not_to_be_had_by_its_name_alone_unless_it_is_public_or_made_for_who_asks() -> None:
+def test_an_offer_is_not_to_be_had_by_its_name_alone_unless_it_is_public_or_made_for_who_asks() -> (
+    None
+):
     book, link = book_and_link("d1")
     ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
     assert refusals(book.invited(link, invite(1), 0.1)) == [Reason.BAD_TICKET]  # type: ignore[arg-type]
@@ -73,7 +90,7 @@ def test_who_waited_for_a_name_without_leave_cannot_keep_it_from_who_has_it() ->
 def test_while_a_long_plan_is_made_the_offer_is_taken_and_whatever_ends_it_ends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtransfer.commands._AT_ONCE_BLOCKS", 0)
+    monkeypatch.setattr("kvtransfer.commands._MAX_INLINE_BLOCKS", 0)
     for end in ("nothing", "revoke", "stop", "lose", "expire"):
         book, link = book_and_link("d1")
         ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 1.0, 4, bytes(16)), 0.0)
@@ -170,7 +187,9 @@ def test_a_name_that_is_on_offer_again_is_not_refused_for_what_was() -> None:
     assert book.held["moving"] == 1
 
 
-@pytest.mark.parametrize("reason", [Reason.CANCELLED, Reason.CORRUPT, Reason.CLOSED, Reason.REVOKED])
+@pytest.mark.parametrize(
+    "reason", [Reason.CANCELLED, Reason.CORRUPT, Reason.CLOSED, Reason.REVOKED]
+)
 def test_who_asks_for_an_offer_that_has_ended_is_told_so_however_it_ended(reason: Reason) -> None:
     book, link = book_and_link("d1")
     book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.0)
@@ -192,9 +211,9 @@ def test_an_offer_that_its_sink_has_given_up_waiting_for_ends_at_once() -> None:
     _, commands = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.5)
     assert [each.end.reason for each in commands if isinstance(each, Resolve)] == [Reason.CANCELLED]
     assert not any(book.held.values())
-    assert book.offer(8, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.6)[1] == [], (
-        "it was the word on one offer"
-    )
+    assert (
+        book.offer(8, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.6)[1] == []
+    ), "it was the word on one offer"
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -221,7 +240,12 @@ def test_whoever_may_not_have_an_offer_has_no_say_in_it() -> None:
     book, link = book_and_link("d1")
     ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), "d1"), 0.0)
     other, _ = book.offer(8, Ware("other", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
-    for said in (Unwanted("r", other), Unwanted("other"), Unwanted("other", ticket), Unwanted("none", ticket)):
+    for said in (
+        Unwanted("r", other),
+        Unwanted("other"),
+        Unwanted("other", ticket),
+        Unwanted("none", ticket),
+    ):
         assert book.unwanted(link, said, 0.1) == []  # type: ignore[arg-type]
     assert book.held["offered"] == 2
     book.invited(link, invite(1), 0.2)  # type: ignore[arg-type]

@@ -37,7 +37,9 @@ class FakeLink:
 
 def test_who_has_proven_nothing_buys_no_time_by_a_byte_now_and_then() -> None:
     link, options = FakeLink(), Options(handshake_s=2.0)
-    line = Line(link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 10.0)  # type: ignore[arg-type]
+    line = Line(
+        link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 10.0
+    )  # type: ignore[arg-type]
     for at in range(1, 19):
         link.received_bytes = at
         assert not line.silent(10.0 + at / 10, 0.0, options)
@@ -50,9 +52,13 @@ def switchboard(transport: object) -> tuple[Switchboard, list[tuple[str, Reason,
     """One whose sink's book writes down what it hears of links that did not come up."""
     heard: list[tuple[str, Reason, str]] = []
     book = Mock()
-    book.unlinked = lambda address, reason, detail, now: heard.append((address, reason, detail)) or []
+    book.unlinked = lambda address, reason, detail, now: (
+        heard.append((address, reason, detail)) or []
+    )
     clock = Mock(now=lambda: 0.0, aside=lambda work: work())
-    made = Switchboard(KEY, {"tcp": transport}, clock, Options(), (book, Mock(), Tally()), Hold(), lambda _: None)  # type: ignore[dict-item]
+    made = Switchboard(
+        KEY, {"tcp": transport}, clock, Options(), (book, Mock(), Tally()), Hold(), lambda _: None
+    )  # type: ignore[dict-item]
     made.card = Card("d", bytes(16), SMALL)
     return made, heard
 
@@ -69,7 +75,7 @@ def test_a_link_that_ends_before_its_dialler_knows_it_is_no_silence() -> None:
     dial_again(made)
     assert heard == [("h:1", Reason.UNREACHABLE, "the peer closed the link")]
     assert len(made) == 0
-    assert not made._short_lived
+    assert not made._ended_early
     assert link.close.call_count == 4
 
 
@@ -108,23 +114,32 @@ def test_a_peer_with_another_key_is_not_dialled_again() -> None:
     assert not dial_again(made)
 
 
-def test_a_lane_is_of_a_link_by_its_own_transport_and_of_no_stranger_that_repeats_its_greeting() -> None:
+def test_a_lane_is_of_a_link_by_its_own_transport_and_of_no_stranger_that_repeats_its_greeting() -> (
+    None
+):
     made, _ = switchboard(Mock())
     stranger, first, lane = (
-        Line(Mock(transport="tcp", lanes=1), Session(KEY, bytes(16), made.card, dialled=False), None, 0.0)
+        Line(
+            Mock(transport="tcp", lanes=1),
+            Session(KEY, bytes(16), made.card, dialled=False),
+            None,
+            0.0,
+        )
         for _ in range(3)
     )
-    made._lines = {line.link: line for line in (stranger, first, lane)}
+    made._peer_links = {line.link: line for line in (stranger, first, lane)}
     first.session.peer = lane.session.peer = made.card
     stranger.session.greeting = first.session.greeting = lane.session.lane_of = b"g" * 16
-    assert made._first_of(lane) is first
-    assert made._unwanted_lane(lane) is None
+    assert made._lane_owner(lane) is first
+    assert made._lane_error(lane) is None
     assert len(made) == 2
     lane.link.transport = "rdma"
-    assert made._unwanted_lane(lane) == (Reason.LINK_LOST, "a lane of no link that is here")
+    assert made._lane_error(lane) == (Reason.LINK_LOST, "a lane of no link that is here")
 
 
-def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     made, _ = switchboard(Mock())
     first = up(made, proven(made.card))
     for _ in range(10):
@@ -133,13 +148,15 @@ def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(caplog: pytest.Log
         first.lanes.append(lane)
         made.lose(lane.link, Reason.LINK_LOST, "gone")
         made._clock.call_at.call_args.args[1]()  # type: ignore[attr-defined]
-    assert caplog.text.count("has a lane less") == 3
+    assert caplog.text.count("a lane to") == 3
 
 
 def up(made: Switchboard, session: Session, dialling: Dialling | None = None) -> Line:
-    line = Line(Mock(transport="tcp", lanes=3, received_bytes=0, used=False), session, dialling, 0.0)
+    line = Line(
+        Mock(transport="tcp", lanes=3, received_bytes=0, used=False), session, dialling, 0.0
+    )
     line.up = line.linked = True
-    made._lines[line.link] = line
+    made._peer_links[line.link] = line
     return line
 
 
@@ -155,10 +172,10 @@ def test_lanes_are_sought_for_a_link_that_is_to_stay_alone() -> None:
     made, _ = switchboard(transport)
     line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
     line.linked = False
-    made._hear(line, Beat(), 0.0)
+    made._handle(line, Beat(), 0.0)
     transport.dial.assert_not_called()
     line.linked = True
-    made._hear(line, Beat(), 0.0)
+    made._handle(line, Beat(), 0.0)
     transport.dial.assert_called_once_with("h:1")
 
 
@@ -168,13 +185,13 @@ def test_while_a_lane_is_on_its_way_no_other_is_sought() -> None:
     made, _ = switchboard(transport)
     line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
     line.seeking = True
-    made._seek_again(line, "lost")
+    made._retry_lane(line, "lost")
     transport.dial.assert_not_called()
     line.seeking = False
-    made._seek_again(line, "lost")
+    made._retry_lane(line, "lost")
     transport.dial.assert_called_once_with("h:1")
-    del made._lines[line.link]
-    made._seek_again(line, "lost")
+    del made._peer_links[line.link]
+    made._retry_lane(line, "lost")
     transport.dial.assert_called_once_with("h:1")
 
 
@@ -182,14 +199,16 @@ def test_lanes_that_cannot_be_dialled_are_given_up_in_the_end() -> None:
     transport = Mock(dial=Mock(side_effect=TransportError("no")))
     made, _ = switchboard(transport)
     line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
-    made._seek_lane(line)
+    made._dial_lane(line)
     for _ in range(5):
         made._clock.call_at.call_args.args[1]()  # type: ignore[attr-defined]
     assert transport.dial.call_count == 3
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_a_lane_by_which_nothing_comes_is_lost_and_its_link_with_it_if_it_was_used(used: bool) -> None:
+def test_a_lane_by_which_nothing_comes_is_lost_and_its_link_with_it_if_it_was_used(
+    used: bool,
+) -> None:
     """What is between may take bytes, acknowledge them, and pass none on."""
     made, _ = switchboard(Mock())
     first, lane = up(made, proven(made.card)), up(made, proven(made.card, b"g" * 16))
@@ -204,13 +223,13 @@ def test_a_lane_by_which_nothing_comes_is_lost_and_its_link_with_it_if_it_was_us
     made._clock.call_at.reset_mock()  # type: ignore[attr-defined]
     made._beat(0.75)
     lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
-    assert list(made._lines) == [first.link]
+    assert list(made._peer_links) == [first.link]
     assert first.seeking
     assert made._sink.leave.call_count == used  # type: ignore[attr-defined]
     (then, end), *_ = (call.args for call in made._clock.call_at.call_args_list)  # type: ignore[attr-defined]
     assert then == pytest.approx(0.75 + 0.75)
     end()
-    assert list(made._lines) == ([] if used else [first.link])
+    assert list(made._peer_links) == ([] if used else [first.link])
 
 
 @pytest.mark.parametrize("astray", [True, False])
@@ -218,23 +237,29 @@ def test_a_lane_that_leads_elsewhere_or_comes_when_its_link_is_gone_is_closed(as
     made, _ = switchboard(Mock())
     there = msgspec.structs.replace(made.card, epoch=b"e" * 16)
     first = up(made, proven(there))
-    lane = up(made, proven(made.card if astray else there, b"g" * 16), Dialling(Mock(), "h:1", "h:1", lane_of=first))
+    lane = up(
+        made,
+        proven(made.card if astray else there, b"g" * 16),
+        Dialling(Mock(), "h:1", "h:1", lane_of=first),
+    )
     if not astray:
-        del made._lines[first.link]
+        del made._peer_links[first.link]
     lane.up = lane.linked = False
     made._prove(lane)
     lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
     first.link.widen.assert_not_called()  # type: ignore[attr-defined]
-    assert lane.link not in made._lines
+    assert lane.link not in made._peer_links
     assert made._tally.refused == {Reason.UNREACHABLE if astray else Reason.LINK_LOST: 1}
 
 
 def test_who_never_answers_is_given_up_for_the_limit_that_it_has_passed() -> None:
-    made, heard = switchboard(Mock(dial=lambda where: Mock(transport="tcp", lanes=1, received_bytes=0)))
+    made, heard = switchboard(
+        Mock(dial=lambda where: Mock(transport="tcp", lanes=1, received_bytes=0))
+    )
     made.dial("h:1")
     made._clock.now = lambda: 2.5  # type: ignore[method-assign]
     made._beat(2.5)
-    assert heard == [("h:1", Reason.SILENT, "nothing heard for 2.0 s")]
+    assert heard == [("h:1", Reason.SILENT, "silent for 2.0 s")]
 
 
 def test_whatever_goes_wrong_in_a_dial_somebody_hears_of_it() -> None:
@@ -244,7 +269,9 @@ def test_whatever_goes_wrong_in_a_dial_somebody_hears_of_it() -> None:
 
 
 def test_a_peer_whose_message_waits_for_us_is_not_silent() -> None:
-    line = Line(FakeLink(), Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0)  # type: ignore[arg-type]
+    line = Line(
+        FakeLink(), Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0
+    )  # type: ignore[arg-type]
     line.up = line.hearing = True
     assert not line.silent(100.0, 0.0, Options())
     line.hearing = False
@@ -254,7 +281,9 @@ def test_a_peer_whose_message_waits_for_us_is_not_silent() -> None:
 
 def test_a_stall_of_our_own_is_no_credit_for_the_silence_that_follows() -> None:
     link = FakeLink()
-    line = Line(link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0)  # type: ignore[arg-type]
+    line = Line(
+        link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0
+    )  # type: ignore[arg-type]
     line.up, link.received_bytes = True, 1
     assert not line.silent(10.0, 9.0, Options())
     assert line.silent(11.0, 0.0, Options())
@@ -285,7 +314,9 @@ async def test_a_better_way_that_leads_to_another_agent_is_not_taken() -> None:
     sink = await started("d", Tcp(), Shm())
     other.agent.offer("r", [1], 16, public=True)
     offer = meant.agent.offer("r", [1], 16, public=True)
-    end = await asyncio.wait_for(sink.agent.fetch(meant.agent.address, "r", [1], 16).ended(), PATIENCE_S)
+    end = await asyncio.wait_for(
+        sink.agent.fetch(meant.agent.address, "r", [1], 16).ended(), PATIENCE_S
+    )
     assert (end.landed, end.transport) == (True, "tcp")
     assert (await asyncio.wait_for(offer.ended(), PATIENCE_S)).landed
     assert sink.agent.figures()["faults"] == {"fallback": 1}
@@ -317,7 +348,7 @@ async def test_a_better_way_that_comes_of_a_link_that_was_lost_is_nobodys(fails:
     source.agent.offer("r", [1], 16, public=True)
     landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
     assert await asyncio.to_thread(late.dialling.wait, PATIENCE_S)
-    (lost,) = sink.agent._board._lines
+    (lost,) = sink.agent._board._peer_links
     sink.agent.lost(lost, "gone")
     assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).reason is Reason.LINK_LOST
     again = sink.agent.fetch(source.agent.address, "r", [1], 16)
@@ -343,7 +374,7 @@ async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up
             answered = answer(session, data)
             if session.peer is not None and session.dialled is sink_loses and not hit.is_set():
                 hit.set()
-                (link,) = here._board._lines
+                (link,) = here._board._peer_links
                 here.lost(link, "silent")
             return answered
 
@@ -355,11 +386,13 @@ async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up
         source.agent.offer("s", [1], 16, public=True)
         landing = sink.agent.fetch(source.agent.address, "s", [1], 16)
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
-        assert list(source.agent._source._outlets) == list(source.agent._board._lines)
+        assert list(source.agent._source._outlets) == list(source.agent._board._peer_links)
 
 
 async def test_those_we_dial_do_not_stand_at_our_door() -> None:
-    async with groups("tcp", SMALL, SMALL, options=[Options(most_strangers=1, handshake_s=15.0), PATIENT]) as (
+    async with groups(
+        "tcp", SMALL, SMALL, options=[Options(most_strangers=1, handshake_s=15.0), PATIENT]
+    ) as (
         one,
         two,
     ):
@@ -367,7 +400,11 @@ async def test_those_we_dial_do_not_stand_at_our_door() -> None:
             waits = one.agent.fetch(f"127.0.0.1:{mute.getsockname()[1]}", "r", [1], 16)
             await until(lambda: bool(one.agent.figures()["links"]))
             one.agent.offer("r", [1], 16, public=True)
-            assert (await asyncio.wait_for(two.agent.fetch(one.agent.address, "r", [2], 16).ended(), PATIENCE_S)).landed
+            assert (
+                await asyncio.wait_for(
+                    two.agent.fetch(one.agent.address, "r", [2], 16).ended(), PATIENCE_S
+                )
+            ).landed
             waits.cancel()
 
 
@@ -385,7 +422,7 @@ async def test_a_heart_that_missed_a_beat_beats_on(monkeypatch: pytest.MonkeyPat
         offer = source.agent.offer("r", [1], 16, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
         await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
-        (link,) = sink.agent._board._lines
+        (link,) = sink.agent._board._peer_links
         monkeypatch.setattr(Line, "silent", fails)
         assert await asyncio.to_thread(failed.wait, PATIENCE_S)
         heard = link.received_bytes
@@ -394,7 +431,9 @@ async def test_a_heart_that_missed_a_beat_beats_on(monkeypatch: pytest.MonkeyPat
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
 
 
-async def test_where_there_is_no_thread_for_a_link_the_next_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_there_is_no_thread_for_a_link_the_next_is_taken_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A process at its limit of threads must not go deaf for good."""
     start, refused = threading.Thread.start, threading.Event()
 
@@ -426,19 +465,25 @@ async def test_where_there_is_no_thread_to_dial_a_landing_ends_and_the_next_is_d
             raise RuntimeError("can't start new thread")
 
         monkeypatch.setattr(ThreadClock, "aside", aside)
-        end = await asyncio.wait_for(sink.agent.fetch(source.agent.address, "r", [2], 16).ended(), PATIENCE_S)
+        end = await asyncio.wait_for(
+            sink.agent.fetch(source.agent.address, "r", [2], 16).ended(), PATIENCE_S
+        )
         assert end.reason is Reason.UNREACHABLE
         monkeypatch.undo()
         landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
 
 
-@pytest.mark.parametrize("words", [{"name": ""}, {"name": "x" * 257}, {"name": "\ud800"}, {"ticket": "t" * 1025}])
+@pytest.mark.parametrize(
+    "words", [{"name": ""}, {"name": "x" * 257}, {"name": "\ud800"}, {"ticket": "t" * 1025}]
+)
 async def test_words_that_no_message_carries_end_no_link(words: dict[str, str]) -> None:
     async with groups("inproc", SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [1], 16, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
         with pytest.raises(ValueError, match=r"characters|surrogates"):
-            sink.agent.fetch(source.agent.address, words.get("name", "n"), [3], 16, ticket=words.get("ticket"))
+            sink.agent.fetch(
+                source.agent.address, words.get("name", "n"), [3], 16, ticket=words.get("ticket")
+            )
         offer.ready(SMALL.layers)
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed

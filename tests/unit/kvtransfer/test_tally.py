@@ -14,7 +14,10 @@ def test_the_way_not_used_for_longest_is_forgotten_among_too_many() -> None:
             tally.moved((peer, "tcp"), 20, 0.25)
             bandwidth.seen(peer, "tcp", 10, 0.5)
     figures = tally.figures()
-    for ways in (*(figures[name] for name in ("sent_bytes", "sent_s", "moved_bytes", "moved_s")), bandwidth.all()):
+    for ways in (
+        *(figures[name] for name in ("sent_bytes", "sent_s", "moved_bytes", "moved_s")),
+        bandwidth.all(),
+    ):
         assert len(ways) == 1024
         assert ("d1499", "tcp") in ways
         assert ("d0", "tcp") not in ways

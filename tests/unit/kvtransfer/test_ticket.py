@@ -22,7 +22,9 @@ TICKET = Ticket(
 )
 
 
-def refusal(text: str, now: float = 100.0, *, key: bytes = KEY, epoch: bytes = EPOCH, sink: str = "d") -> Refusal:
+def refusal(
+    text: str, now: float = 100.0, *, key: bytes = KEY, epoch: bytes = EPOCH, sink: str = "d"
+) -> Refusal:
     with pytest.raises(Refused) as caught:
         check(key, text, now, epoch=epoch, sink=sink)
     assert text not in str(caught.value) or not text
@@ -65,7 +67,8 @@ def test_no_bit_of_a_ticket_can_be_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "A" * 43, "A" * (MOST_CHARS + 1), "A" * 200 + "=", "A" * 200 + "\n", "é" * 200, "A" * 101]
+    "text",
+    ["", "A" * 43, "A" * (MOST_CHARS + 1), "A" * 200 + "=", "A" * 200 + "\n", "é" * 200, "A" * 101],
 )
 def test_text_that_is_no_ticket_is_refused_before_it_is_read(text: str) -> None:
     assert refusal(text) in (Refusal.MALFORMED, Refusal.FORGED)
@@ -89,7 +92,7 @@ def test_genuine_but_of_another_shape_is_refused() -> None:
 def test_names_that_are_too_long_are_not_minted_and_weak_keys_not_used() -> None:
     with pytest.raises(ValueError, match="over the limit"):
         mint(KEY, replace(TICKET, offer="x" * 1000))
-    with pytest.raises(ValueError, match="guessed"):
+    with pytest.raises(ValueError, match="too short"):
         mint(b"short", TICKET)
 
 
@@ -101,7 +104,9 @@ def test_a_digest_tells_blocks_their_order_and_their_generations() -> None:
         digest_of(BLOCKS[:2], GENERATIONS[:2]),
     }
     assert len(seen) == 4
-    assert digest_of(BLOCKS.copy(), GENERATIONS.astype(np.uint64).astype(np.uint32)) == TICKET.digest
+    assert (
+        digest_of(BLOCKS.copy(), GENERATIONS.astype(np.uint64).astype(np.uint32)) == TICKET.digest
+    )
 
 
 def test_a_ticket_is_good_once() -> None:

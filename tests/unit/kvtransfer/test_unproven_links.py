@@ -26,7 +26,12 @@ def test_the_oldest_of_a_full_address_is_dropped_for_the_newest() -> None:
 
 def test_without_room_the_address_with_the_most_links_gives_up_its_oldest() -> None:
     links = UnprovenLinks(most=3, per_address=3)
-    member, first, second, newcomer = link("10.0.0.9"), link("10.0.0.1"), link("10.0.0.1", 2), link("10.0.0.2")
+    member, first, second, newcomer = (
+        link("10.0.0.9"),
+        link("10.0.0.1"),
+        link("10.0.0.1", 2),
+        link("10.0.0.2"),
+    )
     dropped = [links.admit(each) for each in (member, first, second, newcomer)]
     assert dropped == [None, None, None, first]
 
@@ -77,5 +82,7 @@ def test_bounds_hold_and_every_newcomer_is_admitted(
         ("a process of this host", "a process of this host"),
     ],
 )
-def test_the_ports_of_a_host_and_the_addresses_of_an_ipv6_network_are_one_client(peer: str, address: str) -> None:
+def test_the_ports_of_a_host_and_the_addresses_of_an_ipv6_network_are_one_client(
+    peer: str, address: str
+) -> None:
     assert client_address(peer) == address

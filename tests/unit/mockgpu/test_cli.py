@@ -35,11 +35,14 @@ def test_wrong_usage_exits_2_and_says_what_is_wrong(options: tuple[str, ...], sa
 
 
 @pytest.mark.parametrize(
-    "options", [("--dialect", "vllm_nixl", "--kv-port"), ("--dialect", "mooncake", "--bootstrap-port")]
+    "options",
+    [("--dialect", "vllm_nixl", "--kv-port"), ("--dialect", "mooncake", "--bootstrap-port")],
 )
 def test_a_port_of_a_half_that_is_taken_exits_1(options: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = CliRunner().invoke(app, ["mock", "--port", "0", *options, str(taken.getsockname()[1])])
+        result = CliRunner().invoke(
+            app, ["mock", "--port", "0", *options, str(taken.getsockname()[1])]
+        )
     assert result.exit_code == 1
     assert "error: cannot listen: " in result.output
 

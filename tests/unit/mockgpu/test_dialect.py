@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 
-from mockgpu.ask import ApiError, Ask, MalformedHandoffError, read_ask
+from mockgpu.ask import ApiError, Ask, Body, MalformedHandoffError, ask_of, check_handoff, decoded
 from mockgpu.choice import choices_of
 from mockgpu.dialect import DONE, Chunks, closing, failing, whole
 
 
 def ask(chat: bool = True, **fields: Any) -> Ask:
-    what = {"messages": [{"role": "user", "content": 'quotes " and \\ and ü'}]} if chat else {"prompt": "once"}
-    return read_ask(json.dumps(what | fields).encode(), {}, chat, "m", 4096, "id-1")
+    what = (
+        {"messages": [{"role": "user", "content": 'quotes " and \\ and ü'}]}
+        if chat
+        else {"prompt": "once"}
+    )
+    return ask_of(decoded(json.dumps(what | fields).encode(), Body), {}, chat, "m", 4096, "id-1")
 
 
 def unframed(data: bytes) -> list[dict[str, Any]]:
@@ -62,7 +66,9 @@ def test_a_stream_adds_up_to_the_whole_answer(chat: bool, fields: dict[str, Any]
         text = "".join(part["text"] for part in parts)
         assert text == answer["choices"][0]["text"]
     assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
-    assert {(event["id"], event["created"], event["model"]) for event in events} == {("id-1", 123, "m")}
+    assert {(event["id"], event["created"], event["model"]) for event in events} == {
+        ("id-1", 123, "m")
+    }
     assert all(event.keys() == events[0].keys() for event in events)
 
 
@@ -74,7 +80,10 @@ def test_echo_gives_the_prompt_back_first() -> None:
 
 
 def test_a_stream_ends_with_done_after_usage_and_after_an_error() -> None:
-    plain, counted = ask(stream=True), ask(stream=True, stream_options={"include_usage": True}, max_tokens=4)
+    plain, counted = (
+        ask(stream=True),
+        ask(stream=True, stream_options={"include_usage": True}, max_tokens=4),
+    )
     assert closing(plain, choices_of(plain), 1, 0) == b"e\r\n" + DONE + b"\r\n"
     usage = closing(counted, choices_of(counted), 1, 7)
     assert b'"choices":[]' in usage
@@ -86,14 +95,18 @@ def test_a_stream_ends_with_done_after_usage_and_after_an_error() -> None:
 def test_usage_counts_each_prompt_once_and_every_choice() -> None:
     question = ask(False, prompt=["abcd" * 3, "abcd" * 5], n=2, max_tokens=6)
     usage = json.loads(whole(question, choices_of(question), 1, None))["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (8, 24, 32)
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
+        8,
+        24,
+        32,
+    )
     assert usage["prompt_tokens_details"] is None
 
 
 @pytest.mark.parametrize("header", ["x-override-host", "X-Prefiller-Host-Port"])
 def test_a_handoff_header_is_malformed(header: str) -> None:
     with pytest.raises(MalformedHandoffError):
-        read_ask(b'{"prompt":"x"}', {header: "y"}, False, "m", 4096, "id")
+        check_handoff(decoded(b'{"prompt":"x"}', Body), {header: "y"})
 
 
 def test_an_absent_model_is_the_one_served_and_null_fields_are_absent() -> None:

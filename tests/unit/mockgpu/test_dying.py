@@ -49,7 +49,9 @@ class Moving:
     def offer(self, name: str, blocks: Sequence[int], tokens: int, **more: Any) -> Any:
         raise NotImplementedError
 
-    def fetch(self, address: str, name: str, blocks: Sequence[int], tokens: int, **more: Any) -> Landing:
+    def fetch(
+        self, address: str, name: str, blocks: Sequence[int], tokens: int, **more: Any
+    ) -> Landing:
         landing = Landing()
         if tokens == 1:
             landing.cancel()
@@ -98,7 +100,9 @@ async def group() -> AsyncIterator[TpGroup]:
     loop, wrong = asyncio.get_running_loop(), list[dict[str, Any]]()
     loop.set_exception_handler(lambda _, context: wrong.append(context))
     model = model_named("demo-8b")
-    spec = GroupSpec("m", model, gpu_named("h100"), role="decode", speed=inf, kv_tokens=BLOCKS * BLOCK_TOKENS)
+    spec = GroupSpec(
+        "m", model, gpu_named("h100"), role="decode", speed=inf, kv_tokens=BLOCKS * BLOCK_TOKENS
+    )
     made = TpGroup(spec, loop)
     memory = KvMemory.create(scaled_layout(model, 1, 1 / 256), BLOCKS + 1, "decode")
     made.attach(memory)
@@ -114,7 +118,9 @@ def taking(name: str) -> Job:
     return Job(10 * BLOCK_TOKENS, 5, leg=Take(name, At("there"), 5.0, ticket="ticket"))
 
 
-@pytest.mark.parametrize("beside", [taking("b"), Job(40, 5)], ids=["one that wants KV too", "one that is computed"])
+@pytest.mark.parametrize(
+    "beside", [taking("b"), Job(40, 5)], ids=["one that wants KV too", "one that is computed"]
+)
 async def test_the_death_of_a_group_that_asks_for_kv_leaves_none_of_the_step_s_jobs_holding_blocks(
     group: TpGroup, beside: Job
 ) -> None:

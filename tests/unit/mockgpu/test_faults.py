@@ -22,7 +22,10 @@ from mockgpu.llm import model_named
     [
         ("refuse", Fault(FaultKind.REFUSE)),
         ("5xx@0.1", Fault(FaultKind.ERROR, chance=0.1)),
-        ("5xx:status=503@p=0.25@10-20", Fault(FaultKind.ERROR, status=503, chance=0.25, start_s=10, end_s=20)),
+        (
+            "5xx:status=503@p=0.25@10-20",
+            Fault(FaultKind.ERROR, status=503, chance=0.25, start_s=10, end_s=20),
+        ),
         ("reset-before-headers", Fault(FaultKind.RESET_BEFORE_HEADERS)),
         ("reset-after-headers@5-", Fault(FaultKind.RESET_AFTER_HEADERS, start_s=5)),
         ("reset-mid-stream:after=5", Fault(FaultKind.RESET_MID_STREAM, after=5)),
@@ -40,16 +43,46 @@ def test_a_spec_reads_as_its_fault(spec: str, fault: Fault) -> None:
 
 
 def test_several_faults_are_separated_by_commas_and_none_is_none() -> None:
-    assert [fault.kind for fault in parse_faults("5xx@0.5, stall:after=2")] == [FaultKind.ERROR, FaultKind.STALL]
+    assert [fault.kind for fault in parse_faults("5xx@0.5, stall:after=2")] == [
+        FaultKind.ERROR,
+        FaultKind.STALL,
+    ]
     assert parse_faults("") == parse_faults("  ") == ()
 
 
 @pytest.mark.parametrize(
     "spec",
     [
-        *("explode", "5xx@", "5xx@0", "5xx@1.5", "5xx@x", "5xx@3-2", "5xx@2-2", "5xx:after=1", "5xx:status=404"),
-        *("stall:after", "stall:after=", "stall:after=-1", "stall:after=1.5", "slow:x=0", "slow:x=inf", "slow:x=nan"),
-        *("lost-rank:hang=1", "lost-rank:x=2", "slow@0.5", "lost-rank@0.5", "refuse@0.5", "refuse,", ",", "5xx;stall"),
+        *(
+            "explode",
+            "5xx@",
+            "5xx@0",
+            "5xx@1.5",
+            "5xx@x",
+            "5xx@3-2",
+            "5xx@2-2",
+            "5xx:after=1",
+            "5xx:status=404",
+        ),
+        *(
+            "stall:after",
+            "stall:after=",
+            "stall:after=-1",
+            "stall:after=1.5",
+            "slow:x=0",
+            "slow:x=inf",
+            "slow:x=nan",
+        ),
+        *(
+            "lost-rank:hang=1",
+            "lost-rank:x=2",
+            "slow@0.5",
+            "lost-rank@0.5",
+            "refuse@0.5",
+            "refuse,",
+            ",",
+            "5xx;stall",
+        ),
     ],
 )
 def test_what_is_not_in_the_grammar_is_refused(spec: str) -> None:
@@ -102,7 +135,9 @@ class Clock:
     def call_soon(self, act: Callable[..., None], *what: object) -> None:
         """Nothing is computed here."""
 
-    def call_later(self, delay_s: float, act: Callable[..., None], *what: object) -> asyncio.TimerHandle:
+    def call_later(
+        self, delay_s: float, act: Callable[..., None], *what: object
+    ) -> asyncio.TimerHandle:
         self._due.append((self.now + delay_s, act, what))
         return asyncio.TimerHandle(0.0, act, what, asyncio.get_event_loop())
 
@@ -116,7 +151,9 @@ class Clock:
 
 def boxed(clock: Clock) -> tuple[FaultBox, TpGroup, Door, Wires]:
     loop, door, wires = cast(asyncio.AbstractEventLoop, clock), Door(), Wires()
-    group = TpGroup(GroupSpec("m", model_named("demo-8b"), gpu_named("h100"), tp=2, speed=inf), loop)
+    group = TpGroup(
+        GroupSpec("m", model_named("demo-8b"), gpu_named("h100"), tp=2, speed=inf), loop
+    )
     return FaultBox(group, door, loop, Random(0), wires), group, door, wires
 
 
@@ -173,7 +210,9 @@ async def test_a_dead_group_does_not_begin_to_hang() -> None:
 
 async def test_a_box_begins_and_ends_the_faults_of_a_group() -> None:
     loop, door = asyncio.get_running_loop(), Door()
-    group = TpGroup(GroupSpec("m", model_named("demo-8b"), gpu_named("h100"), tp=2, speed=inf), loop)
+    group = TpGroup(
+        GroupSpec("m", model_named("demo-8b"), gpu_named("h100"), tp=2, speed=inf), loop
+    )
     box = FaultBox(group, door, loop, Random(0))
     box.set("slow:x=3,refuse,lost-rank")
     assert (group.slow_prefill, door.is_open, group.dead) == (3, False, True)

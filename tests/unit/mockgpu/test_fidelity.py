@@ -33,7 +33,9 @@ def equation_errors(grids: list[Grid]) -> tuple[list[float], list[float]]:
     for grid in grids:
         line = bare(grid)
         prefill += [abs(line.equation_s(whole_prompt(n)) / s - 1) for n, s in grid.prefill_points()]
-        decode += [abs(line.equation_s(decode_work(b, c)) / s - 1) for b, c, s in grid.decode_points()]
+        decode += [
+            abs(line.equation_s(decode_work(b, c)) / s - 1) for b, c, s in grid.decode_points()
+        ]
     return prefill, decode
 
 
@@ -49,17 +51,24 @@ def left_out_errors(grid: Grid) -> tuple[list[float], list[float]]:
 
     return (
         [abs(without(i, None).step_s(whole_prompt(n)) / s - 1) for i, (n, s) in enumerate(prefill)],
-        [abs(without(None, i).step_s(decode_work(b, c)) / s - 1) for i, (b, c, s) in enumerate(decode)],
+        [
+            abs(without(None, i).step_s(decode_work(b, c)) / s - 1)
+            for i, (b, c, s) in enumerate(decode)
+        ],
     )
 
 
 def shown(name: str, errors: list[float]) -> float:
     middle = median(errors)
-    print(f"{name}: median {middle:.1%}, p90 {quantiles(errors, n=10)[-1]:.1%} over {len(errors)} points")
+    print(
+        f"{name}: median {middle:.1%}, p90 {quantiles(errors, n=10)[-1]:.1%} over {len(errors)} points"
+    )
     return middle
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda g: f"{g.model.rpartition('/')[2]}-{g.system}-tp{g.tp}")
+@pytest.mark.parametrize(
+    "grid", GRIDS, ids=lambda g: f"{g.model.rpartition('/')[2]}-{g.system}-tp{g.tp}"
+)
 def test_interpolating_mode_meets_every_measured_point(grid: Grid) -> None:
     model, gpu = model_and_gpu(grid)
     exact = roofline_for(model, gpu, grid.tp, grids=GRIDS)
@@ -77,7 +86,9 @@ def test_a_point_left_out_is_interpolated_within_five_percent() -> None:
 
 @pytest.mark.parametrize("system", ["a100_sxm", "h100_sxm", "h200_sxm", "b200_sxm"])
 def test_eight_constants_stay_within_seven_and_four_percent(system: str) -> None:
-    prefill, decode = equation_errors([g for g in GRIDS if g.system == system and "405B" not in g.model])
+    prefill, decode = equation_errors(
+        [g for g in GRIDS if g.system == system and "405B" not in g.model]
+    )
     assert shown(f"{system} prefill by equation", prefill) <= 0.07
     assert shown(f"{system} decode by equation", decode) <= 0.04
 

@@ -29,7 +29,11 @@ def memory(layout: KvLayout) -> KvMemory:
     return KvMemory(
         layout,
         [
-            Region.over(bytearray(BLOCKS * layout.rank_block_bytes(r)), layout.rank_block_bytes(r), name=str(r))
+            Region.over(
+                bytearray(BLOCKS * layout.rank_block_bytes(r)),
+                layout.rank_block_bytes(r),
+                name=str(r),
+            )
             for r in range(layout.tp)
         ],
     )
@@ -45,7 +49,9 @@ tokens = st.binary(min_size=1, max_size=100).map(lambda part: part + bytes(-len(
 
 
 @given(tokens, tokens)
-def test_a_token_s_state_depends_on_all_tokens_up_to_it_and_on_no_other(head: bytes, tail: bytes) -> None:
+def test_a_token_s_state_depends_on_all_tokens_up_to_it_and_on_no_other(
+    head: bytes, tail: bytes
+) -> None:
     whole = states_of(head + tail)
     alone = states_of(head)
     assert (whole[: len(alone)] == alone).all()
@@ -59,7 +65,9 @@ def test_states_and_masks_do_not_repeat() -> None:
     assert len(set(masks.reshape(-1).tolist())) == masks.size
 
 
-@pytest.mark.parametrize("layout", [small(1), small(4), small(16), small(2, KvOrder.NHD), small(4, mla=True)])
+@pytest.mark.parametrize(
+    "layout", [small(1), small(4), small(16), small(2, KvOrder.NHD), small(4, mla=True)]
+)
 @given(st.integers(1, 90), st.integers(0, 90), st.randoms(use_true_random=False))
 @settings(max_examples=25, deadline=None)
 def test_what_is_written_in_pieces_reads_back_whole_and_any_flipped_bit_is_seen(
@@ -99,7 +107,9 @@ CUTS = [
 
 
 @pytest.mark.parametrize(("src", "dst"), CUTS)
-def test_kv_re_cut_for_another_group_is_what_that_group_would_have_computed(src: KvLayout, dst: KvLayout) -> None:
+def test_kv_re_cut_for_another_group_is_what_that_group_would_have_computed(
+    src: KvLayout, dst: KvLayout
+) -> None:
     states = states_of(np.random.default_rng(1).bytes(4 * 83))
     giver, taker = memory(src), memory(dst)
     giver.write([7, 1, 4, 2, 9, 0], 0, states)
@@ -108,9 +118,9 @@ def test_kv_re_cut_for_another_group_is_what_that_group_would_have_computed(src:
         for number, pair in enumerate(cut.pairs(group)):
             runs = cut.runs(group, number)
             for at, to, length in zip(runs.src, runs.dst, runs.length, strict=True):
-                taker.regions[pair.dst_rank].bytes[to : to + length] = giver.regions[pair.src_rank].bytes[
-                    at : at + length
-                ]
+                taker.regions[pair.dst_rank].bytes[to : to + length] = giver.regions[
+                    pair.src_rank
+                ].bytes[at : at + length]
     assert taker.taint([3, 5, 8, 11, 6, 2], states) == 0
 
 

@@ -44,7 +44,9 @@ def test_a_run_in_closed_form_takes_as_long_as_its_steps(
         seconds = timed.step_s(Work(0, 0.0, seqs, context + step * seqs)) * slowness
         real += seconds
         assert run.step_s(step) == pytest.approx(seconds, rel=5e-3)
-        assert run.until(step + 1) == pytest.approx(real, rel=2.5e-3)  # 1.8e-3 is the worst of 20,000
+        assert run.until(step + 1) == pytest.approx(
+            real, rel=2.5e-3
+        )  # 1.8e-3 is the worst of 20,000
 
 
 @given(steps=st.integers(1, 500), part=st.floats(0.0, 1.2))
@@ -57,22 +59,37 @@ def test_what_is_over_after_a_time_is_what_ended_by_then(steps: int, part: float
     assert over == run.steps - 1 or run.until(over + 1) > at_s
 
 
-job_shapes = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60), st.integers(0, 40)), min_size=1, max_size=12)
+job_shapes = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(1, 60), st.integers(0, 40)), min_size=1, max_size=12
+)
 
 
 def jobs_of(shapes: list[tuple[int, int, int]]) -> list[tuple[int, Job]]:
     """(tick of arrival, job); some share prefixes, and their keys go on into the answers."""
     return [
-        (tick, Job(prompt, output, tuple(place % 3 * 100 + block for block in range((prompt + output) // 4))))
+        (
+            tick,
+            Job(
+                prompt,
+                output,
+                tuple(place % 3 * 100 + block for block in range((prompt + output) // 4)),
+            ),
+        )
         for place, (prompt, output, tick) in enumerate(shapes)
     ]
 
 
-def trail(shapes: list[tuple[int, int, int]], blocks: int, leaping: bool) -> list[tuple[int, str, int, int, int]]:
+def trail(
+    shapes: list[tuple[int, int, int]], blocks: int, leaping: bool
+) -> list[tuple[int, str, int, int, int]]:
     """What happened at which tick: firsts and ends with what was cached, made, preempted."""
     scheduler = Scheduler(BlockPool(blocks, 4), max_num_seqs=6, max_num_batched_tokens=24)
     pending = sorted(
-        ((tick, place, job) for place, (tick, job) in enumerate(jobs_of(shapes)) if scheduler.fits(job)),
+        (
+            (tick, place, job)
+            for place, (tick, job) in enumerate(jobs_of(shapes))
+            if scheduler.fits(job)
+        ),
         key=lambda each: each[:2],
     )
     names = {job: place for _, place, job in pending}
@@ -92,7 +109,9 @@ def trail(shapes: list[tuple[int, int, int]], blocks: int, leaping: bool) -> lis
             plan = scheduler.leap(quiet)
         outcome = scheduler.finish(plan)
         for kind, members in (("began", outcome.began), ("ended", outcome.ended)):
-            happened += [(scheduler.tick, kind, names[job], job.cached, job.preemptions) for job in members]
+            happened += [
+                (scheduler.tick, kind, names[job], job.cached, job.preemptions) for job in members
+            ]
         scheduler.pool.check()
 
 

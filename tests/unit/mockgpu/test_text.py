@@ -21,7 +21,9 @@ from mockgpu.text import (
 
 def chat(*contents: str) -> dict[str, object]:
     roles = ("user", "assistant")
-    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]}
+    return {
+        "messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+    }
 
 
 def test_every_word_is_one_token_of_its_own() -> None:
@@ -54,7 +56,9 @@ def test_tools_and_system_prompt_are_part_of_the_prompt() -> None:
 
 
 @given(st.binary(min_size=0, max_size=400), st.binary(min_size=4, max_size=4))
-def test_equal_beginnings_have_equal_keys_and_a_difference_changes_all_that_follow(tokens: bytes, other: bytes) -> None:
+def test_equal_beginnings_have_equal_keys_and_a_difference_changes_all_that_follow(
+    tokens: bytes, other: bytes
+) -> None:
     tokens += b"\0" * (-len(tokens) % 64) + b"\1" * 64
     changed = other + tokens[4:]
     same = [a == b for a, b in zip(block_keys(tokens), block_keys(changed), strict=True)]
@@ -70,7 +74,9 @@ def test_a_salt_separates_caches_but_not_words() -> None:
 
 
 @given(st.text(min_size=1, max_size=80), st.integers(1, 60), st.integers(0, 40))
-def test_a_prompt_with_part_of_its_answer_continues_with_the_rest(prompt: str, said: int, more: int) -> None:
+def test_a_prompt_with_part_of_its_answer_continues_with_the_rest(
+    prompt: str, said: int, more: int
+) -> None:
     tokens = token_bytes(prompt)
     whole = speak(tokens, block_keys(tokens), said + more, may_end=False)
     begun = tokens + whole.tokens[: said * 4]
@@ -84,7 +90,10 @@ def test_an_answer_may_end_by_itself_where_a_block_ends() -> None:
     lengths = [token_count(speech.tokens) for speech in speeches]
     assert all(speech.ended for speech in speeches)
     assert 90 < sum(lengths) / len(lengths) < 170
-    assert all(token_count(speak(token_bytes("1"), (), 5000, True, at_least=n).tokens) >= n for n in (1, 100, 1000))
+    assert all(
+        token_count(speak(token_bytes("1"), (), 5000, True, at_least=n).tokens) >= n
+        for n in (1, 100, 1000)
+    )
 
 
 def test_only_the_first_unseeded_choice_is_unvaried() -> None:

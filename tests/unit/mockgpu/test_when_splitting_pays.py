@@ -9,11 +9,15 @@ import pytest
 
 from mockgpu.grids import roofline_for
 from mockgpu.hardware import gpu_named
-from mockgpu.llm import kv_transfer_s, model_named
+from mockgpu.llm import model_named
 from mockgpu.roofline import PROFILES, Work
+from tests.unit.mockgpu.formulas import kv_transfer_s
 
 PAGE = (Path(__file__).parents[3] / "docs/when-splitting-pays.md").read_text()
-ROWS = [tuple(float(cell) for cell in row.strip("| ").split("|")) for row in re.findall(r"^\| \d.*\|$", PAGE, re.M)]
+ROWS = [
+    tuple(float(cell) for cell in row.strip("| ").split("|"))
+    for row in re.findall(r"^\| \d.*\|$", PAGE, re.M)
+]
 MODEL = model_named("llama-3.1-70b-fp8")
 ROOFLINE = roofline_for(MODEL, gpu_named("h100"), 4, PROFILES["2026"])
 SEQS, CONTEXT = 16, 16 * 2000
@@ -22,7 +26,9 @@ SEQS, CONTEXT = 16, 16 * 2000
 def steps_s(tokens: int, chunk_tokens: int, seqs: int = 0, context: int = 0) -> list[float]:
     """The steps that compute a prompt in chunks, beside `seqs` decoding sequences."""
     chunks = [(at, min(chunk_tokens, tokens - at)) for at in range(0, tokens, chunk_tokens)]
-    return [ROOFLINE.step_s(Work(size, size * (at + size / 2), seqs, context)) for at, size in chunks]
+    return [
+        ROOFLINE.step_s(Work(size, size * (at + size / 2), seqs, context)) for at, size in chunks
+    ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]:.0f} tokens")

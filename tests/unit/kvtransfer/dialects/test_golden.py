@@ -24,7 +24,9 @@ from kvtransfer.dialects import (
 )
 
 ROOM = 6917529027641081856
-TERMS = Terms("req_1", ROOM, True, "10.0.0.7", Bootstrap("10.0.0.7", 8998), Identity("engine-p", rank=0))
+TERMS = Terms(
+    "req_1", ROOM, True, "10.0.0.7", Bootstrap("10.0.0.7", 8998), Identity("engine-p", rank=0)
+)
 OBJECT = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -102,7 +104,9 @@ def test_a_loopback_address_becomes_the_host_of_the_prefill_url_where_that_is_no
     told: str, prefill_host: str, given: str
 ) -> None:
     terms = msgspec.structs.replace(TERMS, prefill_host=prefill_host)
-    found = dialects.named("vllm_nixl").decode(terms, answer(kv_transfer_params=OBJECT | {"remote_host": told}))
+    found = dialects.named("vllm_nixl").decode(
+        terms, answer(kv_transfer_params=OBJECT | {"remote_host": told})
+    )
     assert isinstance(found, Handover)
     assert words(found.edits)["kv_transfer_params"] == OBJECT | {"remote_host": given}
 
@@ -137,19 +141,26 @@ def test_a_loopback_address_becomes_the_host_of_the_prefill_url_where_that_is_no
     ids=str,
 )
 def test_an_object_that_would_hurt_a_decoder_never_reaches_one(changes: dict[str, Any]) -> None:
-    assert isinstance(dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=OBJECT | changes)), Unusable)
+    assert isinstance(
+        dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=OBJECT | changes)),
+        Unusable,
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"]
+    "name",
+    ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"],
 )
 def test_an_object_without_a_member_a_decoder_relies_on_never_reaches_one(name: str) -> None:
     less = {key: value for key, value in OBJECT.items() if key != name}
-    assert isinstance(dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=less)), Unusable)
+    assert isinstance(
+        dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=less)), Unusable
+    )
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{", b"[]", b"null", b'"text"', b'{"choices":[]}', b'{"choices":[{},{}]}', b"[" * 9999]
+    "raw",
+    [b"", b"{", b"[]", b"null", b'"text"', b'{"choices":[]}', b'{"choices":[{},{}]}', b"[" * 9999],
 )
 def test_what_is_no_answer_is_unusable(raw: bytes) -> None:
     assert isinstance(read_answer(raw), Unusable)
@@ -177,21 +188,38 @@ def test_an_answer_without_counts_is_an_answer() -> None:
     assert (found.prompt_tokens, found.cached_tokens) == (None, None)
 
 
-@pytest.mark.parametrize("unread", [[0] * (vllm_nixl.MOST_OBJECT_BYTES // 2), "deep"], ids=["long", "deep"])
+@pytest.mark.parametrize(
+    "unread", [[0] * (vllm_nixl.MOST_OBJECT_BYTES // 2), "deep"], ids=["long", "deep"]
+)
 def test_an_object_that_is_too_large_or_too_deep_never_reaches_a_decoder(unread: object) -> None:
-    raw = json.dumps(OBJECT | {"unread": unread}).encode().replace(b'"deep"', b"[" * 9999 + b"]" * 9999)
+    raw = (
+        json.dumps(OBJECT | {"unread": unread})
+        .encode()
+        .replace(b'"deep"', b"[" * 9999 + b"]" * 9999)
+    )
     assert isinstance(vllm_nixl.validated(raw), Unusable)
 
 
 def test_block_ids_of_engines_before_018_are_a_flat_list() -> None:
-    found = dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=OBJECT | {"remote_block_ids": [0]}))
+    found = dialects.named("vllm_nixl").decode(
+        TERMS, answer(kv_transfer_params=OBJECT | {"remote_block_ids": [0]})
+    )
     assert isinstance(found, Handover)
 
 
 def test_a_pushing_pair_is_introduced_by_what_the_first_answer_said() -> None:
     push = dialects.named("vllm_push")
-    told = {"remote_engine_id": "e", "remote_host": "localhost", "remote_port": 5600, "tp_size": 2, "pp_size": 1}
-    body = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": told | {"transfer_mode": "push"}}
+    told = {
+        "remote_engine_id": "e",
+        "remote_host": "localhost",
+        "remote_port": 5600,
+        "tp_size": 2,
+        "pp_size": 1,
+    }
+    body = {
+        "choices": [{"finish_reason": "length"}],
+        "kv_transfer_params": told | {"transfer_mode": "push"},
+    }
     (who,) = push.identify(json.dumps(body).encode())
     assert who == Identity("e", "localhost", 5600, 2, 1)
     found = push.decode(msgspec.structs.replace(TERMS, identity=who), None)
@@ -211,7 +239,9 @@ def test_a_pushing_pair_is_introduced_by_what_the_first_answer_said() -> None:
     assert push.prefill(TERMS) == dialects.named("vllm_nixl").prefill(TERMS)
 
 
-@pytest.mark.parametrize("told", [None, {}, {"remote_engine_id": "e"}, {**OBJECT, "transfer_mode": "pull"}])
+@pytest.mark.parametrize(
+    "told", [None, {}, {"remote_engine_id": "e"}, {**OBJECT, "transfer_mode": "pull"}]
+)
 def test_a_pushing_pair_is_not_formed_with_who_does_not_say_who_it_is(told: object) -> None:
     push, unknown = dialects.named("vllm_push"), msgspec.structs.replace(TERMS, identity=None)
     assert isinstance(push.decode(unknown, None), Unusable)
@@ -225,7 +255,11 @@ def test_mooncake_legs_share_a_transfer_id() -> None:
         "max_tokens": 1,
         "min_tokens": 1,
         "stream": False,
-        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "xfer-req_1"},
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": "xfer-req_1",
+        },
     }
     assert mooncake.prefill(TERMS).headers == (("x-data-parallel-rank", "0"),)
     found = mooncake.decode(TERMS, None)
@@ -245,11 +279,16 @@ def test_mooncake_bootstrap_addresses_of_ipv6_stand_in_brackets() -> None:
     terms = msgspec.structs.replace(TERMS, bootstrap=Bootstrap("fd00::7", 8998))
     found = dialects.named("mooncake").decode(terms, None)
     assert isinstance(found, Handover)
-    assert words(found.edits)["kv_transfer_params"]["remote_bootstrap_addr"] == "http://[fd00::7]:8998"
+    assert (
+        words(found.edits)["kv_transfer_params"]["remote_bootstrap_addr"] == "http://[fd00::7]:8998"
+    )
 
 
 def test_mooncake_ranks_are_read_from_the_bootstrap_page_in_order() -> None:
-    page = {"1": {"engine_id": "b", "worker_addr": {}}, "0": {"engine_id": "a", "worker_addr": {"0": {"0": "x"}}}}
+    page = {
+        "1": {"engine_id": "b", "worker_addr": {}},
+        "0": {"engine_id": "a", "worker_addr": {"0": {"0": "x"}}},
+    }
     identify = dialects.named("mooncake").identify
     assert identify(json.dumps(page).encode()) == (Identity("a", rank=0), Identity("b", rank=1))
     assert identify(b"{}") == identify(b"<html>") == identify(b'{"x":{"engine_id":"a"}}') == ()
@@ -271,7 +310,12 @@ def test_sglang_sends_the_same_to_both_and_names_a_room() -> None:
     assert found.edits.keep is None
 
 
-CONTEXT = {"request_type": "context_only", "disagg_request_id": ROOM, "ctx_request_id": 9, "first_gen_tokens": [5]}
+CONTEXT = {
+    "request_type": "context_only",
+    "disagg_request_id": ROOM,
+    "ctx_request_id": 9,
+    "first_gen_tokens": [5],
+}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 2}}
 
 
@@ -297,14 +341,27 @@ def test_no_client_chooses_trtllms_tokens_its_logits_or_its_files(chat: bool) ->
     dialect, terms = dialects.named("trtllm"), msgspec.structs.replace(TERMS, chat=chat)
     generation = dialect.decode(terms, context())
     assert isinstance(generation, Handover)
-    forbidden = {"prompt_token_ids", "return_context_logits", "return_generation_logits", "lora_request"}
-    for keep in (dialect.prefill(terms).keep, generation.edits.keep, dialects.known_members("trtllm", chat=chat)):
+    forbidden = {
+        "prompt_token_ids",
+        "return_context_logits",
+        "return_generation_logits",
+        "lora_request",
+    }
+    for keep in (
+        dialect.prefill(terms).keep,
+        generation.edits.keep,
+        dialects.known_members("trtllm", chat=chat),
+    ):
         assert keep is not None
         assert not forbidden & keep
 
 
 def test_only_an_engine_that_refuses_what_it_does_not_know_has_its_requests_cut_down() -> None:
-    assert dialects.known_members("vllm", chat=True) is dialects.known_members("sglang", chat=False) is None
+    assert (
+        dialects.known_members("vllm", chat=True)
+        is dialects.known_members("sglang", chat=False)
+        is None
+    )
 
 
 @pytest.mark.parametrize(("chat", "prompt"), [(True, "prompt_token_ids"), (False, "prompt")])
@@ -337,7 +394,14 @@ def test_trtllm_context_that_ended_is_the_answer() -> None:
         {"choices": [{"finish_reason": "length"}]},
         {"choices": [{"finish_reason": None, "disaggregated_params": CONTEXT}]},
         {"choices": [{"finish_reason": "length", "disaggregated_params": {"ctx_request_id": 9}}]},
-        {"choices": [{"finish_reason": "length", "disaggregated_params": CONTEXT | {"disagg_request_id": 8}}]},
+        {
+            "choices": [
+                {
+                    "finish_reason": "length",
+                    "disaggregated_params": CONTEXT | {"disagg_request_id": 8},
+                }
+            ]
+        },
     ],
     ids=str,
 )
@@ -366,9 +430,15 @@ def test_trtllm_whole_answers_become_streams_for_those_who_asked_for_one() -> No
 
 
 def test_tool_calls_of_a_whole_answer_are_numbered_in_its_stream() -> None:
-    calls = [{"id": f"call_{n}", "type": "function", "function": {"name": "look", "arguments": "{}"}} for n in range(2)]
+    calls = [
+        {"id": f"call_{n}", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        for n in range(2)
+    ]
     message = {"role": "assistant", "content": None, "tool_calls": calls}
-    whole = {"id": "x", "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}
+    whole = {
+        "id": "x",
+        "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}],
+    }
     said = json.loads(as_events(json.dumps(whole).encode(), usage=False).split(b"\n\n")[0][6:])
     assert said["choices"][0]["delta"] == message | {
         "tool_calls": [{"index": n, **call} for n, call in enumerate(calls)]

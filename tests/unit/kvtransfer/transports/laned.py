@@ -15,7 +15,7 @@ def laned(link: Link) -> LanedLink:
 
 
 def lanes_of(link: Link) -> tuple[LanedLink, ...]:
-    return laned(link)._wide
+    return laned(link)._lane_links
 
 
 @contextmanager

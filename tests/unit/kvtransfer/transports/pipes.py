@@ -11,6 +11,7 @@ import numpy as np
 
 from kvtransfer.frame import FrameLimits, Kind
 from kvtransfer.lattice import Runs
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Slice, Verdict, WindowHead
 from kvtransfer.transports.inbound import Inbound
@@ -52,7 +53,11 @@ class Pipe:
     sent: list[WindowHead]
 
     def put(
-        self, runs: Runs, transfer: int = 1, first: int = 0, current: Callable[[], bool] | None = None
+        self,
+        runs: Runs,
+        transfer: int = 1,
+        first: int = 0,
+        current: Callable[[], bool] | None = None,
     ) -> WindowHead:
         """Queue a window that the sink expects."""
         head = WindowHead(transfer, 0, 0, first, runs.count, runs.n_bytes)
@@ -86,9 +91,9 @@ def pipe(*, checked: bool = True) -> Iterator[Pipe]:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32 << 10)
     ear, sent = Ear(), list[WindowHead]()
-    source = Region.create(BLOCKS, BLOCK_BYTES, name="source")
+    source = MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="source")
     source.bytes[:] = np.random.default_rng(1).integers(1, 256, SIZE, dtype=np.uint8)
-    sink = Region.create(BLOCKS, BLOCK_BYTES, name="sink")
+    sink = MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="sink")
     out = Outbound(near.fileno(), sent.append, checked=checked)
     inn = Inbound(far.fileno(), far.recv_into, ear, TRUSTED)
     try:

@@ -15,7 +15,14 @@ from kvtransfer.lattice import Runs
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Slice, Verdict, WindowHead
 from kvtransfer.transports.runs import fine, gather, scatter
-from tests.contract.kvtransfer.links import BLOCK_BYTES, BLOCKS, Owner, expected, linked_pair, window
+from tests.contract.kvtransfer.links import (
+    BLOCK_BYTES,
+    BLOCKS,
+    Owner,
+    expected,
+    linked_pair,
+    window,
+)
 from tests.unit.kvtransfer.transports.test_links import link_of, stranger
 
 __all__ = ["stranger"]  # a fixture
@@ -33,9 +40,15 @@ def cells(count: int = 512, seed: int = 5) -> Runs:
 
 @given(st.data(), st.sampled_from([1, 4, 8, 12, 64]))
 def test_runs_come_together_and_apart_as_they_were(data: st.DataObject, unit: int) -> None:
-    lengths = np.array(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=80)), np.int64) * unit
+    lengths = (
+        np.array(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=80)), np.int64) * unit
+    )
     gaps = (
-        np.array(data.draw(st.lists(st.integers(0, 3), min_size=lengths.size, max_size=lengths.size)), np.int64) * unit
+        np.array(
+            data.draw(st.lists(st.integers(0, 3), min_size=lengths.size, max_size=lengths.size)),
+            np.int64,
+        )
+        * unit
     )
     offsets = np.cumsum(lengths + gaps) - lengths
     order = np.array(data.draw(st.permutations(range(lengths.size))))
@@ -70,7 +83,9 @@ def test_a_window_of_many_short_runs_arrives_where_the_plan_says() -> None:
         assert np.array_equal(pair.into.bytes, expected(pair, moves))
 
 
-@pytest.mark.parametrize("answers", [[False], [True, False]], ids=["before", "while they were read"])
+@pytest.mark.parametrize(
+    "answers", [[False], [True, False]], ids=["before", "while they were read"]
+)
 def test_of_many_short_runs_read_too_late_not_one_byte_is_sent(answers: list[bool]) -> None:
     with linked_pair("tcp") as pair:
         moves, said = cells(), chain(answers, repeat(False))
@@ -88,7 +103,9 @@ def begun(owner: Owner, region: Region, sock: socket.socket) -> tuple[Runs, Wind
     head = window(1, moves)
     owner.place = lambda head: Slice(moves, region, 0, 0)
     link_of(owner).secure(bytes(32))
-    sock.sendall(frame(Kind.WINDOW, pack_head(head), moves.n_bytes, Proof.XXH3) + b"\1" * (moves.n_bytes - 1))
+    sock.sendall(
+        frame(Kind.WINDOW, pack_head(head), moves.n_bytes, Proof.XXH3) + b"\1" * (moves.n_bytes - 1)
+    )
     owner.wait("incoming")
     return moves, head
 

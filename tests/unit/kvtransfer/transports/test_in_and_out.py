@@ -66,7 +66,11 @@ def feed(made: Pipe, data: bytes | bytearray) -> None:
 
 
 @pytest.mark.parametrize("proof", PROOFS)
-@given(seed=st.integers(0, 1 << 30), count=st.integers(1, 40), longest=st.sampled_from([1, 100, 4096, 12_000]))
+@given(
+    seed=st.integers(0, 1 << 30),
+    count=st.integers(1, 40),
+    longest=st.sampled_from([1, 100, 4096, 12_000]),
+)
 @settings(max_examples=15, deadline=None)
 def test_runs_land_in_their_places_and_messages_keep_their_order(
     proof: str, seed: int, count: int, longest: int
@@ -81,14 +85,18 @@ def test_runs_land_in_their_places_and_messages_keep_their_order(
         made.flow()
         said = [header for kind, header in made.ear.heard if kind is Kind.MESSAGE]
         assert said == [bytes([at]) * (1 + at * 9000) for at in range(len(parts))]
-        assert [item for item in made.ear.heard if isinstance(item[0], WindowHead)] == [(h, Verdict.OK) for h in heads]
+        assert [item for item in made.ear.heard if isinstance(item[0], WindowHead)] == [
+            (h, Verdict.OK) for h in heads
+        ]
         assert made.sent == heads
         assert np.array_equal(made.sink.bytes, made.expected(runs))
 
 
 @pytest.mark.parametrize("proof", PROOFS)
 @pytest.mark.parametrize(("count", "longest"), [(1, 16 << 10), (64, 1000), (65, 1000), (300, 50)])
-def test_small_windows_arrive_whole_whether_they_are_copied_first_or_not(proof: str, count: int, longest: int) -> None:
+def test_small_windows_arrive_whole_whether_they_are_copied_first_or_not(
+    proof: str, count: int, longest: int
+) -> None:
     with piped(proof) as made:
         runs = scattered(7, count, longest)
         heads = [made.put(runs, first=at) for at in range(5)]
@@ -119,7 +127,9 @@ def test_an_altered_byte_of_a_window_is_corrupt() -> None:
 
 
 @pytest.mark.parametrize("where", ["header", "bytes", "tag"])
-def test_a_sealed_window_that_was_touched_breaks_the_link_before_anything_is_written(where: str) -> None:
+def test_a_sealed_window_that_was_touched_breaks_the_link_before_anything_is_written(
+    where: str,
+) -> None:
     with pipe() as made:
         seal(made)
         made.put(scattered(3, 5, 3000))
@@ -128,7 +138,9 @@ def test_a_sealed_window_that_was_touched_breaks_the_link_before_anything_is_wri
             forged = WindowHead(1, 0, 0, 1, 5, made.ear.places.popitem()[0].n_bytes)
             made.ear.places[forged] = Slice(scattered(4, 5, 3000), made.sink, 0, 0)
             size = forged.n_bytes
-            made.ear.places[forged] = Slice(Runs(np.array([0]), np.array([0]), np.array([size])), made.sink, 0, 0)
+            made.ear.places[forged] = Slice(
+                Runs(np.array([0]), np.array([0]), np.array([size])), made.sink, 0, 0
+            )
             opening = frame(Kind.WINDOW, pack_head(forged), size, Proof.GCM)
             data[: len(opening)] = opening
         else:
@@ -139,7 +151,9 @@ def test_a_sealed_window_that_was_touched_breaks_the_link_before_anything_is_wri
         assert not made.ear.heard
 
 
-@pytest.mark.parametrize("order", [(0, 0), (1,), (1, 0)], ids=["repeated", "one left out", "swapped"])
+@pytest.mark.parametrize(
+    "order", [(0, 0), (1,), (1, 0)], ids=["repeated", "one left out", "swapped"]
+)
 def test_sealed_windows_come_once_each_and_in_order(order: tuple[int, ...]) -> None:
     with pipe() as made:
         seal(made)
@@ -167,7 +181,9 @@ def test_a_window_in_the_clear_is_refused_where_seals_are_due_and_the_other_way_
 @pytest.mark.parametrize("proof", PROOFS)
 @pytest.mark.parametrize("answers", [[False], [True, False]], ids=["before", "while it was read"])
 @pytest.mark.parametrize("longest", [50, 12_000])
-def test_blocks_that_changed_hands_make_a_window_stale(proof: str, answers: list[bool], longest: int) -> None:
+def test_blocks_that_changed_hands_make_a_window_stale(
+    proof: str, answers: list[bool], longest: int
+) -> None:
     with piped(proof) as made:
         said = iter([*answers, *[answers[-1]] * 9])
         head = made.put(scattered(1, 20, longest), current=lambda: next(said))
@@ -175,7 +191,9 @@ def test_blocks_that_changed_hands_make_a_window_stale(proof: str, answers: list
         made.flow()
         assert made.ear.heard == [(head, Verdict.STALE), (after, Verdict.OK)]
         if not answers[0]:
-            assert np.array_equal(made.sink.bytes, made.expected(scattered(2, 3, 50))), "nothing was read"
+            assert np.array_equal(made.sink.bytes, made.expected(scattered(2, 3, 50))), (
+                "nothing was read"
+            )
 
 
 @pytest.mark.parametrize("longest", [50, 12_000])
@@ -204,7 +222,9 @@ def test_of_a_window_dropped_midway_only_zeros_follow_and_the_stream_goes_on() -
         assert made.ear.heard[0] == (head, Verdict.STALE)
         assert len(made.ear.heard) == 2
         assert other not in made.sent
-        assert np.count_nonzero(made.sink.bytes[arrived + 200_000 :]) < 200, "what followed was not the memory"
+        assert np.count_nonzero(made.sink.bytes[arrived + 200_000 :]) < 200, (
+            "what followed was not the memory"
+        )
 
 
 @pytest.mark.parametrize("proof", PROOFS)
@@ -232,18 +252,29 @@ def test_a_fence_of_another_transfer_leaves_a_window_alone() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5000])
-def test_a_window_of_another_size_than_the_plan_says_is_refused_before_it_is_read(size: int) -> None:
+def test_a_window_of_another_size_than_the_plan_says_is_refused_before_it_is_read(
+    size: int,
+) -> None:
     with pipe() as made:
         head = WindowHead(1, 0, 0, 0, 1, size)
-        made.ear.places[head] = Slice(Runs(np.array([0]), np.array([0]), np.array([size + 1])), made.sink, 0, 0)
+        made.ear.places[head] = Slice(
+            Runs(np.array([0]), np.array([0]), np.array([size + 1])), made.sink, 0, 0
+        )
         with pytest.raises(FrameError, match="where the plan has"):
-            feed(made, frame(Kind.WINDOW, pack_head(head), size) + b"x" * size + trailer(Verdict.OK))
+            feed(
+                made, frame(Kind.WINDOW, pack_head(head), size) + b"x" * size + trailer(Verdict.OK)
+            )
         assert not made.sink.bytes.any()
 
 
 def test_a_window_whose_header_and_payload_disagree_is_refused() -> None:
     with pipe() as made, pytest.raises(FrameError, match="comes with"):
-        feed(made, frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 4) + b"xxxx" + trailer(Verdict.OK))
+        feed(
+            made,
+            frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 4)
+            + b"xxxx"
+            + trailer(Verdict.OK),
+        )
 
 
 @pytest.mark.parametrize(("dst", "length"), [(SIZE - 5, 6), (-1, 3), (0, 0), (SIZE, 1)])
@@ -255,11 +286,19 @@ def test_runs_beyond_the_region_are_never_followed(dst: int, length: int) -> Non
             made.out.pump()
         if length:
             with pytest.raises(TransportError):
-                feed(made, frame(Kind.WINDOW, pack_head(head), length) + b"x" * length + trailer(Verdict.OK))
+                feed(
+                    made,
+                    frame(Kind.WINDOW, pack_head(head), length)
+                    + b"x" * length
+                    + trailer(Verdict.OK),
+                )
 
 
 def test_a_stranger_may_say_little_and_write_nothing() -> None:
-    for data in (frame(Kind.MESSAGE, bytes(30_000)), frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 5)):
+    for data in (
+        frame(Kind.MESSAGE, bytes(30_000)),
+        frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 5),
+    ):
         with pipe() as made:
             made.inn.limits = FrameLimits(header_bytes=24 << 10, payload_bytes=0)
             with pytest.raises(FrameError, match="over the limit"):
@@ -277,9 +316,15 @@ def test_a_window_that_nobody_expects_is_thrown_away() -> None:
 
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_fuzzed_streams_end_in_a_frame_error_or_in_what_was_sent_and_never_write_elsewhere(data: st.DataObject) -> None:
+def test_fuzzed_streams_end_in_a_frame_error_or_in_what_was_sent_and_never_write_elsewhere(
+    data: st.DataObject,
+) -> None:
     with pipe() as made:
-        runs = Runs(np.array([0, BLOCK_BYTES]), np.array([BLOCK_BYTES, 3 * BLOCK_BYTES]), np.array([700, 5000]))
+        runs = Runs(
+            np.array([0, BLOCK_BYTES]),
+            np.array([BLOCK_BYTES, 3 * BLOCK_BYTES]),
+            np.array([700, 5000]),
+        )
         made.out.queue(frame(Kind.MESSAGE, b"hello"))
         head = made.put(runs)
         made.out.queue(frame(Kind.MESSAGE, b"m" * 6000))
@@ -304,9 +349,15 @@ def test_fuzzed_streams_end_in_a_frame_error_or_in_what_was_sent_and_never_write
             untouched[dst : dst + length] = False
         assert not made.sink.bytes[untouched].any()
         right = np.array_equal(made.sink.bytes, made.expected(runs))
-        assert all(verdict is not Verdict.OK or (what == head and right) for what, verdict in made.ear.heard)
+        assert all(
+            verdict is not Verdict.OK or (what == head and right)
+            for what, verdict in made.ear.heard
+        )
         assert {what for what, _ in made.ear.heard} <= {head, Kind.MESSAGE}
-        assert {said for what, said in made.ear.heard if what is Kind.MESSAGE} <= {b"hello", b"m" * 6000}
+        assert {said for what, said in made.ear.heard if what is Kind.MESSAGE} <= {
+            b"hello",
+            b"m" * 6000,
+        }
 
 
 @given(st.binary(min_size=1, max_size=3 * PREAMBLE_BYTES))

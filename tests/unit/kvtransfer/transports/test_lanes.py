@@ -61,7 +61,9 @@ def test_windows_go_by_the_lanes_while_the_first_link_is_busy(pair: Pair) -> Non
         assert len(pair.hears.all("landed")) == 9  # all but the one that is next in its own line
     heard = pair.hears.wait("landed", 10)
     assert {verdict for _, verdict in heard} == {Verdict.OK}  # type: ignore[misc]
-    assert {each.link for each in pair.hears.heard if each.kind in ("landed", "incoming")} == {pair.sink}
+    assert {each.link for each in pair.hears.heard if each.kind in ("landed", "incoming")} == {
+        pair.sink
+    }
     pair.gives.wait("sent", 10)
     assert {each.link for each in pair.gives.heard if each.kind == "sent"} == {pair.source}
     assert np.array_equal(pair.into.bytes, expected(pair, *blocks(10).values()))
@@ -112,7 +114,7 @@ def test_a_lane_is_called_also_while_it_goes_to_sleep(pair: Pair) -> None:
         laned(pair.source)._out.share(1)
         for each in blocks(2).items():
             pair.put(*each)
-        assert all(lane._called for lane in lanes)
+        assert all(lane._has_lane_work for lane in lanes)
         laned(pair.source)._out.drop(1)
 
 
@@ -121,7 +123,7 @@ def test_a_lane_that_is_called_does_not_go_to_sleep(pair: Pair, spins: bool) -> 
     lane = lanes_of(pair.source)[0]
     with standing(lane):
         lane._poll = Mock(poll=Mock(return_value=[]))
-        lane._called, lane._spin_s = True, 0.5 if spins else 0.0
+        lane._has_lane_work, lane._spin_s = True, 0.5 if spins else 0.0
         if spins:
             assert lane._spin(lambda: False)
         else:
@@ -130,7 +132,9 @@ def test_a_lane_that_is_called_does_not_go_to_sleep(pair: Pair, spins: bool) -> 
 
 
 @pytest.mark.parametrize(("before", "found"), [(63, True), (64, False)])
-def test_who_queues_a_window_looks_at_the_first_of_those_that_wait_alone(pair: Pair, before: int, found: bool) -> None:
+def test_who_queues_a_window_looks_at_the_first_of_those_that_wait_alone(
+    pair: Pair, before: int, found: bool
+) -> None:
     """It holds the agent's lock meanwhile."""
     ((head, runs),) = blocks(1).items()
     out = laned(pair.source)._out
@@ -164,8 +168,12 @@ def test_what_has_just_gone_another_way_is_missed_by_nobody(pair: Pair) -> None:
         out._queue = kept
 
 
-@pytest.mark.parametrize(("by_sink", "header"), [(False, bytes(8)), (True, bytes(7)), (True, b""), (True, bytes(9))])
-def test_only_a_sink_says_that_windows_may_spread_and_says_it_well(pair: Pair, by_sink: bool, header: bytes) -> None:
+@pytest.mark.parametrize(
+    ("by_sink", "header"), [(False, bytes(8)), (True, bytes(7)), (True, b""), (True, bytes(9))]
+)
+def test_only_a_sink_says_that_windows_may_spread_and_says_it_well(
+    pair: Pair, by_sink: bool, header: bytes
+) -> None:
     speaker, hearer = (pair.sink, pair.gives) if by_sink else (pair.source, pair.hears)
     laned(speaker)._out.queue(frame(Kind.SPREAD, header))
     laned(speaker)._wake(always=True)
@@ -210,7 +218,7 @@ def test_who_drops_a_transfer_looks_at_nothing_that_waits(pair: Pair) -> None:
         pair.source.drop(1)
         assert out._shared == {}
         out._queue = deque()
-    until(lambda: not out._kept)
+    until(lambda: not out._withheld)
 
 
 def test_of_a_dropped_transfer_no_lane_sends_what_it_has_taken(pair: Pair) -> None:
@@ -256,7 +264,7 @@ def test_a_lane_that_has_ended_keeps_no_fence_waiting_and_needs_no_thread_for_it
     for lane in lanes:
         lane.close()
         lane.join()
-    laned(pair.sink)._wide = lanes  # as for a fence that had begun before
+    laned(pair.sink)._lane_links = lanes  # as for a fence that had begun before
 
     def no_more(thread: threading.Thread) -> NoReturn:
         raise RuntimeError("can't start new thread")
@@ -304,7 +312,10 @@ def test_what_is_said_on_a_lane_and_its_end_are_its_own(pair: Pair) -> None:
     far._sock.shutdown(socket.SHUT_RDWR)
     pair.hears.wait("lost")
     pair.gives.wait("lost")
-    assert [each.link for each in pair.hears.heard if each.kind in ("message", "lost")] == [near, near]
+    assert [each.link for each in pair.hears.heard if each.kind in ("message", "lost")] == [
+        near,
+        near,
+    ]
     assert [each.link for each in pair.gives.heard if each.kind == "lost"] == [far]
     rest = begun(pair, 9)
     for each in rest.items():

@@ -13,11 +13,21 @@ import pytest
 
 from kvtransfer.frame import Kind, Proof, frame, pack_head
 from kvtransfer.lattice import Runs
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Link, Slice, TransportError, Verdict, WindowHead
 from kvtransfer.transports.stream import Manner, StreamLink
 from kvtransfer.transports.tcp import Tcp
-from tests.contract.kvtransfer.links import BLOCK_BYTES, BLOCKS, PATIENCE_S, Owner, Pair, linked_pair, scattered, window
+from tests.contract.kvtransfer.links import (
+    BLOCK_BYTES,
+    BLOCKS,
+    PATIENCE_S,
+    Owner,
+    Pair,
+    linked_pair,
+    scattered,
+    window,
+)
 
 SIZE = BLOCKS * BLOCK_BYTES
 WHOLE = Runs(np.array([0]), np.array([0]), np.array([SIZE]))
@@ -37,7 +47,7 @@ def driven(link: Link) -> StreamLink:
 @pytest.fixture
 def stranger() -> Iterator[tuple[socket.socket, Owner, Region]]:
     """A socket that was dialled by a Tcp as its peer, so that a test can say anything to it."""
-    owner, region, end = Owner(), Region.create(BLOCKS, BLOCK_BYTES, name="sink"), Tcp()
+    owner, region, end = Owner(), MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="sink"), Tcp()
     end.start(owner, [region])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         link = end.dial(f"127.0.0.1:{listener.getsockname()[1]}")
@@ -108,7 +118,9 @@ def test_a_fence_during_a_drive_is_answered(pair: Pair) -> None:
     assert driven(pair.sink).drive(lambda: bool(pair.hears.all("fenced")), 20.0)
 
 
-def test_an_owner_that_fails_loses_its_link_and_not_its_silence(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_owner_that_fails_loses_its_link_and_not_its_silence(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(head: WindowHead) -> Slice | None:
         raise RuntimeError("no such plan")
 
@@ -156,7 +168,10 @@ def test_bytes_of_a_large_window_that_trickle_in_show_that_the_peer_lives(
     stranger: tuple[socket.socket, Owner, Region],
 ) -> None:
     sock, owner, region = stranger
-    link, opening = link_of(owner), frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, SIZE)), SIZE, Proof.NONE)
+    link, opening = (
+        link_of(owner),
+        frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, SIZE)), SIZE, Proof.NONE),
+    )
     owner.place = lambda head: Slice(WHOLE, region, 0, 0)
     link.secure(bytes(32))
     sock.sendall(opening + b"\1" * 1000)
@@ -171,7 +186,10 @@ def test_bytes_of_a_large_window_that_trickle_in_show_that_the_peer_lives(
 
 @pytest.mark.parametrize(
     "said",
-    [b"GET / HTTP/1.1\r\nHost: me\r\n\r\n", frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 8)), 8) + bytes(8)],
+    [
+        b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",
+        frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 8)), 8) + bytes(8),
+    ],
     ids=["another protocol", "a window without proof of identity"],
 )
 def test_a_stranger_who_says_anything_else_is_hung_up_on(
@@ -203,7 +221,9 @@ def test_a_reset_is_a_loss_at_once(stranger: tuple[socket.socket, Owner, Region]
     assert owner.wait("lost")
 
 
-@pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1:x", "127.0.0.1:99999999", "127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "address", ["", "nonsense", "127.0.0.1:x", "127.0.0.1:99999999", "127.0.0.1:1"]
+)
 def test_an_address_that_leads_nowhere_is_a_transport_error(address: str) -> None:
     end = Tcp()
     end.start(Owner(), [])
@@ -221,7 +241,10 @@ def test_peers_are_told_the_address_that_reaches_us() -> None:
 
 
 def test_a_port_that_is_taken_is_a_transport_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(TransportError, match="cannot listen"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(TransportError, match="cannot listen"),
+    ):
         Tcp(port=taken.getsockname()[1]).start(Owner(), [])
 
 
@@ -242,11 +265,15 @@ def test_the_two_directions_of_a_link_are_sealed_under_two_keys() -> None:
     other.close()
 
 
-@pytest.mark.parametrize("manner", [Manner(checked=False), Manner(checked=True), Manner(sealed=True), Manner(spin_s=0)])
+@pytest.mark.parametrize(
+    "manner", [Manner(checked=False), Manner(checked=True), Manner(sealed=True), Manner(spin_s=0)]
+)
 def test_windows_arrive_in_every_manner(manner: Manner) -> None:
     if manner.sealed:
         pytest.importorskip("cryptography")
-    into, out_of = (Region.create(BLOCKS, BLOCK_BYTES, name=name) for name in ("into", "out"))
+    into, out_of = (
+        MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name=name) for name in ("into", "out")
+    )
     out_of.bytes[:] = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
     hears, gives = Owner(), Owner()
     one, other = Tcp(manner=manner), Tcp(manner=manner)
@@ -257,7 +284,9 @@ def test_windows_arrive_in_every_manner(manner: Manner) -> None:
         end.secure(bytes(range(32)))
     hears.place = lambda head: Slice(WHOLE, into, 0, 0)
     for at in range(5):
-        gives.heard[0].link.put(WindowHead(1, 0, 0, at, 1, SIZE), Slice(WHOLE, out_of, 0, 0, lambda: True))
+        gives.heard[0].link.put(
+            WindowHead(1, 0, 0, at, 1, SIZE), Slice(WHOLE, out_of, 0, 0, lambda: True)
+        )
     assert {verdict for _, verdict in hears.wait("landed", 5)} == {Verdict.OK}  # type: ignore[misc]
     assert np.array_equal(into.bytes, out_of.bytes)
     one.close()

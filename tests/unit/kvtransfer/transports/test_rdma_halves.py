@@ -15,7 +15,16 @@ from kvtransfer.transports.base import Slice, TransportError, Verdict, WindowHea
 from kvtransfer.transports.rdma_grants import Grant, Opening, digest_of, stretches
 from kvtransfer.transports.rdma_in import Arrivals
 from kvtransfer.transports.rdma_out import Departure, Departures
-from kvtransfer.transports.rdma_side import Control, Ear, Ready, Saying, Setup, Trailer, Withdrawn, encode
+from kvtransfer.transports.rdma_side import (
+    Control,
+    Ear,
+    Ready,
+    Saying,
+    Setup,
+    Trailer,
+    Withdrawn,
+    encode,
+)
 from kvtransfer.transports.verbs import Card, Piece
 
 BLOCK, BLOCKS = 64, 32
@@ -58,13 +67,21 @@ class Wire:
         self.posted: list[tuple[int, list[Piece], tuple[int, int], bool, int | None]] = []
 
     def write(
-        self, number: int, pieces: list[Piece], target: tuple[int, int], *, tell: bool, immediate: int | None = None
+        self,
+        number: int,
+        pieces: list[Piece],
+        target: tuple[int, int],
+        *,
+        tell: bool,
+        immediate: int | None = None,
     ) -> None:
         self.posted.append((number, pieces, target, tell, immediate))
 
 
 def region(name: str = "r") -> Region:
-    return Region.over(np.random.default_rng(3).integers(0, 256, BLOCK * BLOCKS, np.uint8), BLOCK, name=name)
+    return Region.over(
+        np.random.default_rng(3).integers(0, 256, BLOCK * BLOCKS, np.uint8), BLOCK, name=name
+    )
 
 
 def runs(src: Sequence[int], dst: Sequence[int], length: int = BLOCK) -> Runs:
@@ -77,7 +94,9 @@ def head(transfer: int, moves: Runs, first: int = 0) -> WindowHead:
 
 
 @given(st.lists(st.integers(0, BLOCKS - 1), min_size=1, unique=True))
-def test_keys_cover_the_reserved_blocks_of_every_rank_and_not_one_byte_more(blocks: list[int]) -> None:
+def test_keys_cover_the_reserved_blocks_of_every_rank_and_not_one_byte_more(
+    blocks: list[int],
+) -> None:
     ranks = [region("0"), region("1")]
     found = np.zeros((2, BLOCK * BLOCKS), int)
     for rank, first, length in stretches(ranks, blocks):
@@ -95,7 +114,9 @@ def test_a_block_that_is_not_there_cannot_be_granted() -> None:
 
 
 @given(st.data(), st.integers(1, 8))
-def test_work_requests_write_every_byte_where_the_plan_says(data: st.DataObject, gather: int) -> None:
+def test_work_requests_write_every_byte_where_the_plan_says(
+    data: st.DataObject, gather: int
+) -> None:
     blocks = data.draw(st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=12, unique=True))
     most_keys = data.draw(st.sampled_from([1, 100]))
     into, out_of = region("into"), region("out")
@@ -121,7 +142,12 @@ def test_what_the_grant_does_not_cover_cannot_be_written() -> None:
     opening = Opening(Registry(), [region()], [4, 5, 8], 100)
     grant = Grant(opening.grant)
     assert len(grant.writes(runs([0, 1], [4, 5]), 0, None, 16)) == 1
-    for outside in (runs([0], [3]), runs([0], [5], BLOCK + 1), runs([0], [9]), runs([0], [4], 5 * BLOCK)):
+    for outside in (
+        runs([0], [3]),
+        runs([0], [5], BLOCK + 1),
+        runs([0], [9]),
+        runs([0], [4], 5 * BLOCK),
+    ):
         with pytest.raises(TransportError, match="granted"):
             grant.writes(outside, 0, None, 16)
     with pytest.raises(TransportError, match="granted"):
@@ -217,13 +243,17 @@ def trailer(number: int, verdict: Verdict = Verdict.OK) -> Trailer:
     return Trailer(number, WindowHead(1, 0, 0, number, 1, BLOCK), verdict)
 
 
-def test_a_window_is_complete_when_its_last_write_and_its_trailer_are_there_in_either_order() -> None:
+def test_a_window_is_complete_when_its_last_write_and_its_trailer_are_there_in_either_order() -> (
+    None
+):
     arrivals = Arrivals(Registry(), 100)
     assert arrivals.written(0) is None
     assert arrivals.told(trailer(0)) == trailer(0)
     assert arrivals.told(trailer(1)) is None
     assert arrivals.written(1) == trailer(1)
-    assert arrivals.written(1) is None  # written again after a broken pair: nothing more comes of it
+    assert (
+        arrivals.written(1) is None
+    )  # written again after a broken pair: nothing more comes of it
     assert arrivals.told(trailer(2, Verdict.STALE)) == trailer(2, Verdict.STALE)
     assert arrivals.written(2) is None
     assert arrivals.told(trailer(3)) is None
@@ -249,7 +279,9 @@ class Source:
 
     def put(self, transfer: int = 1, count: int = 2, first: int = 0) -> Departure:
         moves = runs(range(first, first + count), range(first, first + count))
-        return self.out.put(head(transfer, moves, first), Slice(moves, self.memory, 0, 0, lambda: self.holds))
+        return self.out.put(
+            head(transfer, moves, first), Slice(moves, self.memory, 0, 0, lambda: self.holds)
+        )
 
     holds = True
 
@@ -258,7 +290,10 @@ def test_the_last_write_of_a_window_carries_its_number_and_the_verdict_comes_aft
     source = Source()
     window = source.put(count=8)
     assert source.out.post(source.wire, epoch=3)
-    assert [posted[0] for posted in source.wire.posted] == [3 << 32, 3 << 32]  # 8 neighbours, gathered by 4
+    assert [posted[0] for posted in source.wire.posted] == [
+        3 << 32,
+        3 << 32,
+    ]  # 8 neighbours, gathered by 4
     assert [posted[3:] for posted in source.wire.posted] == [(False, None), (True, 0)]
     assert not window.done
     source.out.complete()
@@ -289,7 +324,10 @@ def test_a_broken_pair_writes_again_what_was_under_way_but_not_what_was_refused(
     source.wire.posted.clear()
     later = source.put(1)
     source.out.post(source.wire, 1)
-    assert [posted[0] for posted in source.wire.posted] == [1 << 32 | other.number, 1 << 32 | dropped.number]
+    assert [posted[0] for posted in source.wire.posted] == [
+        1 << 32 | other.number,
+        1 << 32 | dropped.number,
+    ]
     assert later.verdict is Verdict.STALE
     source.out.complete()
     source.out.complete()

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.regions import Region
 from kvtransfer.transports import rdma, rdma_link
 from kvtransfer.transports.base import TransportError
@@ -138,7 +139,9 @@ def hung_up(caller: socket.socket) -> bool:
     return True
 
 
-def test_who_dials_is_a_stranger_from_the_first_moment_and_not_once_its_queue_pair_is_up(door: Door) -> None:
+def test_who_dials_is_a_stranger_from_the_first_moment_and_not_once_its_queue_pair_is_up(
+    door: Door,
+) -> None:
     door.knock()
     door.owner.wait("linked")
 
@@ -227,12 +230,14 @@ class Dialled:
         self.theirs, _ = listener.accept()
         listener.close()
         self.owner, self.domain, self.gone = Owner(), Domain(), threading.Event()
-        self.link = RdmaLink(ours, self.domain, self.owner, RdmaOptions(), lambda link: self.gone.set())  # type: ignore[arg-type]
+        self.link = RdmaLink(
+            ours, self.domain, self.owner, RdmaOptions(), lambda link: self.gone.set()
+        )  # type: ignore[arg-type]
         self.link.begin(threading.Event(), dialled=True)
         self.theirs.sendall(encode(Setup(0, CARD)) + encode(Ready(0)))
         self.link.settled()
         self.link.secure(bytes(32))
-        self.memory = Region.create(8, 4096, name="sink")
+        self.memory = MemoryFileRegion.create(8, 4096, name="sink")
         assert self.link.grant(1, [self.memory], [1, 3])
 
     @property
@@ -268,7 +273,11 @@ def test_a_link_that_cannot_be_made_leaves_neither_queue_nor_descriptor(
     monkeypatch.setattr(os, "eventfd", wake)
     ours, theirs = socket.socketpair()
     peered = type("Side", (), {"getpeername": lambda self: ("h", 1), "fileno": ours.fileno})()
-    with ours, theirs, pytest.raises((OSError, TransportError), match=r"too many open files|no more queues"):
+    with (
+        ours,
+        theirs,
+        pytest.raises((OSError, TransportError), match=r"too many open files|no more queues"),
+    ):
         RdmaLink(peered, Domain(), Owner(), RdmaOptions(), lambda link: None)  # type: ignore[arg-type]
     assert not queues
     for fd in made:
@@ -313,7 +322,9 @@ def test_no_fence_is_answered_while_a_peer_could_still_write(
     assert dialled.owner.wait("fenced") == [1]
 
 
-def test_a_fence_during_a_grant_is_answered_behind_it(dialled: Dialled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_during_a_grant_is_answered_behind_it(
+    dialled: Dialled, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, go = threading.Event(), threading.Event()
     register = dialled.domain.register
 

@@ -15,13 +15,17 @@ from kvtransfer.regions import Region
 from kvtransfer.transports.scatter import IN_CACHE, NOTHING, Iovecs, Pieces, readv, writev
 
 SIZE = 4 << 20
-REGION = Region.over(np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8), SIZE, name="memory")
+REGION = Region.over(
+    np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8), SIZE, name="memory"
+)
 cuts = st.lists(st.integers(0, SIZE), min_size=2, max_size=40, unique=True).map(sorted)
 
 
 @given(cuts, st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_pieces_are_the_bytes_of_their_runs_however_they_are_cut_for_a_digest(ends: list[int], fed: bool) -> None:
+def test_pieces_are_the_bytes_of_their_runs_however_they_are_cut_for_a_digest(
+    ends: list[int], fed: bool
+) -> None:
     runs = [(first, last - first) for first, last in list(pairwise(ends))[::2]]
     offsets, lengths = (np.array(column) for column in zip(*runs, strict=True))
     pieces = Pieces.of_window(REGION, offsets, lengths, Iovecs(), fed=fed)
@@ -49,7 +53,9 @@ def test_calls_for_a_digest_are_full_whatever_the_pieces() -> None:
     small, large = np.full(1000, 4 << 10), np.full(3, 513 << 10)
     lengths = np.concatenate([small, large])
     with open("/dev/null", "wb") as nowhere:
-        pieces = Pieces.of_window(REGION, np.zeros(len(lengths), np.int64), lengths, Iovecs(), fed=True)
+        pieces = Pieces.of_window(
+            REGION, np.zeros(len(lengths), np.int64), lengths, Iovecs(), fed=True
+        )
         counts = []
         while pieces.left:
             count = pieces.call(writev, nowhere.fileno(), NOTHING, NOTHING)
@@ -57,7 +63,9 @@ def test_calls_for_a_digest_are_full_whatever_the_pieces() -> None:
             pieces.advance(count)
             counts.append(count)
     assert max(counts) <= IN_CACHE
-    assert min(counts[-6:]) > IN_CACHE // 3  # a little more than a cache holds goes in halves, not whole and rest
+    assert (
+        min(counts[-6:]) > IN_CACHE // 3
+    )  # a little more than a cache holds goes in halves, not whole and rest
 
 
 def test_a_call_that_moved_less_than_it_was_asked_for_says_so() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.frame import Kind, frame, pack_head
 from kvtransfer.lattice import Runs
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Slice, TransportError, Verdict, WindowHead
 from kvtransfer.transports.runs import copy_runs, in_steps, within
@@ -33,16 +34,20 @@ class Source:
 
     def __init__(self, sock: socket.socket, hears: Owner, into: Region) -> None:
         self.sock, self.hears, self.into = sock, hears, into
-        self.memory = Region.create(BLOCKS, BLOCK_BYTES, name="theirs")
+        self.memory = MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="theirs")
         self.memory.bytes[:] = np.random.default_rng(1).integers(1, 256, SIZE, dtype=np.uint8)
 
-    def share(self, *fds: int, blocks: int = BLOCKS, block_bytes: int = BLOCK_BYTES, regions: int = 1) -> None:
+    def share(
+        self, *fds: int, blocks: int = BLOCKS, block_bytes: int = BLOCK_BYTES, regions: int = 1
+    ) -> None:
         sizes = (blocks.to_bytes(8, "little") + block_bytes.to_bytes(8, "little")) * regions
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         self.sock.sendmsg([frame(Kind.REGIONS, sizes)], rights)
 
     def announce(self, mark: int, *, current: bool = True, head: WindowHead = HEAD) -> None:
-        self.sock.sendall(frame(Kind.SHARED, pack_head(head) + bytes([current]) + mark.to_bytes(8, "little")))
+        self.sock.sendall(
+            frame(Kind.SHARED, pack_head(head) + bytes([current]) + mark.to_bytes(8, "little"))
+        )
 
     def lost(self) -> str:
         return str(self.hears.wait("lost")[0])
@@ -50,7 +55,7 @@ class Source:
 
 @contextmanager
 def dialled(*, proven: bool) -> Iterator[Source]:
-    hears, into, end = Owner(), Region.create(BLOCKS, BLOCK_BYTES, name="into"), Shm()
+    hears, into, end = Owner(), MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="into"), Shm()
     end.start(hears, [into])
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("")
@@ -86,7 +91,9 @@ def test_a_sink_fetches_what_was_announced(source: Source) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 1])
-def test_blocks_that_changed_hands_are_seen_without_the_sources_help(source: Source, block: int) -> None:
+def test_blocks_that_changed_hands_are_seen_without_the_sources_help(
+    source: Source, block: int
+) -> None:
     source.share(source.memory.fd or 0)
     mark = generation_mark(source.memory, RUNS)
     source.memory.bump([block])
@@ -172,7 +179,9 @@ def test_a_window_of_another_size_than_the_plan_says_ends_the_link(source: Sourc
 
 
 @pytest.mark.parametrize("runs", [(SIZE - 5, 0, 6), (0, SIZE - 5, 6), (-1, 0, 6)])
-def test_runs_beyond_either_region_are_never_followed(source: Source, runs: tuple[int, int, int]) -> None:
+def test_runs_beyond_either_region_are_never_followed(
+    source: Source, runs: tuple[int, int, int]
+) -> None:
     src, dst, length = (np.array([number]) for number in runs)
     source.hears.place = lambda head: Slice(Runs(src, dst, length), source.into, 0, 0)
     source.share(source.memory.fd or 0)
@@ -198,17 +207,26 @@ def test_memory_of_the_engines_own_is_refused_from_the_start() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(1, 3 * BLOCK_BYTES)), min_size=1, max_size=30), st.data()
+    st.lists(
+        st.tuples(st.integers(0, SIZE - 1), st.integers(1, 3 * BLOCK_BYTES)),
+        min_size=1,
+        max_size=30,
+    ),
+    st.data(),
 )
 @settings(max_examples=60, deadline=None)
 def test_a_mark_changes_exactly_with_the_blocks_that_are_read(
     pieces: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    region = Region.create(BLOCKS, BLOCK_BYTES, name="x")
+    region = MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="x")
     pieces = [(src, min(length, SIZE - src)) for src, length in pieces]
     src, length = (np.array(column) for column in zip(*pieces, strict=True))
     runs = Runs(src, src, length)
-    read = {block for at, size in pieces for block in range(at // BLOCK_BYTES, (at + size - 1) // BLOCK_BYTES + 1)}
+    read = {
+        block
+        for at, size in pieces
+        for block in range(at // BLOCK_BYTES, (at + size - 1) // BLOCK_BYTES + 1)
+    }
     block = data.draw(st.integers(0, BLOCKS - 1))
     before = generation_mark(region, runs)
     region.bump([block])
@@ -216,14 +234,23 @@ def test_a_mark_changes_exactly_with_the_blocks_that_are_read(
     region.close()
 
 
-@given(st.sampled_from([1, 48, 512, 4096, 16 << 10]), st.integers(1, 60), st.booleans(), st.integers(0, 1 << 30))
+@given(
+    st.sampled_from([1, 48, 512, 4096, 16 << 10]),
+    st.integers(1, 60),
+    st.booleans(),
+    st.integers(0, 1 << 30),
+)
 @settings(max_examples=60, deadline=None)
-def test_runs_are_copied_whatever_their_shape(length: int, count: int, even: bool, seed: int) -> None:
+def test_runs_are_copied_whatever_their_shape(
+    length: int, count: int, even: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     slots = rng.permutation(SIZE // length)[:count]
     lengths = np.full(len(slots), length) if even else rng.integers(1, length + 1, len(slots))
     sources = rng.permutation(SIZE // length)[: len(slots)] * length
-    runs = Runs(sources if even else rng.integers(0, SIZE - length, len(slots)), slots * length, lengths)
+    runs = Runs(
+        sources if even else rng.integers(0, SIZE - length, len(slots)), slots * length, lengths
+    )
     memory, into = rng.integers(0, 256, SIZE, dtype=np.uint8), np.zeros(SIZE, np.uint8)
     steps = list(in_steps(runs, 10_000))
     assert sum(step.count for step in steps) == runs.count
@@ -233,7 +260,7 @@ def test_runs_are_copied_whatever_their_shape(length: int, count: int, even: boo
 
 
 def test_what_lies_within_a_region() -> None:
-    region = Region.create(2, 4096, name="x")
+    region = MemoryFileRegion.create(2, 4096, name="x")
     one = lambda at, size: within(region, np.array([at]), np.array([size]))  # noqa: E731
     assert one(0, 8192)
     assert one(8191, 1)
@@ -257,7 +284,9 @@ def test_where_there_is_no_socket_to_be_had_it_says_so_as_transports_do(
         way.dial("@x") if does == "dial" else way.start(Owner(), [])
 
 
-def test_a_machine_whose_policy_denies_such_sockets_has_no_shm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_whose_policy_denies_such_sockets_has_no_shm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     denied = Mock(bind=Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
     monkeypatch.setattr("kvtransfer.transports.shm._socket", lambda: denied)
     with pytest.raises(TransportError, match=r"shm cannot listen: .*Permission denied"):

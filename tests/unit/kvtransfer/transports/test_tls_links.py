@@ -16,14 +16,22 @@ import numpy as np
 import pytest
 
 from kvtransfer.lattice import Runs
-from kvtransfer.regions import Region
+from kvtransfer.memory_files import MemoryFileRegion
 from kvtransfer.tls_files import TlsFiles
 from kvtransfer.transports import tcp as tcp_module
 from kvtransfer.transports.base import Link, Slice, TransportError, Verdict
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.transports.tls import TlsContexts, TlsLink
 from tests.authority import Authority
-from tests.contract.kvtransfer.links import BLOCK_BYTES, BLOCKS, PATIENCE_S, Owner, linked_pair, until, window
+from tests.contract.kvtransfer.links import (
+    BLOCK_BYTES,
+    BLOCKS,
+    PATIENCE_S,
+    Owner,
+    linked_pair,
+    until,
+    window,
+)
 
 SIZE = BLOCKS * BLOCK_BYTES
 WHOLE = Runs(np.array([0]), np.array([0]), np.array([SIZE]))
@@ -34,9 +42,13 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("tls"))
 
 
-def files(authority: Authority, name: str, *hosts: str, peer_name: str = "", expired: bool = False) -> TlsFiles:
+def files(
+    authority: Authority, name: str, *hosts: str, peer_name: str = "", expired: bool = False
+) -> TlsFiles:
     certificate, key = authority.issue(name, *hosts, expired=expired)
-    return TlsFiles(certificate=str(certificate), key=str(key), ca=str(authority.ca), peer_name=peer_name)
+    return TlsFiles(
+        certificate=str(certificate), key=str(key), ca=str(authority.ca), peer_name=peer_name
+    )
 
 
 @pytest.fixture
@@ -45,7 +57,9 @@ def agent(authority: Authority) -> TlsFiles:
 
 
 @contextmanager
-def two(source: TlsFiles | None, sink: TlsFiles | None) -> Iterator[tuple[Tcp, Owner, Tcp, Owner, str]]:
+def two(
+    source: TlsFiles | None, sink: TlsFiles | None
+) -> Iterator[tuple[Tcp, Owner, Tcp, Owner, str]]:
     one, other, gives, hears = Tcp(tls=source), Tcp(tls=sink), Owner(), Owner()
     try:
         address = one.start(gives, [])
@@ -77,13 +91,17 @@ def test_two_with_certificates_of_one_authority_talk(agent: TlsFiles) -> None:
 
 
 @pytest.mark.parametrize(("source_has", "sink_has"), [(True, False), (False, True)])
-def test_an_end_without_tls_and_one_with_it_do_not_talk(source_has: bool, sink_has: bool, agent: TlsFiles) -> None:
+def test_an_end_without_tls_and_one_with_it_do_not_talk(
+    source_has: bool, sink_has: bool, agent: TlsFiles
+) -> None:
     with pytest.raises(TransportError):
         exchange(agent if source_has else None, agent if sink_has else None)
 
 
 @pytest.mark.parametrize("stranger", ["source", "sink"])
-def test_a_certificate_of_another_authority_is_refused(stranger: str, agent: TlsFiles, tmp_path: Path) -> None:
+def test_a_certificate_of_another_authority_is_refused(
+    stranger: str, agent: TlsFiles, tmp_path: Path
+) -> None:
     certificate, key = Authority(tmp_path / "other").issue("x", "127.0.0.1")
     strange = msgspec.structs.replace(agent, certificate=str(certificate), key=str(key))
     with pytest.raises(TransportError, match=r"certificate|unknown ca|unable to get"):
@@ -99,7 +117,10 @@ def test_who_shows_no_certificate_is_refused(agent: TlsFiles) -> None:
     with two(agent, None) as (_, gives, _, _, address):
         context = ssl.create_default_context(cafile=agent.ca)
         host, _, port = address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as sock, suppress(ssl.SSLError):
+        with (
+            socket.create_connection((host, int(port)), timeout=PATIENCE_S) as sock,
+            suppress(ssl.SSLError),
+        ):
             wrapped = context.wrap_socket(sock, server_hostname=host)
             wrapped.sendall(b"hello")
             assert wrapped.recv(1) == b""
@@ -140,7 +161,12 @@ def test_the_dialled_name_must_be_in_the_certificate(authority: Authority, agent
 @pytest.mark.parametrize("lacks", ["source", "sink", "none"])
 def test_a_peer_name_is_asked_of_both_ends(lacks: str, authority: Authority) -> None:
     ends = [
-        files(authority, f"end-{end}-{lacks}", "other.fleet" if end == lacks else "kv.fleet", peer_name="kv.fleet")
+        files(
+            authority,
+            f"end-{end}-{lacks}",
+            "other.fleet" if end == lacks else "kv.fleet",
+            peer_name="kv.fleet",
+        )
         for end in ("source", "sink")
     ]
     if lacks == "none":
@@ -150,7 +176,9 @@ def test_a_peer_name_is_asked_of_both_ends(lacks: str, authority: Authority) -> 
         exchange(*ends)
 
 
-def test_files_are_read_again_for_new_links_and_old_links_go_on(authority: Authority, tmp_path: Path) -> None:
+def test_files_are_read_again_for_new_links_and_old_links_go_on(
+    authority: Authority, tmp_path: Path
+) -> None:
     followed = copied(files(authority, "first", "127.0.0.1"), tmp_path)
     second = files(authority, "second", "127.0.0.1")
     with two(followed, followed) as (_, gives, other, _, address):
@@ -164,7 +192,9 @@ def test_files_are_read_again_for_new_links_and_old_links_go_on(authority: Autho
         assert gives.wait("message") == [b"still here"]
 
 
-def test_an_authority_can_be_exchanged(authority: Authority, agent: TlsFiles, tmp_path: Path) -> None:
+def test_an_authority_can_be_exchanged(
+    authority: Authority, agent: TlsFiles, tmp_path: Path
+) -> None:
     followed = copied(agent, tmp_path)
     new = Authority(tmp_path / "new")
     certificate, key = new.issue("n", "127.0.0.1")
@@ -192,7 +222,9 @@ def subject_of(link: Link) -> str:
 
 @pytest.mark.parametrize("which", ["certificate", "key", "ca"])
 @pytest.mark.parametrize("wrong", ["missing", "garbage"])
-def test_files_that_cannot_be_used_are_named(which: str, wrong: str, agent: TlsFiles, tmp_path: Path) -> None:
+def test_files_that_cannot_be_used_are_named(
+    which: str, wrong: str, agent: TlsFiles, tmp_path: Path
+) -> None:
     path = tmp_path / "file.pem"
     if wrong == "garbage":
         path.write_text("not a certificate")
@@ -205,7 +237,9 @@ def test_a_key_with_a_password_is_an_error_and_no_question(agent: TlsFiles, tmp_
 
     key = pem.load_pem_private_key(Path(agent.key).read_bytes(), None)
     path = tmp_path / "locked.key"
-    locked = key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.BestAvailableEncryption(b"secret"))
+    locked = key.private_bytes(
+        pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.BestAvailableEncryption(b"secret")
+    )
     path.write_bytes(locked)
     with pytest.raises(TransportError, match=r"locked\.key"):
         Tcp(tls=msgspec.structs.replace(agent, key=str(path)))
@@ -248,7 +282,9 @@ def test_no_byte_of_a_window_or_message_is_seen_on_the_wire(agent: TlsFiles) -> 
         with lock:
             seen.extend(data)
 
-    into, out_of = (Region.create(BLOCKS, BLOCK_BYTES, name=name) for name in ("into", "out-of"))
+    into, out_of = (
+        MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name=name) for name in ("into", "out-of")
+    )
     out_of.bytes[:] = np.frombuffer(pattern * (SIZE // len(pattern)), np.uint8)
     with two(agent, agent) as (_, gives, other, hears, address), relay(address, hear) as through:
         link = other.dial(through)
@@ -300,8 +336,12 @@ def relay(address: str, hear: object) -> Iterator[str]:
     listener.close()
 
 
-@pytest.mark.parametrize("runs_of", [SIZE, 16384, 4096 + 24], ids=["one run", "records", "odd runs"])
-def test_windows_dropped_before_a_slow_reader_end_as_stale_and_the_link_goes_on(runs_of: int) -> None:
+@pytest.mark.parametrize(
+    "runs_of", [SIZE, 16384, 4096 + 24], ids=["one run", "records", "odd runs"]
+)
+def test_windows_dropped_before_a_slow_reader_end_as_stale_and_the_link_goes_on(
+    runs_of: int,
+) -> None:
     """The socket is full in the middle of a record when the source's memory is replaced by zeros."""
     count = SIZE // runs_of
     starts = np.arange(count) * runs_of
