@@ -51,7 +51,9 @@ class Failure(Enum):
     NOT_IMPLEMENTED = Row(501, "invalid_request_error", "not_implemented")
     UPSTREAM_FAILED = Row(502, "upstream_error", "upstream_failed", retry=None)
     NO_CAPACITY = Row(503, "service_unavailable_error", "no_capacity", retry=True)
-    SHUTTING_DOWN = Row(503, "service_unavailable_error", "shutting_down", retry=True, in_stream="shutting_down")
+    SHUTTING_DOWN = Row(
+        503, "service_unavailable_error", "shutting_down", retry=True, in_stream="shutting_down"
+    )
     UPSTREAM_TIMEOUT = Row(504, "upstream_error", "upstream_timeout", retry=None)
 
 
@@ -72,7 +74,9 @@ class GatewayError(Exception):
         self.failure = failure
         self.message = message
         self.param = param
-        self.retry_after_s = retry_after_s if retry_after_s is not None and isfinite(retry_after_s) else None
+        self.retry_after_s = (
+            retry_after_s if retry_after_s is not None and isfinite(retry_after_s) else None
+        )
         self.headers = headers
         self.reason = reason or failure.name.lower()
 
@@ -94,7 +98,9 @@ def event_of(failure: Failure, message: str) -> bytes:
 
 def stopped() -> GatewayError:
     """The gateway stops, and its limit for running requests is over. Nothing is wrong with the request."""
-    return GatewayError(Failure.SHUTTING_DOWN, "The gateway stopped before it could answer. Ask again.")
+    return GatewayError(
+        Failure.SHUTTING_DOWN, "The gateway stopped before it could answer. Ask again."
+    )
 
 
 def headers_of(error: GatewayError) -> list[tuple[str, str]]:
@@ -139,11 +145,18 @@ def reshaped(status: int, body: bytes) -> bytes:
     if not isinstance(error, dict):
         error = {}
     message = error.get("message") or error.get("detail") or phrase_of(status)
-    return _encode(str(message), _openai_type(status), _text_or_none(error.get("param")), _code_of(error, status))
+    return _encode(
+        str(message),
+        _openai_type(status),
+        _text_or_none(error.get("param")),
+        _code_of(error, status),
+    )
 
 
 def _encode(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    return msgspec.json.encode(
+        {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    )
 
 
 def _text_or_none(value: object) -> str | None:

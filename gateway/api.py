@@ -36,7 +36,9 @@ def application(app: App) -> web.Application:
         snapshot.authenticate(request.headers)
         name = request.match_info["name"]
         if name not in snapshot.routes:
-            raise GatewayError(Failure.MODEL_NOT_FOUND, f"The model {name[:64]!r} does not exist.", param="model")
+            raise GatewayError(
+                Failure.MODEL_NOT_FOUND, f"The model {name[:64]!r} does not exist.", param="model"
+            )
         return _found(_card(name, app, created))
 
     server = web.Application(middlewares=[_refusals])
@@ -74,12 +76,16 @@ async def _refusals(request: web.Request, handler: Handler) -> web.StreamRespons
         if request.rel_url.raw_path in LINE:
             return _refused(_method(request, ["POST"]))
         path = request.path[:64].encode("ascii", "backslashreplace").decode()
-        return _refused(GatewayError(Failure.NOT_FOUND, f"Unknown request URL: {request.method} {path}."))
+        return _refused(
+            GatewayError(Failure.NOT_FOUND, f"Unknown request URL: {request.method} {path}.")
+        )
 
 
 def _method(request: web.Request, allowed: list[str]) -> GatewayError:
     names = ", ".join(allowed)
-    return GatewayError(Failure.METHOD_NOT_ALLOWED, f"Not allowed here: {request.method}. Allowed: {names}.")
+    return GatewayError(
+        Failure.METHOD_NOT_ALLOWED, f"Not allowed here: {request.method}. Allowed: {names}."
+    )
 
 
 def _refused(error: GatewayError) -> web.Response:

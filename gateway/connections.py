@@ -39,9 +39,19 @@ class ClientConnections:
     on_refused  called with the reason when a connection, or what it sent, is refused
     """
 
-    __slots__ = ("_budget", "_connections", "_per_client", "_trusted", "_unread", "on_refused", "unread_bytes")
+    __slots__ = (
+        "_budget",
+        "_connections",
+        "_per_client",
+        "_trusted",
+        "_unread",
+        "on_refused",
+        "unread_bytes",
+    )
 
-    def __init__(self, budget: ByteBudget, trusted: Networks, on_refused: Callable[[str], None]) -> None:
+    def __init__(
+        self, budget: ByteBudget, trusted: Networks, on_refused: Callable[[str], None]
+    ) -> None:
         """No limit per client holds for the addresses in `trusted`."""
         self._budget = budget
         self._trusted = trusted
@@ -63,7 +73,10 @@ class ClientConnections:
         if len(self._connections) >= limits.connections:
             self.on_refused("connections")
             return False
-        if self._per_client.get(client, 0) >= limits.connections_per_address and address not in self._trusted:
+        if (
+            self._per_client.get(client, 0) >= limits.connections_per_address
+            and address not in self._trusted
+        ):
             self.on_refused("connections_per_address")
             return False
         self._connections[connection] = client

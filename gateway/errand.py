@@ -81,7 +81,9 @@ class Errand:
             landing.cancel()
             left = asyncio.CancelledError()
             self.step(left)
-            left.__traceback__ = None  # it leads back to `left`: a cycle would keep all of the request
+            left.__traceback__ = (
+                None  # it leads back to `left`: a cycle would keep all of the request
+            )
 
 
 class _Rest(Coroutine[Any, Any, None]):
@@ -107,7 +109,9 @@ class _Rest(Coroutine[Any, Any, None]):
     def throw(self, *error: Any) -> Any:
         awaited, self._awaited = self._awaited, None
         self._begun = True
-        if isinstance(awaited, asyncio.Future):  # as the Task would have done, had it known what it waits for
+        if isinstance(
+            awaited, asyncio.Future
+        ):  # as the Task would have done, had it known what it waits for
             awaited.cancel()
         try:
             return self._steps.throw(*error)

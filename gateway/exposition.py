@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import Metric, generate_latest
-from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    Exemplar,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as PROMETHEUS
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
@@ -70,7 +75,9 @@ def _metric(reading: Reading, *, exemplars: bool) -> Metric:
     for values, value in reading.values.items():
         if isinstance(shown, HistogramMetricFamily) and isinstance(value, Buckets):
             shown.add_metric(values, _cumulative(spec, value, exemplars=exemplars), value.sum)
-        elif isinstance(shown, CounterMetricFamily | GaugeMetricFamily) and not isinstance(value, Buckets):
+        elif isinstance(shown, CounterMetricFamily | GaugeMetricFamily) and not isinstance(
+            value, Buckets
+        ):
             shown.add_metric(values, value)
     return shown
 
@@ -84,10 +91,14 @@ def _cumulative(
     marks = buckets.marks if exemplars and buckets.marks else [None] * len(buckets.counts)
     for bound, count, mark in zip(bounds, buckets.counts, marks, strict=True):
         total += count
-        shown.append((bound, float(total)) if mark is None else (bound, float(total), _exemplar(mark)))
+        shown.append(
+            (bound, float(total)) if mark is None else (bound, float(total), _exemplar(mark))
+        )
     return shown
 
 
 def _exemplar(mark: Mark) -> Exemplar:
     value, at, request_id, trace_id = mark
-    return Exemplar({"request_id": request_id} | ({"trace_id": trace_id} if trace_id else {}), value, at)
+    return Exemplar(
+        {"request_id": request_id} | ({"trace_id": trace_id} if trace_id else {}), value, at
+    )

@@ -21,8 +21,12 @@ _FACTS = re.compile(
 )
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _ONCE = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))
-_SIZES = {b"%x" % size: size for size in range(1, 4096)}  # as engines write them; whatever else there is: _SIZE
-_LINES = {len(line) + size + 4: line + b"\r\n" for line, size in _SIZES.items()}  # by the length of the whole chunk
+_SIZES = {
+    b"%x" % size: size for size in range(1, 4096)
+}  # as engines write them; whatever else there is: _SIZE
+_LINES = {
+    len(line) + size + 4: line + b"\r\n" for line, size in _SIZES.items()
+}  # by the length of the whole chunk
 _SIZE = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]{0,8};[^\r\n]{0,256})?\r\n")
 
 
@@ -50,7 +54,9 @@ class Head(msgspec.Struct, frozen=True):
     sized: bytes
 
 
-@lru_cache(maxsize=64)  # of one engine most heads are equal for a second at least: the date is in them
+@lru_cache(
+    maxsize=64
+)  # of one engine most heads are equal for a second at least: the date is in them
 def parse_head(head: bytes) -> Head:
     """A head (status line and headers, ending in one CRLF) to its facts. Raises FramingError."""
     if not (head.startswith(b"HTTP/1.") and head[9:12].isdigit()):
@@ -110,7 +116,17 @@ class Body(Protocol):
 class ChunkedBody:
     """Follows Transfer-Encoding: chunked through any splitting of the bytes."""
 
-    __slots__ = ("_clean", "_crlf_due", "_need", "ended", "last_chunk", "partial", "rested", "surplus", "trailers")
+    __slots__ = (
+        "_clean",
+        "_crlf_due",
+        "_need",
+        "ended",
+        "last_chunk",
+        "partial",
+        "rested",
+        "surplus",
+        "trailers",
+    )
 
     def __init__(self) -> None:
         self.ended = self.trailers = False
@@ -246,7 +262,9 @@ class RawBody:
 
 
 WHOLE: Body = LengthBody(0)  # a body that came with its head; it is never fed
-UNREAD: Body = RawBody()  # the body of an answer whose head is still to come; it is never fed either
+UNREAD: Body = (
+    RawBody()
+)  # the body of an answer whose head is still to come; it is never fed either
 
 
 def body_for(head: Head) -> ChunkedBody | LengthBody | RawBody:

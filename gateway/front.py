@@ -22,7 +22,9 @@ from gateway.lobby import Lobby
 from gateway.outbox import Outbox
 from gateway.talk import BODY, CLOSING, HEAD, IDLE, SERVING, Serve, Talk, add_piece
 
-MAX_AHEAD = 64 * 1024  # bytes of further requests that may lie here while one is served; more stays in the socket
+MAX_AHEAD = (
+    64 * 1024
+)  # bytes of further requests that may lie here while one is served; more stays in the socket
 MAX_READS = 16  # reads that a head may take; who drips it is for the lobby
 
 
@@ -37,7 +39,18 @@ class Front(Talk, asyncio.Protocol):
     """
 
     __slots__ = (
-        *("_ahead", "_at", "_body_bytes", "_counted", "_due", "_errand", "_fronts", "_gone", "_head", "_hold"),
+        *(
+            "_ahead",
+            "_at",
+            "_body_bytes",
+            "_counted",
+            "_due",
+            "_errand",
+            "_fronts",
+            "_gone",
+            "_head",
+            "_hold",
+        ),
         *(
             "_landing",
             "_limits",
@@ -64,7 +77,12 @@ class Front(Talk, asyncio.Protocol):
     )
 
     def __init__(
-        self, serve: Serve, fronts: ClientConnections, limits: Limits, outbox: Outbox, lobby: Callable[[], Lobby]
+        self,
+        serve: Serve,
+        fronts: ClientConnections,
+        limits: Limits,
+        outbox: Outbox,
+        lobby: Callable[[], Lobby],
     ) -> None:
         self._set_up(serve, fronts, limits, outbox)
         self._lobby = lobby
@@ -109,7 +127,9 @@ class Front(Talk, asyncio.Protocol):
     # The connection's life
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop sets TCP_NODELAY on every TCP transport
+        self.transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop sets TCP_NODELAY on every TCP transport
         tcp_keepalive(self.transport)
         peer = transport.get_extra_info("peername")
         self.address = peer[0] if isinstance(peer, tuple) else ""
@@ -132,14 +152,18 @@ class Front(Talk, asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._resume_source()
-        if self._errand is None and self.phase is SERVING:  # the next request waited for its answer to be read
+        if (
+            self._errand is None and self.phase is SERVING
+        ):  # the next request waited for its answer to be read
             self._rest()
 
     def data_received(self, data: bytes) -> None:
         phase, head = self.phase, self._head
         if phase is IDLE and head is not None and (extent := head.extent(data, 0)) is not None:
             start, end = extent
-            if end == len(data) and end - start <= self._limits.body:  # what nearly always comes: one request, whole
+            if (
+                end == len(data) and end - start <= self._limits.body
+            ):  # what nearly always comes: one request, whole
                 self._begin(head, data[start:], end - start)
                 return
         if phase is BODY:
@@ -177,7 +201,12 @@ class Front(Talk, asyncio.Protocol):
     def _serve_next(self) -> None:
         """The turn of a request that came ahead. Answers that the client does not read hold it back."""
         self._due = False
-        if self.phase is SERVING and self._errand is None and self.paused_at is None and self.transport is not None:
+        if (
+            self.phase is SERVING
+            and self._errand is None
+            and self.paused_at is None
+            and self.transport is not None
+        ):
             self._enter(IDLE)
             self._serve_first()
 
@@ -194,7 +223,11 @@ class Front(Talk, asyncio.Protocol):
             return
         self._counted = ahead
         self._fronts.hold(self, ahead, self._limits.unread_budget)
-        if self._must_close or self.transport is None or (ahead > MAX_AHEAD) is self._reading_paused:
+        if (
+            self._must_close
+            or self.transport is None
+            or (ahead > MAX_AHEAD) is self._reading_paused
+        ):
             return
         self._reading_paused = not self._reading_paused
         if self._reading_paused:
@@ -245,7 +278,9 @@ class Front(Talk, asyncio.Protocol):
             return
         if self._must_close or self._missing:
             self._close_gently()
-        elif self.paused_at is None:  # otherwise answers that nobody reads would pile up behind one another
+        elif (
+            self.paused_at is None
+        ):  # otherwise answers that nobody reads would pile up behind one another
             self._rest()
 
     def _rest(self) -> None:
@@ -272,7 +307,9 @@ class Front(Talk, asyncio.Protocol):
             transport.resume_reading()
         transport.set_protocol(lobby)
         lobby.connection_made(transport)
-        if self.paused_at is not None:  # transports tell of a change alone, and this one has told it already
+        if (
+            self.paused_at is not None
+        ):  # transports tell of a change alone, and this one has told it already
             lobby.pause_writing()
             lobby.paused_at = self.paused_at
         lobby.take_over(data, self.since if self.phase is HEAD else None)

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from gateway.openai import LINE, Api
 from gateway.slo import Fields
 
-MAX_HEAD = 8 * 1024  # bytes; longer ones are for the full parser, which knows what to say about them
+MAX_HEAD = (
+    8 * 1024
+)  # bytes; longer ones are for the full parser, which knows what to say about them
 MAX_FIELDS = 64
 
 # No blank before a value's end or its line's, nothing outside printable ASCII, no continuation lines, no bare CR or LF,
@@ -22,7 +24,9 @@ MAX_FIELDS = 64
 _LINE = rb"POST (/v1/chat/completions|/v1/completions) HTTP/1\.1\r\n"
 _NAME, _VALUE = rb"[A-Za-z][A-Za-z0-9-]*", rb"[!-~]+(?: [!-~]+)*"
 _HEAD = re.compile(rb"%b((?:%b: ?%b\r\n){1,%d})\r\n" % (_LINE, _NAME, _VALUE, MAX_FIELDS))
-_BEGUN = re.compile(rb"%b(?:%b: ?%b\r\n)*(?:%b(?:: ?(?:%b ?)?\r?)?|\r)?" % (_LINE, _NAME, _VALUE, _NAME, _VALUE))
+_BEGUN = re.compile(
+    rb"%b(?:%b: ?%b\r\n)*(?:%b(?:: ?(?:%b ?)?\r?)?|\r)?" % (_LINE, _NAME, _VALUE, _NAME, _VALUE)
+)
 _FIRST_LINES = tuple(f"POST {path} HTTP/1.1\r\n".encode() for path in LINE)
 _FIELD = re.compile(r"([^:]+): ?([^\r]+)\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length: ?(0|[1-9][0-9]{0,8})(\r\n)", re.IGNORECASE)
@@ -31,7 +35,15 @@ _HOST = re.compile(r"[A-Za-z0-9._-]+(?::[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](?::[0-9]
 
 # Whatever changes framing, or when the body may be sent.
 UNUSUAL = frozenset(
-    ("transfer-encoding", "content-encoding", "te", "trailer", "expect", "keep-alive", "proxy-connection")
+    (
+        "transfer-encoding",
+        "content-encoding",
+        "te",
+        "trailer",
+        "expect",
+        "keep-alive",
+        "proxy-connection",
+    )
 )
 _CONNECTION = frozenset(("keep-alive", "upgrade", "http2-settings"))
 """Connection options that change nothing here: a server may ignore Upgrade (RFC 9110, 7.8), and this one does."""
@@ -76,10 +88,21 @@ def read_head(data: bytes, at: int) -> Head | None:
         return None
     fields = _FIELD.findall(whole[2].decode("ascii"))
     headers = Fields((name.lower(), value) for name, value in fields)
-    if len(headers) != len(fields) or not UNUSUAL.isdisjoint(headers) or not _HOST.fullmatch(headers.get("host", "")):
+    if (
+        len(headers) != len(fields)
+        or not UNUSUAL.isdisjoint(headers)
+        or not _HOST.fullmatch(headers.get("host", ""))
+    ):
         return None
     length = _LENGTH.search(data, at, whole.end())
     connection = headers.get("connection", "keep-alive").lower()
-    if length is None or (connection != "keep-alive" and not _CONNECTION.issuperset(connection.split(", "))):
+    if length is None or (
+        connection != "keep-alive" and not _CONNECTION.issuperset(connection.split(", "))
+    ):
         return None
-    return Head(LINE[whole[1].decode("ascii")], headers, data[at : length.start(1)], data[length.end(1) : whole.end()])
+    return Head(
+        LINE[whole[1].decode("ascii")],
+        headers,
+        data[at : length.start(1)],
+        data[length.end(1) : whole.end()],
+    )

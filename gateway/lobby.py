@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http import HttpRequestParser, HttpVersion10, HttpVersion11, RawRequestMessage, StreamWriter
+from aiohttp.http import (
+    HttpRequestParser,
+    HttpVersion10,
+    HttpVersion11,
+    RawRequestMessage,
+    StreamWriter,
+)
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
@@ -27,12 +33,16 @@ from gateway.talk import Phase, Serve, Talk, add_piece
 ALLOWED = frozenset({"POST"})
 SPOKEN = (HttpVersion11, HttpVersion10)  # the parser lets 0.9 and 2.0 pass as well
 CONTINUE = "100-continue"
-MAX_URI = 8190  # bytes; unlike the next, so that the parser's complaint tells which of them was exceeded
+MAX_URI = (
+    8190  # bytes; unlike the next, so that the parser's complaint tells which of them was exceeded
+)
 MAX_FIELD = 8192
 MAX_HEADERS = 128
 MAX_HEAD = 64 * 1024  # bytes of one request's head
 MAX_AHEAD = 64 * 1024  # bytes that may wait for the parser; more stays in the socket
-SLICE = 16 * 1024  # bytes that the parser gets at once: what it makes of them takes several times as much
+SLICE = (
+    16 * 1024
+)  # bytes that the parser gets at once: what it makes of them takes several times as much
 MAX_UNUSED = 2**30  # aiohttp's own bound on requests that wait; here at most one does
 
 
@@ -40,13 +50,38 @@ class Lobby(Talk, RequestHandler):
     """A client connection: reads calls, hands them to `serve` or to aiohttp's application."""
 
     __slots__ = (
-        *("_ahead", "_at", "_body_read", "_counted", "_fronts", "_head_bytes", "_limits", "_message", "_must_close"),
-        *("_newest_body", "_outbox", "_payload", "_serve", "_source", "address", "closes", "is_draining", "paused_at"),
+        *(
+            "_ahead",
+            "_at",
+            "_body_read",
+            "_counted",
+            "_fronts",
+            "_head_bytes",
+            "_limits",
+            "_message",
+            "_must_close",
+        ),
+        *(
+            "_newest_body",
+            "_outbox",
+            "_payload",
+            "_serve",
+            "_source",
+            "address",
+            "closes",
+            "is_draining",
+            "paused_at",
+        ),
         *("phase", "since"),
     )
 
     def __init__(
-        self, serve: Serve, fronts: ClientConnections, limits: Limits, outbox: Outbox, manager: web.Server
+        self,
+        serve: Serve,
+        fronts: ClientConnections,
+        limits: Limits,
+        outbox: Outbox,
+        manager: web.Server,
     ) -> None:
         RequestHandler.__init__(
             self,
@@ -108,9 +143,13 @@ class Lobby(Talk, RequestHandler):
             return payload.read_nowait()
         self._enter(Phase.BODY)
         try:
-            body = await (self._read_chunked if message.chunked else self._read_sized)(payload, hold)
+            body = await (self._read_chunked if message.chunked else self._read_sized)(
+                payload, hold
+            )
         except RequestPayloadError:
-            raise GatewayError(Failure.BAD_REQUEST, "The request body is not framed correctly.") from None
+            raise GatewayError(
+                Failure.BAD_REQUEST, "The request body is not framed correctly."
+            ) from None
         self._body_read = True
         self.phase = Phase.SERVING
         return body
@@ -244,7 +283,9 @@ class Lobby(Talk, RequestHandler):
                 if self._handler_waiter is not None and not self._handler_waiter.done():
                     self._handler_waiter.set_result(None)
             if keep and self._paused and self.transport is not None:
-                await self._drain_helper()  # answers that nobody reads must not pile up behind one another
+                await (
+                    self._drain_helper()
+                )  # answers that nobody reads must not pile up behind one another
             if keep:
                 self._enter(Phase.HEAD if self._messages else Phase.IDLE)
         self._close_gently()
@@ -264,7 +305,9 @@ class Lobby(Talk, RequestHandler):
         if message.version not in SPOKEN:
             self._refuse_unparsed(None)
             return False
-        if message.upgrade:  # ignored; but the parser drops what came with it, so nothing else is read here
+        if (
+            message.upgrade
+        ):  # ignored; but the parser drops what came with it, so nothing else is read here
             message = message._replace(upgrade=False, should_close=True)
         if self.is_draining:
             message = message._replace(should_close=True)
@@ -275,11 +318,16 @@ class Lobby(Talk, RequestHandler):
             self._must_close = True
             self.refuse(_head_too_long(), new_id())
             return False
-        if message.chunked and message.headers["Transfer-Encoding"].strip(" \t").lower() != "chunked":
+        if (
+            message.chunked
+            and message.headers["Transfer-Encoding"].strip(" \t").lower() != "chunked"
+        ):
             self._must_close = True
             self.refuse(_coding_not_known(), new_id())
             return False
-        api = LINE.get(message.path) or LINE.get(message.url.raw_path)  # the latter: a query, or absolute form
+        api = LINE.get(message.path) or LINE.get(
+            message.url.raw_path
+        )  # the latter: a query, or absolute form
         if api is None or message.method not in ALLOWED:
             return await self._ordinary(message, payload)
         await self._serve(self, api)
@@ -292,14 +340,19 @@ class Lobby(Talk, RequestHandler):
             self.refuse(_expectation_failed(), new_id())
             return False
         if message.method == "CONNECT":
-            self.refuse(GatewayError(Failure.BAD_REQUEST, "This server is no proxy: CONNECT is refused."), new_id())
+            self.refuse(
+                GatewayError(Failure.BAD_REQUEST, "This server is no proxy: CONNECT is refused."),
+                new_id(),
+            )
             return False
         assert self._request_factory is not None
         assert self._request_handler is not None
         self._outbox.flush()  # aiohttp writes directly: what was posted comes first
         task = self._task_handler or asyncio.current_task()
         assert task is not None
-        request = self._request_factory(message, payload, self, StreamWriter(self, self._loop), task)
+        request = self._request_factory(
+            message, payload, self, StreamWriter(self, self._loop), task
+        )
         try:
             response, reset = await self._handle_request(request, None, self._request_handler)
         except ConnectionError:
@@ -311,9 +364,13 @@ class Lobby(Talk, RequestHandler):
     def _refuse_unparsed(self, problem: BaseException | None) -> None:
         failure, message = Failure.BAD_REQUEST, "The request is not valid HTTP/1.1."
         if isinstance(problem, LineTooLong):
-            failure = Failure.URI_TOO_LONG if problem.args[1] == MAX_URI else Failure.HEADERS_TOO_LARGE
+            failure = (
+                Failure.URI_TOO_LONG if problem.args[1] == MAX_URI else Failure.HEADERS_TOO_LARGE
+            )
             message = "The request line or a header is too long."
-        elif isinstance(problem, HttpProcessingError) and "too many" in str(problem.message).lower():
+        elif (
+            isinstance(problem, HttpProcessingError) and "too many" in str(problem.message).lower()
+        ):
             failure, message = Failure.HEADERS_TOO_LARGE, "The request has too many headers."
         self._must_close = True
         self.refuse(GatewayError(failure, message), new_id())
@@ -324,7 +381,10 @@ class Lobby(Talk, RequestHandler):
         headers = message.headers
         encoding = headers.get("Content-Encoding")
         if encoding is not None and encoding.lower() != "identity":
-            raise GatewayError(Failure.UNSUPPORTED_MEDIA, "Content-Encoding is not accepted; send the body as it is.")
+            raise GatewayError(
+                Failure.UNSUPPORTED_MEDIA,
+                "Content-Encoding is not accepted; send the body as it is.",
+            )
         if int(headers.get("Content-Length", 0)) > self._limits.body:
             raise self._too_large()
         expect = headers.get("Expect")
@@ -359,11 +419,16 @@ class Lobby(Talk, RequestHandler):
                 raise self._too_large()
             hold(total)
             if chunks > self._limits.body_chunks:
-                raise GatewayError(Failure.TOO_LARGE, f"The body came in more than {self._limits.body_chunks} chunks.")
+                raise GatewayError(
+                    Failure.TOO_LARGE,
+                    f"The body came in more than {self._limits.body_chunks} chunks.",
+                )
         return b"".join(pieces)
 
     def _too_large(self) -> GatewayError:
-        return GatewayError(Failure.TOO_LARGE, f"The request body is larger than {self._limits.body} bytes.")
+        return GatewayError(
+            Failure.TOO_LARGE, f"The request body is larger than {self._limits.body} bytes."
+        )
 
     # What Talk asks
 
@@ -409,15 +474,21 @@ class Lobby(Talk, RequestHandler):
 
 
 def _head_size(message: RawRequestMessage) -> int:
-    return len(message.path) + sum(len(name) + len(value) + 4 for name, value in message.raw_headers)
+    return len(message.path) + sum(
+        len(name) + len(value) + 4 for name, value in message.raw_headers
+    )
 
 
 def _head_too_long() -> GatewayError:
-    return GatewayError(Failure.HEADERS_TOO_LARGE, f"The request's head is longer than {MAX_HEAD} bytes.")
+    return GatewayError(
+        Failure.HEADERS_TOO_LARGE, f"The request's head is longer than {MAX_HEAD} bytes."
+    )
 
 
 def _coding_not_known() -> GatewayError:
-    return GatewayError(Failure.NOT_IMPLEMENTED, "The only transfer coding of a request's body is 'chunked'.")
+    return GatewayError(
+        Failure.NOT_IMPLEMENTED, "The only transfer coding of a request's body is 'chunked'."
+    )
 
 
 def _expectation_failed() -> GatewayError:

@@ -43,5 +43,7 @@ def without_media(prompt: bytes) -> tuple[bytes, int]:
 
 
 def _stand_in(found: re.Match[bytes]) -> bytes:
-    digest = hashlib.blake2b(memoryview(found.string)[found.end(1) : found.end()], digest_size=_DIGEST_BYTES)
+    digest = hashlib.blake2b(
+        memoryview(found.string)[found.end(1) : found.end()], digest_size=_DIGEST_BYTES
+    )
     return found[1] + digest.hexdigest().encode() * (LEAST_MEDIUM // (2 * _DIGEST_BYTES))

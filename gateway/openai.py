@@ -58,7 +58,10 @@ ENGINE_INTERNAL = frozenset(
         "request_id",
     }
 )
-CLIENT_SALTS = ("cache_salt", "extra_key")  # dropped as well, but what they say goes into the salt that is sent
+CLIENT_SALTS = (
+    "cache_salt",
+    "extra_key",
+)  # dropped as well, but what they say goes into the salt that is sent
 XARGS = "vllm_xargs"  # merged by vLLM into its extra args, so the same names can hide inside
 
 # What stands in front of the conversation in the rendered prompt, in rendering order (prefix identity).
@@ -70,10 +73,17 @@ _BEFORE = frozenset(name for names in PROMPT_MEMBERS.values() for name in names[
 DEFAULT_OUTPUT_TOKENS = 256
 EXPECTED_CEILING = 2048  # max_tokens is a bound, seldom a plan: one client's million must not pass for a full house
 LIMITS = {"n": 128, "best_of": 128, "max_tokens": 2**24, "max_completion_tokens": 2**24}
-SIZES = {"stop": 16 * 1024, "stop_token_ids": 16 * 1024, "bad_words": 64 * 1024, "logit_bias": 256 * 1024}
+SIZES = {
+    "stop": 16 * 1024,
+    "stop_token_ids": 16 * 1024,
+    "bad_words": 64 * 1024,
+    "logit_bias": 256 * 1024,
+}
 _GUARDED = frozenset((*LIMITS, *SIZES))
 
-SMALL_BODY = 256 * 1024  # up to here a body cannot hold enough members to be worth guarding against while decoding
+SMALL_BODY = (
+    256 * 1024
+)  # up to here a body cannot hold enough members to be worth guarding against while decoding
 MAX_MEMBERS = 256
 MAX_NAME = 256
 MAX_DIGITS = 4096  # interpreters refuse or choke on longer numbers (CPython: 4300 digits)
@@ -173,7 +183,9 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
     names = PROMPT_MEMBERS[api]
     name = names[-1]
     if name not in members:
-        raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{name}'.", param=name)
+        raise GatewayError(
+            Failure.BAD_REQUEST, f"Missing required parameter: '{name}'.", param=name
+        )
     prompt = (members[name],) if _BEFORE.isdisjoint(members) else _prompt(names, members)
     ids, media, estimated, longest = None, 0, 0, 0
     if api is _COMPLETIONS:
@@ -225,7 +237,9 @@ def _client_salt(members: Mapping[str, msgspec.Raw]) -> bytes:
 
 def _salt_text(members: Mapping[str, msgspec.Raw], name: str) -> str | None:
     value = _value(members, name)
-    if value is not None and (not isinstance(value, str) or not value or len(value) > MAX_CLIENT_SALT):
+    if value is not None and (
+        not isinstance(value, str) or not value or len(value) > MAX_CLIENT_SALT
+    ):
         message = f"'{name}' must be a string of 1 to {MAX_CLIENT_SALT} characters."
         raise GatewayError(Failure.BAD_REQUEST, message, param=name)
     return value
@@ -239,7 +253,9 @@ def _without_media(prompt: tuple[msgspec.Raw, ...]) -> tuple[tuple[msgspec.Raw, 
 
 def _usual_tokens(caller: Caller, model: str, slo: Slo) -> int:
     """What answers to the like of it came to, where anything was seen of the model."""
-    found = None if caller.lengths is None else caller.lengths.expected(model, caller.tenant, slo.name)
+    found = (
+        None if caller.lengths is None else caller.lengths.expected(model, caller.tenant, slo.name)
+    )
     return DEFAULT_OUTPUT_TOKENS if found is None else max(1, round(found))
 
 
@@ -254,7 +270,9 @@ def _priority(members: Mapping[str, msgspec.Raw], low_first: bool) -> int:
 def _session(members: Mapping[str, msgspec.Raw], tenant: str) -> str:
     """What agents put their conversation's id in, for want of another member."""
     found = _value(members, "prompt_cache_key")
-    return session_key(tenant, found) if isinstance(found, str) and len(found) <= MAX_SESSION else ""
+    return (
+        session_key(tenant, found) if isinstance(found, str) and len(found) <= MAX_SESSION else ""
+    )
 
 
 def _prompt(names: tuple[str, ...], members: Mapping[str, msgspec.Raw]) -> tuple[msgspec.Raw, ...]:
@@ -269,13 +287,17 @@ def _members(body: bytes) -> dict[str, msgspec.Raw]:
     except RecursionError:
         raise GatewayError(Failure.BAD_REQUEST, "The JSON body is nested too deeply.") from None
     except UnicodeDecodeError as error:
-        raise GatewayError(Failure.BAD_REQUEST, f"The body is not valid UTF-8 (byte {error.start}).") from None
+        raise GatewayError(
+            Failure.BAD_REQUEST, f"The body is not valid UTF-8 (byte {error.start})."
+        ) from None
     except _TooManyMembersError:
         raise _too_many_members() from None
     except msgspec.ValidationError:
         raise GatewayError(Failure.BAD_REQUEST, "The body must be a JSON object.") from None
     except msgspec.DecodeError as error:
-        raise GatewayError(Failure.BAD_REQUEST, f"Could not parse the JSON body: {error}.") from None
+        raise GatewayError(
+            Failure.BAD_REQUEST, f"Could not parse the JSON body: {error}."
+        ) from None
     if len(members) > MAX_MEMBERS:
         raise _too_many_members()
     _refuse_odd(body, members)
@@ -327,30 +349,44 @@ def _refuse_odd(body: bytes, members: dict[str, msgspec.Raw]) -> None:
 def _refuse_long_numbers(members: Mapping[str, msgspec.Raw]) -> None:
     for name, value in members.items():
         if len(value) > MAX_DIGITS and memoryview(value)[0] not in _OPENING:
-            raise GatewayError(Failure.BAD_REQUEST, f"'{name[:64]}' has too many digits.", param=name[:64])
+            raise GatewayError(
+                Failure.BAD_REQUEST, f"'{name[:64]}' has too many digits.", param=name[:64]
+            )
 
 
 def _walk(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     """Go from member to member; the decoder keeps the last of equal names, so an earlier one differs or repeats."""
-    if max(map(len, members), default=0) > MAX_NAME:  # the pattern below takes memory with the length of a name
-        raise GatewayError(Failure.BAD_REQUEST, f"A member's name is longer than {MAX_NAME} characters.")
+    if (
+        max(map(len, members), default=0) > MAX_NAME
+    ):  # the pattern below takes memory with the length of a name
+        raise GatewayError(
+            Failure.BAD_REQUEST, f"A member's name is longer than {MAX_NAME} characters."
+        )
     at = body.index(b"{") + 1
     seen: set[str] = set()
     while (key := _KEY.match(body, at)) is not None:
         name = str(_decode_any(key[1]))
         value = bytes(members[name])
         if name in seen or not body.startswith(value, key.end()):
-            raise GatewayError(Failure.BAD_REQUEST, f"Duplicate member '{name}' in the JSON body.", param=name)
+            raise GatewayError(
+                Failure.BAD_REQUEST, f"Duplicate member '{name}' in the JSON body.", param=name
+            )
         seen.add(name)
         following = _NEXT.match(body, key.end() + len(value))
-        if following is None:  # the value found is a prefix of an earlier, longer one of the same name
-            raise GatewayError(Failure.BAD_REQUEST, f"Duplicate member '{name}' in the JSON body.", param=name)
+        if (
+            following is None
+        ):  # the value found is a prefix of an earlier, longer one of the same name
+            raise GatewayError(
+                Failure.BAD_REQUEST, f"Duplicate member '{name}' in the JSON body.", param=name
+            )
         at = following.end()
 
 
 def _string(members: Mapping[str, msgspec.Raw], name: str) -> str:
     if name not in members:
-        raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{name}'.", param=name)
+        raise GatewayError(
+            Failure.BAD_REQUEST, f"Missing required parameter: '{name}'.", param=name
+        )
     value = _value(members, name)
     if not isinstance(value, str):
         raise GatewayError(Failure.BAD_REQUEST, f"'{name}' must be a string.", param=name)
@@ -366,14 +402,22 @@ def _value(members: Mapping[str, msgspec.Raw], name: str) -> Any:
     try:
         return _decode_any(raw)
     except msgspec.DecodeError as error:
-        raise GatewayError(Failure.BAD_REQUEST, f"'{name}' cannot be read: {error}.", param=name) from None
+        raise GatewayError(
+            Failure.BAD_REQUEST, f"'{name}' cannot be read: {error}.", param=name
+        ) from None
 
 
 def _unknown_model(asked: str, models: Mapping[str, Servable]) -> GatewayError:
-    shown = asked if len(asked) <= 64 and asked.isprintable() else asked[:64].encode("unicode_escape").decode() + "..."
+    shown = (
+        asked
+        if len(asked) <= 64 and asked.isprintable()
+        else asked[:64].encode("unicode_escape").decode() + "..."
+    )
     near = difflib.get_close_matches(asked[:128], models, n=3)
     hint = f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
-    return GatewayError(Failure.MODEL_NOT_FOUND, f"The model '{shown}' does not exist.{hint}", param="model")
+    return GatewayError(
+        Failure.MODEL_NOT_FOUND, f"The model '{shown}' does not exist.{hint}", param="model"
+    )
 
 
 def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
@@ -382,9 +426,15 @@ def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
     for name in _GUARDED.intersection(members):
         if name in SIZES:
             if len(members[name]) > SIZES[name]:
-                raise GatewayError(Failure.BAD_REQUEST, f"'{name}' is larger than {SIZES[name]} bytes.", param=name)
+                raise GatewayError(
+                    Failure.BAD_REQUEST, f"'{name}' is larger than {SIZES[name]} bytes.", param=name
+                )
         elif (value := _value(members, name)) is not None:
-            numbers[name] = value if type(value) is int and 1 <= value <= LIMITS[name] else _bounded(name, value)
+            numbers[name] = (
+                value
+                if type(value) is int and 1 <= value <= LIMITS[name]
+                else _bounded(name, value)
+            )
     return numbers
 
 
@@ -414,7 +464,9 @@ def _outbound(
     xargs = _without_internal(members[XARGS]) if XARGS in members else None
     if not internal and asked == served and xargs is None:
         return body, members
-    kept: dict[str, msgspec.Raw] = {name: value for name, value in members.items() if name not in internal}
+    kept: dict[str, msgspec.Raw] = {
+        name: value for name, value in members.items() if name not in internal
+    }
     kept["model"] = msgspec.Raw(msgspec.json.encode(served))
     if xargs is not None:
         kept[XARGS] = xargs
@@ -432,8 +484,16 @@ def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:
         return None
     if ENGINE_INTERNAL.isdisjoint(members):
         return None
-    return msgspec.Raw(_joined({name: value for name, value in members.items() if name not in ENGINE_INTERNAL}))
+    return msgspec.Raw(
+        _joined({name: value for name, value in members.items() if name not in ENGINE_INTERNAL})
+    )
 
 
 def _joined(members: Mapping[str, msgspec.Raw]) -> bytes:
-    return b"{" + b",".join(json.dumps(name).encode() + b":" + bytes(value) for name, value in members.items()) + b"}"
+    return (
+        b"{"
+        + b",".join(
+            json.dumps(name).encode() + b":" + bytes(value) for name, value in members.items()
+        )
+        + b"}"
+    )

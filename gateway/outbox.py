@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from gateway.relay import Relay
 
 TURN = 32  # writes of one turn, about a millisecond
-MOST = 1024  # pieces put off: who read on beyond them would take from engines what clients do not get
+MOST = (
+    1024  # pieces put off: who read on beyond them would take from engines what clients do not get
+)
 
 
 class Behind(Protocol):

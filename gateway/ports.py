@@ -18,7 +18,9 @@ def is_free(host: str, port: int) -> bool:
     this user may not take, because the listener will say so better.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
     except OSError:
         return True
     with socket.socket(family, kind, protocol) as probe:

@@ -92,10 +92,51 @@ class Relay:
     """
 
     __slots__ = (
-        *("_body", "_carry", "_counts", "_done", "_finish", "_finished", "_guesses", "_held", "_last", "_like"),
-        *("_pending", "_reason", "_reason_marker", "_rebuild", "_said", "_sse", "_torn", "_usage", "bytes_out"),
-        *("choices", "committed", "events", "failed_in_stream", "first_byte_at", "first_token_at", "gaps", "head"),
-        *("headers", "http_1_0", "last_at", "on_first", "patient", "refusal", "refused", "renamer", "state", "status"),
+        *(
+            "_body",
+            "_carry",
+            "_counts",
+            "_done",
+            "_finish",
+            "_finished",
+            "_guesses",
+            "_held",
+            "_last",
+            "_like",
+        ),
+        *(
+            "_pending",
+            "_reason",
+            "_reason_marker",
+            "_rebuild",
+            "_said",
+            "_sse",
+            "_torn",
+            "_usage",
+            "bytes_out",
+        ),
+        *(
+            "choices",
+            "committed",
+            "events",
+            "failed_in_stream",
+            "first_byte_at",
+            "first_token_at",
+            "gaps",
+            "head",
+        ),
+        *(
+            "headers",
+            "http_1_0",
+            "last_at",
+            "on_first",
+            "patient",
+            "refusal",
+            "refused",
+            "renamer",
+            "state",
+            "status",
+        ),
     )
 
     def __init__(
@@ -162,7 +203,9 @@ class Relay:
         try:
             payload = body.feed(data)
         except FramingError as error:
-            self._torn = not self._rebuild and not body.rested  # what was good of it was followed, and not shown
+            self._torn = (
+                not self._rebuild and not body.rested
+            )  # what was good of it was followed, and not shown
             raise UpstreamBroke("framing", str(error)) from error
         if self._sse:
             if payload:
@@ -183,7 +226,10 @@ class Relay:
     def eof(self) -> bytes:
         """The engine closed its side. The last bytes for the client; raises UpstreamBroke if that cut the answer."""
         if self.head is None or not isinstance(self._body, RawBody):
-            raise UpstreamBroke("truncated" if self.head else "no_answer", "the engine closed before its answer ended")
+            raise UpstreamBroke(
+                "truncated" if self.head else "no_answer",
+                "the engine closed before its answer ended",
+            )
         if self.state is HELD:
             raise UpstreamBroke("truncated", "the engine closed before its answer began")
         self._body.ended = True
@@ -196,7 +242,12 @@ class Relay:
     @property
     def at_seam(self) -> bool:
         """Whether an event of ours could follow what the client has: in a stream, between two events."""
-        if not self._sse or self._body.ended or self._torn or not (self._rebuild or self._body.between):
+        if (
+            not self._sse
+            or self._body.ended
+            or self._torn
+            or not (self._rebuild or self._body.between)
+        ):
             return False
         return not self._carry or (self.renamer is not None and not self.renamer.mid_event)
 
@@ -272,7 +323,9 @@ class Relay:
         self._sse = head.is_sse
         if isinstance(self._body, RawBody) or (self._sse and not head.chunked):
             self._rebuild = True  # it must be able to take an error event
-        if not self._rebuild and self.gaps is None:  # rebuilt, each event is made anew: what goes out is not what came
+        if (
+            not self._rebuild and self.gaps is None
+        ):  # rebuilt, each event is made anew: what goes out is not what came
             self._guesses = GUESSES
         self.status, self.refused = head.status, not 200 <= head.status < 300
         self.state = REFUSED if self.refused else HELD
@@ -309,7 +362,10 @@ class Relay:
         if self._sse:
             self._reason_marker = reason_marker(data)
         self.first_byte_at = now
-        on_first, self.on_first = self.on_first, None  # it has the request let go of, which a broken beginning needs
+        on_first, self.on_first = (
+            self.on_first,
+            None,
+        )  # it has the request let go of, which a broken beginning needs
         head = self._opening()
         self.bytes_out += len(head)
         out = head + self.feed(data, now)
@@ -327,7 +383,9 @@ class Relay:
         self.first_byte_at = self.first_token_at = self.last_at = now
         self._usage = self._reason = payload
         self._first()
-        out = b"".join((head.start, self.headers, _CLOSED if self.http_1_0 else head.sized, payload))
+        out = b"".join(
+            (head.start, self.headers, _CLOSED if self.http_1_0 else head.sized, payload)
+        )
         self.bytes_out = len(out)
         return out
 

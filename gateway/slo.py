@@ -92,7 +92,10 @@ class Levels:
     __slots__ = ("_classes", "_tenants", "default")
 
     def __init__(self, config: Config) -> None:
-        classes = {name: Slo(name, each.ttft, each.tpot, each.weight) for name, each in config.slo.classes.items()}
+        classes = {
+            name: Slo(name, each.ttft, each.tpot, each.weight)
+            for name, each in config.slo.classes.items()
+        }
         self._classes: Mapping[str, Slo] = MappingProxyType(classes)
         self._tenants = {
             tenant.name: _wish(self._classes.get(tenant.slo or ""), most_priority=tenant.priority)
@@ -144,10 +147,14 @@ class Levels:
         return self._classes[name]
 
 
-def _wish(slo: Slo | None, ttft_s: float | None = None, tpot_s: float | None = None, **more: Any) -> Wish:
+def _wish(
+    slo: Slo | None, ttft_s: float | None = None, tpot_s: float | None = None, **more: Any
+) -> Wish:
     """A wish with what follows from it worked out: it is read once and asked often."""
     wish = Wish(slo, ttft_s, tpot_s, **more)
-    return replace(wish, usual=slo is None and ttft_s is None and tpot_s is None, ranked=wish.rank(0))
+    return replace(
+        wish, usual=slo is None and ttft_s is None and tpot_s is None, ranked=wish.rank(0)
+    )
 
 
 def _budget_s(found: Mapping[str, str], names: tuple[str, ...], least_ms: float) -> float | None:
@@ -189,4 +196,6 @@ def _patience_s(found: Mapping[str, str]) -> float | None:
 
 def _wrong(header: str, text: str, wanted: str) -> GatewayError:
     shown = text[:SHOWN].encode("unicode_escape").decode() + ("..." if len(text) > SHOWN else "")
-    return GatewayError(Failure.BAD_REQUEST, f"The header '{header}' must be {wanted}, not '{shown}'.", param=header)
+    return GatewayError(
+        Failure.BAD_REQUEST, f"The header '{header}' must be {wanted}, not '{shown}'.", param=header
+    )

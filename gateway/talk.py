@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 JOINED = 4 * 1024  # bytes of a piece of a body to which the next piece is joined
 LINGER_S = 1.0  # how long a refused upload may go on arriving before the socket is cut
 _HANG_UP = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere a reset alone is seen
-_NO_SLOTS: tuple[str, ...] = ()  # two bases with slots of their own cannot be joined: the subclasses declare them
+_NO_SLOTS: tuple[
+    str, ...
+] = ()  # two bases with slots of their own cannot be joined: the subclasses declare them
 
 
 class Phase(Enum):
@@ -81,7 +83,9 @@ class Talk(ABC):
     _outbox: Outbox
     _reading_paused: bool
 
-    def _set_up(self, serve: Serve, fronts: ClientConnections, limits: Limits, outbox: Outbox) -> None:
+    def _set_up(
+        self, serve: Serve, fronts: ClientConnections, limits: Limits, outbox: Outbox
+    ) -> None:
         """The beginning of a connection's state. `fronts` are all connections: those that the sweep looks at."""
         self._serve = serve
         self._fronts = fronts
@@ -114,12 +118,16 @@ class Talk(ABC):
         """Bytes of an answer, as they come. Dropped when the client has gone."""
         transport = self.transport
         if transport is not None:
-            outbox: Outbox = self._outbox  # every chunk comes by here: told so, a compiler calls it directly
+            outbox: Outbox = (
+                self._outbox
+            )  # every chunk comes by here: told so, a compiler calls it directly
             outbox.post(transport, data)
 
     def refuse(self, error: GatewayError, request_id: str) -> None:
         """Answer with an error of the table."""
-        self.answer(error.status, body_of(error), [("x-request-id", request_id), *headers_of(error)])
+        self.answer(
+            error.status, body_of(error), [("x-request-id", request_id), *headers_of(error)]
+        )
 
     def answer(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
         """A whole JSON answer."""
@@ -182,12 +190,18 @@ class Talk(ABC):
         elif self.phase is BODY:
             too_slow = age > 1 and self._arrived < (age - 1) * limits.body_min_rate
             if age > limits.body_timeout or too_slow:
-                self._fail_body(GatewayError(Failure.REQUEST_TIMEOUT, "The request's body did not arrive in time."))
+                self._fail_body(
+                    GatewayError(
+                        Failure.REQUEST_TIMEOUT, "The request's body did not arrive in time."
+                    )
+                )
         elif self.phase is SERVING:
             if self._is_deaf and self._has_left:
                 self.cut()
         elif self.phase is CLOSING and self.transport is not None:
-            leaving = self.transport.is_closing()  # all that is left is an answer on its way to who asked for it
+            leaving = (
+                self.transport.is_closing()
+            )  # all that is left is an answer on its way to who asked for it
             if age > (limits.slow_reader if leaving else LINGER_S):
                 self.cut()
 

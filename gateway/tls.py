@@ -184,9 +184,16 @@ def valid_times(pair: KeyPair) -> ValidTimes:
     shown = _handshake(server, client)
     names = [str(value) for kind, value in shown.get("subjectAltName", ()) if kind == "DNS"]
     if not names:
-        names = [str(value) for entry in shown.get("subject", ()) for key, value in entry if key == "commonName"]
+        names = [
+            str(value)
+            for entry in shown.get("subject", ())
+            for key, value in entry
+            if key == "commonName"
+        ]
     before, after = str(shown["notBefore"]), str(shown["notAfter"])
-    return ValidTimes(ssl.cert_time_to_seconds(before), ssl.cert_time_to_seconds(after), tuple(names))
+    return ValidTimes(
+        ssl.cert_time_to_seconds(before), ssl.cert_time_to_seconds(after), tuple(names)
+    )
 
 
 class _ByServerName:
@@ -272,7 +279,12 @@ def _pair_problem(error: Exception) -> FileProblem:
         return FileProblem("key", "does not belong to the certificate")
     if isinstance(error, ssl.SSLCertVerificationError):
         return FileProblem("certificate", f"cannot serve: {error.verify_message}")
-    if isinstance(error, ssl.SSLError) and reason in (None, "BAD_DECRYPT", "NO_START_LINE", "PEM_LIB"):
+    if isinstance(error, ssl.SSLError) and reason in (
+        None,
+        "BAD_DECRYPT",
+        "NO_START_LINE",
+        "PEM_LIB",
+    ):
         return FileProblem("key", "is no private key in PEM form, or key_password does not open it")
     return FileProblem("certificate", f"cannot be used with its key: {reason or error}")
 

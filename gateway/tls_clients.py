@@ -28,7 +28,9 @@ class ClientContexts:
             return None
         section = spec.tls
         settings = tls.ClientSettings() if section is None else section.settings
-        return tls.Encryption(self._context(settings), None if section is None else section.server_name)
+        return tls.Encryption(
+            self._context(settings), None if section is None else section.server_name
+        )
 
     def _context(self, settings: tls.ClientSettings) -> ssl.SSLContext:
         """Where a file cannot be used, the last context that could stays; the first time, one that trusts no server."""
@@ -40,9 +42,15 @@ class ClientContexts:
             context = tls.client_context(settings)
             doubt = None if settings.pair is None else tls.valid_times(settings.pair).doubt(time())
             if settings.pair is not None and doubt is not None:
-                log.warning("TLS towards engines: the certificate %s %s", settings.pair.certificate, doubt)
+                log.warning(
+                    "TLS towards engines: the certificate %s %s", settings.pair.certificate, doubt
+                )
         except (OSError, ValueError) as error:
-            log.error("TLS towards engines: %s cannot be used: %s", ", ".join(tls.files_of(settings)), error)
+            log.error(
+                "TLS towards engines: %s cannot be used: %s",
+                ", ".join(tls.files_of(settings)),
+                error,
+            )
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if last is None else last[1]
         self._made[settings] = stamp, context
         return context
@@ -73,5 +81,9 @@ def redis_options(settings: tls.ClientSettings | None) -> dict[str, Any]:
         options["ssl_ca_certs"] = settings.ca
     if settings.pair is not None:
         pair = settings.pair
-        options |= {"ssl_certfile": pair.certificate, "ssl_keyfile": pair.key, "ssl_password": pair.password}
+        options |= {
+            "ssl_certfile": pair.certificate,
+            "ssl_keyfile": pair.key,
+            "ssl_password": pair.password,
+        }
     return options

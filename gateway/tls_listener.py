@@ -65,7 +65,10 @@ class TlsListener:
     def _use(self, section: ListenerTls) -> None:
         settings = section.settings
         stamp = settings, tls.stamp_of(settings)
-        context, times = tls.server_context(settings), [tls.valid_times(pair) for pair in settings.pairs]
+        context, times = (
+            tls.server_context(settings),
+            [tls.valid_times(pair) for pair in settings.pairs],
+        )
         doubts = [each.doubt(time()) for each in times]
         self._stamp, self._context, self._handshake_s = stamp, context, section.handshake_timeout
         self.not_after = min(each.not_after for each in times)
@@ -81,11 +84,17 @@ class TlsListener:
         if section is None or (section.settings, tls.stamp_of(section.settings)) == self._stamp:
             return
         try:
-            if section.settings == self._stamp[0] and self.not_after > time() >= _not_after(section.settings):
+            if section.settings == self._stamp[0] and self.not_after > time() >= _not_after(
+                section.settings
+            ):
                 raise ValueError("it has expired")
             self._use(section)
         except (OSError, ValueError) as error:
-            log.error("TLS: %s cannot be used, the certificate in use stays: %s", section.certificate, error)
+            log.error(
+                "TLS: %s cannot be used, the certificate in use stays: %s",
+                section.certificate,
+                error,
+            )
         else:
             log.info("TLS: new connections use %s as it is now", section.certificate)
 
@@ -114,7 +123,9 @@ class TlsListener:
             if self._counter is not None:
                 self._counter.remove(handshake)
 
-    async def encrypt(self, raw: asyncio.Transport, first: asyncio.Protocol) -> asyncio.Transport | None:
+    async def encrypt(
+        self, raw: asyncio.Transport, first: asyncio.Protocol
+    ) -> asyncio.Transport | None:
         """The encrypted transport after the handshake; None when it failed. Its time is limited."""
         loop = asyncio.get_running_loop()
         try:
@@ -126,7 +137,10 @@ class TlsListener:
                 ssl_handshake_timeout=self._handshake_s,
                 ssl_shutdown_timeout=self._close_s,
             )
-        except (OSError, EOFError) as error:  # TimeoutError, ConnectionError and ssl.SSLError are among them
+        except (
+            OSError,
+            EOFError,
+        ) as error:  # TimeoutError, ConnectionError and ssl.SSLError are among them
             self._on_failure()
             log.debug("TLS: a handshake failed: %s", error)
             return None
@@ -139,7 +153,9 @@ class TlsListener:
 class TlsListeners:
     """The listeners of a gateway that have TLS, by name. Handshakes at the API count as connections of clients."""
 
-    def __init__(self, metrics: Inside, connections: ClientConnections, limits: Callable[[], Limits]) -> None:
+    def __init__(
+        self, metrics: Inside, connections: ClientConnections, limits: Callable[[], Limits]
+    ) -> None:
         """`limits` gives those in force."""
         self._metrics = metrics
         self._connections = connections

@@ -36,7 +36,8 @@ _FIRST_MEMBER = re.compile(rb'"\w+":( ?)')
 _CODE = re.compile(rb'"code":\s*(4\d\d)(?!\d)')
 _FINISH = re.compile(rb'"finish_reason": ?"(\w+)"')
 _PROMPT, _COMPLETION, _CACHED = (
-    re.compile(rb'"%b_tokens":\s*(\d{1,15})(?!\d)' % each).search for each in (b"prompt", b"completion", b"cached")
+    re.compile(rb'"%b_tokens":\s*(\d{1,15})(?!\d)' % each).search
+    for each in (b"prompt", b"completion", b"cached")
 )
 
 
@@ -108,7 +109,9 @@ def undecided(stream: bytes, patient: bool) -> bool:
     is patience, by its first token."""
     error = error_in(stream, patient)
     if error is not None:
-        return len(stream) < ERROR_HELD and not any(stream.find(end, error.end()) >= 0 for end in ENDS)
+        return len(stream) < ERROR_HELD and not any(
+            stream.find(end, error.end()) >= 0 for end in ENDS
+        )
     if patient:
         few = len(stream) < HELD_BYTES and stream.count(b"\ndata:") <= HELD_EVENTS
         return few and _TELLS.search(stream) is None and not stream.endswith(LAST_CHUNK)
@@ -137,7 +140,11 @@ def told_all(events: bytes) -> bool:
 def error_said(said: bytes) -> bytes:
     """What an error event among them says, or a beginning of it; of what is no event, all."""
     found = ERROR_EVENT.search(said)
-    return said if found is None else said[said.index(b"{", found.start()) :].partition(b"\n")[0].rstrip()
+    return (
+        said
+        if found is None
+        else said[said.index(b"{", found.start()) :].partition(b"\n")[0].rstrip()
+    )
 
 
 def last_end(events: bytes) -> int:

@@ -21,7 +21,9 @@ new_id = partial(token_hex, 8)
 """Of a span."""
 
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[!-~]*)?")
-_STATE = re.compile(r"[!-~](?:[!-~ \t]*[!-~])?")  # one loop: two, one in the other, take for ever to say no
+_STATE = re.compile(
+    r"[!-~](?:[!-~ \t]*[!-~])?"
+)  # one loop: two, one in the other, take for ever to say no
 
 
 class Parent(msgspec.Struct, frozen=True):

@@ -52,7 +52,9 @@ def duration_s(text: str) -> float:
     parts = [(Decimal(number), _SECONDS[unit]) for number, unit in _PART.findall(text)]
     units = [unit for _, unit in parts]
     if any(later >= earlier for earlier, later in pairwise(units)):
-        raise UnitError(f"{text!r} is not a duration; write each unit once, the largest first, as in 1m30s")
+        raise UnitError(
+            f"{text!r} is not a duration; write each unit once, the largest first, as in 1m30s"
+        )
     seconds = sum((number * unit for number, unit in parts), Decimal(0))
     if seconds > LONGEST_S:
         raise UnitError(f"{text!r} is longer than a year")

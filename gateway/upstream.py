@@ -26,7 +26,9 @@ MAX_IDLE = 256
 CLOSE_S = 1.0  # for an engine to answer the end of a TLS connection
 JOIN_LIMIT = 64 * 1024  # above it a second buffer costs less than a copy
 LOST = ("reset", "no_answer")  # kinds of a connection that ended without a byte of an answer
-FRESH_S = 5.0  # a connection lost later than this may be a proxy's idle timeout on a long silent answer
+FRESH_S = (
+    5.0  # a connection lost later than this may be a proxy's idle timeout on a long silent answer
+)
 # Reasons of a failed connect that say nothing about the engine: descriptors, memory, ports, rights.
 OWN_ERRORS = frozenset(
     {
@@ -71,7 +73,17 @@ class Connection:
     """
 
     __slots__ = (
-        *("_called_off", "_done", "_downstream", "_outbox", "_paused", "_pool", "_quick", "_relay", "_transport"),
+        *(
+            "_called_off",
+            "_done",
+            "_downstream",
+            "_outbox",
+            "_paused",
+            "_pool",
+            "_quick",
+            "_relay",
+            "_transport",
+        ),
         *("heard_at", "idle_since"),
     )
 
@@ -96,7 +108,9 @@ class Connection:
         done = self._done = landing(self._outbox.loop)
         transport = self._transport
         if transport is None:
-            self._finish(UpstreamBroke("reset", "the connection was closed before the request was sent"))
+            self._finish(
+                UpstreamBroke("reset", "the connection was closed before the request was sent")
+            )
             return done
         self._relay, self._downstream = relay, downstream
         self._quick = True
@@ -156,7 +170,11 @@ class Connection:
     @property
     def owed(self) -> bool:
         """Whether somebody waits for the engine here, and not the engine for somebody."""
-        return self._relay is not None and self._downstream is not None and not self._downstream.writing_paused
+        return (
+            self._relay is not None
+            and self._downstream is not None
+            and not self._downstream.writing_paused
+        )
 
     def carries(self, relay: Relay) -> bool:
         return self._relay is relay
@@ -165,7 +183,11 @@ class Connection:
     def streaming(self) -> Relay | None:
         """The stream that makes tokens here and that its client reads; None if there is none."""
         relay = self._relay
-        return relay if relay is not None and relay.events and relay.first_token_at and self.owed else None
+        return (
+            relay
+            if relay is not None and relay.events and relay.first_token_at and self.owed
+            else None
+        )
 
     def overdue(self, now: float, patience: Patience) -> bool:
         """Whether the engine has been silent for too long. Silence we caused by pausing does not count."""
@@ -176,7 +198,9 @@ class Connection:
         return now - self.heard_at > limit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop sets TCP_NODELAY on every TCP transport
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop sets TCP_NODELAY on every TCP transport
         self._pool.connections.add(self)
 
     def pause_writing(self) -> None:
@@ -199,7 +223,9 @@ class Connection:
         except UpstreamBroke as error:
             self._finish(error)
             return
-        if relay.committed:  # before that no byte counts: heads, interim ones above all, could go on for ever
+        if (
+            relay.committed
+        ):  # before that no byte counts: heads, interim ones above all, could go on for ever
             self.heard_at = now
         if out:
             self._pool.heard_at = now
@@ -229,7 +255,9 @@ class Connection:
             return
         try:
             self.data_received(data)
-        except BaseException:  # the event loop closes a connection whose data_received() fails; here nobody would
+        except (
+            BaseException
+        ):  # the event loop closes a connection whose data_received() fails; here nobody would
             self.abort()
             raise
 
@@ -250,7 +278,9 @@ class Connection:
         self._outbox.hurry(self)
         self._transport = None
         self._pool.forget(self)
-        self._finish(UpstreamBroke("reset", f"the connection to the engine was lost: {exc or 'closed'}"))
+        self._finish(
+            UpstreamBroke("reset", f"the connection to the engine was lost: {exc or 'closed'}")
+        )
 
     def _finish(self, error: UpstreamBroke | None, *, later: bool = False) -> None:
         """The answer is over: the connection goes back to the pool, or away if it cannot be trusted any more.
@@ -261,7 +291,13 @@ class Connection:
         if done is None:
             return
         self._done = None
-        if error is None and relay is not None and relay.reusable and self.open and not self._called_off:
+        if (
+            error is None
+            and relay is not None
+            and relay.reusable
+            and self.open
+            and not self._called_off
+        ):
             self._downstream.set_source(None)  # type: ignore[union-attr]  # set together with _relay
             self._relay = self._downstream = None
             if self._paused:  # the client may have been slow to the end; the next one is not
@@ -287,12 +323,27 @@ class Upstream:
     """
 
     __slots__ = (
-        *("_begin", "_encryption", "_head", "_host", "_idle", "_netloc", "_port", "connections", "heard_at"),
+        *(
+            "_begin",
+            "_encryption",
+            "_head",
+            "_host",
+            "_idle",
+            "_netloc",
+            "_port",
+            "connections",
+            "heard_at",
+        ),
         *("outbox", "patience"),
     )
 
     def __init__(
-        self, url: str, key: str | None, patience: Patience, outbox: Outbox, encryption: Encryption | None = None
+        self,
+        url: str,
+        key: str | None,
+        patience: Patience,
+        outbox: Outbox,
+        encryption: Encryption | None = None,
     ) -> None:
         """`key` is the engine's own API key; the client's never travels further than the gateway.
 
@@ -328,7 +379,9 @@ class Upstream:
         """The beginning of every request to this engine; the caller adds its own lines and the blank one."""
         return self._begin + path.encode() + self._head
 
-    async def send(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> None:
+    async def send(
+        self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream
+    ) -> None:
         """Send one request and relay its answer.
 
         A pooled connection that is lost before a byte of the answer is replaced by a new one, once.
@@ -347,7 +400,9 @@ class Upstream:
                     raise
                 pooled, again = None, True
             except asyncio.CancelledError:
-                if not done.done() or done.cancelled():  # otherwise the connection may carry another's answer already
+                if (
+                    not done.done() or done.cancelled()
+                ):  # otherwise the connection may carry another's answer already
                     connection.abort()
                 raise
 
@@ -377,7 +432,9 @@ class Upstream:
             async with within(self.patience.connect_s):
                 try:
                     await self._open(protocol)
-                except asyncio.CancelledError:  # it may stand already, and uvloop would tell nobody of its end
+                except (
+                    asyncio.CancelledError
+                ):  # it may stand already, and uvloop would tell nobody of its end
                     connection.abort()
                     self.forget(connection)
                     raise

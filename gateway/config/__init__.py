@@ -7,7 +7,16 @@ values; load.py puts them together.
 from gateway.config.choices import AdmissionSpec, Canary, PolicySpec
 from gateway.config.isolation import salt_member
 from gateway.config.limits import Limits
-from gateway.config.load import MASK, SCHEMA_ID, Loaded, examine, examine_text, from_engines, json_schema, load
+from gateway.config.load import (
+    MASK,
+    SCHEMA_ID,
+    Loaded,
+    examine,
+    examine_text,
+    from_engines,
+    json_schema,
+    load,
+)
 from gateway.config.models import Model, Overflow, Resume, Split
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.seen import Observability, OperatorLog, Traces

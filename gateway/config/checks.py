@@ -66,14 +66,20 @@ def tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
     for path, spec in _specs(data):
         yield (*path, "tls"), get(spec, "tls")
     for path, pool in items(get(data, "pools"), ("pools",)):
-        yield (*path, "discover", "endpoint", "tls"), get(get(get(pool, "discover"), "endpoint"), "tls")
+        yield (
+            (*path, "discover", "endpoint", "tls"),
+            get(get(get(pool, "discover"), "endpoint"), "tls"),
+        )
     yield ("shared", "redis", "tls"), get(get(get(data, "shared"), "redis"), "tls")
 
 
 def _unverified(data: Any) -> Iterator[Finding]:
     for path, section in tls_sections(data):
         if get(section, "verify") is False:
-            yield Finding((*path, "verify"), "accepts any server: who can redirect the connection reads and changes it")
+            yield Finding(
+                (*path, "verify"),
+                "accepts any server: who can redirect the connection reads and changes it",
+            )
 
 
 def _literal_secrets(data: Any) -> Iterator[Finding]:
@@ -95,11 +101,20 @@ def _files_elsewhere(data: Any) -> Iterator[Finding]:
     secrets = {path for path, _ in _secrets(data)}
     for path, value in _leaves(data, ()):
         if isinstance(value, Substituted) and "${file:" in value.written and path not in secrets:
-            yield Finding(path, "is no secret, and ${file:...} may stand only where one is expected; write ${NAME}")
+            yield Finding(
+                path,
+                "is no secret, and ${file:...} may stand only where one is expected; write ${NAME}",
+            )
 
 
 def _leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    pairs: Any = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else None
+    pairs: Any = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else None
+    )
     if pairs is None:
         yield path, data
         return
@@ -116,7 +131,10 @@ def _secrets(data: Any) -> Iterator[tuple[Path, Any]]:
 def _further_keys(data: Any) -> Iterator[tuple[Path, Any]]:
     for path, tenant in items(get(data, "tenants"), ("tenants",)):
         keys = get(tenant, "keys")
-        yield from (((*path, "keys", index), key) for index, key in enumerate(keys if isinstance(keys, list) else ()))
+        yield from (
+            ((*path, "keys", index), key)
+            for index, key in enumerate(keys if isinstance(keys, list) else ())
+        )
 
 
 def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
@@ -130,7 +148,10 @@ def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
     yield from ((path, spec, "api_key") for path, spec in _specs(data))
     for path, section in tls_sections(data):
         yield (path, section, "key_password")
-        yield from ((inner, each, "key_password") for inner, each in items(get(section, "more"), (*path, "more")))
+        yield from (
+            (inner, each, "key_password")
+            for inner, each in items(get(section, "more"), (*path, "more"))
+        )
     for path, pool in items(get(data, "pools"), ("pools",)):
         yield ((*path, "discover", "endpoint"), get(get(pool, "discover"), "endpoint"), "api_key")
 
@@ -138,8 +159,12 @@ def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
 def _rotation(data: Any) -> Iterator[Finding]:
     seen = get(data, "observability")
     where = get(seen, "access_log")
-    if isinstance(get(seen, "access_rotate"), dict) and (where is None or where in ("stdout", "off")):
-        text = f"needs a file to rotate, and access_log is {where or 'stdout'}; give access_log a path"
+    if isinstance(get(seen, "access_rotate"), dict) and (
+        where is None or where in ("stdout", "off")
+    ):
+        text = (
+            f"needs a file to rotate, and access_log is {where or 'stdout'}; give access_log a path"
+        )
         yield Finding(("observability", "access_rotate"), text, on_key=True)
 
 
@@ -191,11 +216,19 @@ def _endpoints(data: Any) -> Iterator[Finding]:
     specs = [(path, spec) for path, spec in _specs(data) if isinstance(get(spec, "url"), str)]
     urls = [((*path, "url"), _bare(spec["url"])) for path, spec in specs]
     yield from _unique(iter(urls), "this url")
-    given = [((*path, "name"), spec["name"]) for path, spec in specs if isinstance(get(spec, "name"), str)]
-    others = [
-        (at, without_scheme(url)) for (at, url), (_, spec) in zip(urls, specs, strict=True) if get(spec, "name") is None
+    given = [
+        ((*path, "name"), spec["name"])
+        for path, spec in specs
+        if isinstance(get(spec, "name"), str)
     ]
-    yield from _unique(iter(others + given), "this name")  # a name that was given is what can be changed
+    others = [
+        (at, without_scheme(url))
+        for (at, url), (_, spec) in zip(urls, specs, strict=True)
+        if get(spec, "name") is None
+    ]
+    yield from _unique(
+        iter(others + given), "this name"
+    )  # a name that was given is what can be changed
 
 
 def _sources(data: Any) -> Iterator[Finding]:
@@ -214,7 +247,11 @@ def _place(kind: str, told: Any) -> str | None:
     """Where is looked, in words that are equal for the same place; None: it is not told, or not rightly."""
     if kind == "kubernetes":
         service = get(told, "service")
-        return f"{kind} {service} {get(told, 'namespace')} {get(told, 'port')}" if isinstance(service, str) else None
+        return (
+            f"{kind} {service} {get(told, 'namespace')} {get(told, 'port')}"
+            if isinstance(service, str)
+            else None
+        )
     if not isinstance(told, str):
         return None
     return f"{kind} {told.lower() if kind == 'dns' else normpath(told)}"
@@ -245,10 +282,16 @@ def _port(listener: Any, default: int) -> str | None:
 
 def _tenants(data: Any) -> Iterator[Finding]:
     tenants = list(items(get(data, "tenants"), ("tenants",)))
-    names = (((*path, "name"), item["name"]) for path, item in tenants if isinstance(get(item, "name"), str))
+    names = (
+        ((*path, "name"), item["name"])
+        for path, item in tenants
+        if isinstance(get(item, "name"), str)
+    )
     yield from _unique(names, "this name")
     keys = [((*path, "key"), get(item, "key")) for path, item in tenants]
-    yield from _unique(((at, key) for at, key in (*keys, *_further_keys(data)) if isinstance(key, str)), "this key")
+    yield from _unique(
+        ((at, key) for at, key in (*keys, *_further_keys(data)) if isinstance(key, str)), "this key"
+    )
 
 
 def _overflows(data: Any) -> Iterator[Finding]:
@@ -263,7 +306,11 @@ def _overflows(data: Any) -> Iterator[Finding]:
                 yield Finding((*at, "model"), f"there is no model {to!r}{did_you_mean(to, names)}")
             elif isinstance(to, str) and to == own:
                 yield Finding((*at, "model"), "a model cannot overflow into itself")
-        named = [((*at, "model"), tier["model"]) for at, tier in tiers if isinstance(get(tier, "model"), str)]
+        named = [
+            ((*at, "model"), tier["model"])
+            for at, tier in tiers
+            if isinstance(get(tier, "model"), str)
+        ]
         yield from _unique(iter(named), "this model")
 
 
@@ -278,7 +325,10 @@ def _classes(data: Any) -> Iterator[Finding]:
         if isinstance(name, str) and name not in known:
             yield Finding(path, f"there is no class {name!r}{did_you_mean(name, known)}")
     if default is None and Slos().default not in known:
-        yield Finding(("slo", "classes"), f"there is no class {Slos().default!r} here; name another in slo.default")
+        yield Finding(
+            ("slo", "classes"),
+            f"there is no class {Slos().default!r} here; name another in slo.default",
+        )
 
 
 def _class_users(data: Any) -> Iterator[tuple[Path, Any]]:
@@ -334,7 +384,9 @@ def _tried(data: Any, pool: Any, path: Path) -> Iterator[Finding]:
             yield Finding((*path, "canary", "tenants", index), f"there is no tenant {name!r}{hint}")
 
 
-def _parameter(owner: str, key: str, value: Any, fields: Mapping[str, Any], path: Path) -> Iterator[Finding]:
+def _parameter(
+    owner: str, key: str, value: Any, fields: Mapping[str, Any], path: Path
+) -> Iterator[Finding]:
     if key not in fields:
         known = did_you_mean(key, fields) if fields else "; it has none"
         yield Finding(path, f"{owner} has no parameter {key}{known}", on_key=True)
@@ -345,7 +397,9 @@ def _parameter(owner: str, key: str, value: Any, fields: Mapping[str, Any], path
         yield Finding(path, str(error))
 
 
-def _together(params: type[msgspec.Struct], given: Mapping[str, Any], path: Path) -> Iterator[Finding]:
+def _together(
+    params: type[msgspec.Struct], given: Mapping[str, Any], path: Path
+) -> Iterator[Finding]:
     """What the parameters' own rule says of them all, where each may be what it is."""
     try:
         msgspec.convert(numbers_if_substituted(given), params)

@@ -21,7 +21,9 @@ class PolicySpec(Section):
 
     name: Name = Field(description="prefix_aware, priced, or another of the table below.")
     params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
-        default={}, alias="parameters", description="The policy's own parameters; unknown ones are refused."
+        default={},
+        alias="parameters",
+        description="The policy's own parameters; unknown ones are refused.",
     )
 
 
@@ -30,7 +32,9 @@ class AdmissionSpec(Section):
 
     name: Name = Field(description="none, cap, priced, or another of the table below.")
     params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
-        default={}, alias="parameters", description="The admission's own parameters; unknown ones are refused."
+        default={},
+        alias="parameters",
+        description="The admission's own parameters; unknown ones are refused.",
     )
 
 
@@ -41,7 +45,9 @@ def _by_name(value: object) -> object:
 class _NameAlone:
     """Tells the schema that the name alone will do where the mapping would."""
 
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(
+        self, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
         return {"anyOf": [{"type": "string"}, handler(core)]}
 
 
@@ -52,11 +58,18 @@ AdmissionChoice = Annotated[AdmissionSpec, BeforeValidator(_by_name), _NameAlone
 class Canary(Section):
     """A policy that serves a part of the pool's requests, beside the one that serves the rest."""
 
-    policy: PolicyChoice = Field(description="The policy's name, or a mapping of name and parameters.")
-    percent: Annotated[float, Field(gt=0, lt=100), BeforeValidator(number_if_substituted)] | None = setting(
-        None, "How many in a hundred sessions it serves; a request without a session is one of its own."
+    policy: PolicyChoice = Field(
+        description="The policy's name, or a mapping of name and parameters."
     )
-    tenants: Annotated[tuple[Name, ...], Field(max_length=256)] = setting((), "Or whose requests, all of them.")
+    percent: (
+        Annotated[float, Field(gt=0, lt=100), BeforeValidator(number_if_substituted)] | None
+    ) = setting(
+        None,
+        "How many in a hundred sessions it serves; a request without a session is one of its own.",
+    )
+    tenants: Annotated[tuple[Name, ...], Field(max_length=256)] = setting(
+        (), "Or whose requests, all of them."
+    )
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Canary:

@@ -45,7 +45,9 @@ def changes(before: Loaded, after: Loaded) -> tuple[Change, ...]:
 def _rewritten(before: Loaded, after: Loaded) -> Iterator[Change]:
     """Files that have the same name in both, and another content."""
     for path, digest in after.files.items():
-        if before.files.get(path, digest) != digest and before.written.get(path) == after.written.get(path):
+        if before.files.get(path, digest) != digest and before.written.get(
+            path
+        ) == after.written.get(path):
             name = str(after.written.get(path))
             yield Change(show_path(path), name, name)
 
@@ -81,10 +83,16 @@ class _Side(msgspec.Struct, frozen=True):
     def inner(self) -> dict[str, _Side] | None:
         """Its parts by key; those of a list by what they are known by. None for a single value."""
         if isinstance(self.value, dict):
-            return {key: _Side(self.written, value, (*self.at, key)) for key, value in self.value.items()}
+            return {
+                key: _Side(self.written, value, (*self.at, key))
+                for key, value in self.value.items()
+            }
         if isinstance(self.value, list | tuple) and self.value and isinstance(self.value[0], dict):
             parts = enumerate(self.value)
-            return {_identity(value): _Side(self.written, value, (*self.at, index)) for index, value in parts}
+            return {
+                _identity(value): _Side(self.written, value, (*self.at, index))
+                for index, value in parts
+            }
         return None
 
     def text(self) -> str:
@@ -96,7 +104,10 @@ class _Side(msgspec.Struct, frozen=True):
         if isinstance(self.value, dict) and found is None:
             return self._mapping()
         if isinstance(self.value, list | tuple):
-            items = [_Side(self.written, each, (*self.at, index)).text() for index, each in enumerate(self.value)]
+            items = [
+                _Side(self.written, each, (*self.at, index)).text()
+                for index, each in enumerate(self.value)
+            ]
             return f"[{', '.join(items)}]"
         return _plain(default_of(self.at, self.value) if found is None else found)
 
@@ -105,8 +116,16 @@ class _Side(msgspec.Struct, frozen=True):
         if parts.keys() == _POLICY and not self.value["parameters"]:
             return parts["name"].text()
         if "url" in self.value:
-            return self.value["url"] if self.written.get((*self.at, "url")) is None else parts["url"].text()
-        told = {key: side for key, side in parts.items() if any(at[: len(side.at)] == side.at for at in self.written)}
+            return (
+                self.value["url"]
+                if self.written.get((*self.at, "url")) is None
+                else parts["url"].text()
+            )
+        told = {
+            key: side
+            for key, side in parts.items()
+            if any(at[: len(side.at)] == side.at for at in self.written)
+        }
         return "{" + ", ".join(f"{key}: {side.text()}" for key, side in told.items()) + "}"
 
 
@@ -117,7 +136,9 @@ def _walk(old: _Side, new: _Side, path: Path) -> Iterator[Change]:
     lists = isinstance(old.value, list | tuple) and isinstance(new.value, list | tuple)
     if lists:
         olds, news = _parts(old, olds, news), _parts(new, news, olds)
-    renamed = olds is not None and olds.keys() == _POLICY and olds["name"].value != new.value["name"]
+    renamed = (
+        olds is not None and olds.keys() == _POLICY and olds["name"].value != new.value["name"]
+    )
     if olds is None or news is None or renamed:
         yield Change(show_path(path), old.text(), new.text())
         return
@@ -132,7 +153,9 @@ def _walk(old: _Side, new: _Side, path: Path) -> Iterator[Change]:
             yield from _walk(before, after, here)
 
 
-def _parts(side: _Side, mine: dict[str, _Side] | None, theirs: dict[str, _Side] | None) -> dict[str, _Side] | None:
+def _parts(
+    side: _Side, mine: dict[str, _Side] | None, theirs: dict[str, _Side] | None
+) -> dict[str, _Side] | None:
     """An empty list beside one of mappings is one without parts."""
     return {} if mine is None and theirs is not None and not side.value else mine
 

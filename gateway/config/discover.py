@@ -8,7 +8,9 @@ from pydantic import Field, StringConstraints
 
 from gateway.config.values import Section, setting
 
-DnsLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", max_length=253)]
+DnsLabel = Annotated[
+    str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", max_length=253)
+]
 
 
 class Kubernetes(Section):

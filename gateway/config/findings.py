@@ -25,7 +25,13 @@ def get(data: Any, key: str) -> Any:
 
 def items(data: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The mappings in a list or a mapping, each with its path."""
-    pairs: Any = enumerate(data) if isinstance(data, list) else data.items() if isinstance(data, dict) else ()
+    pairs: Any = (
+        enumerate(data)
+        if isinstance(data, list)
+        else data.items()
+        if isinstance(data, dict)
+        else ()
+    )
     for key, item in pairs:
         if isinstance(item, dict):
             yield (*path, key), item

@@ -24,14 +24,24 @@ def salt_member(engine: str, cache_salt: bool | None) -> str:
 
 def errors(data: Any) -> Iterator[Finding]:
     """Endpoints for tenants that do not exist, and those that cannot keep apart what has to be."""
-    names = [name for name in (get(tenant, "name") for _, tenant in _tenants(data)) if isinstance(name, str)]
+    names = [
+        name
+        for name in (get(tenant, "name") for _, tenant in _tenants(data))
+        if isinstance(name, str)
+    ]
     required, domains = get(get(data, "cache"), "isolate") == "required", _domains(data)
     for path, spec in _specs(data):
         for index, name in enumerate(_list(get(spec, "tenants"))):
             if isinstance(name, str) and name not in names:
-                yield Finding((*path, "tenants", index), f"there is no tenant {name!r}{did_you_mean(name, names)}")
+                yield Finding(
+                    (*path, "tenants", index),
+                    f"there is no tenant {name!r}{did_you_mean(name, names)}",
+                )
         if get(spec, "cache_salt") is True and not _takes_salt(spec):
-            yield Finding((*path, "cache_salt"), f"{get(spec, 'engine')} takes none: its completions refuse one")
+            yield Finding(
+                (*path, "cache_salt"),
+                f"{get(spec, 'engine')} takes none: its completions refuse one",
+            )
         elif required and len(_served(spec, domains)) > 1:
             text = "takes no cache salt, so with isolate: required it may serve one tenant only; name it under tenants"
             yield Finding(path, f"{_name(spec)} {text}", on_key=True)
@@ -88,7 +98,10 @@ def _specs(data: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _name(spec: Any) -> str:
-    return str(get(spec, "name") or str(get(spec, "url") or "what is discovered here").removeprefix("http://"))
+    return str(
+        get(spec, "name")
+        or str(get(spec, "url") or "what is discovered here").removeprefix("http://")
+    )
 
 
 def _list(value: Any) -> Sequence[Any]:

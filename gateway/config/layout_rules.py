@@ -38,7 +38,9 @@ def warnings(data: Any) -> Iterator[Finding]:
             continue
         if tp > domain:
             text = f"tp {tp} crosses link domains of {domain} GPUs, so every layer waits for the network"
-            yield Finding((*path, "tp"), f"{text}; set hardware.link_domain_gpus if they are larger")
+            yield Finding(
+                (*path, "tp"), f"{text}; set hardware.link_domain_gpus if they are larger"
+            )
         elif tp & (tp - 1) and _known_shape(names) is None:
             text = f"tp {tp} does not divide the attention heads of most models"
             yield Finding((*path, "tp"), f"{text}, and the shape of this model is not known")

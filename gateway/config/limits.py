@@ -12,15 +12,25 @@ LEAST_SEND_BUFFER, MOST_SEND_BUFFER = 16 << 10, 1 << 30
 class Limits(Section):
     """What one client may cost the gateway."""
 
-    body: Size = setting("32MiB", "Largest request body; a larger one is refused with 413, early when it says so.")
+    body: Size = setting(
+        "32MiB", "Largest request body; a larger one is refused with 413, early when it says so."
+    )
     body_budget: Size = setting(
         "512MiB", "Memory for all request bodies at once; beyond it new ones are shed with 429."
     )
-    headers_timeout: Duration = setting("10s", "Time for a client to send its request line and headers.")
+    headers_timeout: Duration = setting(
+        "10s", "Time for a client to send its request line and headers."
+    )
     body_timeout: Duration = setting("60s", "Time for a client to send its body.")
-    body_min_rate: Size = setting("1KiB", "Bytes per second a body must keep up once the first second is over.")
-    idle_timeout: Duration = setting("75s", "How long a client connection may stay open between requests.")
-    slow_reader: Duration = setting("30s", "How long a client may leave its answer unread before it is cut off.")
+    body_min_rate: Size = setting(
+        "1KiB", "Bytes per second a body must keep up once the first second is over."
+    )
+    idle_timeout: Duration = setting(
+        "75s", "How long a client connection may stay open between requests."
+    )
+    slow_reader: Duration = setting(
+        "30s", "How long a client may leave its answer unread before it is cut off."
+    )
     send_buffer: Size = setting(
         "256KiB",
         "Memory in the kernel, per client connection, for what its client has not acknowledged; a quarter of it may "
@@ -28,7 +38,8 @@ class Limits(Section):
     )
     body_chunks: Count = setting(16384, "Most chunks in one chunked body.")
     sequences: Count = setting(
-        256, "Most sequences that one request may ask for: its prompts times `n` or `best_of`. More are a 400."
+        256,
+        "Most sequences that one request may ask for: its prompts times `n` or `best_of`. More are a 400.",
     )
     connections: Count = setting(20000, "Most client connections at once.")
     connections_per_address: Count = setting(
@@ -45,7 +56,9 @@ class Limits(Section):
     @model_validator(mode="after")
     def _fits(self) -> Limits:
         if self.body > self.body_budget:
-            raise ValueError("body is larger than body_budget, so the largest allowed request could never be served")
+            raise ValueError(
+                "body is larger than body_budget, so the largest allowed request could never be served"
+            )
         if not LEAST_SEND_BUFFER <= self.send_buffer <= MOST_SEND_BUFFER:
             raise ValueError("send_buffer must be between 16KiB and 1GiB")
         return self

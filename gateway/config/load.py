@@ -73,13 +73,20 @@ def from_engines(urls: Sequence[str], policy: str, host: str, port: int, admin_p
 def json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of the file, for editors and CI."""
     schema = Config.model_json_schema(by_alias=True)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, **schema, "title": "Penstock"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": SCHEMA_ID,
+        **schema,
+        "title": "Penstock",
+    }
 
 
 def _build(source: Source, text: bytes = b"") -> Loaded:
     config: Config | None = None
     try:
-        config = Config.model_validate(source.data, context={FOLDER: str(FilePath(source.file).parent)})
+        config = Config.model_validate(
+            source.data, context={FOLDER: str(FilePath(source.file).parent)}
+        )
         tls_files.examine(config, source)
     except ValidationError as error:
         _note(source, error)
@@ -87,7 +94,10 @@ def _build(source: Source, text: bytes = b"") -> Loaded:
         source.fail(each.path, each.message, key=each.on_key)
     if source.problems or config is None:
         raise ConfigError(source.problems.values(), source.references)
-    doubts = [source.problem(each.path, each.message, key=each.on_key) for each in checks.warnings(source.data)]
+    doubts = [
+        source.problem(each.path, each.message, key=each.on_key)
+        for each in checks.warnings(source.data)
+    ]
     doubts += source.doubts
     in_clear = list(checks.secrets_in_clear(source.data))
     return Loaded(

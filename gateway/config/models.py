@@ -20,7 +20,8 @@ class Split(Section):
         2048, "Prompts are split from so many tokens on that are not cached at the decoder."
     )
     hysteresis: Annotated[float, Field(ge=0, lt=1)] = setting(
-        0.25, "Half the width of the band around the threshold, as a share of it, in which the mode stays as it was."
+        0.25,
+        "Half the width of the band around the threshold, as a share of it, in which the mode stays as it was.",
     )
     transfer_timeout: Duration = setting(
         "30s", "From the prefill's end to the first token; then the request is computed whole."
@@ -30,11 +31,12 @@ class Split(Section):
 class Resume(Section):
     """Streams whose engine breaks in mid-answer are continued by another, token for token."""
 
-    attempts: Annotated[int, Field(strict=True, ge=2, le=8), BeforeValidator(number_if_substituted)] = setting(
-        3, "Most endpoints that one answer comes from, the first included."
-    )
+    attempts: Annotated[
+        int, Field(strict=True, ge=2, le=8), BeforeValidator(number_if_substituted)
+    ] = setting(3, "Most endpoints that one answer comes from, the first included.")
     tokens: Count = setting(
-        32768, "Tokens of prompt and answer that are kept for it, four bytes each; a longer stream is not continued."
+        32768,
+        "Tokens of prompt and answer that are kept for it, four bytes each; a longer stream is not continued.",
     )
 
 
@@ -43,7 +45,8 @@ class Overflow(Section):
 
     model: Name = Field(description="Its name among the models.")
     penalty: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number_if_substituted)] = setting(
-        0.3, "The share of a request's worth that is lost by serving it there; the least is tried first."
+        0.3,
+        "The share of a request's worth that is lost by serving it there; the least is tried first.",
     )
 
 
@@ -55,20 +58,34 @@ class Model(Section):
         (), "Other names for the same model; an answer carries the name that was asked for."
     )
     pool: Name = Field(description="The pool whose endpoints serve it.")
-    context_tokens: Count | None = setting(None, "Longest prompt plus answer; longer requests are refused at the door.")
-    split: Split | None = setting(None, "How to split it between prefill and decode endpoints; whole unless given.")
+    context_tokens: Count | None = setting(
+        None, "Longest prompt plus answer; longer requests are refused at the door."
+    )
+    split: Split | None = setting(
+        None, "How to split it between prefill and decode endpoints; whole unless given."
+    )
     resume: Resume | None = setting(
-        None, "How streams that break are continued elsewhere, by vLLM's engines; they end with an error unless given."
+        None,
+        "How streams that break are continued elsewhere, by vLLM's engines; they end with an error unless given.",
     )
-    slo: Name | None = setting(None, "The service class of requests that name none; slo.default unless given.")
+    slo: Name | None = setting(
+        None, "The service class of requests that name none; slo.default unless given."
+    )
     overflow: Annotated[tuple[Overflow, ...], Field(max_length=8)] = setting(
-        (), "Who serves what its own pool would refuse; an answer says so in x-penstock-tier. Nobody unless given."
+        (),
+        "Who serves what its own pool would refuse; an answer says so in x-penstock-tier. Nobody unless given.",
     )
-    parameters: Parameters | None = setting(None, "Its size, for expecting its speed before anything was observed.")
-    active_parameters: Parameters | None = setting(None, "What one token touches of it; all of it unless given.")
+    parameters: Parameters | None = setting(
+        None, "Its size, for expecting its speed before anything was observed."
+    )
+    active_parameters: Parameters | None = setting(
+        None, "What one token touches of it; all of it unless given."
+    )
 
     @model_validator(mode="after")
     def _one_way(self) -> Model:
         if self.split is not None and self.resume is not None:
-            raise ValueError("streams of a model that is split are not continued: leave out split or resume")
+            raise ValueError(
+                "streams of a model that is split are not continued: leave out split or resume"
+            )
         return self

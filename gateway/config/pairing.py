@@ -27,7 +27,10 @@ def errors(data: Any) -> Iterator[Finding]:
         specs = _endpoints(data, get(model, "pool"))
         split = get(model, "split")
         if specs and not split and all(_role(spec) == "prefill" for _, spec in specs):
-            yield Finding((*path, "pool"), "all endpoints of this pool prefill only; nobody would serve the model")
+            yield Finding(
+                (*path, "pool"),
+                "all endpoints of this pool prefill only; nobody would serve the model",
+            )
         dialect = dialects.DIALECTS.get(str(get(split, "dialect")))
         if specs and dialect is not None:
             yield from _once(_speaks(dialect, specs), told)
@@ -36,21 +39,38 @@ def errors(data: Any) -> Iterator[Finding]:
         for path, _ in items(get(data, "pools"), ("pools",)):
             specs = _endpoints(data, path[-1])
             if specs and all(_role(spec) == "prefill" for _, spec in specs):
-                yield Finding((*path, "endpoints"), "all of them prefill only, and no model says how to split")
+                yield Finding(
+                    (*path, "endpoints"), "all of them prefill only, and no model says how to split"
+                )
 
 
 def warnings(data: Any) -> Iterator[Finding]:
     """Endpoints with a role that nobody asks them to play."""
-    splitting = {get(model, "pool") for _, model in items(get(data, "models"), ("models",)) if get(model, "split")}
+    splitting = {
+        get(model, "pool")
+        for _, model in items(get(data, "models"), ("models",))
+        if get(model, "split")
+    }
     for path, _ in items(get(data, "pools"), ("pools",)):
         for at, spec in _endpoints(data, path[-1]):
             if _role(spec) == "prefill" and path[-1] not in splitting:
-                yield Finding((*at, "role"), "no model of this pool has a split: nobody will ask it")
+                yield Finding(
+                    (*at, "role"), "no model of this pool has a split: nobody will ask it"
+                )
     for path, model in items(get(data, "models"), ("models",)):
         specs = _endpoints(data, get(model, "pool"))
         dialect = dialects.DIALECTS.get(str(get(get(model, "split"), "dialect")))
-        if specs and dialect is not None and dialect.decode_alone and all(_role(spec) == "decode" for _, spec in specs):
-            yield Finding((*path, "split"), "no endpoint of its pool prefills: requests are served whole", on_key=True)
+        if (
+            specs
+            and dialect is not None
+            and dialect.decode_alone
+            and all(_role(spec) == "decode" for _, spec in specs)
+        ):
+            yield Finding(
+                (*path, "split"),
+                "no endpoint of its pool prefills: requests are served whole",
+                on_key=True,
+            )
 
 
 def _once(findings: Iterator[Finding], told: set[Path]) -> Iterator[Finding]:
@@ -64,7 +84,9 @@ def _once(findings: Iterator[Finding], told: set[Path]) -> Iterator[Finding]:
 def _endpoints(data: Any, pool: Any) -> Specs:
     if not isinstance(pool, str):
         return []
-    return list(items(get(get(get(data, "pools"), pool), "endpoints"), ("pools", pool, "endpoints")))
+    return list(
+        items(get(get(get(data, "pools"), pool), "endpoints"), ("pools", pool, "endpoints"))
+    )
 
 
 def _role(spec: Mapping[str, Any]) -> str:
@@ -77,9 +99,12 @@ def _speaks(dialect: Dialect, specs: Specs) -> Iterator[Finding]:
         if engine != dialect.engine:
             at = (*path, "engine") if "engine" in spec else path
             yield Finding(
-                at, f"is {engine}; the split of its pool is {dialect.name}, which only {dialect.engine} speaks"
+                at,
+                f"is {engine}; the split of its pool is {dialect.name}, which only {dialect.engine} speaks",
             )
-        elif dialect.needs in NEED_BOOTSTRAP and _role(spec) == "prefill" and "bootstrap" not in spec:
+        elif (
+            dialect.needs in NEED_BOOTSTRAP and _role(spec) == "prefill" and "bootstrap" not in spec
+        ):
             yield Finding(path, f"a prefill endpoint in {dialect.name} needs bootstrap: host:port")
 
 
@@ -87,16 +112,28 @@ def _pairs(path: Path, model: str, dialect: Dialect, specs: Specs) -> Iterator[F
     groups: dict[str, list[str]] = {}
     for _, spec in specs:
         labels = get(spec, "labels")
-        key = compat(dialect.engine, str(spec.get("served_model", model)), labels if isinstance(labels, dict) else {})
+        key = compat(
+            dialect.engine,
+            str(spec.get("served_model", model)),
+            labels if isinstance(labels, dict) else {},
+        )
         groups.setdefault(key, []).append(_role(spec))
     roles = [role for group in groups.values() for role in group]
-    if "prefill" not in roles and "both" not in roles:  # decode endpoints serve whole requests then, if they can
+    if (
+        "prefill" not in roles and "both" not in roles
+    ):  # decode endpoints serve whole requests then, if they can
         if not dialect.decode_alone:
-            yield Finding(path, f"no endpoint of its pool prefills, and {dialect.name} decodes nothing without", True)
+            yield Finding(
+                path,
+                f"no endpoint of its pool prefills, and {dialect.name} decodes nothing without",
+                True,
+            )
         return
     if not any(_fits(group) for group in groups.values()):
         text = "no two endpoints of its pool fit together: one to prefill and another to decode, with equal "
-        yield Finding(path, text + "served_model and equal version and kv_dtype labels", on_key=True)
+        yield Finding(
+            path, text + "served_model and equal version and kv_dtype labels", on_key=True
+        )
 
 
 def _fits(roles: list[str]) -> bool:

@@ -13,10 +13,14 @@ from gateway.config.values import Interval, Name, RedisUrl, Secret, Section, Siz
 class Redis(Section):
     """The Redis through which gateways hear each other. What is said is sealed, not encrypted: rediss:// encrypts."""
 
-    url: RedisUrl = Field(description="redis://host:port, or rediss:// for TLS; a path is the number of the database.")
+    url: RedisUrl = Field(
+        description="redis://host:port, or rediss:// for TLS; a path is the number of the database."
+    )
     username: Name | None = setting(None, "Its user, where Redis has several.")
     password: Secret | None = setting(None, "Its password, by reference: ${NAME} or ${file:/path}.")
-    tls: ClientTls | None = setting(None, "Files for rediss://. Without it the system's authorities are trusted.")
+    tls: ClientTls | None = setting(
+        None, "Files for rediss://. Without it the system's authorities are trusted."
+    )
 
     @model_validator(mode="after")
     def _encrypted(self) -> Redis:
@@ -29,7 +33,9 @@ class Shared(Section):
     """One view among several gateways of a fleet. A gateway that hears nobody goes on with what it knows itself."""
 
     redis: Redis = Field(description="Where the gateways meet.")
-    key: Secret = Field(description="What they have in common, by reference; 16 characters or more, the same for all.")
+    key: Secret = Field(
+        description="What they have in common, by reference; 16 characters or more, the same for all."
+    )
     fleet: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z._-]{1,64}$")] = setting(
         "penstock", "Name of the fleet, so that several may use one Redis: its keys begin with it."
     )

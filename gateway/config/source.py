@@ -44,7 +44,9 @@ def _float(text: str) -> float:
 
 
 def _bool(text: str) -> bool | str:
-    return {"true": True, "false": False}.get(text.lower(), text)  # yes and no are text since YAML 1.2
+    return {"true": True, "false": False}.get(
+        text.lower(), text
+    )  # yes and no are text since YAML 1.2
 
 
 _PLAIN: Mapping[str, Callable[[str], Any]] = {
@@ -56,7 +58,11 @@ _PLAIN: Mapping[str, Callable[[str], Any]] = {
 }
 
 
-_OPENED: Mapping[str, str] = {"flow sequence": "bracket", "flow mapping": "brace", "quoted scalar": "quote"}
+_OPENED: Mapping[str, str] = {
+    "flow sequence": "bracket",
+    "flow mapping": "brace",
+    "quoted scalar": "quote",
+}
 _CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
@@ -69,9 +75,9 @@ class Substituted(str):
     @property
     def all_by_reference(self) -> bool:
         """Whether nothing of it stands in the text: no word around a reference, and no default inside one."""
-        return all(match[1] is None and ":-" not in match[2] for match in _REFERENCE.finditer(self.written)) and not (
-            _REFERENCE.sub("", self.written).strip()
-        )
+        return all(
+            match[1] is None and ":-" not in match[2] for match in _REFERENCE.finditer(self.written)
+        ) and not (_REFERENCE.sub("", self.written).strip())
 
     def __repr__(self) -> str:
         return repr(self.written)
@@ -166,7 +172,9 @@ def parse(raw: bytes, file: str, env: Mapping[str, str]) -> Source:
     Raises ConfigError when it is no YAML at all; lesser problems are in the Source.
     """
     if len(raw) > FILE_CAP_BYTES:
-        raise _refused(file, _START, f"is larger than {FILE_CAP_BYTES >> 20} MiB; is it the right file?")
+        raise _refused(
+            file, _START, f"is larger than {FILE_CAP_BYTES >> 20} MiB; is it the right file?"
+        )
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -175,7 +183,9 @@ def parse(raw: bytes, file: str, env: Mapping[str, str]) -> Source:
         raise _refused(file, Mark(line, column), "is not UTF-8 text") from None
     node = _compose(text, file)
     if node is None:
-        raise _refused(file, _START, "is empty; the shortest configuration begins with `version: 1`")
+        raise _refused(
+            file, _START, "is empty; the shortest configuration begins with `version: 1`"
+        )
     source = Source(file)
     source.depends_on(raw)
     source.data = _Reading(source, env).value(node, ())
@@ -190,7 +200,9 @@ def _compose(text: str, file: str) -> Node | None:
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
-        raise _refused(file, Mark(line, column), "holds a character that YAML does not allow") from None
+        raise _refused(
+            file, Mark(line, column), "holds a character that YAML does not allow"
+        ) from None
     except RecursionError:
         raise _refused(file, _START, "is nested too deeply") from None
     except (YAMLError, ValueError) as error:
@@ -204,7 +216,9 @@ def _misread(error: MarkedYAMLError) -> tuple[Mark, str]:
     unclosed = opened is not None and mark is not None and opened.line < mark.line
     for context, what in _OPENED.items():
         if unclosed and context in str(error.context):
-            return Mark(opened.line + 1, opened.column + 1), f"is not YAML: the {what} opened here is not closed"
+            return Mark(
+                opened.line + 1, opened.column + 1
+            ), f"is not YAML: the {what} opened here is not closed"
     place = Mark(mark.line + 1, mark.column + 1) if mark else _START
     return place, f"is not YAML: {error.problem or error.context}"
 
@@ -222,9 +236,17 @@ class _Reading:
         source.marks[path] = _mark(node)
         self._left -= 1
         if self._left < 0:
-            raise ConfigError([source.problem(path, f"aliases expand to more than {NODE_CAP} values")])
+            raise ConfigError(
+                [source.problem(path, f"aliases expand to more than {NODE_CAP} values")]
+            )
         if len(path) > DEPTH_CAP:
-            raise ConfigError([source.problem(path, f"is nested more than {DEPTH_CAP} deep, or an alias holds itself")])
+            raise ConfigError(
+                [
+                    source.problem(
+                        path, f"is nested more than {DEPTH_CAP} deep, or an alias holds itself"
+                    )
+                ]
+            )
         if not isinstance(node, ScalarNode) and str(node.tag) not in _CONTAINERS:
             source.fail(path, f"the tag {node.tag} is not allowed here")
         if isinstance(node, MappingNode):
@@ -240,17 +262,23 @@ class _Reading:
         filled: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, ScalarNode):
-                raise ConfigError([_at(self._source, _mark(key_node), path, "a key must be plain text")])
+                raise ConfigError(
+                    [_at(self._source, _mark(key_node), path, "a key must be plain text")]
+                )
             key = str(key_node.value)
             here = (*path, key)
             if key in filled:
                 first = self._source.keys[here].line
-                problem = _at(self._source, _mark(key_node), here, f'"{key}" is already given in line {first}')
+                problem = _at(
+                    self._source, _mark(key_node), here, f'"{key}" is already given in line {first}'
+                )
                 self._source.problems[*here, "(again)", _mark(key_node).line] = problem
                 continue
             self._source.keys[here] = _mark(key_node)
             filled[key] = self.value(value_node, here)
-            if filled[key] is None:  # the place of nothing is the next thing; its key is where one would look
+            if (
+                filled[key] is None
+            ):  # the place of nothing is the next thing; its key is where one would look
                 self._source.marks[here] = _mark(key_node)
         return filled
 
@@ -287,16 +315,20 @@ class _Reading:
         variable = _VARIABLE.fullmatch(inside)
         if not variable:
             self._source.fail(
-                path, f"{match[0]} is not a reference; write ${{NAME}}, ${{NAME:-default}} or ${{file:/path}}"
+                path,
+                f"{match[0]} is not a reference; write ${{NAME}}, ${{NAME:-default}} or ${{file:/path}}",
             )
             return ""
         found = self._env.get(variable[1])
-        self._source.depends_on(variable[1].encode(), (found or "").encode("utf-8", "surrogateescape"))
+        self._source.depends_on(
+            variable[1].encode(), (found or "").encode("utf-8", "surrogateescape")
+        )
         if variable[2] is not None:
             return found or variable[2]  # as in a shell, :- also replaces the empty text
         if found is None:
             self._source.fail(
-                path, f"the environment has no {variable[1]}; set it, or write ${{{variable[1]}:-default}}"
+                path,
+                f"the environment has no {variable[1]}; set it, or write ${{{variable[1]}:-default}}",
             )
         return found or ""
 

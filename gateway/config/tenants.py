@@ -17,7 +17,8 @@ class TenantLimits(Section):
 
     requests_per_minute: Count | None = setting(None, "Requests; as many as it likes unless given.")
     tokens_per_minute: Count | None = setting(
-        None, "Tokens of prompts and answers, answers as expected until they are there; unlimited unless given."
+        None,
+        "Tokens of prompts and answers, answers as expected until they are there; unlimited unless given.",
     )
 
 
@@ -30,13 +31,16 @@ class Tenant(Section):
         (), "Further API keys that are valid as well, as while a key is replaced; by reference."
     )
     cache_group: Name | None = setting(
-        None, "Tenants that name the same group share cached prompts; a tenant without one shares with no other."
+        None,
+        "Tenants that name the same group share cached prompts; a tenant without one shares with no other.",
     )
     slo: Name | None = setting(None, "The service class of its requests that name none.")
-    weight: Weight = setting(1.0, "Its share of a pool that many want at once, in relation to other tenants.")
-    priority: Annotated[int, Field(strict=True, ge=-8, le=8), BeforeValidator(number_if_substituted)] = setting(
-        0, "Highest priority that its requests may claim; more counts as this."
+    weight: Weight = setting(
+        1.0, "Its share of a pool that many want at once, in relation to other tenants."
     )
+    priority: Annotated[
+        int, Field(strict=True, ge=-8, le=8), BeforeValidator(number_if_substituted)
+    ] = setting(0, "Highest priority that its requests may claim; more counts as this.")
     limits: TenantLimits = setting({}, "What it may ask for per minute.")
 
     _sendable_key = field_validator("key")(sendable)
@@ -73,5 +77,7 @@ class Cache(Section):
     @classmethod
     def _long_enough(cls, secret: Secret | None) -> Secret | None:
         if secret is not None and len(secret.reveal()) < LEAST_SECRET:
-            raise ValueError(f"is shorter than {LEAST_SECRET} characters, which is too easily guessed")
+            raise ValueError(
+                f"is shorter than {LEAST_SECRET} characters, which is too easily guessed"
+            )
         return secret

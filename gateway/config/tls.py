@@ -8,7 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from gateway import tls
 from gateway.config.values import Duration, Host, Secret, Section, setting
@@ -22,7 +29,9 @@ def _absolute(path: str, info: ValidationInfo) -> str:
     return path if folder is None else str(Path(folder) / path)
 
 
-PemFile = Annotated[str, StringConstraints(min_length=1, max_length=4096), AfterValidator(_absolute)]
+PemFile = Annotated[
+    str, StringConstraints(min_length=1, max_length=4096), AfterValidator(_absolute)
+]
 """Path of a PEM file; a relative one starts at the configuration's folder."""
 
 
@@ -33,7 +42,9 @@ class CertificateFiles(Section):
         description="Path of the certificate, with the intermediate ones behind it (PEM). It is followed."
     )
     key: PemFile = Field(description="Path of its private key (PEM). It is followed.")
-    key_password: Secret | None = setting(None, "Password of the private key, by reference; none unless given.")
+    key_password: Secret | None = setting(
+        None, "Password of the private key, by reference; none unless given."
+    )
 
     @property
     def pair(self) -> tls.KeyPair:
@@ -46,10 +57,12 @@ class ListenerTls(CertificateFiles):
     """TLS of one listener. Changed files are used for new connections; open ones go on."""
 
     more: Annotated[tuple[CertificateFiles, ...], Field(max_length=64)] = setting(
-        (), "Further certificates. A client gets the one with its server name (SNI), else the first."
+        (),
+        "Further certificates. A client gets the one with its server name (SNI), else the first.",
     )
     client_ca: PemFile | None = setting(
-        None, "Path of the authorities (PEM) that sign client certificates; clients are not asked for one unless given."
+        None,
+        "Path of the authorities (PEM) that sign client certificates; clients are not asked for one unless given.",
     )
     client_certificates: Literal["required", "optional"] = setting(
         "required", "With client_ca: whether a client without a certificate is refused."
@@ -83,13 +96,19 @@ class ClientTls(Section):
     """How the gateway, as a client, trusts a server and identifies itself."""
 
     ca: PemFile | None = setting(
-        None, "Path of the authorities (PEM) that sign the server's certificate; the system's unless given."
+        None,
+        "Path of the authorities (PEM) that sign the server's certificate; the system's unless given.",
     )
-    certificate: PemFile | None = setting(None, "Path of the gateway's own certificate (PEM), if the server asks.")
+    certificate: PemFile | None = setting(
+        None, "Path of the gateway's own certificate (PEM), if the server asks."
+    )
     key: PemFile | None = setting(None, "Path of its private key (PEM).")
-    key_password: Secret | None = setting(None, "Password of the private key, by reference; none unless given.")
+    key_password: Secret | None = setting(
+        None, "Password of the private key, by reference; none unless given."
+    )
     verify: Annotated[bool, Field(strict=True)] = setting(
-        True, "Whether the server must prove its identity. false accepts any server: for tests only."
+        True,
+        "Whether the server must prove its identity. false accepts any server: for tests only.",
     )
 
     @model_validator(mode="after")
@@ -114,5 +133,6 @@ class EngineTls(ClientTls):
     """TLS towards an engine behind an https:// URL."""
 
     server_name: Host | None = setting(
-        None, "Name to ask for (SNI) and to expect in the engine's certificate; the URL's host unless given."
+        None,
+        "Name to ask for (SNI) and to expect in the engine's certificate; the URL's host unless given.",
     )

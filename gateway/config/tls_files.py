@@ -50,7 +50,9 @@ def certificates(config: Config, now: float) -> Iterator[Certificate]:
             times = tls.valid_times(pair)
         except (OSError, ValueError):
             continue  # `examine` names the problem
-        yield Certificate(show_path((*path, "certificate")), pair.certificate, times.not_after, times.doubt(now))
+        yield Certificate(
+            show_path((*path, "certificate")), pair.certificate, times.not_after, times.doubt(now)
+        )
 
 
 def _pairs(path: Path, section: ListenerTls | ClientTls) -> Iterator[tuple[Path, tls.KeyPair]]:

@@ -64,7 +64,9 @@ class Listener(Section):
 class ApiListener(Listener):
     """Where applications connect."""
 
-    host: Host = setting("127.0.0.1", "Address of the OpenAI API. 0.0.0.0 listens on every interface.")
+    host: Host = setting(
+        "127.0.0.1", "Address of the OpenAI API. 0.0.0.0 listens on every interface."
+    )
     port: Port = setting(8080, "Port of the OpenAI API; 0 takes a free one.")
     trusted_proxies: Annotated[tuple[Cidr, ...], Field(max_length=256)] = setting(
         (),
@@ -76,7 +78,9 @@ class ApiListener(Listener):
 class AdminListener(Listener):
     """Where operators and Prometheus connect."""
 
-    host: Host = setting("127.0.0.1", "Address of /healthz, /readyz, /metrics, /endpoints and /config.")
+    host: Host = setting(
+        "127.0.0.1", "Address of /healthz, /readyz, /metrics, /endpoints and /config."
+    )
     port: Port = setting(8081, "Port of the admin server; 0 takes a free one. Never the API port.")
 
 
@@ -92,7 +96,9 @@ class Layout(Section):
 
     tp: Count = setting(1, "Tensor parallel size.")
     pp: Count = setting(1, "Pipeline parallel size.")
-    ep: Count = setting(1, "Expert parallel size; divides tp * dp, since experts are spread over those ranks.")
+    ep: Count = setting(
+        1, "Expert parallel size; divides tp * dp, since experts are spread over those ranks."
+    )
     dp: Count = setting(1, "Data parallel ranks inside the engine.")
 
     @model_validator(mode="after")
@@ -122,7 +128,9 @@ class EndpointTraits(Section):
         "where the host is the endpoint's own.",
     )
     engine: EngineKind = setting("vllm", "Whose dialect it speaks: vllm, sglang or trtllm.")
-    served_model: Name | None = setting(None, "The model name the engine knows; the asked one unless given.")
+    served_model: Name | None = setting(
+        None, "The model name the engine knows; the asked one unless given."
+    )
     layout: Layout = setting({}, "How it spreads the model over GPUs.")
     labels: Mapping[Name, Label] = setting(
         {},
@@ -132,10 +140,15 @@ class EndpointTraits(Section):
     max_concurrency: Count = setting(
         24, "Requests sent to it at once; further ones go elsewhere or wait in the gateway."
     )
-    api_key: Secret | None = setting(None, "Sent to the engine as a bearer token, in place of the client's.")
-    kv_tokens: Count | None = setting(None, "Tokens its KV cache holds; learnt from the engine unless given.")
+    api_key: Secret | None = setting(
+        None, "Sent to the engine as a bearer token, in place of the client's."
+    )
+    kv_tokens: Count | None = setting(
+        None, "Tokens its KV cache holds; learnt from the engine unless given."
+    )
     context_tokens: Count | None = setting(
-        None, "Longest prompt plus answer that it takes, where it takes less than others of its pool."
+        None,
+        "Longest prompt plus answer that it takes, where it takes less than others of its pool.",
     )
     cache_salt: Annotated[bool, Field(strict=True)] | None = setting(
         None,
@@ -147,7 +160,8 @@ class EndpointTraits(Section):
     )
 
     tls: EngineTls | None = setting(
-        None, "TLS towards an https:// URL: files and names. Without it the system's authorities are trusted."
+        None,
+        "TLS towards an https:// URL: files and names. Without it the system's authorities are trusted.",
     )
 
     _sendable_key = field_validator("api_key")(sendable)
@@ -176,9 +190,9 @@ class EndpointSpec(EndpointTraits):
 class WaitingRoom(Section):
     """Where requests wait while every endpoint of the pool is at its max_concurrency."""
 
-    size: Annotated[int, Field(strict=True, ge=0, le=2**20), BeforeValidator(number_if_substituted)] = setting(
-        256, "Requests that may wait; the next one is shed with 429. 0 sheds at once."
-    )
+    size: Annotated[
+        int, Field(strict=True, ge=0, le=2**20), BeforeValidator(number_if_substituted)
+    ] = setting(256, "Requests that may wait; the next one is shed with 429. 0 sheds at once.")
     timeout: Duration = setting("30s", "Longest wait before a request is shed.")
 
 
@@ -211,11 +225,16 @@ class Discover(Section):
 class Pool(Section):
     """Endpoints that serve the same models, and the policy that picks among them."""
 
-    policy: PolicyChoice = setting("prefix_aware", "The policy's name, or a mapping of name and parameters.")
-    shadow: Annotated[tuple[PolicyChoice, ...], Field(max_length=8)] = setting(
-        (), "Policies that score this pool's requests beside the one that serves, and send nothing anywhere."
+    policy: PolicyChoice = setting(
+        "prefix_aware", "The policy's name, or a mapping of name and parameters."
     )
-    canary: Canary | None = setting(None, "A policy that serves a part of its requests; nobody unless given.")
+    shadow: Annotated[tuple[PolicyChoice, ...], Field(max_length=8)] = setting(
+        (),
+        "Policies that score this pool's requests beside the one that serves, and send nothing anywhere.",
+    )
+    canary: Canary | None = setting(
+        None, "A policy that serves a part of its requests; nobody unless given."
+    )
     admission: AdmissionChoice = setting(
         admissions.DEFAULT, "The admission's name, or a mapping of name and parameters."
     )
@@ -233,11 +252,15 @@ class Timeouts(Section):
     first_byte: Duration = setting("600s", "From the request sent to the first byte of the answer.")
     stall: Duration = setting("60s", "Between two pieces of an answer that has begun.")
     grace: Duration | None = setting(
-        None, "For a balancer to notice after SIGTERM: /readyz says draining, and requests are served still."
+        None,
+        "For a balancer to notice after SIGTERM: /readyz says draining, and requests are served still.",
     )
-    handover: Duration = setting("1h", "For requests of a process that a restart has replaced to end.")
+    handover: Duration = setting(
+        "1h", "For requests of a process that a restart has replaced to end."
+    )
     shutdown: Duration = setting(
-        "30s", "For running requests to end after that. A stream that is not over by then ends with an error event."
+        "30s",
+        "For running requests to end after that. A stream that is not over by then ends with an error event.",
     )
 
 
@@ -245,9 +268,12 @@ class Retries(Section):
     """How often a request that failed before its first byte is tried on another endpoint."""
 
     budget: Annotated[float, Field(ge=0, le=1)] = setting(
-        0.2, "Retries at the same time, as a share of the requests that are under way in this gateway."
+        0.2,
+        "Retries at the same time, as a share of the requests that are under way in this gateway.",
     )
-    floor: Annotated[int, Field(strict=True, ge=0, le=1000), BeforeValidator(number_if_substituted)] = setting(
+    floor: Annotated[
+        int, Field(strict=True, ge=0, le=1000), BeforeValidator(number_if_substituted)
+    ] = setting(
         3, "Retries allowed on top of that share, so that a quiet gateway can retry at all."
     )
     hedge: Annotated[float, Field(ge=0, le=0.2)] = setting(
@@ -255,7 +281,9 @@ class Retries(Section):
         "Requests that may be sent to a second endpoint as well when their first byte is late, as a share of all; the "
         "first answer wins. Within the retry budget. 0: none.",
     )
-    attempts: Annotated[int, Field(strict=True, ge=1, le=16), BeforeValidator(number_if_substituted)] = setting(
+    attempts: Annotated[
+        int, Field(strict=True, ge=1, le=16), BeforeValidator(number_if_substituted)
+    ] = setting(
         3,
         "Most endpoints one request is sent to. Those that refuse the connection do not count; nor do those that fail "
         "the health check before a retry.",
@@ -265,13 +293,20 @@ class Retries(Section):
 class Health(Section):
     """When an endpoint is ejected and when it comes back."""
 
-    interval: Interval = setting("1s", "Time between two active probes; 1s at most for an endpoint that is out.")
+    interval: Interval = setting(
+        "1s", "Time between two active probes; 1s at most for an endpoint that is out."
+    )
     timeout: Duration = setting("1s", "Time for a probe to be answered.")
-    failures: Count = setting(3, "Failures in a row, of probes or requests, that eject an endpoint.")
-    backoff: Duration = setting("1s", "First time out; it doubles with every return that ends badly, with jitter.")
+    failures: Count = setting(
+        3, "Failures in a row, of probes or requests, that eject an endpoint."
+    )
+    backoff: Duration = setting(
+        "1s", "First time out; it doubles with every return that ends badly, with jitter."
+    )
     backoff_max: Duration = setting("60s", "Longest time out.")
     slow_start: Duration = setting(
-        "10s", "How long one that came, or came back, is given fewer requests at once than others while they have room."
+        "10s",
+        "How long one that came, or came back, is given fewer requests at once than others while they have room.",
     )
     slow_factor: Annotated[float, Field(ge=0, le=100)] = setting(
         2.5,
@@ -280,7 +315,8 @@ class Health(Section):
     )
     path: HttpPath = setting("/health", "What a probe asks for.")
     progress: Duration = setting(
-        "5s", "Silence with requests in flight, long prompts allowed for, after which an engine counts as wedged."
+        "5s",
+        "Silence with requests in flight, long prompts allowed for, after which an engine counts as wedged.",
     )
 
     @model_validator(mode="after")
@@ -288,7 +324,9 @@ class Health(Section):
         if self.backoff > self.backoff_max:
             raise ValueError("backoff is longer than backoff_max")
         if 0 < self.slow_factor < 1.5:
-            raise ValueError("slow_factor is below 1.5, which equal endpoints reach by chance; 0 turns it off")
+            raise ValueError(
+                "slow_factor is below 1.5, which equal endpoints reach by chance; 0 turns it off"
+            )
         return self
 
 
@@ -305,14 +343,20 @@ class Prefix(Section):
 
     index: Size = setting("256MiB", "Memory for the index: a hard cap, oldest entries go first.")
     block_bytes: Annotated[
-        int, Field(strict=True, ge=16, le=65536, multiple_of=8), BeforeValidator(number_if_substituted)
-    ] = setting(512, "Prompt bytes per block, a multiple of 8; smaller is finer and larger in memory.")
+        int,
+        Field(strict=True, ge=16, le=65536, multiple_of=8),
+        BeforeValidator(number_if_substituted),
+    ] = setting(
+        512, "Prompt bytes per block, a multiple of 8; smaller is finer and larger in memory."
+    )
 
     @field_validator("index")
     @classmethod
     def _large_enough(cls, index: int) -> int:
         if index < LEAST_CAP_BYTES:
-            raise ValueError(f"is too small to remember anything; it must be at least {LEAST_CAP_BYTES >> 10}KiB")
+            raise ValueError(
+                f"is too small to remember anything; it must be at least {LEAST_CAP_BYTES >> 10}KiB"
+            )
         return index
 
 
@@ -342,10 +386,12 @@ class Admin(Section):
     """Who may change something through the admin server. Reading needs no key."""
 
     key: Secret | None = setting(
-        None, "Its credential, by reference: ${NAME} or ${file:/path}. Without it only this machine may change things."
+        None,
+        "Its credential, by reference: ${NAME} or ${file:/path}. Without it only this machine may change things.",
     )
     hosts: tuple[Host, ...] = setting(
-        (), "Further names it is reached by, as in a browser or a scrape; addresses and localhost always are."
+        (),
+        "Further names it is reached by, as in a browser or a scrape; addresses and localhost always are.",
     )
 
     _sendable_key = field_validator("key")(sendable)
@@ -354,19 +400,27 @@ class Admin(Section):
 class AutoRollback(Section):
     """When a change takes itself back."""
 
-    window: Duration = setting("60s", "Time after a change that is compared with as much time before it.")
-    error_ratio: Annotated[float, Field(gt=0, le=1)] = setting(
-        0.05, "How much larger the share of failed requests may become, as a share of all: 0.05 is five in a hundred."
+    window: Duration = setting(
+        "60s", "Time after a change that is compared with as much time before it."
     )
-    requests: Count = setting(50, "Requests that must have ended since the change before it is judged.")
+    error_ratio: Annotated[float, Field(gt=0, le=1)] = setting(
+        0.05,
+        "How much larger the share of failed requests may become, as a share of all: 0.05 is five in a hundred.",
+    )
+    requests: Count = setting(
+        50, "Requests that must have ended since the change before it is judged."
+    )
 
 
 class Reload(Section):
     """How changes of this configuration are taken over."""
 
-    watch: Annotated[bool, Field(strict=True)] = setting(True, "Whether to follow the file and the files it names.")
+    watch: Annotated[bool, Field(strict=True)] = setting(
+        True, "Whether to follow the file and the files it names."
+    )
     state_dir: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = setting(
-        None, "Folder in which the last 20 versions outlive a restart; they live in memory alone unless given."
+        None,
+        "Folder in which the last 20 versions outlive a restart; they live in memory alone unless given.",
     )
     auto_rollback: AutoRollback | None = setting(
         None, "When to take a change back without being asked; never unless set."
@@ -377,7 +431,8 @@ class Hardware(Section):
     """The GPUs behind the endpoints. `check` and `doctor` judge layouts by it."""
 
     gpus: Count | None = setting(
-        None, "GPUs of the whole fleet; layouts that need more are an error. Not checked unless given."
+        None,
+        "GPUs of the whole fleet; layouts that need more are an error. Not checked unless given.",
     )
     link_domain_gpus: Count = setting(
         8, "GPUs joined by fast links such as NVLink: 8 in an HGX server, 72 in an NVL72 rack."
@@ -389,7 +444,9 @@ class Config(Section):
 
     version: Literal[1] = Field(description="Version of this format.")
     listeners: Listeners = setting({}, "The two servers.")
-    models: tuple[Model, ...] = setting((), "Model names; without any, every name the engines of the only pool list.")
+    models: tuple[Model, ...] = setting(
+        (), "Model names; without any, every name the engines of the only pool list."
+    )
     pools: Mapping[Name, Pool] = Field(description="Pools by name.", min_length=1)
     limits: Limits = setting({}, "What one client may cost the gateway.")
     timeouts: Timeouts = setting({}, "How long the gateway waits for an engine.")
@@ -404,7 +461,9 @@ class Config(Section):
     observability: Observability = setting({}, "What the gateway writes about itself.")
     admin: Admin = setting({}, "Who may change something.")
     reload: Reload = setting({}, "How changes are taken over.")
-    shared: Shared | None = setting(None, "One view among several gateways; each for itself unless given.")
-    workers: Annotated[int, Field(strict=True, ge=1, le=64), BeforeValidator(number_if_substituted)] = setting(
-        1, "Gateway processes on this machine, which share the API port and one view."
+    shared: Shared | None = setting(
+        None, "One view among several gateways; each for itself unless given."
     )
+    workers: Annotated[
+        int, Field(strict=True, ge=1, le=64), BeforeValidator(number_if_substituted)
+    ] = setting(1, "Gateway processes on this machine, which share the API port and one view.")

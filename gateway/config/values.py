@@ -42,7 +42,9 @@ def _text(value: object, problem: str) -> str:
     """As it was written; a bare number is text too, whose parser says what it lacks. Raises ValueError for others."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(problem)
-    return value if isinstance(value, str) else str(value)  # one that was substituted shows no secret in an error
+    return (
+        value if isinstance(value, str) else str(value)
+    )  # one that was substituted shows no secret in an error
 
 
 def _from_duration(value: object) -> float:
@@ -55,7 +57,9 @@ def _from_duration(value: object) -> float:
 
 def _interval(seconds: float) -> float:
     if seconds < LEAST_INTERVAL_S:
-        raise ValueError(f"leaves too little time between two rounds; it must be at least {LEAST_INTERVAL_S * 1e3:g}ms")
+        raise ValueError(
+            f"leaves too little time between two rounds; it must be at least {LEAST_INTERVAL_S * 1e3:g}ms"
+        )
     return seconds
 
 
@@ -79,7 +83,9 @@ def _findable(host: str) -> str:
     try:
         host.encode("idna")
     except UnicodeError:
-        raise ValueError("has a host that is no name: a part of it is empty or longer than 63 characters") from None
+        raise ValueError(
+            "has a host that is no name: a part of it is empty or longer than 63 characters"
+        ) from None
     return f"[{host}]" if ":" in host else host
 
 
@@ -93,10 +99,14 @@ def engine_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("is not the URL of an engine; write http://host:8000 or https://host")
     if parts.username is not None or parts.query or parts.fragment:
-        raise ValueError("must be scheme, host, port and a prefix of paths, as in http://host:8000 or https://host/a")
+        raise ValueError(
+            "must be scheme, host, port and a prefix of paths, as in http://host:8000 or https://host/a"
+        )
     prefix = parts.path.rstrip("/")
     if not _PREFIX.fullmatch(prefix):
-        raise ValueError("has a prefix that is no path: letters, digits and -._~%:@+ between single slashes")
+        raise ValueError(
+            "has a prefix that is no path: letters, digits and -._~%:@+ between single slashes"
+        )
     if prefix.endswith("/v1"):
         raise ValueError("ends with /v1: the paths are the gateway's; write what stands before it")
     return f"{parts.scheme}://{_findable(parts.hostname)}:{port or (443 if parts.scheme == 'https' else 80)}{prefix}"
@@ -112,7 +122,9 @@ def _collector_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("is not the URL of a collector; write http://host:4318/v1/traces")
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        raise ValueError("must be scheme, host, port and path alone; a key has a key of its own beside it")
+        raise ValueError(
+            "must be scheme, host, port and path alone; a key has a key of its own beside it"
+        )
     _findable(parts.hostname)
     return url
 
@@ -140,7 +152,11 @@ def _redis_url(url: str) -> str:
     database = parts.path.strip("/")
     if parts.username is not None or parts.password is not None:
         raise ValueError("must not name a user or password; they have keys of their own beside it")
-    if parts.query or parts.fragment or (database and not (database.isascii() and database.isdigit())):
+    if (
+        parts.query
+        or parts.fragment
+        or (database and not (database.isascii() and database.isdigit()))
+    ):
         raise ValueError("must be scheme, host, port and database alone, as in redis://host:6379/0")
     return f"{parts.scheme}://{_findable(parts.hostname)}:{port or 6379}/{database or 0}"
 
@@ -150,13 +166,22 @@ def _cidr(text: str) -> str:
     try:
         return str(ip_network(text))
     except ValueError:
-        raise ValueError("is not a network; write it in CIDR form, as in 10.0.0.0/8 or 2001:db8::/32") from None
+        raise ValueError(
+            "is not a network; write it in CIDR form, as in 10.0.0.0/8 or 2001:db8::/32"
+        ) from None
 
 
 Duration = Annotated[
     float,
     BeforeValidator(_from_duration),
-    WithJsonSchema({"type": "string", "pattern": units.DURATION_PATTERN, "title": "Duration", "examples": ["250ms"]}),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": units.DURATION_PATTERN,
+            "title": "Duration",
+            "examples": ["250ms"],
+        }
+    ),
 ]
 """Seconds, written with a unit."""
 
@@ -166,14 +191,23 @@ Interval = Annotated[Duration, AfterValidator(_interval)]
 Size = Annotated[
     int,
     BeforeValidator(_from_size),
-    WithJsonSchema({"type": "string", "pattern": units.SIZE_PATTERN, "title": "Size", "examples": ["32MiB"]}),
+    WithJsonSchema(
+        {"type": "string", "pattern": units.SIZE_PATTERN, "title": "Size", "examples": ["32MiB"]}
+    ),
 ]
 """Bytes, written with a unit."""
 
 Parameters = Annotated[
     float,
     BeforeValidator(_from_parameters),
-    WithJsonSchema({"type": "string", "pattern": _PARAMETERS.pattern, "title": "Parameters", "examples": ["70B"]}),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": _PARAMETERS.pattern,
+            "title": "Parameters",
+            "examples": ["70B"],
+        }
+    ),
 ]
 """Billions of parameters, written with a unit."""
 
@@ -199,12 +233,18 @@ def setting(default: object, text: str) -> Any:
 def sendable(key: Secret | None) -> Secret | None:
     """A key that can stand in a header. Raises ValueError for others."""
     text = None if key is None else key.reveal()
-    if text is not None and (not text or not text.isascii() or not text.isprintable() or text.strip() != text):
-        raise ValueError("is empty or cannot be sent in a header (printable ASCII without outer blanks)")
+    if text is not None and (
+        not text or not text.isascii() or not text.isprintable() or text.strip() != text
+    ):
+        raise ValueError(
+            "is empty or cannot be sent in a header (printable ASCII without outer blanks)"
+        )
     return key
 
 
 class Section(BaseModel):
     """A mapping of the file: its keys are known, and it never changes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, populate_by_name=True
+    )
