@@ -130,7 +130,7 @@ def test_a_valid_certificate_in_use_is_not_exchanged_for_an_expired_one(
     authority.issue("server", "localhost", expired=True)
     follow()
     assert made.not_after == before
-    assert "the certificate in use stays: it has expired" in caplog.text
+    assert "cannot be used: it has expired" in caplog.text
 
 
 @pytest.mark.usefixtures("good")
@@ -140,7 +140,7 @@ def test_files_that_hold_something_else_are_errors(tmp_path: Path) -> None:
         "5:20 listeners.api.tls.certificate holds no certificate in PEM form"
     ]
     assert problems(written(tmp_path, key="text.pem")) == [
-        "6:12 listeners.api.tls.key is no private key in PEM form, or key_password does not open it"
+        "6:12 listeners.api.tls.key is not a private key in PEM form, or key_password does not decrypt it"
     ]
     assert problems(written(tmp_path, more="      client_ca: text.pem\n")) == [
         "7:18 listeners.api.tls.client_ca holds no certificate in PEM form"
@@ -191,7 +191,7 @@ def test_a_key_password_is_used_and_never_shown(tmp_path: Path, good: Files) -> 
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, sealed),
     )
     assert problems(written(tmp_path)) == [
-        "6:12 listeners.api.tls.key is no private key in PEM form, or key_password does not open it"
+        "6:12 listeners.api.tls.key is not a private key in PEM form, or key_password does not decrypt it"
     ]
     file = written(tmp_path, more="      key_password: ${WORD}\n")
     loaded = examine(file, {"WORD": "open sesame"})
