@@ -155,9 +155,7 @@ class TlsListeners:
         self._limits = limits
         self._listeners: dict[str, TlsListener] = {}
 
-    def wrap(
-        self, name: str, section: ListenerTls | None, make: Accept
-    ) -> Accept:
+    def wrap(self, name: str, section: ListenerTls | None, make: Accept) -> Accept:
         """Return the protocol factory for a listener: `make` itself if it has no TLS.
 
         Raises OSError or ValueError when a file cannot be used.
