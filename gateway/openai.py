@@ -1,23 +1,32 @@
 """Parses an OpenAI request body into a Call. No types of an HTTP library and no I/O.
 
-The body is decoded once, one level deep: values stay raw JSON, so a 400 kB prompt is scanned but
-not rebuilt. Unknown members pass, members that control engine internals are dropped, and the body
+The body is decoded once, one level deep (json_members.py): a 400 kB prompt is scanned but not
+rebuilt. Unknown members pass, members that control engine internals are dropped, and the body
 is re-encoded only if it changes.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
-import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from gateway.answer import Failure, GatewayError
 from gateway.cache_salts import MAX_CLIENT_SALT, CacheSalts
+from gateway.json_members import (
+    MAX_MEMBERS,
+    TooManyMembersError,
+    bad_request,
+    decode_object,
+    join_members,
+    member_value,
+    missing_member,
+    read_members,
+    string_member,
+)
 from gateway.media import BYTES_PER_TOKEN, LEAST_MEDIUM, may_hold_media, without_media
 from gateway.sequences import MULTIPLE, counted, read_prompts
 from gateway.slo import MAX_SESSION, MOST_PRIORITY, Wish, session_key
@@ -83,19 +92,6 @@ SIZES = {
     "logit_bias": 256 * 1024,
 }
 _GUARDED = frozenset((*LIMITS, *SIZES))
-
-# A body up to this size cannot hold enough members to need a limit while decoding.
-SMALL_BODY = 256 * 1024
-MAX_MEMBERS = 256
-MAX_NAME = 256
-MAX_DIGITS = 4096  # interpreters reject or are slow on longer numbers (CPython: 4300 digits)
-_NOT_A_NUMBER = frozenset(b'{["')  # first bytes of values that are not numbers
-_COMPOUND = frozenset(b"{[")
-
-_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_any = msgspec.json.Decoder().decode
-_KEY = re.compile(rb'[ \t\r\n]*("(?:[^"\\]|\\.)*")[ \t\r\n]*:[ \t\r\n]*', re.DOTALL)
-_NEXT = re.compile(rb"[ \t\r\n]*([,}])")
 
 
 class Servable(Protocol):
@@ -171,7 +167,7 @@ class Call(msgspec.Struct):
         if model == self.request.model and len(accepted) == len(members):
             return self
         accepted["model"] = msgspec.Raw(msgspec.json.encode(model))
-        return msgspec.structs.replace(self, body=_join(accepted), members=accepted)
+        return msgspec.structs.replace(self, body=join_members(accepted), members=accepted)
 
     def release(self) -> None:
         """Drop the bytes: the engine has received them, and no retry follows the first token."""
@@ -201,8 +197,8 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
 
     Raises GatewayError (400 or 404) that names the problem; such a request is not forwarded.
     """
-    members = _members(body)
-    requested = _string(members, "model")
+    members = read_members(body)
+    requested = string_member(members, "model")
     model = models.get(requested)
     if model is None:
         raise _unknown_model(requested, models)
@@ -210,7 +206,7 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
     names = PROMPT_MEMBERS[api]
     name = names[-1]
     if name not in members:
-        raise _missing(name)
+        raise missing_member(name)
     prompt = (members[name],) if _PREAMBLE.isdisjoint(members) else _prompt(names, members)
     ids, media, estimated, longest = None, 0, 0, 0
     if api is _COMPLETIONS:
@@ -261,7 +257,7 @@ def _client_salt(members: Mapping[str, msgspec.Raw]) -> bytes:
 
 
 def _salt_text(members: Mapping[str, msgspec.Raw], name: str) -> str | None:
-    value = _value(members, name)
+    value = member_value(members, name)
     if value is not None and (
         not isinstance(value, str) or not value or len(value) > MAX_CLIENT_SALT
     ):
@@ -286,7 +282,7 @@ def _expected_tokens(caller: Caller, model: str, slo: Slo) -> int:
 
 def _priority(members: Mapping[str, msgspec.Raw], low_first: bool) -> int:
     """Return the body's priority, higher first; engines interpret the number in opposite ways."""
-    value = _value(members, "priority")
+    value = member_value(members, "priority")
     if not isinstance(value, int) or isinstance(value, bool):
         return 0
     return max(-MOST_PRIORITY, min(MOST_PRIORITY, -value if low_first else value))
@@ -294,7 +290,7 @@ def _priority(members: Mapping[str, msgspec.Raw], low_first: bool) -> int:
 
 def _session(members: Mapping[str, msgspec.Raw], tenant: str) -> str:
     """Return the session from `prompt_cache_key`, where agents put their conversation's id."""
-    value = _value(members, "prompt_cache_key")
+    value = member_value(members, "prompt_cache_key")
     if not isinstance(value, str) or len(value) > MAX_SESSION:
         return ""
     return session_key(tenant, value)
@@ -302,131 +298,6 @@ def _session(members: Mapping[str, msgspec.Raw], tenant: str) -> str:
 
 def _prompt(names: tuple[str, ...], members: Mapping[str, msgspec.Raw]) -> tuple[msgspec.Raw, ...]:
     return tuple(members[name] for name in names if name in members)
-
-
-def _members(body: bytes) -> dict[str, msgspec.Raw]:
-    try:
-        members = _decode(body) if len(body) <= SMALL_BODY else _decode_large(body)
-        if not body.isascii():
-            # The scan does not validate the encoding of raw values, and engines would fail on it.
-            body.decode()
-    except RecursionError:
-        raise GatewayError(Failure.BAD_REQUEST, "The JSON body is nested too deeply.") from None
-    except UnicodeDecodeError as error:
-        raise _bad(f"The body is not valid UTF-8 (byte {error.start}).") from None
-    except _TooManyMembersError:
-        raise _too_many_members() from None
-    except msgspec.ValidationError:
-        raise _bad("The body must be a JSON object.") from None
-    except msgspec.DecodeError as error:
-        raise _bad(f"Could not parse the JSON body: {error}.") from None
-    if len(members) > MAX_MEMBERS:
-        raise _too_many_members()
-    _reject_ambiguous(body, members)
-    return members
-
-
-class _TooManyMembersError(Exception):
-    """Raised inside the decoder to stop decoding an object with too many members."""
-
-
-class _Name(str):
-    """A member name, a type of its own so that the decoder calls a hook for each."""
-
-    __slots__ = ()
-
-
-def _decode_large(body: bytes) -> dict[str, msgspec.Raw]:
-    """Decode like _decode, but stop after MAX_MEMBERS members."""
-    remaining = MAX_MEMBERS
-
-    def count(_: type, name: str) -> _Name:
-        nonlocal remaining
-        remaining -= 1
-        if remaining < 0:
-            raise _TooManyMembersError
-        return _Name(name)
-
-    members = msgspec.json.decode(body, type=dict[_Name, msgspec.Raw], dec_hook=count)
-    return {str(name): value for name, value in members.items()}
-
-
-def _too_many_members() -> GatewayError:
-    return _bad(f"The JSON body has more than {MAX_MEMBERS} members.")
-
-
-def _bad(message: str, param: str | None = None) -> GatewayError:
-    return GatewayError(Failure.BAD_REQUEST, message, param=param)
-
-
-def _missing(name: str) -> GatewayError:
-    return _bad(f"Missing required parameter: '{name}'.", name)
-
-
-def _reject_ambiguous(body: bytes, members: dict[str, msgspec.Raw]) -> None:
-    """Reject duplicate members, which gateway and engine might read differently, and huge numbers.
-
-    The members in compact form are never longer than the body, and equally long only if the body is
-    compact and has no other member. SDKs send that form, so only other bodies are searched for
-    duplicates.
-    """
-    if len(body) > MAX_DIGITS:
-        _reject_long_numbers(members)
-    compact = 1 + 4 * len(members) + sum(map(len, members)) + sum(map(len, members.values()))
-    if compact != len(body):
-        _reject_duplicates(body, members)
-
-
-def _reject_long_numbers(members: Mapping[str, msgspec.Raw]) -> None:
-    for name, value in members.items():
-        if len(value) > MAX_DIGITS and memoryview(value)[0] not in _NOT_A_NUMBER:
-            raise _bad(f"'{name[:64]}' has too many digits.", name[:64])
-
-
-def _reject_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
-    """Walk over the members of the body and compare each with the decoder's result.
-
-    The decoder keeps the last of equal names, so an earlier one has another value or is seen twice.
-    """
-    # The pattern below takes memory in proportion to the length of a name.
-    if max(map(len, members), default=0) > MAX_NAME:
-        raise _bad(f"A member's name is longer than {MAX_NAME} characters.")
-    offset = body.index(b"{") + 1
-    seen: set[str] = set()
-    while (key := _KEY.match(body, offset)) is not None:
-        name = str(_decode_any(key[1]))
-        value = bytes(members[name])
-        if name in seen or not body.startswith(value, key.end()):
-            raise _bad(f"Duplicate member '{name}' in the JSON body.", name)
-        seen.add(name)
-        following = _NEXT.match(body, key.end() + len(value))
-        # None: the decoded value is a prefix of an earlier, longer one of the same name.
-        if following is None:
-            raise _bad(f"Duplicate member '{name}' in the JSON body.", name)
-        offset = following.end()
-
-
-def _string(members: Mapping[str, msgspec.Raw], name: str) -> str:
-    if name not in members:
-        raise _missing(name)
-    value = _value(members, name)
-    if not isinstance(value, str):
-        raise _bad(f"'{name}' must be a string.", name)
-    return value
-
-
-def _value(members: Mapping[str, msgspec.Raw], name: str) -> Any:
-    """Decode one string, number or literal; a list or object, which may be large, yields ().
-
-    Raises GatewayError for a number that no decoder can represent.
-    """
-    raw = members[name]
-    if memoryview(raw)[0] in _COMPOUND:
-        return ()
-    try:
-        return _decode_any(raw)
-    except msgspec.DecodeError as error:
-        raise _bad(f"'{name}' cannot be read: {error}.", name) from None
 
 
 def _unknown_model(requested: str, models: Mapping[str, Servable]) -> GatewayError:
@@ -446,8 +317,8 @@ def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
     for name in _GUARDED.intersection(members):
         if name in SIZES:
             if len(members[name]) > SIZES[name]:
-                raise _bad(f"'{name}' is larger than {SIZES[name]} bytes.", name)
-        elif (value := _value(members, name)) is not None:
+                raise bad_request(f"'{name}' is larger than {SIZES[name]} bytes.", name)
+        elif (value := member_value(members, name)) is not None:
             is_valid = type(value) is int and 1 <= value <= LIMITS[name]
             numbers[name] = value if is_valid else _bounded(name, value)
     return numbers
@@ -455,9 +326,9 @@ def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
 
 def _bounded(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _bad(f"'{name}' must be an integer.", name)
+        raise bad_request(f"'{name}' must be an integer.", name)
     if not 1 <= value <= LIMITS[name]:
-        raise _bad(f"'{name}' must be between 1 and {LIMITS[name]}, not {value}.", name)
+        raise bad_request(f"'{name}' must be between 1 and {LIMITS[name]}, not {value}.", name)
     return value
 
 
@@ -492,24 +363,21 @@ def _outbound(
     outbound["model"] = msgspec.Raw(msgspec.json.encode(served))
     if xargs is not None:
         outbound[XARGS] = xargs
-    return _join(outbound), outbound
+    return join_members(outbound), outbound
 
 
 def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:
     """Drop an object's engine-internal members; None if it has none or is not an object."""
     try:
-        members = _decode(value) if len(value) <= SMALL_BODY else _decode_large(bytes(value))
-    except _TooManyMembersError:
-        raise _bad(f"'{XARGS}' has more than {MAX_MEMBERS} members.", XARGS) from None
+        members = decode_object(value)
+    except TooManyMembersError:
+        raise bad_request(f"'{XARGS}' has more than {MAX_MEMBERS} members.", XARGS) from None
     except msgspec.ValidationError:
         return None
     if ENGINE_INTERNAL.isdisjoint(members):
         return None
     return msgspec.Raw(
-        _join({name: value for name, value in members.items() if name not in ENGINE_INTERNAL})
+        join_members(
+            {name: value for name, value in members.items() if name not in ENGINE_INTERNAL}
+        )
     )
-
-
-def _join(members: Mapping[str, msgspec.Raw]) -> bytes:
-    pairs = (json.dumps(name).encode() + b":" + bytes(value) for name, value in members.items())
-    return b"{" + b",".join(pairs) + b"}"

@@ -82,8 +82,7 @@ class Relay:
     own_headers       the gateway's header fields, each ending in CRLF, without framing
     on_first_token    called once, at the first generated token
     is_http_1_0       the client cannot read chunks: it gets the bare body, then a close
-    hold_until_token  hold a stream back until its first token, because engines send a role before
-                      they know whether a token will follow
+    hold_until_token  hold a stream back until its first token; engines send a role before it
     chunk_gaps        histogram of the times between chunks, or None
     rewriter          replaces the engine's model name by the client's, or None if they are equal
     choice_count      choices the client asked for, each of which ends with a finish reason
@@ -91,8 +90,7 @@ class Relay:
     Results, with times as given to feed() or None:
     is_committed      body bytes have been returned for the client, so nothing can be retried
     has_error_event   the stream ended with an error event, of the engine or of the gateway
-    is_refused        the engine's `status` is not 2xx, or its first event is an error about the
-                      request; `refusal_body` has its body
+    is_refused        the engine's `status` is not 2xx, or the stream began with a client error
     """
 
     __slots__ = (
@@ -440,7 +438,6 @@ class Relay:
             self._carry = window[last_end(window) :][-CARRY_LIMIT:]
 
     def _pass(self, like: Likeness, data: bytes, now: float) -> None:
-        """Account for one more event that differs from `like` only in its text."""
         self.last_at = now
         self.events += 1
         self.bytes_out += len(data)
@@ -449,7 +446,6 @@ class Relay:
             self._usage = like.event
 
     def _guess(self, data: bytes, payload: bytes) -> None:
-        """Learn the form of this event, which the next ones may share."""
         self._guesses -= 1
         self._like = likeness(self._body, data, payload) or self._like
 

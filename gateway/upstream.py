@@ -8,7 +8,6 @@ and per chunk (docs/performance.md).
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 from contextlib import suppress
 from time import monotonic
@@ -21,6 +20,7 @@ from gateway.errand import Landing, landing, within
 from gateway.outbox import Outbox
 from gateway.relay import DONE, Relay, UpstreamBroke
 from gateway.tls import WRITE_BUFFER_BYTES, Encryption
+from gateway.upstream_error import is_own_error as is_own_error
 
 IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
 MAX_IDLE = 256  # idle connections kept per engine
@@ -31,19 +31,6 @@ LOST = ("reset", "no_answer")  # kinds of failure in which no byte of a response
 # A connection lost later than this may be due to a proxy's idle timeout, not to a dead engine.
 FRESH_S = 5.0
 
-# Reasons of a failed connect that say nothing about the engine: descriptors, memory, ports, rights.
-OWN_ERRORS = frozenset(
-    {
-        errno.EACCES,
-        errno.EADDRNOTAVAIL,
-        errno.EAGAIN,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOBUFS,
-        errno.ENOMEM,
-        errno.EPERM,
-    }
-)
 QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux only
 
 
@@ -316,11 +303,6 @@ class Connection:
             self._outbox.loop.call_soon(done.land, error)
         else:
             done.land(error)
-
-
-def is_own_error(error: OSError) -> bool:
-    """Whether a connect failed because of this process or name resolution, not the engine."""
-    return isinstance(error, socket.gaierror) or error.errno in OWN_ERRORS
 
 
 class Upstream:

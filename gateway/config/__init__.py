@@ -1,7 +1,7 @@
-"""Configuration: one YAML file to one immutable typed tree, and every error says where.
+"""Configuration: reads one YAML file into one immutable typed tree, with a place for every error.
 
-source.py reads text and keeps places; values.py, tree.py and models.py are the types; checks.py the rules between
-values; load.py puts them together.
+yaml_source.py reads text and keeps places; values.py, tree.py and the section modules are the
+types; checks.py and the rule modules compare values; load.py puts them together.
 """
 
 from gateway.config.choices import AdmissionSpec, Canary, PolicySpec

@@ -54,7 +54,7 @@ def test_no_error_of_the_corpus_shows_the_value_of_a_reference() -> None:
         (b"- " * 3000, (1, 1), "is nested too deeply"),
         (b"[" * 100_000, (1, 1), "is nested too deeply"),
         (b"#" * (FILE_CAP_BYTES + 1), (1, 1), "is larger than 1 MiB"),
-        (b"a: &x [*x]\n", (1, 4), "an alias holds itself"),
+        (b"a: &x [*x]\n", (1, 4), "an alias contains itself"),
     ],
 )
 def test_what_is_no_sensible_yaml_is_refused_where_it_breaks(raw: bytes, place: tuple[int, int], message: str) -> None:

@@ -7,17 +7,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gateway import openai
+from gateway import json_members
 from gateway.answer import Failure, GatewayError
+from gateway.json_members import MAX_DIGITS, MAX_MEMBERS, MAX_NAME, SMALL_BODY
 from gateway.openai import (
     DEFAULT_OUTPUT_TOKENS,
     EXPECTED_CEILING,
     LIMITS,
-    MAX_DIGITS,
-    MAX_MEMBERS,
-    MAX_NAME,
     SIZES,
-    SMALL_BODY,
     Api,
     Call,
     Caller,
@@ -186,13 +183,13 @@ def test_a_call_without_its_prompt_names_what_is_missing(api: Api, missing: str)
 def test_a_list_where_a_number_or_a_word_is_due_is_not_read(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A million objects would hold everybody up."""
     read: list[int] = []
-    decode = openai._decode_any
+    decode = json_members._decode_any
 
     def counted(raw: bytes) -> object:
         read.append(len(raw))
         return decode(raw)
 
-    monkeypatch.setattr(openai, "_decode_any", counted)
+    monkeypatch.setattr(json_members, "_decode_any", counted)
     chat = '{"messages":[{"role":"user","content":"hi"}],%s}'
     assert refusal((chat % f'"model":"demo","n":{value}').encode()).message == "'n' must be an integer."
     assert refusal((chat % f'"model":{value}').encode()).message == "'model' must be a string."

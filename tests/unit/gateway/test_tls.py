@@ -150,7 +150,7 @@ def test_files_that_hold_something_else_are_errors(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("good")
 def test_unknown_ciphers_are_an_error(tmp_path: Path) -> None:
     found = problems(written(tmp_path, more="      ciphers: NONE-SUCH\n"))
-    assert found == ["7:16 listeners.api.tls.ciphers names no cipher that OpenSSL knows"]
+    assert found == ["7:16 listeners.api.tls.ciphers has no cipher that OpenSSL knows"]
 
 
 @pytest.mark.usefixtures("good")
