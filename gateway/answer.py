@@ -20,8 +20,8 @@ LONGEST_OBEYED_S = 60.0
 class Row(msgspec.Struct, frozen=True):
     """One error: its HTTP status and OpenAI error object.
 
-    retry      the x-should-retry hint, which OpenAI's SDKs obey; None leaves it to the SDK
-    in_stream  the error code used once the response has begun
+    should_retry    the x-should-retry hint, which OpenAI's SDKs obey; None leaves it to the SDK
+    in_stream_code  the error code used once the response has begun
     """
 
     status: int

@@ -132,7 +132,7 @@ class Call(msgspec.Struct):
     members           all its raw values by name
     salt              only requests with equal salts (hex) share cached prompts; b"" for none
     estimated_tokens  prompt tokens as estimated from its bytes; 0 if they were counted
-    media             number of images, recordings and files in the prompt
+    media_count       number of images, recordings and files in the prompt
     """
 
     api: Api
@@ -177,6 +177,7 @@ class Call(msgspec.Struct):
 class Caller(msgspec.Struct, frozen=True):
     """What is known about a request before its body is parsed.
 
+    preferences     what its headers and tenant specify
     arrived_s       when the body was complete, monotonic seconds
     output_lengths  response lengths observed so far, for requests without a bound of their own
     cache_salts     salts of tenants and clients; None: requests get no salt

@@ -32,7 +32,7 @@ class Behind(Protocol):
 class Outbox:
     """Queued writes, in order, of one event loop. Flush before closing a transport with writes.
 
-    full  this iteration has written enough, so chunks from engines are to be deferred
+    budget_spent  this iteration has written enough, so chunks from engines are to be deferred
     """
 
     __slots__ = ("_deferred", "_is_scheduled", "_queue", "full", "loop")

@@ -23,8 +23,8 @@ _LIST = ord("[")
 class Prompts(NamedTuple):
     """The prompts of a completions request.
 
-    token_ids  number of token ids in all of them; None for text
-    longest    number of token ids in the longest prompt
+    token_id_count     token ids in all of them; None for text
+    longest_token_ids  token ids in the longest prompt
     """
 
     number: int = 1

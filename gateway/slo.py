@@ -61,7 +61,7 @@ class Wish(msgspec.Struct, frozen=True):
     ranked: int = 0
 
     def of(self, usual: Slo) -> Slo:
-        """Return the SLO of a request for a model whose default SLO is `usual`."""
+        """Return the SLO of a request for a model whose default SLO is `model_slo`."""
         slo = self.slo or usual
         if self.ttft_s is None and self.tpot_s is None:
             return slo

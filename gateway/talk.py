@@ -61,11 +61,12 @@ def add_piece(pieces: list[bytes], piece: bytes) -> None:
 class Talk(ABC):
     """A client connection. Subclasses do the reading and declare slots for these fields.
 
-    phase, since     what the connection is waiting for, and since when (monotonic seconds)
+    phase            what the connection is waiting for
+    phase_since      when it began to wait for that (monotonic seconds)
     paused_at        when the client began to read too slowly; None while it keeps up
-    _must_close      close the connection after the current response
     is_draining      another process accepts new connections; the next response is the last one here
-    closes           the next response is the last one, and its head announces that
+    will_close       the next response is the last one, and its head announces that
+    _must_close      close the connection after the current response
     _reading_paused  too much is buffered, so the event loop cannot notice that the client has left
     """
 

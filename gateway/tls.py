@@ -50,7 +50,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
 
 
 class ClientSettings(msgspec.Struct, frozen=True):
-    """TLS of a client. `ca` None: the system's authorities; `verify` False: any server."""
+    """TLS of a client. `ca` None: the system's authorities; `should_verify` False: any server."""
 
     ca: str | None = None
     pair: KeyPair | None = None

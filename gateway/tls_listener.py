@@ -41,10 +41,10 @@ class HandshakeLimit(Protocol):
 class TlsListener:
     """The certificates of one listener, and the connections in their handshake.
 
-    make        creates the HTTP protocol of a connection
-    close_s     seconds that a client may take to read the rest of a response while closing
-    on_failure  called for each failed handshake
-    counter     counts handshakes as client connections; None for the admin server
+    new_protocol     creates the HTTP protocol of a connection
+    close_s          seconds that a client may take to read the rest of a response while closing
+    on_failure       called for each failed handshake
+    handshake_limit  counts handshakes as client connections; None for the admin server
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class TlsListeners:
         self._listeners: dict[str, TlsListener] = {}
 
     def wrap(self, name: str, section: ListenerTls | None, make: Accept) -> Accept:
-        """Return the protocol factory for a listener: `make` itself if it has no TLS.
+        """Return the protocol factory for a listener: `new_protocol` itself without TLS.
 
         Raises OSError or ValueError when a file cannot be used.
         """

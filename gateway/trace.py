@@ -40,7 +40,7 @@ class Parent(msgspec.Struct, frozen=True):
 class TraceLeg(msgspec.Struct, frozen=True):
     """One request to an engine: its role (whole, prefill or decode), endpoint, span and start time.
 
-    `began` is in monotonic seconds.
+    `started_at` is in monotonic seconds.
     """
 
     role: str

@@ -11,7 +11,7 @@ from gateway.config.problems import Path
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """An error or warning at `path`; `on_key` if it concerns the key rather than its value."""
+    """An error or warning at `path`; `is_on_key` if it concerns the key, not its value."""
 
     path: Path
     message: str

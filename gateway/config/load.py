@@ -24,13 +24,13 @@ _ENGINES_POOL = "engines"
 class Loaded(msgspec.Struct, frozen=True):
     """A valid Config, its warnings, and what it was made from.
 
-    file        name of the file, as shown in problems
-    text        content of the file, with references as written
-    references  the files that it names
-    digest      digest of the text and of everything its references resolve to
-    written     path -> value as written in the text; secrets in it are masked
-    in_clear    whether a secret is in the text itself
-    files       path of a value that names a file -> digest of that file
+    file                name of the file, as shown in problems
+    text                content of the file, with references as written
+    references          the files that it names
+    digest              digest of the text and of everything its references resolve to
+    written             path -> value as written in the text; secrets in it are masked
+    has_secret_in_text  a secret is in the text itself rather than behind a reference
+    files               path of a value that names a file -> digest of that file
     """
 
     config: Config

@@ -108,13 +108,14 @@ def numbers_if_substituted(value: Any) -> Any:
 class Source:
     """The content of one file as plain data, with places and problems.
 
-    data        the plain values
-    marks       path -> place of the value;  keys: path -> place of its key
-    problems    errors by path; a path with an error is not checked any further
-    warnings    warnings about files
-    written     path -> value as written, with references not filled in
-    references  the files that are referred to
-    files       path of a value that names a file -> digest of that file
+    data           the plain values
+    positions      path -> place of the value
+    key_positions  path -> place of its key
+    problems       errors by path; a path with an error is not checked any further
+    warnings       warnings about files
+    written        path -> value as written, with references not filled in
+    references     the files that are referred to
+    files          path of a value that names a file -> digest of that file
     """
 
     def __init__(self, file: str) -> None:

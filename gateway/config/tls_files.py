@@ -32,7 +32,7 @@ def examine(config: Config, source: Source) -> None:
 
 
 class Certificate(msgspec.Struct, frozen=True):
-    """A certificate named at `path`. `doubt`: why peers refuse it now, or None."""
+    """A certificate named at `path`. `refusal_reason`: why peers refuse it now, or None."""
 
     path: str
     file: str
