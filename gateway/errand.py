@@ -2,7 +2,7 @@
 
 asyncio resumes a Task in a later loop iteration, which costs a few microseconds and some latency
 each time. An EagerTask starts at once, and when it awaits an EagerFuture it resumes inside that
-future's resolve(). Any other wait turns it into a regular Task, as does entering timeout().
+future's resolve(). Any other wait turns it into a regular Task, as does timeout_after().
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Handling thirty reads and then doing thirty sends keeps the processor's caches w
 CPU under load (docs/performance.md). On an idle loop a write leaves a few microseconds later.
 
 Several engines may finish a decode step at once and send hundreds of chunks, which would delay new
-requests. So an iteration relays TURN chunks and defers the rest; new requests run in between.
+requests. So an iteration relays some of them and defers the rest; new requests run in between.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 TURN = 32  # writes per loop iteration, about a millisecond
 
-# Chunks that may be deferred. Beyond that, chunks are relayed at once: reading on without relaying
-# would take from engines what clients do not receive.
+# Chunks that may be deferred. Beyond that they are relayed at once, since otherwise the gateway would
+# read from engines much faster than clients receive.
 MOST = 1024
 
 

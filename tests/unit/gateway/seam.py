@@ -131,7 +131,12 @@ class House:
         await turns()
         for part in parts:
             await pipe.deliver(part)
-        seen = Seen(_answers(pipe.text), pipe.closed or pipe.half_closed, [*self.served], pipe.protocol is not protocol)
+        seen = Seen(
+            _answers(pipe.text),
+            pipe.closed or pipe.half_closed,
+            [*self.served],
+            pipe.protocol is not protocol,
+        )
         pipe.close()
         await turns()
         assert len(self.fronts) == 0
@@ -167,7 +172,9 @@ def _answers(text: bytes) -> list[tuple[int, bytes]]:
     return found
 
 
-def request(body: bytes = b"{}", *fields: str, path: str = Api.CHAT, length: str | None = None) -> bytes:
+def request(
+    body: bytes = b"{}", *fields: str, path: str = Api.CHAT, length: str | None = None
+) -> bytes:
     """An ordinary request, unless the arguments make it another."""
     framing = f"Content-Length: {len(body)}" if length is None else length
     lines = [f"POST {path} HTTP/1.1", "Host: test", *fields, framing, "", ""]

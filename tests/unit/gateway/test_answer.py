@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from gateway.answer import Failure, GatewayError, body_of, event_of, headers_of, new_id, phrase_of, reshaped
+from gateway.answer import (
+    Failure,
+    GatewayError,
+    body_of,
+    event_of,
+    headers_of,
+    new_id,
+    phrase_of,
+    reshaped,
+)
 from gateway.openai import ENGINE_INTERNAL
 
 API_PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
@@ -28,7 +37,12 @@ def error_in(body: bytes) -> dict[str, Any]:
 def test_every_failure_is_an_openai_error_with_retry_advice_or_none(failure: Failure) -> None:
     row = failure.value
     error = GatewayError(failure, "why", param="n")
-    assert error_in(body_of(error)) == {"message": "why", "type": row.type, "param": "n", "code": row.code}
+    assert error_in(body_of(error)) == {
+        "message": "why",
+        "type": row.type,
+        "param": "n",
+        "code": row.code,
+    }
     assert error.status == row.status
     assert HTTPStatus(row.status).phrase
     advice = dict(headers_of(error)).get("x-should-retry")
@@ -37,11 +51,20 @@ def test_every_failure_is_an_openai_error_with_retry_advice_or_none(failure: Fai
 
 
 def test_only_overload_and_engine_trouble_may_be_retried_by_a_client() -> None:
-    assert {failure.value.status for failure in Failure if failure.value.retry is not False} == {429, 502, 503, 504}
+    assert {failure.value.status for failure in Failure if failure.value.retry is not False} == {
+        429,
+        502,
+        503,
+        504,
+    }
 
 
-@pytest.mark.parametrize(("seconds", "ms", "whole"), [(0.0, "1", "1"), (0.25, "250", "1"), (12.4, "12400", "13")])
-def test_a_wait_is_told_in_milliseconds_and_in_whole_seconds(seconds: float, ms: str, whole: str) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "ms", "whole"), [(0.0, "1", "1"), (0.25, "250", "1"), (12.4, "12400", "13")]
+)
+def test_a_wait_is_told_in_milliseconds_and_in_whole_seconds(
+    seconds: float, ms: str, whole: str
+) -> None:
     headers = dict(headers_of(GatewayError(Failure.OVERLOADED, "full", retry_after_s=seconds)))
     assert headers == {"retry-after-ms": ms, "retry-after": whole}
 
@@ -56,10 +79,31 @@ def test_an_error_in_a_stream_is_one_event_with_an_error_in_it() -> None:
 
 MESSAGE = "This model's maximum context length is 64 tokens"
 SHAPES = {
-    "vLLM": {"error": {"message": MESSAGE, "type": "BadRequestError", "param": "prompt", "code": 400}},
-    "SGLang": {"object": "error", "message": MESSAGE, "type": "BadRequestError", "param": "prompt", "code": 400},
-    "TensorRT-LLM": {"object": "error", "message": MESSAGE, "type": "invalid", "param": "prompt", "code": 400},
-    "OpenAI": {"error": {"message": MESSAGE, "type": "x", "param": "prompt", "code": "context_length_exceeded"}},
+    "vLLM": {
+        "error": {"message": MESSAGE, "type": "BadRequestError", "param": "prompt", "code": 400}
+    },
+    "SGLang": {
+        "object": "error",
+        "message": MESSAGE,
+        "type": "BadRequestError",
+        "param": "prompt",
+        "code": 400,
+    },
+    "TensorRT-LLM": {
+        "object": "error",
+        "message": MESSAGE,
+        "type": "invalid",
+        "param": "prompt",
+        "code": 400,
+    },
+    "OpenAI": {
+        "error": {
+            "message": MESSAGE,
+            "type": "x",
+            "param": "prompt",
+            "code": "context_length_exceeded",
+        }
+    },
 }
 
 
@@ -92,7 +136,9 @@ def test_every_engines_error_object_becomes_openais(shape: dict[str, Any]) -> No
         (460, b"", "Error"),
     ],
 )
-def test_other_shapes_keep_their_words_or_get_the_statuss(status: int, body: bytes, message: str) -> None:
+def test_other_shapes_keep_their_words_or_get_the_statuss(
+    status: int, body: bytes, message: str
+) -> None:
     error = error_in(reshaped(status, body))
     assert message in error["message"]
     assert error["param"] is None
@@ -100,13 +146,25 @@ def test_other_shapes_keep_their_words_or_get_the_statuss(status: int, body: byt
 
 
 def test_an_engine_that_does_not_know_the_model_is_a_model_not_found() -> None:
-    body = {"error": {"message": "The model does not exist", "type": "NotFoundError", "param": "model", "code": 404}}
+    body = {
+        "error": {
+            "message": "The model does not exist",
+            "type": "NotFoundError",
+            "param": "model",
+            "code": 404,
+        }
+    }
     assert error_in(reshaped(404, json.dumps(body).encode()))["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(401, "authentication_error"), (403, "permission_error"), (422, "invalid_request_error"), (500, "server_error")],
+    [
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (422, "invalid_request_error"),
+        (500, "server_error"),
+    ],
 )
 def test_a_type_follows_from_the_status(status: int, kind: str) -> None:
     assert error_in(reshaped(status, b""))["type"] == kind
@@ -123,7 +181,9 @@ def test_ids_made_outside_the_line_look_like_those_made_on_it() -> None:
 
 
 def test_the_api_page_has_exactly_the_rows_of_the_table() -> None:
-    rows = re.findall(r"^\| (\d{3}) \| `(\w+)` \| (?:`(\w+)`|–) \| (no|yes) \|", API_PAGE, re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\d{3}) \| `(\w+)` \| (?:`(\w+)`|–) \| (no|yes) \|", API_PAGE, re.MULTILINE
+    )
     expected = [
         (str(row.status), row.type, row.code or "", "no" if row.retry is False else "yes")
         for row in (failure.value for failure in Failure)

@@ -16,7 +16,8 @@ from tests.unit.gateway.split.halves import MODEL, TEXT, Asked, Script, decodes,
 
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKEN = {
-    "id": "chatcmpl-" + "0" * FIRST_EVENT,  # so long that what follows is not its first event any more
+    "id": "chatcmpl-"
+    + "0" * FIRST_EVENT,  # so long that what follows is not its first event any more
     "model": MODEL,
     "prompt_token_ids": [1, 2],
     "choices": [{"index": 0, "delta": {"content": "half"}, "token_ids": [7]}],
@@ -48,7 +49,9 @@ def events(*told: object) -> bytes:
         EVENTS + events(TOKEN) + b"zz\r\n",
     ],
 )
-async def test_what_an_engine_garbles_from_the_start_is_answered_by_another(raw: bytes, resume: bool) -> None:
+async def test_what_an_engine_garbles_from_the_start_is_answered_by_another(
+    raw: bytes, resume: bool
+) -> None:
     models = [{"name": MODEL, "pool": "main"} | ({"resume": {}} if resume else {})]
     sides = {"decode_role": "both", "policy": "round_robin"}
     async with front("vllm_nixl", [], [says(raw), decodes], models=models, **sides) as running:
@@ -63,7 +66,9 @@ async def test_what_an_engine_garbles_from_the_start_is_answered_by_another(raw:
 async def test_what_is_tried_again_though_a_token_had_come_is_asked_for_in_full(end: bytes) -> None:
     models = [{"name": MODEL, "pool": "main", "resume": {}}]
     sides = {"decode_role": "both", "policy": "round_robin"}
-    async with front("vllm_nixl", [], [says(EVENTS + events(TOKEN) + end), decodes], models=models, **sides) as running:
+    async with front(
+        "vllm_nixl", [], [says(EVENTS + events(TOKEN) + end), decodes], models=models, **sides
+    ) as running:
         for _ in range(2):
             reply = await running.ask(words=3, stream=True)
             assert (reply.status, reply.text) == (200, "".join(TEXT))
@@ -76,14 +81,24 @@ async def test_a_chat_that_breaks_behind_its_role_is_asked_anew_and_its_client_s
     end: bytes | None,
 ) -> None:
     """An engine shows a role before there is a token: as long as nobody was shown it, anybody may begin again."""
-    role = {"id": "dead", "model": MODEL, "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+    role = {
+        "id": "dead",
+        "model": MODEL,
+        "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
+    }
     usage = {"prompt_tokens": 2, "completion_tokens": 0}
 
     async def dies(asked: Asked) -> None:
         asked.writer.write(EVENTS + events(role | {"prompt_token_ids": [1, 2], "usage": usage}))
-        (dead,) = [each for each in running.app.gateway.endpoints.all() if each.endpoint.name == running.decode[0].name]
+        (dead,) = [
+            each
+            for each in running.app.gateway.endpoints.all()
+            if each.endpoint.name == running.decode[0].name
+        ]
         async with asyncio.timeout(PATIENCE_S):
-            while all(each._relay is None or each._relay.untouched for each in dead.upstream.connections):
+            while all(
+                each._relay is None or each._relay.untouched for each in dead.upstream.connections
+            ):
                 await asyncio.sleep(0)
         if end is None:
             asked.writer.transport.abort()

@@ -27,9 +27,15 @@ for name in sys.argv[1:]:
 
 @pytest.mark.skipif(not is_compiled(), reason="the sources import no classes for types alone")
 def test_every_compiled_module_can_be_the_first_that_is_imported() -> None:
-    compiled = [path.relative_to(HOME) for room in ("gateway", "policies") for path in (HOME / room).rglob("*.so")]
+    compiled = [
+        path.relative_to(HOME)
+        for room in ("gateway", "policies")
+        for path in (HOME / room).rglob("*.so")
+    ]
     names = [".".join([*path.parent.parts, path.name.partition(".")[0]]) for path in compiled]
     assert "gateway.serve" in names
     command = [sys.executable, "-c", EACH_FIRST, *names]
-    done = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=HOME, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -47,7 +47,11 @@ def test_connections_of_one_client_are_limited_and_others_are_not() -> None:
     mine = [one() for _ in range(3)]
     assert [all_of_them.admit(each, "192.0.2.1", limits) for each in mine] == [True, True, False]
     assert all_of_them.admit(one(), "192.0.2.2", limits)
-    assert [all_of_them.admit(one(), f"2001:db8::{n}", limits) for n in range(3)] == [True, True, False]
+    assert [all_of_them.admit(one(), f"2001:db8::{n}", limits) for n in range(3)] == [
+        True,
+        True,
+        False,
+    ]
     all_of_them.remove(mine[0])
     all_of_them.remove(mine[2])
     assert all_of_them.admit(one(), "192.0.2.1", limits)

@@ -80,10 +80,14 @@ async def test_an_engine_whose_check_is_silent_is_asked_when_there_is_no_other()
 
 
 @pytest.mark.parametrize("half", ["prefill", "decode"])
-async def test_a_split_request_is_answered_when_most_engines_of_a_role_died_at_once(half: str) -> None:
+async def test_a_split_request_is_answered_when_most_engines_of_a_role_died_at_once(
+    half: str,
+) -> None:
     many, few = DEAD + ALIVE, ALIVE
     counts = (many, few) if half == "prefill" else (few, many)
-    async with front("vllm_nixl", [prefills()] * counts[0], [decodes] * counts[1], health=SELDOM) as running:
+    async with front(
+        "vllm_nixl", [prefills()] * counts[0], [decodes] * counts[1], health=SELDOM
+    ) as running:
         kill((running.prefill if half == "prefill" else running.decode)[:DEAD])
         replies = [await running.ask() for _ in range(6)]
         assert [reply.status for reply in replies] == [200] * 6
@@ -102,7 +106,9 @@ async def test_the_rest_of_a_stream_comes_from_an_engine_that_answers() -> None:
         asked.writer.transport.abort()
 
     models = [{"name": MODEL, "pool": "main", "resume": {}}]
-    async with whole([dies_with_most_others] * (DEAD + ALIVE), models=models, policy="round_robin") as running:
+    async with whole(
+        [dies_with_most_others] * (DEAD + ALIVE), models=models, policy="round_robin"
+    ) as running:
         reply = await running.ask(words=3, stream=True)
         assert (reply.status, reply.text) == (200, "".join(TEXT))
         assert running.metric("penstock_resumes_total", result="resumed") == 1
@@ -110,7 +116,9 @@ async def test_the_rest_of_a_stream_comes_from_an_engine_that_answers() -> None:
 
 
 async def test_a_retry_gives_its_turn_of_the_budget_back_when_its_answer_begins() -> None:
-    async with whole([begins] * 3, policy="round_robin", retries={"budget": 0.0, "floor": 1}) as running:
+    async with whole(
+        [begins] * 3, policy="round_robin", retries={"budget": 0.0, "floor": 1}
+    ) as running:
         kill(running.decode[:2])
         async with AsyncExitStack() as streams:
             opening = [streams.enter_async_context(running.listen()) for _ in range(3)]
@@ -132,7 +140,9 @@ def tell_a_token(asked: Asked) -> None:
 
 def tell_the_rest(asked: Asked) -> None:
     asked.open_stream()
-    asked.event(HEAD | {"choices": [{"index": 0, "text": TEXT[1], "token_ids": [8]}], "usage": used(1)})
+    asked.event(
+        HEAD | {"choices": [{"index": 0, "text": TEXT[1], "token_ids": [8]}], "usage": used(1)}
+    )
     last = {"index": 0, "text": TEXT[2], "token_ids": [9], "finish_reason": "stop"}
     asked.event(HEAD | {"choices": [last], "usage": used(2)})
     asked.end_stream()

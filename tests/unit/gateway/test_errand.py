@@ -139,7 +139,9 @@ async def test_cancelling_reaches_it_at_a_landing_at_once_and_as_a_task_soon() -
     assert log == ["cancelled", "ended"]
 
 
-async def test_an_errand_that_never_waits_is_over_at_once_and_cancelling_it_then_does_nothing() -> None:
+async def test_an_errand_that_never_waits_is_over_at_once_and_cancelling_it_then_does_nothing() -> (
+    None
+):
     log = Log()
 
     async def steps() -> None:

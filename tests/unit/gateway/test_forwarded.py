@@ -34,7 +34,9 @@ PEER = "10.0.0.1"
         (",".join(["10.0.0.2"] * 100_000), "10.0.0.2"),
     ],
 )
-def test_the_client_is_the_rightmost_address_that_is_no_trusted_proxy(forwarded: str, client: str) -> None:
+def test_the_client_is_the_rightmost_address_that_is_no_trusted_proxy(
+    forwarded: str, client: str
+) -> None:
     assert PROXIES.client_address({"x-forwarded-for": forwarded}, PEER) == client
 
 
@@ -49,7 +51,9 @@ def test_no_text_makes_the_reader_fail_or_invent_an_address(text: str) -> None:
     assert found == PEER or ":" in found or found.count(".") == 3
 
 
-@pytest.mark.parametrize(("text", "kept"), [("a1b2-c3", True), ("x" * 129, False), ("a b", False), ('a"b', False)])
+@pytest.mark.parametrize(
+    ("text", "kept"), [("a1b2-c3", True), ("x" * 129, False), ("a b", False), ('a"b', False)]
+)
 def test_an_id_with_odd_characters_is_not_logged(text: str, kept: bool) -> None:
     assert proxy_request_id({"x-request-id": text}) == (text if kept else "")
 
@@ -60,10 +64,14 @@ async def logged(folder: Path, trusted: list[str], headers: list[str]) -> dict[s
     seen = {"access_log": str(log), "access_flush": "10ms"}
     listeners = {"api": {"port": 0, "trusted_proxies": trusted}, "admin": {"port": 0}}
     async with house(1, observability=seen, listeners=listeners) as home:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(home.app.url.rpartition(":")[2]))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", int(home.app.url.rpartition(":")[2])
+        )
         body = b'{"model": "demo-8b", "prompt": "hi", "max_tokens": 1}'
         lines = ["POST /v1/completions HTTP/1.1", "host: a", "content-type: application/json"]
-        head = "\r\n".join([*lines, f"content-length: {len(body)}", *headers, "connection: close", "", ""])
+        head = "\r\n".join(
+            [*lines, f"content-length: {len(body)}", *headers, "connection: close", "", ""]
+        )
         writer.write(head.encode() + body)
         assert b" 200 " in await reader.read()
         writer.close()

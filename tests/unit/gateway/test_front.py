@@ -45,7 +45,9 @@ async def test_an_ordinary_request_never_sees_the_lobby_and_is_read_as_there(num
 
 
 @pytest.mark.parametrize("odd", ODD + LAST)
-async def test_everything_else_is_for_the_lobby_and_fares_as_if_it_had_come_there(odd: bytes) -> None:
+async def test_everything_else_is_for_the_lobby_and_fares_as_if_it_had_come_there(
+    odd: bytes,
+) -> None:
     house = House()
     here = await house.see(house.front(), [ORDINARY[1], odd])
     assert here.moved
@@ -88,7 +90,9 @@ async def test_a_head_in_many_pieces_ends_in_the_lobby_with_all_of_its_bytes() -
     assert here.served == [("/v1/chat/completions", b"{}", "dripped")]
 
 
-async def test_requests_behind_one_that_waits_are_served_in_their_order_and_more_is_not_read() -> None:
+async def test_requests_behind_one_that_waits_are_served_in_their_order_and_more_is_not_read() -> (
+    None
+):
     house = House(slow=True)
     front = house.front()
     pipe = Pipe(front)
@@ -184,7 +188,9 @@ async def test_a_stopping_gateway_lets_a_slow_client_read_its_answer_to_the_end(
 
 
 @pytest.mark.parametrize("reset", [False, True])
-async def test_a_client_that_leaves_behind_more_than_is_read_is_noticed_all_the_same(reset: bool) -> None:
+async def test_a_client_that_leaves_behind_more_than_is_read_is_noticed_all_the_same(
+    reset: bool,
+) -> None:
     asking = b'{"model":"demo","messages":[{"role":"user","content":"hi"}]}'
     async with front("vllm_nixl", [prefills()], [holds]) as f:
         url = urlsplit(f.app.url)
@@ -196,7 +202,9 @@ async def test_a_client_that_leaves_behind_more_than_is_read_is_noticed_all_the_
             while not any(each._reading_paused for each in f.app.fronts):
                 await asyncio.sleep(0.001)
         if reset:
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
         writer.close()
         async with asyncio.timeout(PATIENCE_S):
             await asked.closed.wait()

@@ -24,12 +24,17 @@ PARTS: list[dict[str, Any]] = [
     {"type": "image_url", "image_url": f"data:image/png;base64,{IMAGE}"},
     {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{IMAGE}"}},
     {"type": "input_audio", "input_audio": {"data": IMAGE, "format": "wav"}},
-    {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{IMAGE}", "filename": "a.pdf"}},
+    {
+        "type": "file",
+        "file": {"file_data": f"data:application/pdf;base64,{IMAGE}", "filename": "a.pdf"},
+    },
     {"type": "image_embeds", "image_embeds": IMAGE},
 ]
 
 
-def asked(content: object, separators: tuple[str, str] = (",", ":"), prompts: PromptLengths | None = None) -> Call:
+def asked(
+    content: object, separators: tuple[str, str] = (",", ":"), prompts: PromptLengths | None = None
+) -> Call:
     body = {"model": "demo", "messages": [{"role": "user", "content": content}]}
     raw = json.dumps(body, separators=separators).encode()
     return parse(raw, Api.CHAT, {"demo": Model()}, Caller("r", "", NOTHING, 0.0, prompts=prompts))
@@ -87,5 +92,7 @@ def test_estimates_follow_what_engines_count_of_like_prompts() -> None:
         prompts.counted("demo", True, asked([TEXT, part]).estimated_tokens, 300)
         prompts.counted("demo", False, plain, plain // 2)
     assert asked([TEXT, part], prompts=prompts).request.prompt_tokens == 300
-    assert asked("word " * 400, prompts=prompts).request.prompt_tokens == pytest.approx(plain / 2, abs=1)
+    assert asked("word " * 400, prompts=prompts).request.prompt_tokens == pytest.approx(
+        plain / 2, abs=1
+    )
     assert asked("word " * 400, prompts=prompts).estimated_tokens == plain

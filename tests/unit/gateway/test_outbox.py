@@ -109,7 +109,10 @@ def test_beyond_so_many_pieces_reading_is_as_slow_as_relaying() -> None:
 
 def test_a_piece_that_cannot_be_relayed_holds_nobody_up() -> None:
     made, loop = outbox()
-    broken, streams = Mock(catch_up=Mock(side_effect=ValueError("a bug"))), [Said(made) for _ in range(TURN)]
+    broken, streams = (
+        Mock(catch_up=Mock(side_effect=ValueError("a bug"))),
+        [Said(made) for _ in range(TURN)],
+    )
     for one in streams:
         one.say(b".")
     made.put_off(broken, RELAY, b"?")
@@ -152,8 +155,13 @@ def test_who_can_be_written_to_no_more_costs_the_others_nothing() -> None:
     closed.abort.assert_called_once_with()
 
 
-@given(st.lists(st.sampled_from(["turn", "end 0", "end 1", *["burst"] * 4]), max_size=30), st.integers(1, 90))
-def test_whatever_is_put_off_each_client_gets_all_of_its_bytes_in_their_order(steps: list[str], size: int) -> None:
+@given(
+    st.lists(st.sampled_from(["turn", "end 0", "end 1", *["burst"] * 4]), max_size=30),
+    st.integers(1, 90),
+)
+def test_whatever_is_put_off_each_client_gets_all_of_its_bytes_in_their_order(
+    steps: list[str], size: int
+) -> None:
     made, loop = outbox()
     streams = [Said(made) for _ in range(3)]
     said = [b""] * 3
@@ -189,7 +197,9 @@ class Asked:
 @pytest.fixture
 async def pool() -> Upstream:
     """Connections to one engine."""
-    return Upstream("http://engine", None, Patience(1.0, 1.0, 1.0), Outbox(asyncio.get_running_loop()))
+    return Upstream(
+        "http://engine", None, Patience(1.0, 1.0, 1.0), Outbox(asyncio.get_running_loop())
+    )
 
 
 def full(pool: Upstream) -> None:
@@ -198,7 +208,9 @@ def full(pool: Upstream) -> None:
         pool.outbox.post(Mock(), b".")
 
 
-async def test_an_answer_whose_end_was_put_off_is_whole_although_the_engine_closed_behind_it(pool: Upstream) -> None:
+async def test_an_answer_whose_end_was_put_off_is_whole_although_the_engine_closed_behind_it(
+    pool: Upstream,
+) -> None:
     asked = Asked(pool)
     full(pool)
     asked.connection.data_received(EVENT)

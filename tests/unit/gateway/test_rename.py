@@ -42,7 +42,9 @@ def in_pieces(renamer: Renamer, text: bytes, cuts: list[int], *, sse: bool) -> b
 
 
 @given(PARTS, st.lists(st.integers(0, 10**6), max_size=8), st.booleans())
-def test_an_answer_is_rewritten_alike_however_it_is_cut(parts: list[bytes], cuts: list[int], sse: bool) -> None:
+def test_an_answer_is_rewritten_alike_however_it_is_cut(
+    parts: list[bytes], cuts: list[int], sse: bool
+) -> None:
     text = b"".join(parts)
     named = re.sub(rb'("model":\s*)"served"', rb'\1"mine"', text)
     counted = re.sub(rb'("cached_tokens":\s*)\d+', rb"\g<1>999", named)
@@ -96,11 +98,18 @@ def recorder() -> Recorder:
     return Recorder(Told(), lambda chunk: b"%d " % len(chunk["a"]), "served", "mine")  # type: ignore[arg-type]
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.lists(st.integers(0, 10**6), max_size=8))
-def test_a_recorder_sees_whole_events_however_they_are_cut(sizes: list[int], cuts: list[int]) -> None:
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    st.lists(st.integers(0, 10**6), max_size=8),
+)
+def test_a_recorder_sees_whole_events_however_they_are_cut(
+    sizes: list[int], cuts: list[int]
+) -> None:
     for end in (b"\n\n", b"\r\n\r\n"):
         text = b"".join(b'data: {"a":"%b"}%b' % (b"x" * size, end) for size in sizes)
-        assert in_pieces(recorder(), text, cuts, sse=True) == b"".join(b"%d " % size for size in sizes)
+        assert in_pieces(recorder(), text, cuts, sse=True) == b"".join(
+            b"%d " % size for size in sizes
+        )
 
 
 def test_a_recorder_puts_the_pieces_of_a_long_event_together_once() -> None:

@@ -18,7 +18,12 @@ CONTEXT = re.compile(r"(traceparent: [!-~]{1,128}\r\n(tracestate: [!-~][ \t!-~]{
 def test_what_a_client_says_of_its_trace_is_read() -> None:
     parent = parent_of({"traceparent": GOOD, "tracestate": "vendor=1,other=2"})
     assert parent is not None
-    assert (parent.trace_id, parent.span_id, parent.state, parent.sampled) == (ID, SPAN, "vendor=1,other=2", True)
+    assert (parent.trace_id, parent.span_id, parent.state, parent.sampled) == (
+        ID,
+        SPAN,
+        "vendor=1,other=2",
+        True,
+    )
     unsampled = parent_of({"traceparent": f"00-{ID}-{SPAN}-00"})
     assert unsampled is not None
     assert not unsampled.sampled
@@ -54,8 +59,14 @@ def test_what_is_no_context_counts_as_absent_and_goes_nowhere(text: str) -> None
 
 def test_a_context_goes_through_untouched_and_a_state_that_is_too_long_does_not() -> None:
     assert passed_on({}) == ""
-    assert passed_on({"traceparent": GOOD, "tracestate": "a=1"}) == f"traceparent: {GOOD}\r\ntracestate: a=1\r\n"
-    assert passed_on({"traceparent": GOOD, "tracestate": "a" * (MOST_STATE + 1)}) == f"traceparent: {GOOD}\r\n"
+    assert (
+        passed_on({"traceparent": GOOD, "tracestate": "a=1"})
+        == f"traceparent: {GOOD}\r\ntracestate: a=1\r\n"
+    )
+    assert (
+        passed_on({"traceparent": GOOD, "tracestate": "a" * (MOST_STATE + 1)})
+        == f"traceparent: {GOOD}\r\n"
+    )
     assert passed_on({"tracestate": "a=1"}) == ""
 
 
@@ -66,7 +77,9 @@ def test_a_state_that_is_none_is_known_as_such_at_once(wrong: str) -> None:
 
 
 @given(st.text(max_size=200), st.text(max_size=600))
-def test_whatever_a_client_sends_an_engine_sees_one_context_or_none(parent: str, state: str) -> None:
+def test_whatever_a_client_sends_an_engine_sees_one_context_or_none(
+    parent: str, state: str
+) -> None:
     assert CONTEXT.fullmatch(passed_on({"traceparent": parent, "tracestate": state}))
     assert CONTEXT.fullmatch(passed_on({"traceparent": GOOD, "tracestate": state}))
 

@@ -119,7 +119,9 @@ async def engines(patience: Patience = PATIENCE) -> AsyncIterator[Engines]:
     loop = asyncio.get_running_loop()
     accepted: asyncio.Queue[Engine] = asyncio.Queue()
     holder: list[Engines] = []
-    server = await loop.create_server(lambda: Engine(accepted, lambda e: holder[0].react(e)), "127.0.0.1", 0)
+    server = await loop.create_server(
+        lambda: Engine(accepted, lambda e: holder[0].react(e)), "127.0.0.1", 0
+    )
     port = server.sockets[0].getsockname()[1]
     upstream = Upstream(f"http://127.0.0.1:{port}", "the-engines-key", patience, Outbox(loop))
     holder.append(Engines(upstream, accepted))
@@ -319,7 +321,9 @@ async def test_a_slow_client_stops_the_engine_and_is_no_silence_of_the_engines()
     async with engines() as made:
 
         def pour(engine: Engine) -> None:
-            engine.transport.write(ANSWER.split(b"content-length")[0] + b"content-length: %d\r\n\r\n" % length)
+            engine.transport.write(
+                ANSWER.split(b"content-length")[0] + b"content-length: %d\r\n\r\n" % length
+            )
             for _ in range(64):
                 engine.transport.write(block)
 
@@ -385,7 +389,9 @@ async def test_an_engine_known_to_be_dead_is_waited_for_by_nobody() -> None:
                 await asyncio.sleep(0)
         made.upstream.fail_all("ejected", "gone")
         found = await asyncio.gather(*asking, return_exceptions=True)
-        assert [error.kind for error in found if isinstance(error, UpstreamBroke)] == ["ejected"] * 3
+        assert [error.kind for error in found if isinstance(error, UpstreamBroke)] == [
+            "ejected"
+        ] * 3
 
 
 async def test_who_is_in_the_middle_of_an_event_is_ended_after_it() -> None:
@@ -400,7 +406,9 @@ async def test_who_is_in_the_middle_of_an_event_is_ended_after_it() -> None:
             while len(asked) < 2:
                 await asyncio.sleep(0)
             for engine, event in zip(asked, (whole, half), strict=True):
-                engine.transport.write(head + chunk(event + b" " * FIRST_EVENT if event is half else event))
+                engine.transport.write(
+                    head + chunk(event + b" " * FIRST_EVENT if event is half else event)
+                )
             while not all(client.text for client in clients):
                 await asyncio.sleep(0)
             assert made.upstream.fail_at_seams("shutdown", "over") == 1
@@ -408,7 +416,9 @@ async def test_who_is_in_the_middle_of_an_event_is_ended_after_it() -> None:
             while made.upstream.fail_at_seams("shutdown", "over"):
                 await asyncio.sleep(0)
             found = await asyncio.gather(*asking, return_exceptions=True)
-        assert [error.kind for error in found if isinstance(error, UpstreamBroke)] == ["shutdown"] * 2
+        assert [error.kind for error in found if isinstance(error, UpstreamBroke)] == [
+            "shutdown"
+        ] * 2
         assert sum(client.text.endswith(chunk(rest)) for client in clients) == 1
 
 
@@ -491,9 +501,13 @@ async def until_read(client: Client, event: bytes) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_kernel_without_such_acknowledgements_breaks_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_kernel_without_such_acknowledgements_breaks_no_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     event = chunk(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
     whole = head + 3 * event + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
     monkeypatch.setattr("gateway.upstream.QUICKACK", 255)  # which no kernel has
     async with engines() as made:
