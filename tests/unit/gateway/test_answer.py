@@ -1,4 +1,4 @@
-"""The error table: every row can be told from the outside, docs/api.md shows it, engines' shapes become OpenAI's."""
+"""The error table, its list in docs/api.md, and the conversion of engines' errors."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ API_PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
 OPENAI = {"message", "type", "param", "code"}
 
 
-def error_in(body: bytes) -> dict[str, Any]:
-    found = json.loads(body)
-    assert set(found) == {"error"}
-    assert set(found["error"]) == OPENAI
-    return dict(found["error"])
+def parse_error(body: bytes) -> dict[str, Any]:
+    decoded = json.loads(body)
+    assert set(decoded) == {"error"}
+    assert set(decoded["error"]) == OPENAI
+    return dict(decoded["error"])
 
 
 @pytest.mark.parametrize("failure", Failure)
 def test_every_failure_is_an_openai_error_with_retry_advice_or_none(failure: Failure) -> None:
     row = failure.value
     error = GatewayError(failure, "why", param="n")
-    assert error_in(body_of(error)) == {
+    assert parse_error(body_of(error)) == {
         "message": "why",
         "type": row.type,
         "param": "n",
@@ -50,7 +50,7 @@ def test_every_failure_is_an_openai_error_with_retry_advice_or_none(failure: Fai
     assert error.reason == failure.name.lower()
 
 
-def test_only_overload_and_engine_trouble_may_be_retried_by_a_client() -> None:
+def test_clients_may_retry_only_overload_and_engine_failures() -> None:
     assert {failure.value.status for failure in Failure if failure.value.retry is not False} == {
         429,
         502,
@@ -62,7 +62,7 @@ def test_only_overload_and_engine_trouble_may_be_retried_by_a_client() -> None:
 @pytest.mark.parametrize(
     ("seconds", "ms", "whole"), [(0.0, "1", "1"), (0.25, "250", "1"), (12.4, "12400", "13")]
 )
-def test_a_wait_is_told_in_milliseconds_and_in_whole_seconds(
+def test_retry_after_is_sent_in_milliseconds_and_in_whole_seconds(
     seconds: float, ms: str, whole: str
 ) -> None:
     headers = dict(headers_of(GatewayError(Failure.OVERLOADED, "full", retry_after_s=seconds)))
@@ -74,7 +74,7 @@ def test_an_error_in_a_stream_is_one_event_with_an_error_in_it() -> None:
     assert event.startswith(b"data: ")
     assert event.endswith(b"\n\n")
     assert event.count(b"\n") == 2
-    assert error_in(event[6:])["code"] == "stream_interrupted"
+    assert parse_error(event[6:])["code"] == "stream_interrupted"
 
 
 MESSAGE = "This model's maximum context length is 64 tokens"
@@ -108,8 +108,8 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_engines_error_object_becomes_openais(shape: dict[str, Any]) -> None:
-    assert error_in(reshaped(400, json.dumps(shape).encode())) == {
+def test_the_error_object_of_every_engine_is_converted_to_openais(shape: dict[str, Any]) -> None:
+    assert parse_error(reshaped(400, json.dumps(shape).encode())) == {
         "message": MESSAGE,
         "type": "invalid_request_error",
         "param": "prompt",
@@ -136,16 +136,16 @@ def test_every_engines_error_object_becomes_openais(shape: dict[str, Any]) -> No
         (460, b"", "Error"),
     ],
 )
-def test_other_shapes_keep_their_words_or_get_the_statuss(
+def test_other_error_bodies_keep_their_message_or_get_the_reason_phrase(
     status: int, body: bytes, message: str
 ) -> None:
-    error = error_in(reshaped(status, body))
+    error = parse_error(reshaped(status, body))
     assert message in error["message"]
     assert error["param"] is None
     assert error["code"] is None
 
 
-def test_an_engine_that_does_not_know_the_model_is_a_model_not_found() -> None:
+def test_an_unknown_model_at_the_engine_has_the_code_model_not_found() -> None:
     body = {
         "error": {
             "message": "The model does not exist",
@@ -154,7 +154,7 @@ def test_an_engine_that_does_not_know_the_model_is_a_model_not_found() -> None:
             "code": 404,
         }
     }
-    assert error_in(reshaped(404, json.dumps(body).encode()))["code"] == "model_not_found"
+    assert parse_error(reshaped(404, json.dumps(body).encode()))["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_an_engine_that_does_not_know_the_model_is_a_model_not_found() -> None:
         (500, "server_error"),
     ],
 )
-def test_a_type_follows_from_the_status(status: int, kind: str) -> None:
-    assert error_in(reshaped(status, b""))["type"] == kind
+def test_the_error_type_depends_on_the_status(status: int, kind: str) -> None:
+    assert parse_error(reshaped(status, b""))["type"] == kind
 
 
 def test_unregistered_statuses_have_a_phrase_too() -> None:
@@ -175,7 +175,7 @@ def test_unregistered_statuses_have_a_phrase_too() -> None:
     assert phrase_of(499) == "Error"
 
 
-def test_ids_made_outside_the_line_look_like_those_made_on_it() -> None:
+def test_request_ids_have_one_form() -> None:
     assert re.fullmatch(r"req_[0-9a-f]{32}", new_id())
     assert new_id() != new_id()
 

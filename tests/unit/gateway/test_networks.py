@@ -24,7 +24,7 @@ def test_an_address_is_in_any_of_its_networks() -> None:
         assert outside not in networks
 
 
-def test_no_network_holds_no_address() -> None:
+def test_no_address_is_in_an_empty_set() -> None:
     assert not Networks(())
     assert "127.0.0.1" not in Networks(())
 
