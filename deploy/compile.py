@@ -35,9 +35,9 @@ PROJECT = ("pyproject.toml", "README.md", "LICENSE")
 STAMP = "made-of"
 HOT = (
     *("account", "attempts", "begin", "booking", "cache_salts", "canary", "endpoints", "errand", "exchange"),
-    *("explain", "forwarded", "framing", "front", "gate", "head", "hedge", "kept", "legs", "likeness", "media"),
-    *("meters", "openai", "outbox", "overflow", "prefixes", "quotas", "relay", "roster", "serve", "shadow", "sketch"),
-    *("slo", "talk", "told", "trace", "upstream"),
+    *("explain", "forwarded", "framing", "front", "gate", "head", "hedge", "json_members", "kept", "legs"),
+    *("likeness", "media", "meters", "openai", "outbox", "overflow", "prefixes", "quotas", "relay", "roster"),
+    *("serve", "shadow", "sketch", "slo", "talk", "told", "trace", "upstream"),
     *(f"split/{name}" for name in ("dispatch", "edit", "handoffs", "inbox", "leg", "life", "pair", "words")),
 )
 DECISIONS = (

@@ -1,6 +1,7 @@
-"""The one table from failure to answer: status, OpenAI error type and code, retry advice.
+"""The errors that the gateway sends: status, OpenAI error type and code, and retry advice.
 
-Every refusal the gateway speaks is a row here. Engines' own 4xx pass through reshaped(); nothing else invents an error.
+Every error of the gateway is a row of one table, Failure. Engines' own 4xx errors are converted to
+OpenAI's shape by openai_error_body().
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from math import ceil, isfinite
 
 import msgspec
 
-# SDKs wait no longer than one or two minutes because a server says so; asked to, some come back at once instead.
+# The longest Retry-After that SDKs obey is one to two minutes; some retry a longer one at once.
 LONGEST_OBEYED_S = 60.0
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One line of the table. `retry` is the x-should-retry hint the OpenAI SDKs obey; None leaves it to the SDK.
-    `in_stream` is the code once the status is out."""
+    """One error: its HTTP status and OpenAI error object.
+
+    should_retry    the x-should-retry hint, which OpenAI's SDKs obey; None leaves it to the SDK
+    in_stream_code  the error code used once the response has begun
+    """
 
     status: int
     type: str
@@ -28,7 +32,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Failure(Enum):
-    """What can go wrong, and what the client is told: most of it before the first byte, some in mid-stream too."""
+    """What can go wrong with a request, and the error that the client receives."""
 
     BAD_REQUEST = Row(400, "invalid_request_error", None)
     CONTEXT_TOO_LONG = Row(400, "invalid_request_error", "context_length_exceeded")
@@ -51,12 +55,14 @@ class Failure(Enum):
     NOT_IMPLEMENTED = Row(501, "invalid_request_error", "not_implemented")
     UPSTREAM_FAILED = Row(502, "upstream_error", "upstream_failed", retry=None)
     NO_CAPACITY = Row(503, "service_unavailable_error", "no_capacity", retry=True)
-    SHUTTING_DOWN = Row(503, "service_unavailable_error", "shutting_down", retry=True, in_stream="shutting_down")
+    SHUTTING_DOWN = Row(
+        503, "service_unavailable_error", "shutting_down", retry=True, in_stream="shutting_down"
+    )
     UPSTREAM_TIMEOUT = Row(504, "upstream_error", "upstream_timeout", retry=None)
 
 
 class GatewayError(Exception):
-    """A refusal on its way to the client. `reason` is the short label in logs and metrics."""
+    """An error to be sent to the client. `reason` is its short label in logs and metrics."""
 
     def __init__(
         self,
@@ -72,7 +78,9 @@ class GatewayError(Exception):
         self.failure = failure
         self.message = message
         self.param = param
-        self.retry_after_s = retry_after_s if retry_after_s is not None and isfinite(retry_after_s) else None
+        self.retry_after_s = (
+            retry_after_s if retry_after_s is not None and isfinite(retry_after_s) else None
+        )
         self.headers = headers
         self.reason = reason or failure.name.lower()
 
@@ -82,23 +90,24 @@ class GatewayError(Exception):
 
 
 def body_of(error: GatewayError) -> bytes:
-    """The OpenAI error object as JSON bytes."""
+    """Return the OpenAI error object as JSON."""
     row = error.failure.value
     return _encode(error.message, row.type, error.param, row.code)
 
 
 def event_of(failure: Failure, message: str) -> bytes:
-    """The in-stream form: one SSE event the SDKs raise on. Never followed by [DONE]."""
+    """Return the error as an SSE event, on which SDKs raise. [DONE] must not follow it."""
     return b"data: " + _encode(message, failure.value.type, None, failure.value.in_stream) + b"\n\n"
 
 
 def stopped() -> GatewayError:
-    """The gateway stops, and its limit for running requests is over. Nothing is wrong with the request."""
-    return GatewayError(Failure.SHUTTING_DOWN, "The gateway stopped before it could answer. Ask again.")
+    """Return the error for requests that are cut off when the gateway's drain time is over."""
+    message = "The gateway stopped before it could answer. Ask again."
+    return GatewayError(Failure.SHUTTING_DOWN, message)
 
 
 def headers_of(error: GatewayError) -> list[tuple[str, str]]:
-    """Retry advice: without it the SDKs retry 408, 409, 429 and 5xx twice and triple the load."""
+    """Return the headers with retry advice, without which SDKs retry most errors twice."""
     headers: list[tuple[str, str]] = []
     retry, after_s = error.failure.value.retry, error.retry_after_s
     if after_s is not None and after_s > LONGEST_OBEYED_S:
@@ -112,12 +121,12 @@ def headers_of(error: GatewayError) -> list[tuple[str, str]]:
 
 
 def new_id() -> str:
-    """A request id for an answer outside the line, in the line's own form."""
+    """Create a request id, for errors outside the request path."""
     return f"req_{secrets.token_hex(16)}"
 
 
 def phrase_of(status: int) -> str:
-    """The reason phrase of a status; engines and what stands before them also use numbers nobody registered."""
+    """Return the reason phrase of a status; "Error" for unregistered ones, which engines send."""
     try:
         return HTTPStatus(status).phrase
     except ValueError:
@@ -125,28 +134,35 @@ def phrase_of(status: int) -> str:
 
 
 def reshaped(status: int, body: bytes) -> bytes:
-    """An engine's error body in OpenAI's shape (engines.md A.6: nested, top-level, or a bare string).
+    """Convert an engine's error body to OpenAI's shape.
 
-    The engine's message is kept; its integer `code` is not, OpenAI's are strings.
+    Engines send it nested, at top level or as a bare string (engines.md A.6). The message is kept;
+    an integer `code` is not, because OpenAI's codes are strings.
     """
     try:
-        found = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        found = None
-    error = found.get("error", found) if isinstance(found, dict) else found
+        decoded = None
+    error = decoded.get("error", decoded) if isinstance(decoded, dict) else decoded
     if isinstance(error, str):
         error = {"message": error}
     if not isinstance(error, dict):
         error = {}
     message = error.get("message") or error.get("detail") or phrase_of(status)
-    return _encode(str(message), _openai_type(status), _text_or_none(error.get("param")), _code_of(error, status))
+    return _encode(
+        str(message),
+        _openai_type(status),
+        _str_or_none(error.get("param")),
+        _openai_code(error, status),
+    )
 
 
-def _encode(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+def _encode(message: str, error_type: str, param: str | None, code: str | None) -> bytes:
+    error = {"message": message, "type": error_type, "param": param, "code": code}
+    return msgspec.json.encode({"error": error})
 
 
-def _text_or_none(value: object) -> str | None:
+def _str_or_none(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
@@ -158,7 +174,7 @@ def _openai_type(status: int) -> str:
     return "invalid_request_error" if status < 500 else "server_error"
 
 
-def _code_of(error: dict[str, object], status: int) -> str | None:
+def _openai_code(error: dict[str, object], status: int) -> str | None:
     code = error.get("code")
     if isinstance(code, str):
         return code

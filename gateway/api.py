@@ -1,6 +1,6 @@
-"""The API listener's ordinary requests: the model list, and an OpenAI-shaped refusal for everything unknown.
+"""The API listener's non-generation requests: the model list, and OpenAI-shaped errors.
 
-Generation requests never come here: gateway/front.py serves them, or lobby.py right behind aiohttp's parser.
+Generation requests never arrive here; the client connections serve them directly.
 """
 
 from __future__ import annotations
@@ -17,35 +17,37 @@ from gateway.openai import LINE
 if TYPE_CHECKING:
     from gateway.app import App
 
-SERVER = "penstock"  # aiohttp would name itself and its version
+SERVER = "penstock"  # replaces aiohttp's own name and version
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def application(app: App) -> web.Application:
-    """GET /v1/models and /v1/models/{id}; 405 for a known path with another method; 404 for the rest."""
+    """Create the application: GET /v1/models and /v1/models/{id}, 405 and 404 for the rest."""
     created = int(time())
 
     async def models(request: web.Request) -> web.StreamResponse:
         snapshot = app.gateway.snapshot
         snapshot.authenticate(request.headers)
         names = sorted(snapshot.routes)
-        return _found({"object": "list", "data": [_card(name, app, created) for name in names]})
+        return _ok({"object": "list", "data": [_model_card(name, app, created) for name in names]})
 
     async def model(request: web.Request) -> web.StreamResponse:
         snapshot = app.gateway.snapshot
         snapshot.authenticate(request.headers)
         name = request.match_info["name"]
         if name not in snapshot.routes:
-            raise GatewayError(Failure.MODEL_NOT_FOUND, f"The model {name[:64]!r} does not exist.", param="model")
-        return _found(_card(name, app, created))
+            raise GatewayError(
+                Failure.MODEL_NOT_FOUND, f"The model {name[:64]!r} does not exist.", param="model"
+            )
+        return _ok(_model_card(name, app, created))
 
-    server = web.Application(middlewares=[_refusals])
+    server = web.Application(middlewares=[_openai_errors])
     server.router.add_get("/v1/models", models, allow_head=False)
     server.router.add_get("/v1/models/{name:.+}", model, allow_head=False)
     return server
 
 
-def _card(name: str, app: App, created: int) -> dict[str, object]:
+def _model_card(name: str, app: App, created: int) -> dict[str, object]:
     route = app.gateway.snapshot.routes[name]
     return {
         "id": name,
@@ -57,32 +59,34 @@ def _card(name: str, app: App, created: int) -> dict[str, object]:
     }
 
 
-def _found(answer: dict[str, object]) -> web.Response:
-    return web.json_response(answer, headers={"server": SERVER, "x-request-id": new_id()})
+def _ok(body: dict[str, object]) -> web.Response:
+    return web.json_response(body, headers={"server": SERVER, "x-request-id": new_id()})
 
 
 @web.middleware
-async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """aiohttp's own 404 and 405, and ours, in OpenAI's shape."""
+async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Convert GatewayError and aiohttp's own 404 and 405 to OpenAI's error shape."""
     try:
         return await handler(request)
     except GatewayError as error:
-        return _refused(error)
+        return _error(error)
     except web.HTTPMethodNotAllowed as problem:
-        return _refused(_method(request, sorted(problem.allowed_methods)))
+        return _error(_method_not_allowed(request, sorted(problem.allowed_methods)))
     except web.HTTPNotFound:
         if request.rel_url.raw_path in LINE:
-            return _refused(_method(request, ["POST"]))
+            return _error(_method_not_allowed(request, ["POST"]))
         path = request.path[:64].encode("ascii", "backslashreplace").decode()
-        return _refused(GatewayError(Failure.NOT_FOUND, f"Unknown request URL: {request.method} {path}."))
+        message = f"Unknown request URL: {request.method} {path}."
+        return _error(GatewayError(Failure.NOT_FOUND, message))
 
 
-def _method(request: web.Request, allowed: list[str]) -> GatewayError:
+def _method_not_allowed(request: web.Request, allowed: list[str]) -> GatewayError:
     names = ", ".join(allowed)
-    return GatewayError(Failure.METHOD_NOT_ALLOWED, f"Not allowed here: {request.method}. Allowed: {names}.")
+    message = f"Not allowed here: {request.method}. Allowed: {names}."
+    return GatewayError(Failure.METHOD_NOT_ALLOWED, message)
 
 
-def _refused(error: GatewayError) -> web.Response:
+def _error(error: GatewayError) -> web.Response:
     return web.Response(
         status=error.status,
         body=body_of(error),

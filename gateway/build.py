@@ -1,4 +1,4 @@
-"""What runs: the program's version, and whether its hot path was compiled. Light to import."""
+"""The running program: its version, and whether its hot path is compiled. Cheap to import."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from importlib.util import find_spec
 
 
 def own_version() -> str:
-    """Of the program that runs."""
+    """Return the version of the running program."""
     try:
         return version("penstock")
-    except PackageNotFoundError:  # a checkout that nobody installed
+    except PackageNotFoundError:  # a source checkout that is not installed
         return "unknown"
 
 
 def is_compiled() -> bool:
-    """Whether requests pass extension modules (deploy/compile.py) instead of the sources."""
-    found = find_spec("gateway.relay")
-    return found is not None and str(found.origin).endswith(tuple(EXTENSION_SUFFIXES))
+    """Whether the extension modules are used instead of their sources (deploy/compile.py)."""
+    spec = find_spec("gateway.relay")
+    return spec is not None and str(spec.origin).endswith(tuple(EXTENSION_SUFFIXES))

@@ -1,9 +1,9 @@
-"""Cache salts: which requests may share cached prompts on an engine.
+"""Cache salts, which decide what requests may share cached prompts on an engine.
 
-A salt is HMAC-SHA256 under a key of the tenant (or of the group it shares with), over the salt that
-the client sent. So a client can divide its own cache and cannot reach another tenant's. Gateways with
-the same configuration have the same salts, after a restart too (docs/decisions/0014). Not here: the
-request member that carries it (gateway/config/isolation.py).
+A salt is HMAC-SHA256 over the client's own salt, with a key of its tenant or of the tenant's group.
+So clients can divide their own cache, but cannot reach that of another tenant. Gateways with the
+same configuration compute the same salts, also after a restart (docs/decisions/0014). The request
+member that carries the salt is in config/isolation.py.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ _LABEL = b"penstock cache salt 1"
 
 
 class CacheSalts:
-    """The salts of one configuration. Never changes.
+    """The salts of one configuration. Immutable.
 
-    usual  the salt of a tenant's requests without a salt of the client's; none for tenants that are not isolated
+    defaults  salts by tenant for requests without a salt of their own; isolated tenants only
     """
 
     __slots__ = ("_keys", "_open_key", "usual")
 
     def __init__(self, keys: Mapping[str, bytes], open_key: bytes) -> None:
-        """`keys`: HMAC key by tenant. `open_key`: of requests of no tenant, and of tenants that are not isolated."""
+        """Initialize with HMAC keys by tenant; `open_key` is for all other requests."""
         self._keys = keys
         self._open_key = open_key
         self.usual = {tenant: _hex(key, b"") for tenant, key in keys.items()}
 
     def salt(self, tenant: str, client_salt: bytes) -> bytes:
-        """The salt, as hex, of a request with a salt of the client's."""
+        """Return the salt (hex) of a request that carries a salt of its own."""
         return _hex(self._keys.get(tenant, self._open_key), client_salt)
 
 
 def cache_salts(config: Config) -> CacheSalts:
-    """The salts of this configuration.
+    """Create the salts of a configuration.
 
-    Their secret is `cache.secret`, else the key that the gateways share. Without both, each tenant's or group's is
-    derived from the API keys of its tenants: equal on all gateways and after a restart, without a step to take.
+    The secret is `cache.secret`, else the key that the gateways share. Without both, the secret of
+    each tenant or group is derived from its API keys, so that it is equal on all gateways and after
+    a restart without any setup.
     """
     secret = _secret(config)
     open_key = hmac.digest(secret or _LABEL, b"no tenant", "sha256")
@@ -49,19 +50,19 @@ def cache_salts(config: Config) -> CacheSalts:
         return CacheSalts({}, open_key)
     keys: dict[str, bytes] = {}
     for domain, tenants in domains(config.tenants).items():
-        key = hmac.digest(secret or _derived(tenants), domain, "sha256")
+        key = hmac.digest(secret or _derived_secret(tenants), domain, "sha256")
         keys.update(dict.fromkeys((tenant.name for tenant in tenants), key))
     return CacheSalts(keys, open_key)
 
 
 def domains(tenants: Sequence[Tenant]) -> dict[bytes, list[Tenant]]:
-    """The tenants that share cached prompts, by a name for them that no other domain has."""
-    found: dict[bytes, list[Tenant]] = {}
+    """Group the tenants that share cached prompts, by a unique name of each group."""
+    groups: dict[bytes, list[Tenant]] = {}
     for tenant in tenants:
         group = tenant.cache_group
         domain = f"tenant {tenant.name}" if group is None else f"group {group}"
-        found.setdefault(domain.encode(), []).append(tenant)
-    return found
+        groups.setdefault(domain.encode(), []).append(tenant)
+    return groups
 
 
 def _secret(config: Config) -> bytes | None:
@@ -72,8 +73,8 @@ def _secret(config: Config) -> bytes | None:
     return None
 
 
-def _derived(tenants: Sequence[Tenant]) -> bytes:
-    """A secret that only these tenants' API keys decide: other tenants may come and go."""
+def _derived_secret(tenants: Sequence[Tenant]) -> bytes:
+    """Derive a secret from these tenants' API keys only, so that other tenants do not affect it."""
     digests = sorted(hashlib.sha256(tenant.key.reveal().encode()).digest() for tenant in tenants)
     return hmac.digest(_LABEL, b"".join(digests), "sha256")
 

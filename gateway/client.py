@@ -1,4 +1,7 @@
-"""The client's side of a request, as the line sees it: gateway/front.py or lobby.py, or a test's own."""
+"""The client's side of a request, as the gateway sees it.
+
+Implemented by both kinds of client connection (http/connection.py) and by fakes in tests.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from gateway.upstream import Downstream
 
 
 class Client(Downstream, Protocol):
-    """Reads one request and takes one answer: whole by answer() or refuse(), or as it comes by write()."""
+    """Supplies one request and takes its response: whole, or in pieces through write()."""
 
     @property
     def address(self) -> str: ...
@@ -20,19 +23,28 @@ class Client(Downstream, Protocol):
     def http_1_0(self) -> bool: ...
     @property
     def closes(self) -> bool:
-        """Whether the connection ends with this answer, whose head says so."""
+        """Whether the connection closes after this response, whose head must announce it."""
         ...
 
     def body_at_hand(self) -> bytes:
-        """The whole body, if it has come already; else nothing, and body() is to be awaited."""
+        """Return the body if it has been received already, else nothing; then await body()."""
         ...
 
-    async def body(self, hold: Callable[[int], None]) -> bytes:
-        """The whole body; raises GatewayError when it is refused. `hold` hears how much has come so far."""
+    async def body(self, reserve: Callable[[int], None]) -> bytes:
+        """Return the whole body. `reserve` is called with the bytes received so far.
+
+        Raises GatewayError when the body is refused.
+        """
         ...
 
-    def refuse(self, error: GatewayError, request_id: str) -> None: ...
-    def answer(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None: ...
+    def refuse(self, error: GatewayError, request_id: str) -> None:
+        """Send an error response."""
+        ...
+
+    def answer(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
+        """Send a complete JSON response."""
+        ...
+
     def hang_up(self) -> None:
-        """Close the connection once what was written is out."""
+        """Close the connection after what was written."""
         ...

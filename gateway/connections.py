@@ -1,8 +1,9 @@
-"""The client connections of a gateway: how many there may be, and how much they may have sent ahead.
+"""The client connections of a gateway: limits on their number and on unread bytes.
 
-Bytes that belong to no request yet (unfinished heads, pipelined requests) come from clients that have not shown a key.
-All connections together share `limits.unread_budget` for them, which is part of `limits.body_budget`. When it is used
-up, the connection whose such bytes began first loses them: a client that sends what it began is done in milliseconds.
+Unread bytes belong to no request yet (partial heads, pipelined requests) and come from clients that
+have not been authenticated. All connections share `limits.unread_budget` for them, which is part of
+`limits.body_budget`. When it is used up, the connection with the oldest unread bytes loses them: an
+honest client completes a request within milliseconds.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ if TYPE_CHECKING:
 
 
 class ByteBudget(Protocol):
-    """Memory for bodies; gateway/gate.py has it. hold() raises GatewayError when there is none left."""
+    """The memory budget for request bodies (admission/controller.py)."""
 
-    def hold(self, body_bytes: int) -> int: ...
-    def release(self, body_bytes: int) -> None: ...
+    def hold(self, body_bytes: int) -> int:
+        """Reserve bytes; raises GatewayError when the budget is used up."""
+        ...
+
+    def release(self, body_bytes: int) -> None:
+        """Return reserved bytes to the budget."""
+        ...
 
 
 class CountedConnection(Protocol):
-    """A connection of a client: gateway/talk.py, or gateway/tls_listener.py during its handshake."""
+    """A client connection as counted here, including one still in its TLS handshake."""
 
     def sweep(self, now: float) -> None: ...
     def drop_unread(self) -> None: ...
@@ -34,15 +40,25 @@ class CountedConnection(Protocol):
 
 
 class ClientConnections:
-    """All open client connections, and the bytes that each has unread.
+    """All open client connections and the number of unread bytes of each.
 
-    on_refused  called with the reason when a connection, or what it sent, is refused
+    on_refused  called with the reason when a connection or its unread bytes are refused
     """
 
-    __slots__ = ("_budget", "_connections", "_per_client", "_trusted", "_unread", "on_refused", "unread_bytes")
+    __slots__ = (
+        "_budget",
+        "_connections",
+        "_per_client",
+        "_trusted",
+        "_unread",
+        "on_refused",
+        "unread_bytes",
+    )
 
-    def __init__(self, budget: ByteBudget, trusted: Networks, on_refused: Callable[[str], None]) -> None:
-        """No limit per client holds for the addresses in `trusted`."""
+    def __init__(
+        self, budget: ByteBudget, trusted: Networks, on_refused: Callable[[str], None]
+    ) -> None:
+        """Initialize; addresses in `trusted` are exempt from the limit per client."""
         self._budget = budget
         self._trusted = trusted
         self.on_refused = on_refused
@@ -58,12 +74,15 @@ class ClientConnections:
         return iter(self._connections)
 
     def admit(self, connection: CountedConnection, address: str, limits: Limits) -> bool:
-        """Count a new connection, unless there are too many: of all, or of its client."""
+        """Count a new connection; return False if there are too many in total or of its client."""
         client = client_group(address)
         if len(self._connections) >= limits.connections:
             self.on_refused("connections")
             return False
-        if self._per_client.get(client, 0) >= limits.connections_per_address and address not in self._trusted:
+        if (
+            self._per_client.get(client, 0) >= limits.connections_per_address
+            and address not in self._trusted
+        ):
             self.on_refused("connections_per_address")
             return False
         self._connections[connection] = client
@@ -71,48 +90,51 @@ class ClientConnections:
         return True
 
     def replace(self, old: CountedConnection, new: CountedConnection) -> None:
-        """The same connection goes on under another protocol, which counts its unread bytes itself."""
+        """Count `new` in place of `old`: the same connection under another protocol object.
+
+        The unread bytes of `old` are released; `new` reports its own.
+        """
         self._release(old)
         client = self._connections.pop(old, None)
         if client is not None:
             self._connections[new] = client
 
     def remove(self, connection: CountedConnection) -> None:
-        """The connection is closed. Nothing happens when it was not counted."""
+        """Stop counting a closed connection; no-op if it was not counted."""
         client = self._connections.pop(connection, None)
         if client is None:
             return
         self._release(connection)
-        left = self._per_client[client] - 1
-        if left:
-            self._per_client[client] = left
+        remaining = self._per_client[client] - 1
+        if remaining:
+            self._per_client[client] = remaining
         else:
             del self._per_client[client]
 
     def hold(self, connection: CountedConnection, unread: int, limit: int) -> None:
-        """The connection has this many unread bytes now. Over `limit` of all, the oldest ones are dropped."""
+        """Set a connection's number of unread bytes; drop the oldest ones while above `limit`."""
         if not unread:
             self._release(connection)
             return
-        more = unread - self._unread.get(connection, 0)
+        increase = unread - self._unread.get(connection, 0)
         try:
-            if more > 0:
-                self._budget.hold(more)
+            if increase > 0:
+                self._budget.hold(increase)
             else:
-                self._budget.release(-more)
+                self._budget.release(-increase)
         except GatewayError:
             self._drop(connection)
             return
-        self.unread_bytes += more
+        self.unread_bytes += increase
         self._unread[connection] = unread
         while self.unread_bytes > limit and self._unread:
             self._drop(next(iter(self._unread)))
 
     def _release(self, connection: CountedConnection) -> None:
-        """The connection has no unread bytes any more."""
-        held = self._unread.pop(connection, 0)
-        self.unread_bytes -= held
-        self._budget.release(held)
+        """Release the budget of a connection that has no unread bytes left."""
+        unread = self._unread.pop(connection, 0)
+        self.unread_bytes -= unread
+        self._budget.release(unread)
 
     def _drop(self, connection: CountedConnection) -> None:
         self._release(connection)
@@ -121,6 +143,6 @@ class ClientConnections:
 
 
 def unread_too_large() -> GatewayError:
-    """The refusal of a client whose unread bytes were dropped."""
-    message = "Requests that are not whole yet, or not due, take too much memory."
+    """Return the error for a client whose unread bytes were dropped."""
+    message = "Incomplete and pipelined requests take too much memory."
     return GatewayError(Failure.OVERLOADED, message, retry_after_s=1.0, reason="unread_budget")

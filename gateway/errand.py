@@ -1,8 +1,8 @@
-"""Errands: a request's coroutine, stepped in the very callbacks that it waits for.
+"""Eager tasks: coroutines that resume inside the callback that completes their wait.
 
-A Task takes its first step, and every step after a wait, in a later turn of the event loop: some 3 us and a delay each
-time. An Errand takes the first step at once and, where it waits for a Landing, the next one in the callback that lands
-it. Any other wait makes it a Task like all others, and so does a wait that needs one, which must say so: `within`.
+asyncio resumes a Task in a later loop iteration, which costs a few microseconds and some latency
+each time. An EagerTask starts at once, and when it awaits an EagerFuture it resumes inside that
+future's resolve(). Any other wait turns it into a regular Task, as does timeout_after().
 """
 
 from __future__ import annotations
@@ -13,125 +13,140 @@ from contextlib import asynccontextmanager
 from types import coroutine
 from typing import Any
 
-Steps = Coroutine[Any, Any, None]
+TaskCoroutine = Coroutine[Any, Any, None]
 
 
 class Landing(asyncio.Future[None]):
-    """A future whose waiter, if that is an Errand, goes on within land(). For a Task it is a future like any other."""
+    """A future that resumes a waiting EagerTask inside resolve(); a Task awaits it as usual."""
 
     __slots__ = ("errand",)
     errand: Errand | None
 
     def land(self, error: Exception | None = None) -> None:
-        """Done, or failed; whoever awaits it goes on. Nothing happens if nobody wants to know any more."""
+        """Set the result or the exception and resume the waiter; no-op if already done."""
         if self.done():
             return
         if error is None:
             self.set_result(None)
         else:
             self.set_exception(error)
-        errand, self.errand = self.errand, None
-        if errand is not None:
-            errand.step()
+        task, self.errand = self.errand, None
+        if task is not None:
+            task.step()
 
 
 def landing(loop: asyncio.AbstractEventLoop) -> Landing:
-    """A new one, awaited by nobody yet."""
-    made = Landing(loop=loop)
-    made.errand = None
-    return made
+    """Return a new pending EagerFuture."""
+    future = Landing(loop=loop)
+    future.errand = None
+    return future
 
 
 class Errand:
-    """Runs a coroutine to its end; `ended` is called then, once, whatever the end was. step() begins it."""
+    """Runs a coroutine to its end, eagerly where possible. step() starts it.
 
-    __slots__ = ("_ended", "_landing", "_steps", "_task")
+    `on_done` is called exactly once when the coroutine ends, however it ends.
+    """
 
-    def __init__(self, steps: Steps, ended: Callable[[], None]) -> None:
-        self._steps = steps
-        self._ended = ended
-        self._landing: Landing | None = None
+    __slots__ = ("_coroutine", "_on_done", "_task", "_waits_for")
+
+    def __init__(self, coroutine: TaskCoroutine, on_done: Callable[[], None]) -> None:
+        self._coroutine = coroutine
+        self._on_done = on_done
+        self._waits_for: Landing | None = None
         self._task: asyncio.Task[None] | None = None
 
     def step(self, error: BaseException | None = None) -> None:
-        """Go on until the next wait. The coroutine is expected to let nothing out but its cancellation."""
-        self._landing = None
+        """Run to the next wait, raising `error` inside the coroutine if given.
+
+        The coroutine should raise nothing but CancelledError; other exceptions propagate.
+        """
+        self._waits_for = None
         try:
-            awaited = self._steps.send(None) if error is None else self._steps.throw(error)
+            awaited = self._coroutine.send(None) if error is None else self._coroutine.throw(error)
         except (StopIteration, asyncio.CancelledError):
-            self._ended()
+            self._on_done()
             return
         except BaseException:
-            self._ended()
+            self._on_done()
             raise
         if type(awaited) is Landing:
             awaited.errand = self
-            self._landing = awaited
+            self._waits_for = awaited
         else:
-            self._task = asyncio.get_running_loop().create_task(_Rest(self._steps, awaited))
-            self._task.add_done_callback(lambda _: self._ended())
+            remainder = _Remainder(self._coroutine, awaited)
+            self._task = asyncio.get_running_loop().create_task(remainder)
+            self._task.add_done_callback(lambda _: self._on_done())
 
     def cancel(self) -> None:
-        """As Task.cancel, but at once where it can be."""
-        landing = self._landing
+        """Cancel like Task.cancel(), but immediately if waiting for an EagerFuture."""
+        waits_for = self._waits_for
         if self._task is not None:
             self._task.cancel()
-        elif landing is not None:
-            landing.errand = None
-            landing.cancel()
-            left = asyncio.CancelledError()
-            self.step(left)
-            left.__traceback__ = None  # it leads back to `left`: a cycle would keep all of the request
+        elif waits_for is not None:
+            waits_for.errand = None
+            waits_for.cancel()
+            cancellation = asyncio.CancelledError()
+            self.step(cancellation)
+            # Its traceback refers back to it: the cycle would keep the whole request alive.
+            cancellation.__traceback__ = None
 
 
-class _Rest(Coroutine[Any, Any, None]):
-    """What is left of a coroutine that was stepped elsewhere and has come to wait for `awaited`.
+class _Remainder(Coroutine[Any, Any, None]):
+    """The rest of a coroutine that was stepped eagerly and now awaits `awaited` in a Task.
 
-    No generator: one that has not begun lets no cancellation in, and a Task may be cancelled before its first step.
+    Not a generator, because a Task may be cancelled before its first step, and an unstarted
+    generator does not pass that exception on to the code inside it.
     """
 
-    __slots__ = ("_awaited", "_begun", "_steps")
+    __slots__ = ("_awaited", "_coroutine", "_is_started")
 
-    def __init__(self, steps: Steps, awaited: Any) -> None:
-        self._steps = steps
+    def __init__(self, coroutine: TaskCoroutine, awaited: Any) -> None:
+        self._coroutine = coroutine
         self._awaited = awaited
-        self._begun = False
+        self._is_started = False
 
     def send(self, value: Any) -> Any:
-        if self._begun:
-            return self._steps.send(value)
-        self._begun = True
+        if self._is_started:
+            return self._coroutine.send(value)
+        self._is_started = True
         awaited, self._awaited = self._awaited, None
         return awaited
 
     def throw(self, *error: Any) -> Any:
         awaited, self._awaited = self._awaited, None
-        self._begun = True
-        if isinstance(awaited, asyncio.Future):  # as the Task would have done, had it known what it waits for
+        self._is_started = True
+        # The Task would have cancelled this future if it had known that it waits for it.
+        if isinstance(awaited, asyncio.Future):
             awaited.cancel()
         try:
-            return self._steps.throw(*error)
+            return self._coroutine.throw(*error)
         finally:
-            del error  # its traceback leads back here: a cycle would keep all of the request
+            del error  # its traceback refers to this frame: a cycle that keeps the request alive
 
     def close(self) -> None:
-        self._steps.close()
+        self._coroutine.close()
 
     def __await__(self) -> Generator[Any, None, None]:
-        raise TypeError("only a Task runs it")
+        raise TypeError("only a Task may run this coroutine")
 
 
 @coroutine
-def _on_a_task() -> Generator[None, None, None]:
-    """A turn of the loop for a Task; an Errand becomes one. Asking current_task() would not do: an errand may be
-    stepped out of somebody else's."""
+def _become_task() -> Generator[None, None, None]:
+    """Yield once, which turns an EagerTask into a Task.
+
+    Checking asyncio.current_task() would not do: an eager task may be stepped from another Task.
+    """
     yield
 
 
 @asynccontextmanager
 async def within(seconds: float) -> AsyncIterator[None]:
-    """asyncio.timeout on the way of a request: it cannot do without a Task, so an Errand becomes one. Not for
-    anything that every request passes."""
-    await _on_a_task()
+    """Like asyncio.timeout(), for code that may run in an EagerTask.
+
+    asyncio.timeout() needs a Task, so an EagerTask becomes one. Do not use it where every request
+    passes.
+    """
+    await _become_task()
     async with asyncio.timeout(seconds):
         yield

@@ -1,6 +1,6 @@
-"""HTTP/1.1 answer framing, sans-IO: the head's few facts, and bodies that hand out their payload as bytes arrive.
+"""HTTP/1.1 response framing, sans-IO: response heads, and bodies that yield their payload.
 
-Strict where looseness would let two readers see different ends of one body (faults.md A01).
+Strict wherever leniency would let two parsers disagree about the end of a body (faults.md A01).
 """
 
 from __future__ import annotations
@@ -14,29 +14,35 @@ import msgspec
 MAX_HEAD = 64 * 1024
 MAX_SIZE_LINE = 288
 LAST_CHUNK = b"0\r\n\r\n"
-BODILESS = (204, 304)  # whatever their headers say
+BODILESS = (204, 304)  # statuses without a body, whatever their headers announce
 
-_FACTS = re.compile(
-    rb"\n(content-type|content-length|content-encoding|transfer-encoding|connection)[ \t]*:([^\r\n]*)\r"
+_FIELDS = re.compile(
+    rb"\n(content-type|content-length|content-encoding|transfer-encoding|connection)"
+    rb"[ \t]*:([^\r\n]*)\r"
 )
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _ONCE = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))
-_SIZES = {b"%x" % size: size for size in range(1, 4096)}  # as engines write them; whatever else there is: _SIZE
-_LINES = {len(line) + size + 4: line + b"\r\n" for line, size in _SIZES.items()}  # by the length of the whole chunk
+
+# Chunk sizes as engines usually write them; _SIZE parses any other form.
+_SIZES = {b"%x" % size: size for size in range(1, 4096)}
+
+# Size lines by the length of the whole chunk.
+_LINES = {len(line) + size + 4: line + b"\r\n" for line, size in _SIZES.items()}
 _SIZE = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]{0,8};[^\r\n]{0,256})?\r\n")
 
 
 class FramingError(Exception):
-    """The bytes are not an HTTP/1.1 answer. The message says which rule they break."""
+    """Raised when bytes are not a valid HTTP/1.1 response; the message names the broken rule."""
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What the gateway needs of a response head. `length` is None for chunked and close-delimited bodies.
+    """The facts of a response head that the gateway needs.
 
-    keep_alive  another answer may follow on its connection: this one has an end of its own
-    plain   2xx with a body of a known length that is no event stream
-    start   the first lines of our own answer: 200 and the engine's content type
-    sized   the last line of our own head where the body keeps its length
+    length       Content-Length; None for chunked bodies and those that end with the connection
+    keep_alive   the connection can carry another response after this one
+    is_plain     2xx with a body of known, nonzero length that is not an event stream
+    head_start   the start of the gateway's own head: status 200 and the engine's content type
+    length_line  the end of the gateway's own head when the body keeps its length
     """
 
     status: int
@@ -50,30 +56,31 @@ class Head(msgspec.Struct, frozen=True):
     sized: bytes
 
 
-@lru_cache(maxsize=64)  # of one engine most heads are equal for a second at least: the date is in them
+# Cached: heads of one engine are mostly equal for at least a second, until their date changes.
+@lru_cache(maxsize=64)
 def parse_head(head: bytes) -> Head:
-    """A head (status line and headers, ending in one CRLF) to its facts. Raises FramingError."""
+    """Parse a head (status line and fields, ending in one CRLF). Raises FramingError."""
     if not (head.startswith(b"HTTP/1.") and head[9:12].isdigit()):
         raise FramingError("not an HTTP/1.x status line")
-    found = [(name, value.strip(b" \t")) for name, value in _FACTS.findall(head.lower())]
-    facts, once = dict(found), [name for name, _ in found if name in _ONCE]
+    pairs = [(name, value.strip(b" \t")) for name, value in _FIELDS.findall(head.lower())]
+    fields, once = dict(pairs), [name for name, _ in pairs if name in _ONCE]
     if len(set(once)) != len(once):
         raise FramingError("a framing header appears twice")
-    length, coding = facts.get(b"content-length"), facts.get(b"transfer-encoding")
+    length, coding = fields.get(b"content-length"), fields.get(b"transfer-encoding")
     if coding is not None and (coding != b"chunked" or length is not None):
-        raise FramingError("Transfer-Encoding is not chunked alone")
+        raise FramingError("Transfer-Encoding is not just 'chunked'")
     if length is not None and (not length.isdigit() or len(length) > 15):
         raise FramingError("Content-Length is not one number")
     status, size = int(head[9:12]), None if length is None else int(length)
-    if 200 <= status < 300 and facts.get(b"content-encoding", b"identity") != b"identity":
-        raise FramingError("the body is encoded, which nobody asked for")
-    content_type = facts.get(b"content-type", b"application/octet-stream")
-    if _CONTROL.search(content_type):  # it is copied into our own head
+    if 200 <= status < 300 and fields.get(b"content-encoding", b"identity") != b"identity":
+        raise FramingError("the body has a Content-Encoding that was not requested")
+    content_type = fields.get(b"content-type", b"application/octet-stream")
+    if _CONTROL.search(content_type):  # it is copied into the gateway's own head
         raise FramingError("Content-Type has control characters")
     is_sse = content_type.startswith(b"text/event-stream")
     framed = size is not None or coding is not None or status in BODILESS
-    said = b",".join(value for name, value in found if name == b"connection")
-    closes = b"close" in [each.strip(b" \t") for each in said.split(b",")]
+    options = b",".join(value for name, value in pairs if name == b"connection")
+    closes = b"close" in [option.strip(b" \t") for option in options.split(b",")]
     return Head(
         status,
         content_type,
@@ -88,11 +95,15 @@ def parse_head(head: bytes) -> Head:
 
 
 class Body(Protocol):
-    """A body being received. feed() hands out the payload inside the bytes; `ended` says that it was complete.
+    """A response body being received: feed() returns the payload within the bytes.
 
-    between is True where another chunk could be written in place of an unfinished size line, `partial`; surplus counts
-    bytes past the end. last_chunk is where the terminal chunk begins, in what was `partial` and the bytes fed last, and
-    trailers says that there is more behind it than an end. rested is what `between` was before what makes no sense.
+    is_complete           the end of the body has been received
+    at_chunk_boundary     a new chunk could be inserted here, in place of `partial`
+    was_at_boundary       at_chunk_boundary before the bytes that raised FramingError
+    partial               an unfinished size line or CRLF, kept until its rest arrives
+    surplus_bytes         number of bytes received beyond the end
+    last_chunk_offset     where the last chunk begins, in the previous `partial` plus the last data
+    has_trailers          the last chunk has trailer fields
     """
 
     ended: bool
@@ -108,112 +119,127 @@ class Body(Protocol):
 
 
 class ChunkedBody:
-    """Follows Transfer-Encoding: chunked through any splitting of the bytes."""
+    """Parses Transfer-Encoding: chunked, however the bytes are split."""
 
-    __slots__ = ("_clean", "_crlf_due", "_need", "ended", "last_chunk", "partial", "rested", "surplus", "trailers")
+    __slots__ = (
+        "_expects_crlf",
+        "_expects_size",
+        "_missing",
+        "ended",
+        "last_chunk",
+        "partial",
+        "rested",
+        "surplus",
+        "trailers",
+    )
 
     def __init__(self) -> None:
         self.ended = self.trailers = False
         self.rested = True
         self.surplus = 0
         self.last_chunk = -1
-        self._clean = True  # a size line is next: none of the three below is pending
-        self._need = 0  # payload bytes missing from the current chunk
-        self._crlf_due = False
-        self.partial = b""  # an unfinished size line or CRLF
+        self._expects_size = True  # a size line comes next: none of the following three is pending
+        self._missing = 0  # payload bytes missing from the current chunk
+        self._expects_crlf = False
+        self.partial = b""
 
     @property
     def between(self) -> bool:
-        return not (self._need or self._crlf_due)
+        return not (self._missing or self._expects_crlf)
 
     def whole(self, data: bytes) -> int:
-        """Where the payload begins, if these bytes are exactly one whole chunk: what a token looks like. Else 0."""
+        """Return the payload's offset if `data` is exactly one chunk, as for a token; else 0."""
         line = _LINES.get(len(data))
-        if line is not None and data.startswith(line) and data.endswith(b"\r\n") and self._clean:
+        if (
+            line is not None
+            and data.startswith(line)
+            and data.endswith(b"\r\n")
+            and self._expects_size
+        ):
             return len(line)
         return 0
 
     def feed(self, data: bytes) -> bytes:
-        at = self.whole(data)
-        return data[at:-2] if at else self._feed(data)
+        offset = self.whole(data)
+        return data[offset:-2] if offset else self._feed(data)
 
     def _feed(self, data: bytes) -> bytes:
         pieces: list[bytes] = []
         if self.partial:
             data, self.partial = self.partial + data, b""
-        at, end = 0, len(data)
-        while at < end and not self.ended:
-            if self._need:
-                piece = data[at : at + self._need]
+        offset, end = 0, len(data)
+        while offset < end and not self.ended:
+            if self._missing:
+                piece = data[offset : offset + self._missing]
                 pieces.append(piece)
-                at += len(piece)
-                self._need -= len(piece)
-                self._crlf_due = not self._need
-            elif self._crlf_due:
-                at = self._crlf(data, at)
+                offset += len(piece)
+                self._missing -= len(piece)
+                self._expects_crlf = not self._missing
+            elif self._expects_crlf:
+                offset = self._parse_crlf(data, offset)
             else:
-                at = _whole_chunks(data, at, pieces)
-                if at < end:
-                    at = self._size(data, at)
-        self.surplus = end - at if self.ended else 0
-        self._clean = not (self._need or self._crlf_due or self.partial)
+                offset = _whole_chunks(data, offset, pieces)
+                if offset < end:
+                    offset = self._parse_size_line(data, offset)
+        self.surplus = end - offset if self.ended else 0
+        self._expects_size = not (self._missing or self._expects_crlf or self.partial)
         self.rested = self.between
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _crlf(self, data: bytes, at: int) -> int:
-        if data.startswith(b"\r\n", at):
-            self._crlf_due = False
-            return at + 2
-        if data[at:] != b"\r":
+    def _parse_crlf(self, data: bytes, offset: int) -> int:
+        if data.startswith(b"\r\n", offset):
+            self._expects_crlf = False
+            return offset + 2
+        if data[offset:] != b"\r":
             raise FramingError("chunk is not followed by CRLF")
         self.partial = b"\r"
         return len(data)
 
-    def _size(self, data: bytes, at: int) -> int:
-        line = _SIZE.match(data, at)
+    def _parse_size_line(self, data: bytes, offset: int) -> int:
+        line = _SIZE.match(data, offset)
         if line is None:
-            return self._wait(data, at, MAX_SIZE_LINE, "bad chunk size line")
-        self._need = int(line[1], 16)
-        if self._need:
+            return self._keep_partial(data, offset, MAX_SIZE_LINE, "bad chunk size line")
+        self._missing = int(line[1], 16)
+        if self._missing:
             return line.end()
         if data.startswith(b"\r\n", line.end()):
             stop = line.end() + 2
         else:
             stop = data.find(b"\r\n\r\n", line.end()) + 4
             if stop == 3:
-                return self._wait(data, at, MAX_HEAD, "trailers without end")
+                return self._keep_partial(data, offset, MAX_HEAD, "trailers without end")
             self.trailers = True
         self.ended = True
-        self.last_chunk = at
+        self.last_chunk = offset
         return stop
 
-    def _wait(self, data: bytes, at: int, limit: int, problem: str) -> int:
-        rest = data[at:]
-        if len(rest) > limit or (limit == MAX_SIZE_LINE and b"\r\n" in rest):
+    def _keep_partial(self, data: bytes, offset: int, limit: int, problem: str) -> int:
+        partial = data[offset:]
+        if len(partial) > limit or (limit == MAX_SIZE_LINE and b"\r\n" in partial):
             raise FramingError(problem)
-        self.partial = rest
+        self.partial = partial
         return len(data)
 
 
-def _whole_chunks(data: bytes, at: int, pieces: list[bytes]) -> int:
-    """Takes the chunks that lie whole in the bytes from `at` on, as a burst of tokens does; where it had to stop."""
-    while (line := data.find(b"\r\n", at + 1, at + 5)) > 0:
-        size = _SIZES.get(data[at:line])
-        if size is None or not data.startswith(b"\r\n", line + 2 + size):
+def _whole_chunks(data: bytes, offset: int, pieces: list[bytes]) -> int:
+    """Append the payloads of the complete small chunks at `offset`; return where they end."""
+    while (line_end := data.find(b"\r\n", offset + 1, offset + 5)) > 0:
+        size = _SIZES.get(data[offset:line_end])
+        if size is None or not data.startswith(b"\r\n", line_end + 2 + size):
             break
-        pieces.append(data[line + 2 : line + 2 + size])
-        at = line + size + 4
-    return at
+        pieces.append(data[line_end + 2 : line_end + 2 + size])
+        offset = line_end + size + 4
+    return offset
 
 
 class LengthBody:
-    """Counts down a Content-Length."""
+    """A body with a Content-Length."""
 
-    __slots__ = ("_left", "ended", "last_chunk", "partial", "surplus", "trailers")
+    __slots__ = ("_remaining", "ended", "last_chunk", "partial", "surplus", "trailers")
     between = rested = False
 
     def __init__(self, length: int) -> None:
-        self._left = length
+        self._remaining = length
         self.partial = b""
         self.trailers = False
         self.ended = length == 0
@@ -221,16 +247,16 @@ class LengthBody:
         self.last_chunk = -1
 
     def feed(self, data: bytes) -> bytes:
-        self._left -= len(data)
-        self.ended = self._left <= 0
-        if self._left < 0:
-            self.surplus = -self._left
-            return data[: self._left]
+        self._remaining -= len(data)
+        self.ended = self._remaining <= 0
+        if self._remaining < 0:
+            self.surplus = -self._remaining
+            return data[: self._remaining]
         return data
 
 
 class RawBody:
-    """A body that ends with its connection: whole only if the peer closed cleanly, which cannot be known better."""
+    """A body that ends when the connection closes, so that a truncated one looks complete."""
 
     __slots__ = ("ended", "last_chunk", "partial", "surplus", "trailers")
     between = rested = True
@@ -245,11 +271,12 @@ class RawBody:
         return data
 
 
-WHOLE: Body = LengthBody(0)  # a body that came with its head; it is never fed
-UNREAD: Body = RawBody()  # the body of an answer whose head is still to come; it is never fed either
+WHOLE: Body = LengthBody(0)  # a body that arrived with its head; never fed
+UNREAD: Body = RawBody()  # the body while the head is still to come; never fed
 
 
 def body_for(head: Head) -> ChunkedBody | LengthBody | RawBody:
+    """Return the parser for the body of a response with this head."""
     if head.status in BODILESS:
         return LengthBody(0)
     if head.chunked:
@@ -258,5 +285,5 @@ def body_for(head: Head) -> ChunkedBody | LengthBody | RawBody:
 
 
 def chunk(payload: bytes) -> bytes:
-    """One chunk of Transfer-Encoding: chunked; nothing for nothing, since an empty chunk would end the body."""
+    """Encode one chunk; b"" for an empty payload, since an empty chunk would end the body."""
     return b"%x\r\n%b\r\n" % (len(payload), payload) if payload else b""

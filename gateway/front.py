@@ -1,8 +1,8 @@
-"""One client connection, as long as it sends ordinary requests: POSTs to the line, framed by their Content-Length.
+"""The fast path of a client connection: POST requests that carry a Content-Length.
 
-Such a request is recognised by gateway/head.py, gathered here and served in the very callback that brought its last
-byte: no task, no request object. At the first byte that is anything else the connection moves to the lobby, which is
-aiohttp's, with all that is unread, and never comes back: no request is ever judged by two parsers.
+protocol/request_head.py recognises such a request. It is served in the callback that delivered its
+last byte, without a task or a request object. At the first request of any other kind the connection
+switches to AiohttpConnection for good, so no request is ever seen by two parsers.
 """
 
 from __future__ import annotations
@@ -22,179 +22,210 @@ from gateway.lobby import Lobby
 from gateway.outbox import Outbox
 from gateway.talk import BODY, CLOSING, HEAD, IDLE, SERVING, Serve, Talk, add_piece
 
-MAX_AHEAD = 64 * 1024  # bytes of further requests that may lie here while one is served; more stays in the socket
-MAX_READS = 16  # reads that a head may take; who drips it is for the lobby
+# Bytes of pipelined requests buffered while one is served; the rest stays in the socket.
+MAX_AHEAD = 64 * 1024
+
+# Reads that a request head may take; a client that drips its head goes to AiohttpConnection.
+MAX_READS = 16
 
 
 class Front(Talk, asyncio.Protocol):
-    """A client connection: one request after the other, each to the last byte of its answer.
+    """A client connection that serves ordinary requests one after another, without aiohttp.
 
-    _ahead   what came and belongs to no request yet, from the place `_at` on
-    _due     the request at the front of it gets its turn in the next turn of the event loop
-    _head    the newest head: the next one mostly differs in its length alone
-    headers  of the request being served, which the line asks for
-    _pieces  the body of the request being served, as it came; `_missing` bytes of it are still to come
+    _unread         bytes that belong to no started request yet, from offset `_offset` on
+    _unread_counted how many of them are counted in the budget that all connections share
+    _is_turn_due    the first request in `_unread` is scheduled for the next loop iteration
+    _head           the newest request head; the next one usually differs only in its length
+    headers         the headers of the request being served
+    _pieces         the body received so far; `_missing` bytes of it are still to come
+    _reserve        reserves memory for the body while it is being received
+    _closed         resolves when the connection is lost; None until finish() is called
     """
 
     __slots__ = (
-        *("_ahead", "_at", "_body_bytes", "_counted", "_due", "_errand", "_fronts", "_gone", "_head", "_hold"),
-        *(
-            "_landing",
-            "_limits",
-            "_lobby",
-            "_missing",
-            "_must_close",
-            "_outbox",
-            "_pieces",
-            "_reading_paused",
-            "_reads",
-        ),
-        *(
-            "_serve",
-            "_source",
-            "address",
-            "closes",
-            "headers",
-            "is_draining",
-            "paused_at",
-            "phase",
-            "since",
-            "transport",
-        ),
+        "_body_bytes",
+        "_body_done",
+        "_closed",
+        "_connections",
+        "_head",
+        "_is_turn_due",
+        "_limits",
+        "_missing",
+        "_must_close",
+        "_new_fallback",
+        "_offset",
+        "_outbox",
+        "_pieces",
+        "_reading_paused",
+        "_reads",
+        "_reserve",
+        "_serve",
+        "_source",
+        "_task",
+        "_unread",
+        "_unread_counted",
+        "address",
+        "closes",
+        "headers",
+        "is_draining",
+        "paused_at",
+        "phase",
+        "since",
+        "transport",
     )
 
     def __init__(
-        self, serve: Serve, fronts: ClientConnections, limits: Limits, outbox: Outbox, lobby: Callable[[], Lobby]
+        self,
+        serve: Serve,
+        connections: ClientConnections,
+        limits: Limits,
+        outbox: Outbox,
+        new_fallback: Callable[[], Lobby],
     ) -> None:
-        self._set_up(serve, fronts, limits, outbox)
-        self._lobby = lobby
+        """Initialize; `new_fallback` creates the protocol that takes over any other request."""
+        self._init_connection(serve, connections, limits, outbox)
+        self._new_fallback = new_fallback
         self._head: Head | None = None
         self.headers: Mapping[str, str] = {}
-        self._errand: Errand | None = None
-        self._landing: Landing | None = None
-        self._hold: Callable[[int], None] | None = None
-        self._gone: asyncio.Future[None] | None = None
-        self._ahead = b""
+        self._task: Errand | None = None
+        self._body_done: Landing | None = None
+        self._reserve: Callable[[int], None] | None = None
+        self._closed: asyncio.Future[None] | None = None
+        self._unread = b""
         self._pieces: list[bytes] = []
-        self._at = self._body_bytes = self._counted = self._missing = self._reads = 0
-        self._due = self._reading_paused = False
+        self._offset = self._body_bytes = self._unread_counted = self._missing = self._reads = 0
+        self._is_turn_due = self._reading_paused = False
         self.transport: asyncio.Transport | None = None
 
-    # What the line sees of a client, besides what Talk has
+    # The Client protocol, as far as ClientConnection does not implement it
 
     def body_at_hand(self) -> bytes:
-        """The body, if it came with its head."""
+        """Return the body if it arrived together with its head, else nothing."""
         return b"" if self._missing else self._pieces.pop()
 
-    async def body(self, hold: Callable[[int], None]) -> bytes:
-        """The request's body, whole. Raises GatewayError when it is refused: too slow, or `hold` has no room for it.
+    async def body(self, reserve: Callable[[int], None]) -> bytes:
+        """Wait for the rest of the body and return all of it.
 
-        `hold` is told how many bytes have come so far, not how many were announced: announcing is free.
+        `reserve` is called with the number of bytes received so far, not the announced length,
+        because announcing a length costs the client nothing. Raises GatewayError when the body
+        arrives too slowly or `reserve` finds no memory.
         """
         if self._missing:
-            hold(self._body_bytes - self._missing)
-            self._hold, self._landing = hold, landing(self._outbox.loop)
+            reserve(self._body_bytes - self._missing)
+            self._reserve, self._body_done = reserve, landing(self._outbox.loop)
             self._enter(BODY)
-            if self._ahead:  # the rest came before it was asked for
-                rest, self._ahead, self._at = self._ahead[self._at :], b"", 0
-                self._gather(rest)
+            if self._unread:  # more of the body arrived before this call
+                data, self._unread, self._offset = self._unread[self._offset :], b"", 0
+                self._receive_body(data)
             try:
-                await self._landing
+                await self._body_done
             finally:
-                self._hold = self._landing = None
+                self._reserve = self._body_done = None
             self.phase = SERVING
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    # The connection's life
+    # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop sets TCP_NODELAY on every TCP transport
+        # uvloop sets TCP_NODELAY on every TCP transport.
+        self.transport = cast(asyncio.Transport, transport)
         tcp_keepalive(self.transport)
         peer = transport.get_extra_info("peername")
         self.address = peer[0] if isinstance(peer, tuple) else ""
         self._enter(IDLE)
-        if not self._fronts.admit(self, self.address, self._limits):
+        if not self._connections.admit(self, self.address, self._limits):
             self._enter(CLOSING)
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
-        self._ahead, self._at, self._counted = b"", 0, 0
-        self._fronts.remove(self)
-        if self._errand is not None:
-            self._errand.cancel()
-        if self._gone is not None:
-            self._gone.set_result(None)
+        self._unread, self._offset, self._unread_counted = b"", 0, 0
+        self._connections.remove(self)
+        if self._task is not None:
+            self._task.cancel()
+        if self._closed is not None:
+            self._closed.set_result(None)
 
     def pause_writing(self) -> None:
         self._pause_source()
 
     def resume_writing(self) -> None:
         self._resume_source()
-        if self._errand is None and self.phase is SERVING:  # the next request waited for its answer to be read
-            self._rest()
+        # A pipelined request waits while the client has not read the previous response.
+        if self._task is None and self.phase is SERVING:
+            self._await_next_request()
 
     def data_received(self, data: bytes) -> None:
         phase, head = self.phase, self._head
         if phase is IDLE and head is not None and (extent := head.extent(data, 0)) is not None:
             start, end = extent
-            if end == len(data) and end - start <= self._limits.body:  # what nearly always comes: one request, whole
+            # The usual case: exactly one whole request.
+            if end == len(data) and end - start <= self._limits.body:
                 self._begin(head, data[start:], end - start)
                 return
         if phase is BODY:
-            self._gather(data)
+            self._receive_body(data)
         elif phase is SERVING:
-            self._put_ahead(data)
+            self._buffer_unread(data)
         elif phase is not CLOSING:
-            self._ahead = self._ahead + data if self._ahead else data
+            self._unread = self._unread + data if self._unread else data
             self._serve_first()
 
     def eof_received(self) -> None:
-        """A client that closes its sending side has left: the transport closes itself after this."""
+        """Treat a half-close as a disconnect: the transport closes itself when this returns."""
 
-    # From request to request
+    # From one request to the next
 
     def _serve_first(self) -> None:
-        """Serve the first request of what has come ahead, if it is whole but for its body."""
-        data, at, head = self._ahead, self._at, self._head
-        extent = None if head is None else head.extent(data, at)
+        """Serve the first buffered request if its head is complete; its body may still arrive."""
+        data, offset, head = self._unread, self._offset, self._head
+        extent = None if head is None else head.extent(data, offset)
         if head is None or extent is None:
-            head = self._head = read_head(data, at)
-            extent = None if head is None else head.extent(data, at)
+            head = self._head = read_head(data, offset)
+            extent = None if head is None else head.extent(data, offset)
         if head is None or extent is None or extent[1] - extent[0] > self._limits.body:
-            self._keep(data[at:])
+            self._keep_or_switch(data[offset:])
             return
         start, end = extent
         body = data[start:end]
         if end < len(data):
-            self._at = end
+            self._offset = end
         else:
-            self._ahead, self._at = b"", 0
+            self._unread, self._offset = b"", 0
         self._begin(head, body, end - start)
-        self._count_ahead()
+        self._count_unread()
 
     def _serve_next(self) -> None:
-        """The turn of a request that came ahead. Answers that the client does not read hold it back."""
-        self._due = False
-        if self.phase is SERVING and self._errand is None and self.paused_at is None and self.transport is not None:
+        """Serve the next pipelined request, unless the client has not read the last response."""
+        self._is_turn_due = False
+        if (
+            self.phase is SERVING
+            and self._task is None
+            and self.paused_at is None
+            and self.transport is not None
+        ):
             self._enter(IDLE)
             self._serve_first()
 
-    def _put_ahead(self, data: bytes) -> None:
-        """Bytes of further requests while one is served. Nothing is read on while too many of them lie here."""
-        if not self._must_close:  # else none of those requests will be served
-            self._ahead, self._at = self._ahead[self._at :] + data, 0
-            self._count_ahead()
+    def _buffer_unread(self, data: bytes) -> None:
+        """Buffer bytes of later requests that arrive while one is being served."""
+        if not self._must_close:  # otherwise none of those requests will be served
+            self._unread, self._offset = self._unread[self._offset :] + data, 0
+            self._count_unread()
 
-    def _count_ahead(self) -> None:
-        """Count the bytes that came ahead in the budget of all connections, and read on only while they are few."""
-        ahead = len(self._ahead) - self._at
-        if not ahead and not self._counted:
+    def _count_unread(self) -> None:
+        """Update the shared budget of unread bytes; pause reading while MAX_AHEAD is exceeded."""
+        unread = len(self._unread) - self._offset
+        if not unread and not self._unread_counted:
             return
-        self._counted = ahead
-        self._fronts.hold(self, ahead, self._limits.unread_budget)
-        if self._must_close or self.transport is None or (ahead > MAX_AHEAD) is self._reading_paused:
+        self._unread_counted = unread
+        self._connections.hold(self, unread, self._limits.unread_budget)
+        if (
+            self._must_close
+            or self.transport is None
+            or (unread > MAX_AHEAD) is self._reading_paused
+        ):
             return
         self._reading_paused = not self._reading_paused
         if self._reading_paused:
@@ -203,30 +234,30 @@ class Front(Talk, asyncio.Protocol):
             self.transport.resume_reading()
 
     def drop_unread(self) -> None:
-        """Forget what came ahead: its memory is needed. The connection ends after the answer under way."""
-        self._ahead, self._at, self._counted = b"", 0, 0
+        """Discard the unread bytes to free their memory, and close after the current response."""
+        self._unread, self._offset, self._unread_counted = b"", 0, 0
         if self.transport is None or self.phase is CLOSING:
             return
         self._must_close = True
         if not self._reading_paused:
             self._reading_paused = True
             self.transport.pause_reading()
-        if self._errand is None:
+        if self._task is None:
             self.refuse(unread_too_large(), new_id())
-            self._close_gently()
+            self._close_gracefully()
 
-    def _keep(self, data: bytes) -> None:
-        """What is no request yet waits here for its rest; what is no ordinary one goes to the lobby."""
+    def _keep_or_switch(self, data: bytes) -> None:
+        """Keep the start of an ordinary head for the next read; else switch to aiohttp."""
         if self.transport is None or self.phase is CLOSING:
             return
         if self._reads < MAX_READS and begins_head(data):
-            self._ahead, self._at = data, 0
+            self._unread, self._offset = data, 0
             self._reads += 1
             if self.phase is IDLE:
                 self._enter(HEAD)
-            self._count_ahead()
+            self._count_unread()
         else:
-            self._move(self.transport, data)
+            self._switch_to_aiohttp(self.transport, data)
 
     def _begin(self, head: Head, body: bytes, length: int) -> None:
         self._pieces = [body]
@@ -235,106 +266,108 @@ class Front(Talk, asyncio.Protocol):
         self._reads = 0
         self.phase = SERVING
         self.headers = head.headers
-        errand = self._errand = Errand(self._serve(self, head.api), self._served)
-        errand.step()
+        task = self._task = Errand(self._serve(self, head.api), self._on_served)
+        task.step()
 
-    def _served(self) -> None:
-        """The request is over: the connection closes, or waits for the next one, which may be here already."""
-        self._errand = None
+    def _on_served(self) -> None:
+        """Close the connection after a request, or go on to the next one."""
+        self._task = None
         if self.transport is None:
             return
         if self._must_close or self._missing:
-            self._close_gently()
-        elif self.paused_at is None:  # otherwise answers that nobody reads would pile up behind one another
-            self._rest()
+            self._close_gracefully()
+        # Otherwise unread responses would pile up; resume_writing() goes on.
+        elif self.paused_at is None:
+            self._await_next_request()
 
-    def _rest(self) -> None:
-        """Wait for the next request. One that is here already has its turn after those of other connections."""
+    def _await_next_request(self) -> None:
+        """Go idle, or schedule the next pipelined request behind other connections' work."""
         if self.is_draining:
             self.closes = self._must_close = True
-        if not self._ahead:
+        if not self._unread:
             self._enter(IDLE)
             return
         self.phase = SERVING
-        if not self._due:
-            self._due = True
+        if not self._is_turn_due:
+            self._is_turn_due = True
             self._outbox.loop.call_soon(self._serve_next)
 
-    def _move(self, transport: asyncio.Transport, data: bytes) -> None:
-        """To the lobby, with everything that was not served."""
+    def _switch_to_aiohttp(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Hand the transport and the unserved bytes `data` to an AiohttpConnection."""
         self.transport = None
-        self._ahead, self._at, self._counted, self._head = b"", 0, 0, None
-        lobby = self._lobby()
+        self._unread, self._offset, self._unread_counted, self._head = b"", 0, 0, None
+        fallback = self._new_fallback()
         if self.is_draining:
-            lobby.drain()
-        self._fronts.replace(self, lobby)
+            fallback.drain()
+        self._connections.replace(self, fallback)
         if self._reading_paused:
             transport.resume_reading()
-        transport.set_protocol(lobby)
-        lobby.connection_made(transport)
-        if self.paused_at is not None:  # transports tell of a change alone, and this one has told it already
-            lobby.pause_writing()
-            lobby.paused_at = self.paused_at
-        lobby.take_over(data, self.since if self.phase is HEAD else None)
+        transport.set_protocol(fallback)
+        fallback.connection_made(transport)
+        # The transport reports only changes, and this pause has been reported already.
+        if self.paused_at is not None:
+            fallback.pause_writing()
+            fallback.paused_at = self.paused_at
+        fallback.take_over(data, self.since if self.phase is HEAD else None)
 
-    # Bodies that come in pieces
+    # Bodies that arrive in several reads
 
-    def _gather(self, data: bytes) -> None:
-        if self._landing is None or self._hold is None:
+    def _receive_body(self, data: bytes) -> None:
+        if self._body_done is None or self._reserve is None:
             return
         piece = data[: self._missing]
-        self._ahead, self._at = data[len(piece) :], 0
+        self._unread, self._offset = data[len(piece) :], 0
         add_piece(self._pieces, piece)
         self._missing -= len(piece)
-        if self._ahead:
-            self._count_ahead()
+        if self._unread:
+            self._count_unread()
         try:
-            self._hold(self._arrived)
+            self._reserve(self._body_received)
         except GatewayError as error:
-            self._landing.land(error)
+            self._body_done.land(error)
             return
         if not self._missing:
-            self._landing.land()
+            self._body_done.land()
 
     @property
-    def _silent(self) -> bool:
+    def _has_sent_nothing(self) -> bool:
         return self._head is None
 
     @property
-    def _arrived(self) -> int:
+    def _body_received(self) -> int:
         return self._body_bytes - self._missing
 
     @property
-    def _body_left(self) -> bool:
+    def _has_unread_body(self) -> bool:
         return self._missing > 0
 
     def _fail_body(self, error: GatewayError) -> None:
-        if self._landing is not None:
-            self._landing.land(error)
+        if self._body_done is not None:
+            self._body_done.land(error)
 
     # Closing
 
-    def _end(self) -> None:
+    def _close_after_flush(self) -> None:
         if self.transport is not None:
             self._outbox.flush()
             self._enter(CLOSING)
             self.transport.close()
 
-    def _close_gently(self) -> None:
+    def _close_gracefully(self) -> None:
         if self._missing or self._reading_paused:
             self._linger()
         else:
-            self._end()
+            self._close_after_flush()
 
     def drain(self) -> None:
         self.is_draining = True
-        if self._errand is None:
+        if self._task is None:
             self.closes = self._must_close = True
 
     def finish(self) -> asyncio.Future[None]:
-        """The gateway stops: close now, or after the answer under way. The future is done when nobody is connected."""
-        self._gone = self._outbox.loop.create_future()
+        """Close now, or after the current response; the future resolves on connection_lost()."""
+        self._closed = self._outbox.loop.create_future()
         self._must_close = True
-        if self._errand is None:
-            self._end()
-        return self._gone
+        if self._task is None:
+            self._close_after_flush()
+        return self._closed

@@ -1,9 +1,9 @@
-"""When Python's collector looks for reference cycles: by the clock, hardly ever because much was allocated.
+"""When Python's garbage collector runs: on a schedule instead of by number of allocations.
 
-Requests leave no cycles behind (tests/unit/gateway/test_cycles.py), so looking while many are under way finds nothing,
-and holds all of them up, tens of milliseconds for a thousand streams. What libraries leave is little, since probes let
-go of their errors: a file that was read. Counting allocations would come to it after hours, and memory grow until then.
-And bodies of all sizes leave holes between what stays, which the allocator keeps unless it is asked.
+Requests create no reference cycles (tests/unit/gateway/test_cycles.py), so a collection during load
+finds nothing, yet stops a thousand streams for tens of milliseconds. Libraries do create a few
+cycles, which allocation counting would only collect after hours. Freed bodies of many sizes also
+leave free pages that the allocator keeps unless it is asked to return them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import ctypes
 import gc
 from collections.abc import Callable
 
-CALM = 64  # requests under way, at most: looking then takes a few milliseconds
+CALM = 64  # requests in progress up to which a collection takes only a few milliseconds
 EVERY_S = 60.0
-AT_LATEST_S = 600.0
+AT_LATEST_S = 600.0  # collect after this time even under load
 
 
 def tidy() -> None:
-    """Look, and give back the free pages that lie between others: only glibc can be asked to."""
+    """Collect garbage and return free pages to the system (glibc only)."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -26,20 +26,23 @@ def tidy() -> None:
 
 
 class Litter:
-    """The collector of one gateway. One owner: the sweep."""
+    """Schedules the collections of one gateway process."""
 
     def __init__(self, now: float, collect: Callable[[], object] = tidy) -> None:
-        self._looked_at = now
+        self._collected_at = now
         self._collect = collect
 
     def settle(self) -> None:
-        """What exists now lives as long as the process: the collector need not walk it, nor look often."""
+        """Exempt all existing objects from collection, and make automatic collections rare.
+
+        To be called once at the end of startup, when everything lives as long as the process.
+        """
         gc.freeze()
         gc.set_threshold(10_000, 20, 50)
 
-    def sweep(self, now: float, under_way: int) -> None:
-        """Look, if it is time and calm, or high time."""
-        since_s = now - self._looked_at
-        if since_s >= AT_LATEST_S or (since_s >= EVERY_S and under_way <= CALM):
-            self._looked_at = now
+    def sweep(self, now: float, in_progress: int) -> None:
+        """Collect if EVERY_S have passed and load is low, or AT_LATEST_S in any case."""
+        elapsed_s = now - self._collected_at
+        if elapsed_s >= AT_LATEST_S or (elapsed_s >= EVERY_S and in_progress <= CALM):
+            self._collected_at = now
             self._collect()

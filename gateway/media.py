@@ -1,7 +1,7 @@
-"""Media in prompts: images, audio and files that stand in a request as base64 must not count as text.
+"""Base64 media in prompts: images, audio and files, which must not be counted as text.
 
-Lives here: finding them in raw JSON, and the bytes that replace them for estimates and fingerprints. What is sent to
-engines is never changed. Not here: how many tokens they really take, which is learnt (policies/prompt_lengths.py).
+Finds them in raw JSON and replaces them by stand-ins for estimates and fingerprints. What engines
+receive does not change. How many tokens media take is learnt in policies/prompt_lengths.py.
 """
 
 from __future__ import annotations
@@ -10,38 +10,43 @@ import hashlib
 import re
 
 MEDIA_TOKENS = 1024
-"""What one image, recording or file counts for until usage says more: one megapixel takes 750 to 1,400 tokens."""
+"""Tokens assumed for one medium until usage is known; a one-megapixel image takes 750 to 1,400."""
 BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm-d use the same)
 
 LEAST_MEDIUM = MEDIA_TOKENS * BYTES_PER_TOKEN
-"""Bytes of base64; fewer count as text: as less than a medium of their own would."""
+"""Bytes of base64; anything shorter is counted as text, since that is less than MEDIA_TOKENS."""
 _WINDOW = 64
 _STEP = LEAST_MEDIUM - _WINDOW
 _DIGEST_BYTES = 32
-# A member's string of base64 or a data URL. Members of text are left out, whatever is in them.
+# A member whose string is base64 or a data URL. Members that hold text are excluded by name.
 _MEDIUM = re.compile(
-    rb'("(?!(?:text|content|arguments|refusal|reasoning|reasoning_content|name|id)")\w{1,64}":[ \t\r\n]{0,8}")'
+    rb'("(?!(?:text|content|arguments|refusal|reasoning|reasoning_content|name|id)")'
+    rb'\w{1,64}":[ \t\r\n]{0,8}")'
     rb"[A-Za-z0-9+/=_:;,.%%\\-]{%d,}" % LEAST_MEDIUM
 )
 
 
 def may_hold_media(body: bytes) -> bool:
-    """Whether there may be a medium: text has a blank or a quote every few words, so a few looks rule one out."""
-    for at in range(_STEP, len(body), _STEP):
-        end = at + _WINDOW
-        if body.find(b" ", at, end) < 0 and body.find(b'"', at, end) < 0:
+    """Whether the body may contain media, judged by sampling.
+
+    Text has a blank or a quote every few words, so a few windows are enough to rule media out.
+    """
+    for start in range(_STEP, len(body), _STEP):
+        end = start + _WINDOW
+        if body.find(b" ", start, end) < 0 and body.find(b'"', start, end) < 0:
             return True
     return False
 
 
 def without_media(prompt: bytes) -> tuple[bytes, int]:
-    """The prompt's JSON with a stand-in of MEDIA_TOKENS for each medium, and how many there were.
+    """Replace each medium in the prompt's JSON by a stand-in of MEDIA_TOKENS; return their number.
 
-    The stand-in is made of the medium's hash: prompts with other media are other prompts from there on.
+    A stand-in is derived from the medium's hash, so prompts with different media differ.
     """
     return _MEDIUM.subn(_stand_in, prompt)
 
 
-def _stand_in(found: re.Match[bytes]) -> bytes:
-    digest = hashlib.blake2b(memoryview(found.string)[found.end(1) : found.end()], digest_size=_DIGEST_BYTES)
-    return found[1] + digest.hexdigest().encode() * (LEAST_MEDIUM // (2 * _DIGEST_BYTES))
+def _stand_in(match: re.Match[bytes]) -> bytes:
+    medium = memoryview(match.string)[match.end(1) : match.end()]
+    digest = hashlib.blake2b(medium, digest_size=_DIGEST_BYTES)
+    return match[1] + digest.hexdigest().encode() * (LEAST_MEDIUM // (2 * _DIGEST_BYTES))

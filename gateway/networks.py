@@ -1,4 +1,4 @@
-"""Client addresses: which networks hold them, and which of them count as one client."""
+"""Client addresses: membership in IP networks, and which addresses count as one client."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 CLIENT_PREFIX_BITS = 64
-"""Bits of an IPv6 address that name a client: providers give each customer at least one /64."""
+"""The prefix of an IPv6 address that identifies a client: providers assign at least a /64 each."""
 
 
 class Networks:
-    """A set of IP networks, written in CIDR form. `address in networks` is true for an address of any of them.
+    """A set of IP networks in CIDR notation, with `address in networks`.
 
-    A text that is no IP address, as of a Unix socket's peer, is in no network.
+    Text that is not an IP address, such as the peer name of a Unix socket, is in no network.
     """
 
     __slots__ = ("_networks",)
@@ -26,12 +26,15 @@ class Networks:
     def __contains__(self, address: str) -> bool:
         if not self._networks:
             return False
-        found = parse_address(address)
-        return found is not None and any(found in each for each in self._networks)
+        parsed = parse_address(address)
+        return parsed is not None and any(parsed in network for network in self._networks)
 
 
 def parse_address(text: str) -> IPv4Address | IPv6Address | None:
-    """The address in a text, without a zone; an IPv4 address mapped into IPv6 as IPv4. None for other text."""
+    """Parse an IP address, or return None for other text.
+
+    A zone id is dropped, and an IPv4 address mapped into IPv6 becomes IPv4.
+    """
     try:
         address = ip_address(text.partition("%")[0])
     except ValueError:
@@ -41,11 +44,11 @@ def parse_address(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def client_group(address: str) -> str:
-    """What connections are counted by: an IPv4 address, or the /64 network of an IPv6 address."""
+    """Return the key that connections are counted by: an IPv4 address or an IPv6 /64 network."""
     if ":" not in address:
         return address
-    found = parse_address(address)
-    if not isinstance(found, IPv6Address):
-        return address if found is None else str(found)
-    host_bits = found.max_prefixlen - CLIENT_PREFIX_BITS
-    return str(IPv6Address(int(found) >> host_bits << host_bits))
+    parsed = parse_address(address)
+    if not isinstance(parsed, IPv6Address):
+        return address if parsed is None else str(parsed)
+    host_bits = parsed.max_prefixlen - CLIENT_PREFIX_BITS
+    return str(IPv6Address(int(parsed) >> host_bits << host_bits))

@@ -1,12 +1,10 @@
-"""The outbox: what one turn of the event loop has to write goes out together at the turn's end.
+"""The write queue: writes of one loop iteration go out together at its end.
 
-Thirty requests read in one turn are then thirty times the same Python and after it thirty sends in a row, not both in
-alternation: the processor's caches stay warm, and the peer, once awake, stays awake. Together that is a tenth of the
-gateway's CPU under load (docs/performance.md); when the loop is idle a write leaves a few microseconds later.
+Handling thirty reads and then doing thirty sends keeps the processor's caches warm, which saves
+CPU under load (docs/performance.md). On an idle loop a write leaves a few microseconds later.
 
-An engine's step is a piece for each of its streams at once, and several engines may step together: hundreds of pieces,
-and whoever asks for something meanwhile would wait for all of them. So a turn relays some and puts the rest off: new
-requests are read, and refused or sent on, in between.
+Several engines may finish a decode step at once and send hundreds of chunks, which would delay new
+requests. So an iteration relays some of them and defers the rest; new requests run in between.
 """
 
 from __future__ import annotations
@@ -18,88 +16,95 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from gateway.relay import Relay
 
-TURN = 32  # writes of one turn, about a millisecond
-MOST = 1024  # pieces put off: who read on beyond them would take from engines what clients do not get
+TURN = 32  # writes per loop iteration, about a millisecond
+
+# Chunks that may be deferred. Beyond that they are relayed at once, since otherwise the gateway would
+# read from engines much faster than clients receive.
+MOST = 1024
 
 
 class Behind(Protocol):
-    """An engine's connection, of which something was put off."""
+    """An engine connection whose chunks can be deferred."""
 
     def catch_up(self, relay: Relay, data: bytes) -> None: ...
 
 
 class Outbox:
-    """Posted writes, in order. Owned by one event loop; who closes a transport with posted bytes flushes first.
+    """Queued writes, in order, of one event loop. Flush before closing a transport with writes.
 
-    full  this turn has written enough: what engines say from now on is put off
+    budget_spent  this iteration has written enough, so chunks from engines are to be deferred
     """
 
-    __slots__ = ("_due", "_late", "_posted", "full", "loop")
+    __slots__ = ("_deferred", "_is_scheduled", "_queue", "full", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.full = False
-        self._due = False
-        self._posted: list[tuple[asyncio.Transport, bytes]] = []
-        self._late: deque[tuple[Behind, Relay, bytes]] = deque()
+        self._is_scheduled = False
+        self._queue: list[tuple[asyncio.Transport, bytes]] = []
+        self._deferred: deque[tuple[Behind, Relay, bytes]] = deque()
 
     def post(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Write `data` before anything that is scheduled from now on."""
-        if not self._due:
-            self._due = True
-            self.loop.call_soon(self._turn)
-        self._posted.append((transport, data))
-        if len(self._posted) == TURN:
+        """Queue a write; it goes out before any callback scheduled after this call runs."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self.loop.call_soon(self._run)
+        self._queue.append((transport, data))
+        if len(self._queue) == TURN:
             self.full = True
 
     def flush(self) -> None:
-        """Write everything now. Bytes for a transport that has closed meanwhile are dropped: nobody is there."""
-        posted, self._posted = self._posted, []
-        for transport, data in posted:
+        """Write everything queued now; writes to a transport that has closed are dropped."""
+        queue, self._queue = self._queue, []
+        for transport, data in queue:
             if not transport.is_closing():
                 try:
                     transport.write(data)
-                except RuntimeError:  # half closed: its bytes are lost, and not those of the others
+                except RuntimeError:  # half-closed: drop its data, but keep writing to the others
                     transport.abort()
 
     def put_off(self, connection: Behind, relay: Relay, data: bytes) -> None:
-        """What an engine said is relayed in a later turn, after all that was put off before. Due when `full`."""
-        self._late.append((connection, relay, data))
-        if len(self._late) > MOST:
-            self._catch_up(MOST)
+        """Relay an engine's chunk in a later iteration, after those deferred before it.
+
+        To be called instead of relaying while `budget_spent` is true.
+        """
+        self._deferred.append((connection, relay, data))
+        if len(self._deferred) > MOST:
+            self._relay_deferred(MOST)
             self.full = True
 
     def hurry(self, connection: Behind) -> None:
-        """What was put off of this connection is relayed now: it has come to its end."""
-        mine = [piece for piece in self._late if piece[0] is connection]
+        """Flush this connection's deferred chunks now, because the connection is closing."""
+        mine = [chunk for chunk in self._deferred if chunk[0] is connection]
         if mine:
-            self._late = deque(piece for piece in self._late if piece[0] is not connection)
+            self._deferred = deque(chunk for chunk in self._deferred if chunk[0] is not connection)
             full = self.full
             for _, relay, data in mine:
-                self.full = False  # or it would be put off once more
+                self.full = False  # otherwise the connection would defer the chunk once more
                 connection.catch_up(relay, data)
             self.full = full
 
-    def _turn(self) -> None:
-        """Whatever a write makes anybody post, or raises, finds another turn due or to be asked for."""
-        if self._late:
-            self._late_turn()
+    def _run(self) -> None:
+        # The flags are reset before the flush, so that a write it triggers or an exception it
+        # raises leaves the queue able to schedule itself.
+        if self._deferred:
+            self._run_deferred()
         else:
-            self._due = self.full = False
+            self._is_scheduled = self.full = False
             self.flush()
 
-    def _late_turn(self) -> None:
+    def _run_deferred(self) -> None:
         try:
             self.flush()
-            self._catch_up(TURN)
+            self._relay_deferred(TURN)
         finally:
-            self._due = self.full = bool(self._late)
-            if self._late:
-                self.loop.call_soon(self._turn)
+            self._is_scheduled = self.full = bool(self._deferred)
+            if self._deferred:
+                self.loop.call_soon(self._run)
             self.flush()
 
-    def _catch_up(self, pieces: int) -> None:
-        for _ in range(min(pieces, len(self._late))):
-            connection, relay, data = self._late.popleft()
-            self.full = False  # or it would be put off once more
+    def _relay_deferred(self, chunks: int) -> None:
+        for _ in range(min(chunks, len(self._deferred))):
+            connection, relay, data = self._deferred.popleft()
+            self.full = False  # otherwise the connection would defer the chunk once more
             connection.catch_up(relay, data)

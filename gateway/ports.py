@@ -1,6 +1,6 @@
-"""Addresses: whether a port is free, which key asked for it, and how a host and a port are written as a URL.
+"""Addresses: whether a port is free, errors of listeners, and URLs from a host and a port.
 
-The first is asked before anything is started, so that the answer can name the port and the flag to change it.
+A command checks its port before it starts anything, so that its error can name the flag to change.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from contextlib import contextmanager
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether nobody else listens on `host`:`port` now.
+    """Whether no process is listening on `host`:`port` now.
 
-    Port 0 is always free; a host that does not resolve or is not this machine's counts as free, and so does a port that
-    this user may not take, because the listener will say so better.
+    Port 0 is always free. So is a port that cannot be listened on for another reason, such as an
+    unknown host or missing rights: the listener's own error explains that better.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
     except OSError:
         return True
     with socket.socket(family, kind, protocol) as probe:
@@ -26,14 +28,14 @@ def is_free(host: str, port: int) -> bool:
         try:
             probe.bind(address)
             probe.listen(1)
-        except OSError as error:  # what is wrong besides the listener says better
+        except OSError as error:
             return error.errno != errno.EADDRINUSE
         return True
 
 
 @contextmanager
 def named(key: str, host: str, port: int) -> Iterator[None]:
-    """Where `host`:`port` cannot be listened on, the OSError says which key of the configuration asked for it."""
+    """Prefix an OSError of a listener with the configuration key that its address comes from."""
     try:
         yield
     except OSError as error:
@@ -41,6 +43,6 @@ def named(key: str, host: str, port: int) -> Iterator[None]:
 
 
 def http_url(host: str, port: int, *, encrypted: bool = False) -> str:
-    """http://host:port or https://host:port, an IPv6 address in brackets."""
+    """Return http://host:port or https://host:port, with brackets around an IPv6 address."""
     scheme = "https" if encrypted else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,7 +1,7 @@
-"""Answers that must not pass as they came: the engine's model name becomes the one the client asked for, and a
-decoder's idea of cached tokens becomes the prefiller's. Used only where they differ.
+"""Rewrites values in responses: the model name, and a decoder's number of cached tokens.
 
-The work is linear in the bytes of an answer and little of it is held, however long an event or a JSON body is.
+Runs in time linear in the response and holds little of it, however long an event or JSON body is.
+Used only where the values differ.
 """
 
 from __future__ import annotations
@@ -10,46 +10,46 @@ import json
 import re
 
 HELD_EVENT = 64 * 1024
-"""Bytes of an unfinished event that are held; a longer one is released as it comes."""
-_BLANKS = 64  # between a member's name and its value
+"""Bytes of a partial event that are held; a longer event is released as it arrives."""
+_MAX_BLANKS = 64  # between a member's name and its value
 
 
 class Renamer:
-    """Rewrites `"model": "<served>"` in a payload as it streams. SSE is released event by event, JSON as it comes.
+    """Replaces `"model": "<served>"` in a payload as it streams: SSE by event, JSON as it arrives.
 
-    Inside JSON strings quotes are escaped, so the pattern can only match a member.
+    Only a member can match the pattern, since quotes inside JSON strings are escaped.
 
-    mid_event  part of an event has been released, and not its end
+    is_mid_event  part of an event has been released, but not its end
     """
 
     def __init__(self, served: str, asked: str) -> None:
-        found, put = (json.dumps(name, ensure_ascii=False).encode() for name in (served, asked))
-        self._model = re.compile(rb'("model":[ \t\r\n]{0,%d})%b' % (_BLANKS, re.escape(found)))
-        self._replacement = lambda match: match[1] + put
-        self._longest = len(b'"model":') + _BLANKS + len(found)
+        old, new = (json.dumps(name, ensure_ascii=False).encode() for name in (served, asked))
+        self._model = re.compile(rb'("model":[ \t\r\n]{0,%d})%b' % (_MAX_BLANKS, re.escape(old)))
+        self._replacement = lambda match: match[1] + new
+        self._longest_match = len(b'"model":') + _MAX_BLANKS + len(old)
         self._pending = b""
         self.mid_event = False
 
     def feed(self, payload: bytes, *, sse: bool, ended: bool) -> bytes:
-        """Payload in, renamed payload out; what may be the beginning of a match waits for the next call."""
+        """Return the rewritten payload; the possible start of a match waits for the next call."""
         window = self._pending + payload if self._pending else payload
         cut = len(window) if ended else self._releasable(window, sse=sse)
         self._pending = window[cut:]
-        return self._rewritten(window[:cut]) if cut else b""
+        return self._rewrite(window[:cut]) if cut else b""
 
     def _releasable(self, window: bytes, *, sse: bool) -> int:
-        """How many bytes can be released: whole events, or what no match that goes on can begin in."""
+        """Return how many bytes can be released without cutting a match or, if short, an event."""
         whole = whole_events(window) if sse else 0
         if sse and len(window) - whole <= HELD_EVENT:
             self.mid_event = self.mid_event and not whole
             return whole
         self.mid_event = sse
-        return self._between_matches(window, max(0, len(window) - self._longest))
+        return self._move_past_match(window, max(0, len(window) - self._longest_match))
 
-    def _between_matches(self, window: bytes, cut: int) -> int:
-        """The place `cut`, or the end of the match that it is inside of."""
+    def _move_past_match(self, window: bytes, cut: int) -> int:
+        """Return `cut`, or the end of the match that it would split."""
         for pattern in self._patterns():
-            for match in pattern.finditer(window, max(0, cut - self._longest)):
+            for match in pattern.finditer(window, max(0, cut - self._longest_match)):
                 if match.start() < cut < match.end():
                     cut = match.end()
         return cut
@@ -57,34 +57,35 @@ class Renamer:
     def _patterns(self) -> tuple[re.Pattern[bytes], ...]:
         return (self._model,)
 
-    def _rewritten(self, ready: bytes) -> bytes:
+    def _rewrite(self, ready: bytes) -> bytes:
         return self._model.sub(self._replacement, ready)
 
 
 class Corrector(Renamer):
-    """Also says what the prefiller had cached. A decoder that was handed the KV calls all of it a cache hit.
+    """Also replaces the number of cached tokens by the prefiller's.
 
-    `cached_tokens` may be set as late as the prefill answer comes; None leaves the decoder's number.
+    A decoder that received the KV cache from a prefiller reports all of it as a cache hit.
+    `cached_tokens` is set when the prefill response arrives; None keeps the decoder's number.
     """
 
-    _CACHED = re.compile(rb'("cached_tokens":[ \t\r\n]{0,%d})\d{1,15}' % _BLANKS)
+    _CACHED = re.compile(rb'("cached_tokens":[ \t\r\n]{0,%d})\d{1,15}' % _MAX_BLANKS)
 
     def __init__(self, served: str, asked: str) -> None:
         super().__init__(served, asked)
-        self._longest = max(self._longest, len(b'"cached_tokens":') + _BLANKS + 15)
+        self._longest_match = max(self._longest_match, len(b'"cached_tokens":') + _MAX_BLANKS + 15)
         self.cached_tokens: int | None = None
 
     def _patterns(self) -> tuple[re.Pattern[bytes], ...]:
         return (self._model, self._CACHED)
 
-    def _rewritten(self, ready: bytes) -> bytes:
-        ready = super()._rewritten(ready)
+    def _rewrite(self, ready: bytes) -> bytes:
+        ready = super()._rewrite(ready)
         if self.cached_tokens is None or ready.find(b'"cached_tokens"') < 0:
             return ready
         return self._CACHED.sub(rb"\g<1>%d" % self.cached_tokens, ready)
 
 
 def whole_events(text: bytes) -> int:
-    """How many bytes of it are whole events: up to the last blank line, however lines end."""
-    plain, crlf = text.rfind(b"\n\n"), text.rfind(b"\n\r\n")
-    return max(plain + 2 if plain >= 0 else 0, crlf + 3 if crlf >= 0 else 0)
+    """Return the length of the complete events in `text`: up to its last blank line."""
+    lf, crlf = text.rfind(b"\n\n"), text.rfind(b"\n\r\n")
+    return max(lf + 2 if lf >= 0 else 0, crlf + 3 if crlf >= 0 else 0)

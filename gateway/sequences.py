@@ -1,7 +1,8 @@
-"""How many sequences one request makes an engine generate: its prompts times its choices. Counted in the raw JSON.
+"""Counts the sequences that one request makes an engine generate: prompts times choices.
 
-A completions call may hold a list of prompts, and each of them is scheduled like a request of its own. They are counted
-by their quotes or brackets and never decoded: a list that holds anything but prompts counts too, and engines refuse it.
+A completions request may hold a list of prompts, each of which is scheduled like a request of its
+own. They are counted in raw JSON by their quotes or brackets, without decoding. Lists of anything
+else are counted too; engines reject those.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import msgspec
 
 from gateway.answer import Failure, GatewayError
 
-PROMPT, EMBEDS = "prompt", "prompt_embeds"  # vLLM takes both, together
+PROMPT, EMBEDS = "prompt", "prompt_embeds"  # vLLM accepts both in one request
 MULTIPLE = frozenset((PROMPT, "n", "best_of"))
 
 _LIST = ord("[")
 
 
 class Prompts(NamedTuple):
-    """The prompts of a completions call.
+    """The prompts of a completions request.
 
-    token_ids  in all of them; None for text    longest  token ids of the longest prompt
+    token_id_count     token ids in all of them; None for text
+    longest_token_ids  token ids in the longest prompt
     """
 
     number: int = 1
@@ -34,16 +36,21 @@ ONE = Prompts()
 
 
 def read_prompts(members: Mapping[str, msgspec.Raw], most: int) -> Prompts:
-    """The prompts of a completions call. Raises GatewayError for more than `most`."""
-    found = _read(members[PROMPT], most)
+    """Count the prompts of a completions request. Raises GatewayError for more than `most`."""
+    prompts = _read(members[PROMPT], most)
     embeds = members.get(EMBEDS)
     if embeds is not None and memoryview(embeds)[0] == _LIST:
-        return found._replace(number=found.number + _checked(EMBEDS, _strings(bytes(embeds)), most))
-    return found
+        number = _checked(EMBEDS, _count_strings(bytes(embeds)), most)
+        return prompts._replace(number=prompts.number + number)
+    return prompts
 
 
 def counted(numbers: Mapping[str, int], most: int) -> tuple[int, int]:
-    """Choices in the whole answer, and prompts. `numbers` by MULTIPLE's names. Raises GatewayError for too many."""
+    """Return the number of choices in the response, and of prompts.
+
+    `numbers` holds the request's values of the members in MULTIPLE. Raises GatewayError for more
+    than `most` sequences.
+    """
     prompts, choices = numbers.get(PROMPT, 1), numbers.get("n", 1)
     sequences = prompts * max(choices, numbers.get("best_of", 1))
     if sequences > most:
@@ -56,18 +63,19 @@ def _read(prompt: msgspec.Raw, most: int) -> Prompts:
     if memoryview(prompt)[0] != _LIST:
         return ONE
     text = bytes(prompt)
-    strings = _strings(text)
+    strings = _count_strings(text)
     if strings:
         return Prompts(_checked(PROMPT, strings, most))
-    prompts = _checked(PROMPT, max(1, text.count(b"]") - 1), most)  # the list's own is one of them
+    # The list's own closing bracket is one of them.
+    prompts = _checked(PROMPT, max(1, text.count(b"]") - 1), most)
     if not text.lstrip(b"[ \t\r\n")[:1].isdigit():
         return Prompts(prompts)
     longest = max(part.lstrip(b"[, \t\r\n").count(b",") + 1 for part in text.split(b"]"))
     return Prompts(prompts, text.count(b",") + 1, longest)
 
 
-def _strings(text: bytes) -> int:
-    """How many strings there are in some JSON."""
+def _count_strings(text: bytes) -> int:
+    """Count the strings in some JSON."""
     if b"\\" in text:
         text = text.replace(rb"\\", b"__").replace(rb"\"", b"__")
     return text.count(b'"') // 2
@@ -80,5 +88,8 @@ def _checked(name: str, prompts: int, most: int) -> int:
 
 
 def _too_many(name: str, sequences: int, most: int) -> GatewayError:
-    message = f"The request asks for {sequences} sequences (prompts x choices). One request may ask for {most}."
+    message = (
+        f"The request asks for {sequences} sequences (prompts x choices). "
+        f"One request may ask for {most}."
+    )
     return GatewayError(Failure.BAD_REQUEST, message, param=name)

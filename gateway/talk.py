@@ -1,6 +1,7 @@
-"""What both kinds of client connection do alike: write answers, pass backpressure on, watch their time, close gently.
+"""Behaviour shared by both kinds of client connection: responses, backpressure, deadlines, closing.
 
-gateway/front.py serves ordinary requests, gateway/lobby.py all others; neither reads a byte here.
+Reading is left to the subclasses: FastConnection (http/fast_connection.py) serves ordinary
+requests, AiohttpConnection (http/aiohttp_connection.py) all others.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ if TYPE_CHECKING:
     from gateway.outbox import Outbox
     from gateway.upstream import Connection
 
-JOINED = 4 * 1024  # bytes of a piece of a body to which the next piece is joined
-LINGER_S = 1.0  # how long a refused upload may go on arriving before the socket is cut
-_HANG_UP = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere a reset alone is seen
-_NO_SLOTS: tuple[str, ...] = ()  # two bases with slots of their own cannot be joined: the subclasses declare them
+# A body piece shorter than this is extended by the next piece instead of kept on its own.
+MIN_PIECE = 4 * 1024
+LINGER_S = 1.0  # how long a refused upload may keep arriving before the connection is aborted
+_POLLRDHUP = getattr(select, "POLLRDHUP", 0)  # Linux only; elsewhere only a reset is detected
+
+# Two bases with non-empty slots cannot be combined, so the subclasses declare the slots.
+_NO_SLOTS: tuple[str, ...] = ()
 
 
 class Phase(Enum):
-    """What a connection waits for, and so which deadline holds."""
+    """What a connection is waiting for, which determines its deadline."""
 
     IDLE = auto()
     HEAD = auto()
@@ -40,28 +44,30 @@ class Phase(Enum):
     CLOSING = auto()
 
 
-IDLE, HEAD, BODY, SERVING, CLOSING = Phase  # asking an Enum for a member takes ten times as long
+# Module-level names, because looking up an Enum member on its class is ten times slower.
+IDLE, HEAD, BODY, SERVING, CLOSING = Phase
 
 Serve = Callable[["Client", Api], Coroutine[Any, Any, None]]
 
 
 def add_piece(pieces: list[bytes], piece: bytes) -> None:
-    """Put it behind the others; small ones are joined, since each object takes more memory than its bytes."""
-    if len(pieces[-1]) < JOINED:
+    """Append a body piece, merging small ones: an object costs more memory than their bytes."""
+    if len(pieces[-1]) < MIN_PIECE:
         pieces[-1] += piece
     else:
         pieces.append(piece)
 
 
 class Talk(ABC):
-    """One client connection. Subclasses read; they have slots for what is named here.
+    """A client connection. Subclasses do the reading and declare slots for these fields.
 
-    phase, since       what is waited for, and from when (monotonic seconds)
-    paused_at          since when the client has been reading too slowly; None while it keeps up
-    _must_close        the connection ends with the answer under way
-    is_draining        another process takes new connections: the next answer is this connection's last
-    closes             the answer to come is the last one, and its head says so
-    _reading_paused    more has come than may lie here: the event loop does not look whether the client has left
+    phase            what the connection is waiting for
+    phase_since      when it began to wait for that (monotonic seconds)
+    paused_at        when the client began to read too slowly; None while it keeps up
+    is_draining      another process accepts new connections; the next response is the last one here
+    will_close       the next response is the last one, and its head announces that
+    _must_close      close the connection after the current response
+    _reading_paused  too much is buffered, so the event loop cannot notice that the client has left
     """
 
     __slots__ = _NO_SLOTS
@@ -71,7 +77,7 @@ class Talk(ABC):
     phase: Phase
     since: float
     paused_at: float | None
-    _fronts: ClientConnections
+    _connections: ClientConnections
     _limits: Limits
     _serve: Serve
     _source: Connection | None
@@ -81,10 +87,12 @@ class Talk(ABC):
     _outbox: Outbox
     _reading_paused: bool
 
-    def _set_up(self, serve: Serve, fronts: ClientConnections, limits: Limits, outbox: Outbox) -> None:
-        """The beginning of a connection's state. `fronts` are all connections: those that the sweep looks at."""
+    def _init_connection(
+        self, serve: Serve, connections: ClientConnections, limits: Limits, outbox: Outbox
+    ) -> None:
+        """Initialize the shared fields; `connections` are all client connections."""
         self._serve = serve
-        self._fronts = fronts
+        self._connections = connections
         self._limits = limits
         self._outbox = outbox
         self._source = None
@@ -100,48 +108,53 @@ class Talk(ABC):
 
     @property
     @abstractmethod
-    def _body_left(self) -> bool:
-        """Whether a part of the request's body was not read: what follows on the connection cannot be told from it."""
+    def _has_unread_body(self) -> bool:
+        """Whether part of the request's body is unread, so that no next request can be parsed."""
 
     @property
-    def _last(self) -> bool:
-        """Whether the client asked to close after this answer."""
+    def _should_close(self) -> bool:
+        """Whether the client asked to close the connection after this response."""
         return False
 
-    # Answers
+    # Responses
 
     def write(self, data: bytes) -> None:
-        """Bytes of an answer, as they come. Dropped when the client has gone."""
+        """Write part of a response; drop it if the client has disconnected."""
         transport = self.transport
         if transport is not None:
-            outbox: Outbox = self._outbox  # every chunk comes by here: told so, a compiler calls it directly
+            # Annotated so that compiled code calls the method directly, for every chunk.
+            outbox: Outbox = self._outbox
             outbox.post(transport, data)
 
     def refuse(self, error: GatewayError, request_id: str) -> None:
-        """Answer with an error of the table."""
-        self.answer(error.status, body_of(error), [("x-request-id", request_id), *headers_of(error)])
+        """Send an error response."""
+        self.answer(
+            error.status, body_of(error), [("x-request-id", request_id), *headers_of(error)]
+        )
 
     def answer(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
-        """A whole JSON answer."""
-        if self._body_left or self.http_1_0:
+        """Send a complete JSON response."""
+        if self._has_unread_body or self.http_1_0:
             self._must_close = True
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
-        if self._must_close or self._last:
+        if self._must_close or self._should_close:
             lines += "connection: close\r\n"
         first = f"HTTP/1.1 {status} {phrase_of(status)}\r\ncontent-type: application/json\r\n"
         head = f"{first}content-length: {len(body)}\r\n{lines}\r\n"
         self.write(head.encode("latin-1", "replace") + body)
 
     def hang_up(self) -> None:
-        """Close after what was written: the answer cannot be finished and the client must see that."""
+        """Close after what was written, so that the client sees a cut-off response."""
         self._must_close = True
 
     @abstractmethod
     def drain(self) -> None:
-        """Serve one more request on this connection, and say in its answer that the connection closes. An answer under
-        way has not said so, and the client may use the connection once more."""
+        """Serve one more request, and announce in its response that the connection closes.
 
-    # Backpressure: the engine may not write faster than the client reads
+        The current response has not announced it, so the client may send another request.
+        """
+
+    # Backpressure: the engine must not send faster than the client reads
 
     @property
     def writing_paused(self) -> bool:
@@ -162,92 +175,95 @@ class Talk(ABC):
         if self._source is not None:
             self._source.resume()
 
-    # Deadlines, driven by one sweep over all connections instead of a timer each
+    # Deadlines, checked by one sweep over all connections instead of a timer for each
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self.since = monotonic()
 
     def sweep(self, now: float) -> None:
-        """End what has lasted too long: silence, dripped headers or bodies, a client that does not read."""
+        """End the connection if a deadline has passed: idle, head, body, or a slow reader."""
         limits, age = self._limits, now - self.since
         if self.paused_at is not None and now - self.paused_at > limits.slow_reader:
             self.cut()
         elif self.phase is IDLE:
-            if age > limits.idle_timeout or (self._silent and age > limits.headers_timeout):
-                self._end()
+            timeout = limits.idle_timeout
+            if age > timeout or (self._has_sent_nothing and age > limits.headers_timeout):
+                self._close_after_flush()
         elif self.phase is HEAD:
             if age > limits.headers_timeout:
                 self._time_out("The request's headers did not arrive in time.")
         elif self.phase is BODY:
-            too_slow = age > 1 and self._arrived < (age - 1) * limits.body_min_rate
+            too_slow = age > 1 and self._body_received < (age - 1) * limits.body_min_rate
             if age > limits.body_timeout or too_slow:
-                self._fail_body(GatewayError(Failure.REQUEST_TIMEOUT, "The request's body did not arrive in time."))
+                message = "The request's body did not arrive in time."
+                self._fail_body(GatewayError(Failure.REQUEST_TIMEOUT, message))
         elif self.phase is SERVING:
-            if self._is_deaf and self._has_left:
+            if self._is_not_reading and self._has_hung_up:
                 self.cut()
         elif self.phase is CLOSING and self.transport is not None:
-            leaving = self.transport.is_closing()  # all that is left is an answer on its way to who asked for it
-            if age > (limits.slow_reader if leaving else LINGER_S):
+            # A closing transport only has a response left to send, which a slow client may read.
+            flushing = self.transport.is_closing()
+            if age > (limits.slow_reader if flushing else LINGER_S):
                 self.cut()
 
     @property
-    def _is_deaf(self) -> bool:
-        """Whether nothing is read from the socket, so that the event loop cannot notice that the client has left."""
+    def _is_not_reading(self) -> bool:
+        """Whether reading is paused, so that the event loop cannot notice a disconnect."""
         return self._reading_paused
 
     @abstractmethod
     def drop_unread(self) -> None:
-        """Give up the bytes that belong to no request yet. The connection does not count them any more."""
+        """Discard the bytes that belong to no request yet; they are no longer counted."""
 
     @property
-    def _has_left(self) -> bool:
-        """Whether the client has closed its side, before all that it sent was read."""
+    def _has_hung_up(self) -> bool:
+        """Whether the client has closed its side while bytes from it are still unread."""
         sock = None if self.transport is None else self.transport.get_extra_info("socket")
         if sock is None or sock.fileno() < 0:
             return False
         poll = select.poll()
-        poll.register(sock.fileno(), _HANG_UP)
+        poll.register(sock.fileno(), _POLLRDHUP)
         return bool(poll.poll(0))
 
     @property
     @abstractmethod
-    def _silent(self) -> bool:
-        """Whether the client has never asked for anything."""
+    def _has_sent_nothing(self) -> bool:
+        """Whether the client has never completed a request head."""
 
     @property
     @abstractmethod
-    def _arrived(self) -> int:
-        """Bytes of the body that have come."""
+    def _body_received(self) -> int:
+        """Bytes of the body received so far."""
 
     @abstractmethod
     def _fail_body(self, error: GatewayError) -> None:
-        """Whoever waits for the rest of the body gets this instead."""
+        """Raise `error` from the pending call that reads the body."""
 
     def _time_out(self, message: str) -> None:
         self._must_close = True
         self.refuse(GatewayError(Failure.REQUEST_TIMEOUT, message), new_id())
         self._outbox.flush()
-        self._end()
+        self._close_after_flush()
 
     # Closing
 
     @abstractmethod
-    def _end(self) -> None:
-        """Close when everything written is out."""
+    def _close_after_flush(self) -> None:
+        """Close once everything written has been sent."""
 
     def cut(self) -> None:
-        """Close at once, whatever is still to be written."""
+        """Abort the connection, dropping anything not yet sent."""
         if self.transport is not None:
             self.transport.abort()
 
     def _linger(self) -> None:
-        """Close so that the answer is read even while the client still sends: half-close, discard, then cut."""
+        """Half-close and discard input, so that a client still sending can read the response."""
         transport = self.transport
         if transport is not None:
             self._outbox.flush()
             self._enter(CLOSING)
             if transport.can_write_eof():
-                with suppress(OSError):  # reset by the client, while nobody read
+                with suppress(OSError):  # the client reset the connection while reading was paused
                     transport.write_eof()
             transport.resume_reading()

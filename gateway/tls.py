@@ -1,6 +1,7 @@
-"""TLS settings as values, and the ssl.SSLContext of each. Reads certificate files; opens no connection.
+"""TLS settings as values, their ssl.SSLContext, and checks of certificate files.
 
-The configuration checks (gateway/config/tls_files.py), the listeners and the clients of engines share it.
+Used by the configuration checks, the listeners and the clients of engines. Reads files; opens no
+connection.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import msgspec
 
 FILE_CAP_BYTES = 1 << 20
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
-"""TLS 1.2 only: forward secrecy and authenticated encryption. TLS 1.3 has no other suites."""
+"""For TLS 1.2: forward secrecy and authenticated encryption. TLS 1.3 has only such suites."""
 
 ALPN = ("http/1.1",)
 VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 WRITE_BUFFER_BYTES = 64 * 1024
-"""What a peer may leave unread before its writer is paused: as on a plain connection (uvloop: 512 KiB with TLS)."""
+"""Unsent bytes at which a writer is paused, as without TLS; uvloop would allow 512 KiB."""
 
 _NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which the ssl module does not name
 
@@ -39,7 +40,7 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
-    """What a listener offers. The first pair serves clients whose server name no pair has."""
+    """TLS of a listener. The first pair serves clients that ask for an unknown server name."""
 
     pairs: tuple[KeyPair, ...]
     client_ca: str | None = None
@@ -49,7 +50,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
 
 
 class ClientSettings(msgspec.Struct, frozen=True):
-    """What a client accepts. Without `ca` the system's authorities are trusted; `verify` False accepts any server."""
+    """TLS of a client. `ca` None: the system's authorities; `should_verify` False: any server."""
 
     ca: str | None = None
     pair: KeyPair | None = None
@@ -57,14 +58,18 @@ class ClientSettings(msgspec.Struct, frozen=True):
 
 
 class Encryption(msgspec.Struct, frozen=True):
-    """What a connection to a server needs for TLS. `server_name` None: the host of its URL."""
+    """TLS of one connection to a server. `server_name` None: the host of its URL."""
 
     context: ssl.SSLContext
     server_name: str | None = None
 
 
 class FileProblem(msgspec.Struct, frozen=True):
-    """What is wrong with a file of the settings. `role`: certificate, key or ca. Without `is_error` it can be used."""
+    """What is wrong with a file of the settings.
+
+    role      certificate, key or ca
+    is_error  the file cannot be used; otherwise this is a warning
+    """
 
     role: str
     message: str
@@ -72,14 +77,14 @@ class FileProblem(msgspec.Struct, frozen=True):
 
 
 class ValidTimes(msgspec.Struct, frozen=True):
-    """When a certificate is valid, seconds since the epoch, and the DNS names that it is for."""
+    """Validity period of a certificate, in seconds since the epoch, and its DNS names."""
 
     not_before: float
     not_after: float
     names: tuple[str, ...]
 
     def doubt(self, now: float) -> str | None:
-        """Why peers refuse the certificate now, with the date; None: they do not, by its times."""
+        """Return why peers refuse the certificate at time `now`; None within its period."""
         if self.not_after < now:
             return f"expired on {_date(self.not_after)}; its peers refuse it"
         if self.not_before > now:
@@ -88,7 +93,7 @@ class ValidTimes(msgspec.Struct, frozen=True):
 
 
 def server_context(settings: ServerSettings) -> ssl.SSLContext:
-    """The context of a listener. Raises OSError (ssl.SSLError is one) when a file cannot be used."""
+    """Create the context of a listener. Raises OSError (or ssl.SSLError) for an unusable file."""
     contexts = [_server_context(settings, pair) for pair in settings.pairs]
     default = contexts[0]
     if len(contexts) > 1:
@@ -96,12 +101,12 @@ def server_context(settings: ServerSettings) -> ssl.SSLContext:
         for context, pair in zip(contexts, settings.pairs, strict=True):
             for name in valid_times(pair).names:
                 named.setdefault(name.lower(), context)
-        default.sni_callback = _ByServerName(named)
+        default.sni_callback = _SniCallback(named)
     return default
 
 
 def client_context(settings: ClientSettings) -> ssl.SSLContext:
-    """The context of a client. Raises OSError when a file cannot be used."""
+    """Create the context of a client. Raises OSError when a file cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(ALPN)
@@ -118,30 +123,30 @@ def client_context(settings: ClientSettings) -> ssl.SSLContext:
 
 
 def files_of(settings: ServerSettings | ClientSettings) -> tuple[str, ...]:
-    """Paths of all files of the settings."""
+    """Return the paths of all files that the settings name, without duplicates."""
     if isinstance(settings, ServerSettings):
         pairs: Sequence[KeyPair] = settings.pairs
         ca = settings.client_ca
     else:
         pairs = () if settings.pair is None else (settings.pair,)
         ca = settings.ca
-    own = [path for pair in pairs for path in (pair.certificate, pair.key)]
-    return tuple(dict.fromkeys((*own, *(() if ca is None else (ca,)))))
+    pair_files = [path for pair in pairs for path in (pair.certificate, pair.key)]
+    return tuple(dict.fromkeys((*pair_files, *(() if ca is None else (ca,)))))
 
 
 def stamp_of(settings: ServerSettings | ClientSettings) -> tuple[tuple[int, ...] | None, ...]:
-    """A value that changes when one of the files is written or replaced, links followed."""
+    """Return a value that changes when one of the files or a link to it is replaced or written."""
     return tuple(_stamp(path) for path in files_of(settings))
 
 
 def pair_problems(pair: KeyPair) -> Iterator[FileProblem]:
-    """What is wrong with a certificate and its key: at most one problem of each file."""
+    """Yield what is wrong with a certificate and its key: at most one problem for each file."""
     unreadable = (_unreadable("certificate", pair.certificate), _unreadable("key", pair.key))
-    found = [problem for problem in unreadable if problem is not None]
-    if not found and not _holds_certificate(pair.certificate):
-        found.append(FileProblem("certificate", "holds no certificate in PEM form"))
-    if found:
-        yield from found
+    problems = [problem for problem in unreadable if problem is not None]
+    if not problems and not _has_certificate(pair.certificate):
+        problems.append(FileProblem("certificate", "holds no certificate in PEM form"))
+    if problems:
+        yield from problems
         return
     try:
         times = valid_times(pair)
@@ -154,9 +159,9 @@ def pair_problems(pair: KeyPair) -> Iterator[FileProblem]:
 
 
 def ca_problem(path: str) -> FileProblem | None:
-    """What is wrong with a file of certificate authorities; None: nothing."""
+    """Return what is wrong with a file of certificate authorities, or None."""
     problem = _unreadable("ca", path)
-    if problem is None and not _holds_certificate(path):
+    if problem is None and not _has_certificate(path):
         problem = FileProblem("ca", "holds no certificate in PEM form")
     return problem
 
@@ -171,9 +176,11 @@ def has_valid_ciphers(ciphers: str) -> bool:
 
 
 def valid_times(pair: KeyPair) -> ValidTimes:
-    """Reads a certificate through a handshake in memory, which also proves that the key belongs to it.
+    """Read a certificate's validity period and names.
 
-    Raises OSError or ValueError when the pair cannot serve. The ssl module has no public parser for a file.
+    The ssl module has no public parser for a file, so this performs a handshake in memory, which
+    also proves that the key belongs to the certificate. Raises OSError or ValueError if the pair
+    cannot serve.
     """
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _load_pair(server, pair)
@@ -181,16 +188,23 @@ def valid_times(pair: KeyPair) -> ValidTimes:
     client.check_hostname = False
     client.verify_flags |= ssl.VerifyFlags(_NO_CHECK_TIME) | ssl.VERIFY_X509_PARTIAL_CHAIN
     client.load_verify_locations(cadata=_first_certificate(pair.certificate))
-    shown = _handshake(server, client)
-    names = [str(value) for kind, value in shown.get("subjectAltName", ()) if kind == "DNS"]
+    certificate = _handshake(server, client)
+    names = [str(value) for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
     if not names:
-        names = [str(value) for entry in shown.get("subject", ()) for key, value in entry if key == "commonName"]
-    before, after = str(shown["notBefore"]), str(shown["notAfter"])
-    return ValidTimes(ssl.cert_time_to_seconds(before), ssl.cert_time_to_seconds(after), tuple(names))
+        names = [
+            str(value)
+            for entry in certificate.get("subject", ())
+            for key, value in entry
+            if key == "commonName"
+        ]
+    before, after = str(certificate["notBefore"]), str(certificate["notAfter"])
+    return ValidTimes(
+        ssl.cert_time_to_seconds(before), ssl.cert_time_to_seconds(after), tuple(names)
+    )
 
 
-class _ByServerName:
-    """An SNI callback: gives a connection the context of the certificate for the name that the client asked for."""
+class _SniCallback:
+    """Switches a connection to the context of the certificate for the requested server name."""
 
     __slots__ = ("_contexts",)
 
@@ -201,9 +215,9 @@ class _ByServerName:
         if name is None:
             return
         name = name.lower()
-        found = self._contexts.get(name) or self._contexts.get(f"*.{name.partition('.')[2]}")
-        if found is not None:
-            connection.context = found
+        context = self._contexts.get(name) or self._contexts.get(f"*.{name.partition('.')[2]}")
+        if context is not None:
+            connection.context = context
 
 
 def _server_context(settings: ServerSettings, pair: KeyPair) -> ssl.SSLContext:
@@ -220,7 +234,7 @@ def _server_context(settings: ServerSettings, pair: KeyPair) -> ssl.SSLContext:
 
 
 def _load_pair(context: ssl.SSLContext, pair: KeyPair) -> None:
-    password = pair.password or ""  # without one OpenSSL would ask at the terminal
+    password = pair.password or ""  # without a password OpenSSL would prompt on the terminal
     context.load_cert_chain(pair.certificate, pair.key, lambda: password)
 
 
@@ -230,10 +244,10 @@ def _date(seconds: float) -> str:
 
 def _stamp(path: str) -> tuple[int, ...] | None:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _unreadable(role: str, path: str) -> FileProblem | None:
@@ -247,11 +261,11 @@ def _unreadable(role: str, path: str) -> FileProblem | None:
     except OSError as error:
         return FileProblem(role, f"{path} cannot be read: {error.strerror}")
     except ValueError:
-        return FileProblem(role, "is no path of a file")
+        return FileProblem(role, "is not a file path")
     return None
 
 
-def _holds_certificate(path: str) -> bool:
+def _has_certificate(path: str) -> bool:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except (OSError, ValueError):
@@ -272,13 +286,22 @@ def _pair_problem(error: Exception) -> FileProblem:
         return FileProblem("key", "does not belong to the certificate")
     if isinstance(error, ssl.SSLCertVerificationError):
         return FileProblem("certificate", f"cannot serve: {error.verify_message}")
-    if isinstance(error, ssl.SSLError) and reason in (None, "BAD_DECRYPT", "NO_START_LINE", "PEM_LIB"):
-        return FileProblem("key", "is no private key in PEM form, or key_password does not open it")
+    if isinstance(error, ssl.SSLError) and reason in (
+        None,
+        "BAD_DECRYPT",
+        "NO_START_LINE",
+        "PEM_LIB",
+    ):
+        message = "is not a private key in PEM form, or key_password does not decrypt it"
+        return FileProblem("key", message)
     return FileProblem("certificate", f"cannot be used with its key: {reason or error}")
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any]:
-    """The certificate that the server shows, as getpeercert() gives it. Raises ssl.SSLError."""
+    """Handshake in memory; return the server's certificate as getpeercert() does.
+
+    Raises ssl.SSLError.
+    """
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)
     finished: set[ssl.SSLObject] = set()
@@ -291,4 +314,4 @@ def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any]
                 continue
         if len(finished) == len(ends):
             return dict(ends[0].getpeercert() or {})
-    raise ssl.SSLError("the handshake did not end")
+    raise ssl.SSLError("the handshake did not complete")

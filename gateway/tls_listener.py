@@ -1,7 +1,8 @@
-"""TLS on a listener: each accepted connection completes its handshake here, then its HTTP protocol takes over.
+"""TLS on a listener: handshake first, then the connection's HTTP protocol takes over.
 
-The listener itself accepts plain connections, so that a handshake counts against the limit of connections, and a new
-certificate serves the next connection while open ones go on with theirs. Plain listeners do not come by here.
+The listening socket accepts plain connections. So a handshake counts against the connection limit,
+and a new certificate applies to the next connection without affecting open ones. Listeners without
+TLS do not use this module.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ log = logging.getLogger("penstock")
 Accept = Callable[[], asyncio.Protocol]
 
 MAX_HANDSHAKES = 4096
-"""Handshakes under way on one listener: about 100 KiB each while they last."""
+"""Concurrent handshakes on one listener; each takes about 100 KiB."""
 
 
-class Counter(Protocol):
-    """Counts handshakes as connections of clients."""
+class HandshakeLimit(Protocol):
+    """Counts handshakes as client connections."""
 
     def admit(self, handshake: Handshake, address: str) -> bool: ...
     def remove(self, handshake: Handshake) -> None: ...
 
 
 class TlsListener:
-    """The certificates of one listener, and the connections whose handshake is under way.
+    """The certificates of one listener, and the connections in their handshake.
 
-    make        makes the HTTP protocol of a connection
-    close_s     time for a client to read the rest of an answer once its connection is closing
-    on_failure  called for each handshake that failed
-    counter     counts handshakes as connections of clients; none for the admin server
+    new_protocol     creates the HTTP protocol of a connection
+    close_s          seconds that a client may take to read the rest of a response while closing
+    on_failure       called for each failed handshake
+    handshake_limit  counts handshakes as client connections; None for the admin server
     """
 
     def __init__(
@@ -52,54 +53,57 @@ class TlsListener:
         make: Accept,
         close_s: float,
         on_failure: Callable[[], None],
-        counter: Counter | None = None,
+        counter: HandshakeLimit | None = None,
     ) -> None:
-        """Raises OSError or ValueError when a file cannot be used."""
-        self._make = make
+        """Load the certificates. Raises OSError or ValueError when a file cannot be used."""
+        self._new_protocol = make
         self._on_failure = on_failure
         self._counter = counter
         self._close_s = close_s
         self._handshakes: set[Handshake] = set()
-        self._use(section)
+        self._load(section)
 
-    def _use(self, section: ListenerTls) -> None:
+    def _load(self, section: ListenerTls) -> None:
         settings = section.settings
         stamp = settings, tls.stamp_of(settings)
-        context, times = tls.server_context(settings), [tls.valid_times(pair) for pair in settings.pairs]
-        doubts = [each.doubt(time()) for each in times]
+        context = tls.server_context(settings)
+        periods = [tls.valid_times(pair) for pair in settings.pairs]
+        doubts = [period.doubt(time()) for period in periods]
         self._stamp, self._context, self._handshake_s = stamp, context, section.handshake_timeout
-        self.not_after = min(each.not_after for each in times)
+        self.not_after = min(period.not_after for period in periods)
         for pair, doubt in zip(settings.pairs, doubts, strict=True):
             if doubt is not None:
                 log.warning("TLS: the certificate %s %s", pair.certificate, doubt)
 
     def follow(self, section: ListenerTls | None) -> None:
-        """Use the section and its files, as they are now, for new connections.
+        """Use the section with the current content of its files for new connections.
 
-        The old ones stay if a file fails, or if the new certificate has expired and the one in use has not.
+        The certificate in use stays if a file cannot be used, or if the new certificate has expired
+        and the one in use has not.
         """
         if section is None or (section.settings, tls.stamp_of(section.settings)) == self._stamp:
             return
+        settings, path = section.settings, section.certificate
         try:
-            if section.settings == self._stamp[0] and self.not_after > time() >= _not_after(section.settings):
+            if settings == self._stamp[0] and self.not_after > time() >= _not_after(settings):
                 raise ValueError("it has expired")
-            self._use(section)
+            self._load(section)
         except (OSError, ValueError) as error:
-            log.error("TLS: %s cannot be used, the certificate in use stays: %s", section.certificate, error)
+            log.error("TLS: keeping the certificate in use; %s cannot be used: %s", path, error)
         else:
-            log.info("TLS: new connections use %s as it is now", section.certificate)
+            log.info("TLS: new connections use the current %s", path)
 
     def accept(self) -> asyncio.Protocol:
-        """The protocol of a connection that was just accepted."""
+        """Create the protocol of a connection that was just accepted."""
         return Handshake(self)
 
     def close(self) -> None:
-        """Cut the connections whose handshake is under way."""
-        for each in tuple(self._handshakes):
-            each.cut()
+        """Abort the connections that are in their handshake."""
+        for handshake in tuple(self._handshakes):
+            handshake.cut()
 
     def begin(self, handshake: Handshake, address: str) -> bool:
-        """Count a handshake; False when there are too many, or too many connections."""
+        """Count a handshake; return False if there are too many handshakes or connections."""
         if len(self._handshakes) >= MAX_HANDSHAKES:
             return False
         if self._counter is not None and not self._counter.admit(handshake, address):
@@ -108,46 +112,54 @@ class TlsListener:
         return True
 
     def end(self, handshake: Handshake) -> None:
-        """Stop counting a handshake: it has succeeded or failed."""
+        """Stop counting a handshake that has succeeded or failed."""
         if handshake in self._handshakes:
             self._handshakes.discard(handshake)
             if self._counter is not None:
                 self._counter.remove(handshake)
 
-    async def encrypt(self, raw: asyncio.Transport, first: asyncio.Protocol) -> asyncio.Transport | None:
-        """The encrypted transport after the handshake; None when it failed. Its time is limited."""
+    async def encrypt(
+        self, raw: asyncio.Transport, protocol: asyncio.Protocol
+    ) -> asyncio.Transport | None:
+        """Perform the handshake and return the encrypted transport; None if it failed."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.start_tls(
                 raw,
-                first,
+                protocol,
                 self._context,
                 server_side=True,
                 ssl_handshake_timeout=self._handshake_s,
                 ssl_shutdown_timeout=self._close_s,
             )
-        except (OSError, EOFError) as error:  # TimeoutError, ConnectionError and ssl.SSLError are among them
+        # TimeoutError, ConnectionError and ssl.SSLError are subclasses of OSError.
+        except (OSError, EOFError) as error:
             self._on_failure()
             log.debug("TLS: a handshake failed: %s", error)
             return None
 
     def protocol(self) -> asyncio.Protocol:
-        """A new HTTP protocol."""
-        return self._make()
+        """Create the HTTP protocol of a connection."""
+        return self._new_protocol()
 
 
 class TlsListeners:
-    """The listeners of a gateway that have TLS, by name. Handshakes at the API count as connections of clients."""
+    """The listeners with TLS, by name. Handshakes at the API listener count as connections."""
 
-    def __init__(self, metrics: Inside, connections: ClientConnections, limits: Callable[[], Limits]) -> None:
-        """`limits` gives those in force."""
+    def __init__(
+        self, metrics: Inside, connections: ClientConnections, limits: Callable[[], Limits]
+    ) -> None:
+        """Initialize; `limits` returns the limits in force."""
         self._metrics = metrics
         self._connections = connections
         self._limits = limits
         self._listeners: dict[str, TlsListener] = {}
 
     def wrap(self, name: str, section: ListenerTls | None, make: Accept) -> Accept:
-        """What makes a protocol for each new connection: `make` itself without TLS. Raises OSError, ValueError."""
+        """Return the protocol factory for a listener: `new_protocol` itself without TLS.
+
+        Raises OSError or ValueError when a file cannot be used.
+        """
         if section is None:
             return make
         failures = self._metrics.tls_handshake_failures_total.labels(name)
@@ -158,34 +170,34 @@ class TlsListeners:
         return listener.accept
 
     def follow(self, listeners: Listeners) -> None:
-        """A configuration has come into force: use its files, as they are now, for new connections."""
+        """Use a new configuration, with the current content of its files, for new connections."""
         for name, listener in self._listeners.items():
             listener.follow(listeners.api.tls if name == API else listeners.admin.tls)
 
     def close(self) -> None:
-        """Cut the connections whose handshake is under way."""
+        """Abort the connections that are in their handshake."""
         for listener in self._listeners.values():
             listener.close()
 
     def admit(self, handshake: Handshake, address: str) -> bool:
-        """Count a handshake; False when there are too many connections, or too many of its address."""
+        """Count a handshake; return False if there are too many connections."""
         return self._connections.admit(handshake, address, self._limits())
 
     def remove(self, handshake: Handshake) -> None:
-        """The handshake is over: its HTTP protocol counts the connection, or it is closed."""
+        """Stop counting a handshake: its HTTP protocol is counted now, or it is closed."""
         self._connections.remove(handshake)
 
 
 class Handshake(asyncio.Protocol):
-    """A connection during its handshake. Keeps what the client sends with the end of it for the HTTP protocol."""
+    """A connection in its TLS handshake; buffers data for the HTTP protocol that follows."""
 
-    __slots__ = ("_early", "_errand", "_listener", "_raw")
+    __slots__ = ("_early_data", "_listener", "_raw", "_task")
 
     def __init__(self, listener: TlsListener) -> None:
         self._listener = listener
-        self._early: list[bytes] = []
+        self._early_data: list[bytes] = []
         self._raw: asyncio.Transport | None = None
-        self._errand: Errand | None = None
+        self._task: Errand | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         raw = self._raw = cast(asyncio.Transport, transport)
@@ -193,24 +205,24 @@ class Handshake(asyncio.Protocol):
         if not self._listener.begin(self, peer[0] if isinstance(peer, tuple) else ""):
             raw.abort()
             return
-        # The first step must be taken in this callback: after it the event loop reads from the connection.
-        self._errand = Errand(self._run(raw), self._ended)
-        self._errand.step()
+        # start_tls() must be called in this callback; after it the loop reads from the connection.
+        self._task = Errand(self._run(raw), self._on_done)
+        self._task.step()
 
     def data_received(self, data: bytes) -> None:
-        self._early.append(data)
+        self._early_data.append(data)
 
     def sweep(self, now: float) -> None:
-        """The handshake has a timer of its own."""
+        """Do nothing: start_tls() has a timeout of its own."""
 
     def drop_unread(self) -> None:
-        """Nothing is unread before the end of the handshake."""
+        """Do nothing: no bytes are unread before the handshake has completed."""
 
     def drain(self) -> None:
-        """The client has asked nothing yet: its connection is served like one that is accepted now."""
+        """Do nothing: no request has been sent, so the connection is served like a new one."""
 
     def cut(self) -> None:
-        """Close at once."""
+        """Abort the connection."""
         if self._raw is not None:
             self._raw.abort()
 
@@ -222,17 +234,17 @@ class Handshake(asyncio.Protocol):
         transport.set_write_buffer_limits(tls.WRITE_BUFFER_BYTES)
         protocol = self._listener.protocol()
         transport.set_protocol(protocol)
-        self._listener.end(self)  # from here on the protocol counts the connection
+        self._listener.end(self)  # from here on the HTTP protocol is counted instead
         protocol.connection_made(transport)
-        if self._early and not transport.is_closing():
-            protocol.data_received(b"".join(self._early))
+        if self._early_data and not transport.is_closing():
+            protocol.data_received(b"".join(self._early_data))
 
-    def _ended(self) -> None:
+    def _on_done(self) -> None:
         self._listener.end(self)
-        self._early.clear()
-        self._errand = self._raw = None
+        self._early_data.clear()
+        self._task = self._raw = None
 
 
 def _not_after(settings: tls.ServerSettings) -> float:
-    """When the first of the certificates expires."""
+    """Return when the first of the certificates expires."""
     return min(tls.valid_times(pair).not_after for pair in settings.pairs)

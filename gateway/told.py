@@ -1,6 +1,6 @@
-"""What engines tell in their answers, read out of the bytes: token counts, why generation ended, and errors told late.
+"""Scans response bytes for token counts, finish reasons and error events.
 
-Pure functions over the pieces that a relay keeps (relay.py) and nothing else.
+Pure functions over the pieces of a response that a Relay (protocol/relay.py) keeps.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ from gateway.framing import LAST_CHUNK
 USAGE = b'"usage":'
 REASON = b'"finish_reason":"'
 SPACED_REASON = b'"finish_reason": "'
-"""The same as some engines write it, with a blank behind each colon."""
+"""The form in which some engines write it, with a blank after each colon."""
 LAST_WORD = b"[DONE]"
 ENDS = (b"\n\n", b"\r\n\r\n")
-"""Of an event: engines write the first, what stands before them may write the other."""
-_LAST = tuple(LAST_WORD + end for end in ENDS)  # no JSON has a line's end behind a word
+"""Ends of an event: engines write the first, proxies in front of them may write the second."""
+_DONE_MARKERS = tuple(LAST_WORD + end for end in ENDS)  # a line break cannot occur inside JSON
 FIRST_EVENT, ERROR_HELD = 256, 1024 * 1024
-"""Bytes of a stream that are waited for, to see whether it begins with an error, and for all of that error: engines
-repeat a bad request in what they say of it."""
+"""Bytes of a stream to wait for to detect a leading error, and to receive that error as a whole:
+engines repeat a bad request in it."""
 ERROR_KEPT = 64 * 1024
-"""Bytes that are kept of what an engine says of a refusal."""
+"""Bytes that are kept of the body of an engine's error response."""
 HELD_BYTES, HELD_EVENTS = 64 * 1024, 3
-"""An engine that says more before its first token says what we do not know."""
+"""A stream with more than this before its first recognised token is not held back any longer."""
 
 ERROR_EVENT = re.compile(rb'(?:^|\n)data:\s*\{\s*"error"')
 CONTENT = re.compile(
     rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
 )
-_TELLS = re.compile(CONTENT.pattern + rb'|"finish_reason":\s*"|\[DONE\]|' + ERROR_EVENT.pattern)
+_DECISIVE = re.compile(CONTENT.pattern + rb'|"finish_reason":\s*"|\[DONE\]|' + ERROR_EVENT.pattern)
 _FIRST_MEMBER = re.compile(rb'"\w+":( ?)')
 _CODE = re.compile(rb'"code":\s*(4\d\d)(?!\d)')
 _FINISH = re.compile(rb'"finish_reason": ?"(\w+)"')
 _PROMPT, _COMPLETION, _CACHED = (
-    re.compile(rb'"%b_tokens":\s*(\d{1,15})(?!\d)' % each).search for each in (b"prompt", b"completion", b"cached")
+    re.compile(rb'"%b_tokens":\s*(\d{1,15})(?!\d)' % kind).search
+    for kind in (b"prompt", b"completion", b"cached")
 )
 
 
 _UNFINISHED = frozenset((None, "abort", "error"))
-"""A choice with one of these was not finished by the model."""
+"""Finish reasons of a choice that the model has not completed."""
 
 
 class _FinishedChoice(msgspec.Struct, frozen=True):
@@ -65,11 +66,15 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 def usage_in(text: bytes) -> Usage:
-    """The counts behind the last `usage` member."""
-    at = text.rfind(USAGE)
-    if at < 0:
+    """Parse the counts after the last `usage` member."""
+    start = text.rfind(USAGE)
+    if start < 0:
         return Usage()
-    prompt, completion, cached = _PROMPT(text, at), _COMPLETION(text, at), _CACHED(text, at)
+    prompt, completion, cached = (
+        _PROMPT(text, start),
+        _COMPLETION(text, start),
+        _CACHED(text, start),
+    )
     return Usage(
         None if prompt is None else int(prompt[1]),
         None if completion is None else int(completion[1]),
@@ -78,69 +83,85 @@ def usage_in(text: bytes) -> Usage:
 
 
 def reason_in(text: bytes) -> str | None:
-    """The last reason why generation ended, in the engine's word."""
-    at = max(text.rfind(REASON), text.rfind(SPACED_REASON))
-    found = _FINISH.match(text, at) if at >= 0 else None
-    return found[1].decode() if found else None
+    """Return the last finish reason, as the engine wrote it, or None."""
+    start = max(text.rfind(REASON), text.rfind(SPACED_REASON))
+    match = _FINISH.match(text, start) if start >= 0 else None
+    return match[1].decode() if match else None
 
 
 def reason_marker(stream: bytes) -> bytes:
-    """How this stream writes a finish reason, judged by the blank behind the name of its first member."""
+    """Return how this stream writes the start of a finish reason, judged by its first member."""
     first = _FIRST_MEMBER.search(stream)
     return SPACED_REASON if first is not None and first[1] else REASON
 
 
 def finished_choices(events: bytes) -> frozenset[int]:
-    """Return the indices of the choices that the whole events among these finish, the engine's aborts left out."""
-    found: set[int] = set()
+    """Return the indices of the choices that these events finish; partial events are ignored.
+
+    An engine's abort or error does not count as a finish.
+    """
+    indices: set[int] = set()
     for event in events.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
         if _FINISH.search(event) is not None:
             try:
                 choices = _read_choices(event.lstrip(b"\n").removeprefix(b"data:")).choices
             except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
                 continue
-            found.update(each.index for each in choices if each.finish_reason not in _UNFINISHED)
-    return frozenset(found)
+            indices.update(
+                choice.index for choice in choices if choice.finish_reason not in _UNFINISHED
+            )
+    return frozenset(indices)
 
 
-def undecided(stream: bytes, patient: bool) -> bool:
-    """Whether its first bytes do not tell yet what the answer is: it is judged by its whole first event or, where there
-    is patience, by its first token."""
-    error = error_in(stream, patient)
+def undecided(stream: bytes, hold_until_token: bool) -> bool:
+    """Whether these first bytes of a stream do not show yet whether it begins with an error.
+
+    This is decided by the first event or, with `hold_until_token`, by the first token.
+    """
+    error = error_in(stream, hold_until_token)
     if error is not None:
-        return len(stream) < ERROR_HELD and not any(stream.find(end, error.end()) >= 0 for end in ENDS)
-    if patient:
-        few = len(stream) < HELD_BYTES and stream.count(b"\ndata:") <= HELD_EVENTS
-        return few and _TELLS.search(stream) is None and not stream.endswith(LAST_CHUNK)
+        is_whole = any(stream.find(end, error.end()) >= 0 for end in ENDS)
+        return len(stream) < ERROR_HELD and not is_whole
+    if hold_until_token:
+        is_short = len(stream) < HELD_BYTES and stream.count(b"\ndata:") <= HELD_EVENTS
+        return is_short and _DECISIVE.search(stream) is None and not stream.endswith(LAST_CHUNK)
     return len(stream) < FIRST_EVENT and not any(end in stream for end in ENDS)
 
 
-def error_in(stream: bytes, patient: bool) -> re.Match[bytes] | None:
-    """The error that a stream begins with, as it came: its first event or, where there is patience, what comes before
-    the first token."""
-    return ERROR_EVENT.search(stream) if patient else ERROR_EVENT.search(stream, 0, FIRST_EVENT)
+def error_in(stream: bytes, hold_until_token: bool) -> re.Match[bytes] | None:
+    """Find the error event that a stream begins with or, if held, has before its first token."""
+    if hold_until_token:
+        return ERROR_EVENT.search(stream)
+    return ERROR_EVENT.search(stream, 0, FIRST_EVENT)
 
 
 def clients_fault(events: bytes, error: re.Match[bytes]) -> int | None:
-    """The status of an error event that is about the request. SGLang and vLLM find some faults, such as a prompt that
-    is too long, when they have said 200 already (engines.md A.6). None for trouble of the engine's own, as any is that
-    comes behind a token: there the request was understood."""
+    """Return the 4xx code of an error event about the request; None for the engine's own faults.
+
+    SGLang and vLLM detect some bad requests, such as a prompt that is too long, after sending
+    status 200 (engines.md A.6). An error after a token is always the engine's own.
+    """
     code = None if CONTENT.search(events, 0, error.start()) else _CODE.search(events, error.start())
     return None if code is None else int(code[1])
 
 
 def told_all(events: bytes) -> bool:
-    """Whether the last event is among them, whatever may follow it."""
-    return any(events.find(last) >= 0 for last in _LAST)
+    """Whether these events include [DONE]."""
+    return any(events.find(marker) >= 0 for marker in _DONE_MARKERS)
 
 
-def error_said(said: bytes) -> bytes:
-    """What an error event among them says, or a beginning of it; of what is no event, all."""
-    found = ERROR_EVENT.search(said)
-    return said if found is None else said[said.index(b"{", found.start()) :].partition(b"\n")[0].rstrip()
+def error_said(text: bytes) -> bytes:
+    """Return the JSON of the error event in `text`, possibly truncated; else all of `text`."""
+    match = ERROR_EVENT.search(text)
+    if match is None:
+        return text
+    return text[text.index(b"{", match.start()) :].partition(b"\n")[0].rstrip()
 
 
 def last_end(events: bytes) -> int:
-    """Where the last whole event ends: at its last line's end, which the next one's beginning is known by."""
-    blank = events.rfind(b"\n\r\n")
-    return max(events.rfind(b"\n\n") + 1, blank + 2 if blank >= 0 else 0)
+    """Return where the last whole event ends, less its final newline.
+
+    That newline stays with the next event, whose beginning is recognised by it.
+    """
+    crlf = events.rfind(b"\n\r\n")
+    return max(events.rfind(b"\n\n") + 1, crlf + 2 if crlf >= 0 else 0)

@@ -1,7 +1,7 @@
-"""W3C trace context: what a client's headers say of its trace, and what the engines' requests say of ours.
+"""W3C trace context: the two headers, and the record of a request that is traced.
 
-Lives here: the two headers, and the record of one traced request. Not here: what becomes of it (observe/).
-Source: W3C Trace Context level 2. Headers that are malformed or too long count as absent.
+Exporting traces is left to telemetry/. Source: W3C Trace Context level 2. Headers that are
+malformed or too long are ignored.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from secrets import token_hex
 import msgspec
 
 PARENT, STATE = "traceparent", "tracestate"
-MOST_PARENT, MOST_STATE = 128, 512  # characters; W3C asks for 512 of tracestate at least
+MOST_PARENT, MOST_STATE = 128, 512  # characters; W3C requires at least 512 of tracestate
 SAMPLED = 1
 
 new_id = partial(token_hex, 8)
-"""Of a span."""
+"""Create a span id."""
 
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[!-~]*)?")
-_STATE = re.compile(r"[!-~](?:[!-~ \t]*[!-~])?")  # one loop: two, one in the other, take for ever to say no
+_STATE = re.compile(r"[!-~](?:[!-~ \t]*[!-~])?")  # a nested repeat would take exponential time
 
 
 class Parent(msgspec.Struct, frozen=True):
-    """The span that a client's request belongs to. Ids are lower-case hexadecimal, as on the wire."""
+    """The span that a client's request belongs to. Ids are lower-case hexadecimal."""
 
     trace_id: str
     span_id: str
@@ -38,7 +38,10 @@ class Parent(msgspec.Struct, frozen=True):
 
 
 class TraceLeg(msgspec.Struct, frozen=True):
-    """A request to an engine: role (whole, prefill, decode), whom, its span's id, monotonic seconds when it left."""
+    """One request to an engine: its role (whole, prefill or decode), endpoint, span and start time.
+
+    `started_at` is in monotonic seconds.
+    """
 
     role: str
     endpoint: str
@@ -47,7 +50,7 @@ class TraceLeg(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, eq=False):
-    """A request that is traced. `parent_id` is "" when its trace begins here."""
+    """A traced request. `parent_id` is "" when the trace begins here."""
 
     trace_id: str
     span_id: str
@@ -56,7 +59,7 @@ class Trace(msgspec.Struct, eq=False):
     legs: list[TraceLeg] = []
 
     def leg(self, role: str, endpoint: str, now: float) -> str:
-        """Another request to an engine: the header lines that make its spans children of ours."""
+        """Record a request to an engine; return the header lines that link its spans to ours."""
         span_id = new_id()
         self.legs.append(TraceLeg(role, endpoint, span_id, now))
         state = f"{STATE}: {self.state}\r\n" if self.state else ""
@@ -64,23 +67,24 @@ class Trace(msgspec.Struct, eq=False):
 
 
 def parent_of(headers: Mapping[str, str]) -> Parent | None:
-    """What the client says its request belongs to; None when it says nothing that counts."""
+    """Return the span that the client names as parent; None if missing or invalid."""
     text = headers.get(PARENT)
     if text is None or len(text) > MOST_PARENT:
         return None
-    found = _PARENT.fullmatch(text)
-    if found is None or found[1] == "ff" or (found[1] == "00" and found[5] is not None):
+    match = _PARENT.fullmatch(text)
+    if match is None or match[1] == "ff" or (match[1] == "00" and match[5] is not None):
         return None
-    if not found[2].strip("0") or not found[3].strip("0"):
+    if not match[2].strip("0") or not match[3].strip("0"):
         return None
     state = headers.get(STATE, "")
-    kept = state if len(state) <= MOST_STATE and _STATE.fullmatch(state) else ""
-    return Parent(found[2], found[3], int(found[4], 16), kept)
+    if len(state) > MOST_STATE or not _STATE.fullmatch(state):
+        state = ""
+    return Parent(match[2], match[3], int(match[4], 16), state)
 
 
 def passed_on(headers: Mapping[str, str]) -> str:
-    """The client's own context as header lines, for a request that is not traced here: it goes through untouched."""
-    if PARENT not in headers:  # nearly always
+    """Return the client's own context as header lines, for a request that is not traced here."""
+    if PARENT not in headers:  # the usual case
         return ""
     parent = parent_of(headers)
     if parent is None:

@@ -1,7 +1,7 @@
-"""Durations and sizes as people write them: "250ms", "1m30s", "32MiB".
+"""Parses durations and sizes as people write them: "250ms", "1m30s", "32MiB".
 
-A bare number is refused: seconds or milliseconds is a guess nobody should have to make. Arithmetic is decimal, so
-"0.1s" is the float 0.1 and a size is always a whole number of bytes.
+A bare number is rejected, because its unit could only be guessed. Arithmetic is decimal, so "0.1s"
+is the float 0.1, and a size is always a whole number of bytes.
 """
 
 from __future__ import annotations
@@ -42,17 +42,22 @@ LARGEST_BYTES = 2**60
 
 
 class UnitError(ValueError):
-    """The text is not a duration or a size; the message says how to write one."""
+    """Raised when text is not a duration or a size; the message shows how to write one."""
 
 
 def duration_s(text: str) -> float:
-    """Seconds in "1m30s". Units us, ms, s, m, h, d, each at most once and the largest first. Raises UnitError."""
+    """Return the seconds in text such as "1m30s". Raises UnitError.
+
+    Units are us, ms, s, m, h and d, each at most once and the largest first.
+    """
     if not _DURATION.fullmatch(text):
         raise UnitError(_not_a_duration(text))
     parts = [(Decimal(number), _SECONDS[unit]) for number, unit in _PART.findall(text)]
     units = [unit for _, unit in parts]
     if any(later >= earlier for earlier, later in pairwise(units)):
-        raise UnitError(f"{text!r} is not a duration; write each unit once, the largest first, as in 1m30s")
+        raise UnitError(
+            f"{text!r} is not a duration; write each unit once, the largest first, as in 1m30s"
+        )
     seconds = sum((number * unit for number, unit in parts), Decimal(0))
     if seconds > LONGEST_S:
         raise UnitError(f"{text!r} is longer than a year")
@@ -60,7 +65,10 @@ def duration_s(text: str) -> float:
 
 
 def size_bytes(text: str) -> int:
-    """Bytes in "32MiB". Units B, KB..TB (powers of 1000) and KiB..TiB (powers of 1024). Raises UnitError."""
+    """Return the bytes in text such as "32MiB". Raises UnitError.
+
+    Units are B, KB to TB (powers of 1000) and KiB to TiB (powers of 1024).
+    """
     match = _SIZE.fullmatch(text)
     if not match:
         raise UnitError(_not_a_size(text))
@@ -80,11 +88,20 @@ def _plain(amount: Decimal) -> str:
 def _not_a_duration(text: str) -> str:
     if _BARE.fullmatch(text):
         milliseconds = _plain(Decimal(text) / 1000)
-        return f"{text!r} is not a duration; write {text}s, or {text}ms ({milliseconds}s) if milliseconds are meant"
-    return f"{text!r} is not a duration; write a number with a unit (us, ms, s, m, h, d), as in 250ms or 1m30s"
+        return (
+            f"{text!r} is not a duration; write {text}s, "
+            f"or {text}ms ({milliseconds}s) if milliseconds are meant"
+        )
+    return (
+        f"{text!r} is not a duration; "
+        "write a number with a unit (us, ms, s, m, h, d), as in 250ms or 1m30s"
+    )
 
 
 def _not_a_size(text: str) -> str:
     if _BARE.fullmatch(text):
         return f"{text!r} is not a size; write {text}B, or {text}MiB if mebibytes are meant"
-    return f"{text!r} is not a size; write a number with a unit (B, KiB, MiB, GiB, KB, MB, GB), as in 32MiB"
+    return (
+        f"{text!r} is not a size; "
+        "write a number with a unit (B, KiB, MiB, GiB, KB, MB, GB), as in 32MiB"
+    )

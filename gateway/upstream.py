@@ -1,13 +1,13 @@
-"""The lean HTTP/1.1 client towards engines: pooled connections, bytes straight to the client's transport.
+"""HTTP/1.1 client for engines: connection pooling, sending, timeouts and backpressure.
 
-Lives here: connecting, pooling, sending, timing out, and backpressure. What the bytes mean is the Relay's business.
-aiohttp's client costs about 60 us a request and 10 us a chunk (docs/performance.md); this one 10 and 3.
+Response bytes go straight to the client's connection; the Relay (protocol/relay.py) interprets
+them. Written for this gateway because aiohttp's client costs several times as much CPU per request
+and per chunk (docs/performance.md).
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 from contextlib import suppress
 from time import monotonic
@@ -20,25 +20,22 @@ from gateway.errand import Landing, landing, within
 from gateway.outbox import Outbox
 from gateway.relay import DONE, Relay, UpstreamBroke
 from gateway.tls import WRITE_BUFFER_BYTES, Encryption
+from gateway.upstream_error import is_own_error as is_own_error
 
 IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
-MAX_IDLE = 256
-CLOSE_S = 1.0  # for an engine to answer the end of a TLS connection
-JOIN_LIMIT = 64 * 1024  # above it a second buffer costs less than a copy
-LOST = ("reset", "no_answer")  # kinds of a connection that ended without a byte of an answer
-FRESH_S = 5.0  # a connection lost later than this may be a proxy's idle timeout on a long silent answer
-# Reasons of a failed connect that say nothing about the engine: descriptors, memory, ports, rights.
-OWN_ERRORS = frozenset(
-    {
-        *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL),
-        *(errno.EACCES, errno.EPERM, errno.EAGAIN),
-    }
-)
-QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux's
+MAX_IDLE = 256  # idle connections kept per engine
+CLOSE_S = 1.0  # how long an engine may take to complete a TLS shutdown
+JOIN_LIMIT = 64 * 1024  # a longer body is cheaper to pass as a second buffer than to copy
+LOST = ("reset", "no_answer")  # kinds of failure in which no byte of a response arrived
+
+# A connection lost later than this may be due to a proxy's idle timeout, not to a dead engine.
+FRESH_S = 5.0
+
+QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux only
 
 
 class Downstream(Protocol):
-    """Where an answer's bytes go: the client's connection."""
+    """Where the bytes of a response go: the client's connection."""
 
     @property
     def writing_paused(self) -> bool: ...
@@ -47,14 +44,14 @@ class Downstream(Protocol):
 
 
 class Payload(Protocol):
-    """What is sent after the head. Its owner may let go of the bytes while the answer still flows."""
+    """The body of a request, read once when sending; its owner may release it while streaming."""
 
     @property
     def body(self) -> bytes: ...
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """How long an engine may be silent, in seconds."""
+    """How long an engine may take to connect, to begin a response, and between two chunks."""
 
     connect_s: float
     first_byte_s: float
@@ -62,17 +59,28 @@ class Patience(msgspec.Struct, frozen=True):
 
 
 class Connection:
-    """One connection to one engine, carrying one answer at a time from the engine to a client.
+    """A connection to one engine; it carries one response at a time to a client.
 
-    heard_at  when it last said something of an answer that the client has part of; else when it was asked
+    last_activity_at  when it last delivered part of a committed response, else when the request
+                      was sent (monotonic seconds)
+    idle_since        when it was returned to the pool
 
-    An asyncio.Protocol that does not stand on its class: with a base in Python it could not be made a C class
-    (deploy/classes.py).
+    Implements asyncio.Protocol without inheriting from it: with a Python base class it could not
+    be compiled to a C class (deploy/classes.py).
     """
 
     __slots__ = (
-        *("_called_off", "_done", "_downstream", "_outbox", "_paused", "_pool", "_quick", "_relay", "_transport"),
-        *("heard_at", "idle_since"),
+        "_acks_each_chunk",
+        "_done",
+        "_downstream",
+        "_is_half_closed",
+        "_outbox",
+        "_paused",
+        "_pool",
+        "_relay",
+        "_transport",
+        "heard_at",
+        "idle_since",
     )
 
     def __init__(self, pool: Upstream) -> None:
@@ -84,22 +92,26 @@ class Connection:
         self._done: Landing | None = None
         self.heard_at = 0.0
         self.idle_since = 0.0
-        self._paused = self._called_off = False
-        self._quick = True  # what the engine says is acknowledged piece by piece
+        self._paused = self._is_half_closed = False
+        self._acks_each_chunk = True
 
     @property
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
     def carry(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> Landing:
-        """Send a request; its answer flows until the future is done. The future may raise UpstreamBroke."""
+        """Send a request; the returned future resolves when its response has been relayed.
+
+        The future raises UpstreamError when the response fails.
+        """
         done = self._done = landing(self._outbox.loop)
         transport = self._transport
         if transport is None:
-            self._finish(UpstreamBroke("reset", "the connection was closed before the request was sent"))
+            message = "the connection was closed before the request was sent"
+            self._finish(UpstreamBroke("reset", message))
             return done
         self._relay, self._downstream = relay, downstream
-        self._quick = True
+        self._acks_each_chunk = True
         self.heard_at = monotonic()
         downstream.set_source(self)
         body = payload.body
@@ -110,7 +122,7 @@ class Connection:
         return done
 
     def abort(self) -> None:
-        """Close at once. Engines take it as the abort of the request (engines.md A.7)."""
+        """Close at once, which makes the engine abort the request (engines.md A.7)."""
         if self._downstream is not None:
             self._downstream.set_source(None)
         self._relay = self._downstream = None
@@ -118,31 +130,32 @@ class Connection:
             self._transport.abort()
 
     def call_off(self) -> None:
-        """Half-close: engines take it as the abort too, but an answer that is on its way already can still be read.
+        """Half-close: the engine aborts the request, but a response already sent can be read.
 
-        TLS has no half-close here: the engine learns of the abort when the caller closes the connection.
+        TLS has no half-close here: the engine learns of the abort when the caller closes the
+        connection.
         """
         self._outbox.flush()
-        self._called_off = True  # nothing can be sent on it any more
+        self._is_half_closed = True
         if self.open and self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the request was sent on it a short time ago."""
+        """Whether the request was sent within the last FRESH_S seconds."""
         return monotonic() - self.heard_at < FRESH_S
 
     @property
     def midway(self) -> bool:
-        """Whether the client has part of something that only the engine can end: an event, or an answer in one."""
+        """Whether the client has part of an event or body that only the engine can complete."""
         return self._relay is not None and self._relay.committed and not self._relay.at_seam
 
     def fail(self, kind: str, message: str) -> None:
-        """End the answer under way with a reason, from outside: a deadline, an ejected endpoint."""
+        """End the current response from outside, as after a deadline or an ejected endpoint."""
         self._finish(UpstreamBroke(kind, message), later=True)
 
     def pause(self) -> None:
-        """The client reads more slowly than the engine writes: stop reading, so that the socket fills, not memory."""
+        """Stop reading while the client reads too slowly, so that data stays in the socket."""
         if self.open and self._transport is not None and not self._paused:
             self._paused = True
             self._transport.pause_reading()
@@ -155,20 +168,26 @@ class Connection:
 
     @property
     def owed(self) -> bool:
-        """Whether somebody waits for the engine here, and not the engine for somebody."""
-        return self._relay is not None and self._downstream is not None and not self._downstream.writing_paused
+        """Whether a client is waiting for the engine here, rather than holding it up."""
+        return (
+            self._relay is not None
+            and self._downstream is not None
+            and not self._downstream.writing_paused
+        )
 
     def carries(self, relay: Relay) -> bool:
         return self._relay is relay
 
     @property
     def streaming(self) -> Relay | None:
-        """The stream that makes tokens here and that its client reads; None if there is none."""
+        """The relay of a response that is producing tokens for a reading client, or None."""
         relay = self._relay
-        return relay if relay is not None and relay.events and relay.first_token_at and self.owed else None
+        if relay is None or not self.owed:
+            return None
+        return relay if relay.events and relay.first_token_at else None
 
     def overdue(self, now: float, patience: Patience) -> bool:
-        """Whether the engine has been silent for too long. Silence we caused by pausing does not count."""
+        """Whether the engine has been silent too long, not counting pauses by this side."""
         relay = self._relay
         if relay is None or not self.owed:
             return False
@@ -176,18 +195,19 @@ class Connection:
         return now - self.heard_at > limit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop sets TCP_NODELAY on every TCP transport
+        # uvloop sets TCP_NODELAY on every TCP transport.
+        self._transport = cast(asyncio.Transport, transport)
         self._pool.connections.add(self)
 
     def pause_writing(self) -> None:
-        """The engine reads a request more slowly than it was written; all of that lies in the transport already."""
+        """Do nothing: the whole request is in the transport's buffer already."""
 
     def resume_writing(self) -> None:
         pass
 
     def data_received(self, data: bytes) -> None:
         relay = self._relay
-        if relay is None:  # bytes nobody asked for: the connection is out of step
+        if relay is None:  # unsolicited bytes: requests and responses no longer correspond
             self.abort()
             return
         if self._outbox.full:
@@ -199,37 +219,39 @@ class Connection:
         except UpstreamBroke as error:
             self._finish(error)
             return
-        if relay.committed:  # before that no byte counts: heads, interim ones above all, could go on for ever
+        # Uncommitted bytes do not count: an engine could send interim heads forever.
+        if relay.committed:
             self.heard_at = now
         if out:
             self._pool.heard_at = now
             self._downstream.write(out)  # type: ignore[union-attr]  # set together with _relay
-        if self._quick and relay.events > 1:
-            self._acknowledge_later()
+        if self._acks_each_chunk and relay.events > 1:
+            self._delay_acks()
         if relay.state is DONE:
             self._finish(None)
 
-    def _acknowledge_later(self) -> None:
-        """A stream flows: one packet back for two of its chunks will do.
+    def _delay_acks(self) -> None:
+        """Let the kernel acknowledge two chunks of a stream with one packet.
 
-        Who only reads acknowledges every piece as soon as it is read, which is a tenth of what relaying it costs, and
-        more at the engine. Linux waits for the second, or 40 ms, where it takes the two sides to converse (pingpong in
-        its code). That is over after a silence of 40 ms, as before every first token, so it is asked for anew in each
-        stream. An engine that leaves Nagle's algorithm on waits 40 ms too, once, which ends it.
+        Linux acknowledges each chunk at once (quick-ack mode) on a connection that only receives,
+        which costs CPU on both sides. Without TCP_QUICKACK it waits for a second chunk or 40 ms.
+        A silence of 40 ms re-enters quick-ack mode, as before every first token, so this is done
+        once per stream. An engine that leaves Nagle's algorithm on waits 40 ms too, once.
         """
-        self._quick = False
+        self._acks_each_chunk = False
         if QUICKACK is not None and self.open and self._transport is not None:
-            with suppress(OSError):  # a kernel that has no such option: one packet for each, then
+            with suppress(OSError):  # the kernel lacks the option: keep acknowledging each chunk
                 self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
 
     def catch_up(self, relay: Relay, data: bytes) -> None:
-        """What came for this relay and was put off."""
-        if self._relay is not relay:  # over since, and these bytes were too many
+        """Process a chunk that was deferred for `relay`."""
+        if self._relay is not relay:  # that response has ended, so these bytes are surplus
             self.abort()
             return
         try:
             self.data_received(data)
-        except BaseException:  # the event loop closes a connection whose data_received() fails; here nobody would
+        except BaseException:
+            # The event loop closes a connection whose data_received() raises, but not here.
             self.abort()
             raise
 
@@ -250,21 +272,29 @@ class Connection:
         self._outbox.hurry(self)
         self._transport = None
         self._pool.forget(self)
-        self._finish(UpstreamBroke("reset", f"the connection to the engine was lost: {exc or 'closed'}"))
+        message = f"the connection to the engine was lost: {exc or 'closed'}"
+        self._finish(UpstreamBroke("reset", message))
 
     def _finish(self, error: UpstreamBroke | None, *, later: bool = False) -> None:
-        """The answer is over: the connection goes back to the pool, or away if it cannot be trusted any more.
+        """End the response: return the connection to the pool if reusable, else close it.
 
-        Who waits for it goes on at once, or `later`, when the caller is through with whatever made it end the answer.
+        The waiter resumes inside this call, or in a later loop iteration if `later`, for callers
+        that are in the middle of something else.
         """
         relay, done = self._relay, self._done
         if done is None:
             return
         self._done = None
-        if error is None and relay is not None and relay.reusable and self.open and not self._called_off:
+        if (
+            error is None
+            and relay is not None
+            and relay.reusable
+            and self.open
+            and not self._is_half_closed
+        ):
             self._downstream.set_source(None)  # type: ignore[union-attr]  # set together with _relay
             self._relay = self._downstream = None
-            if self._paused:  # the client may have been slow to the end; the next one is not
+            if self._paused:  # the client was slow until the end; the next one may not be
                 self.resume()
             self._pool.give_back(self)
         else:
@@ -275,34 +305,43 @@ class Connection:
             done.land(error)
 
 
-def is_own_error(error: OSError) -> bool:
-    """Whether a connect failed for a reason in this process or in name resolution, not at the engine."""
-    return isinstance(error, socket.gaierror) or error.errno in OWN_ERRORS
-
-
 class Upstream:
-    """The connections to one engine. Idle ones are reused newest first, so that the rest can grow old and close.
+    """The connections to one engine. The newest idle one is reused first, so that others expire.
 
-    heard_at  when a byte of any answer's body last came from the engine, monotonic seconds
+    last_body_at  when the engine last sent part of any response body, monotonic seconds
     """
 
     __slots__ = (
-        *("_begin", "_encryption", "_head", "_host", "_idle", "_netloc", "_port", "connections", "heard_at"),
-        *("outbox", "patience"),
+        "_encryption",
+        "_headers",
+        "_host",
+        "_idle",
+        "_netloc",
+        "_port",
+        "_request_line",
+        "connections",
+        "heard_at",
+        "outbox",
+        "patience",
     )
 
     def __init__(
-        self, url: str, key: str | None, patience: Patience, outbox: Outbox, encryption: Encryption | None = None
+        self,
+        url: str,
+        key: str | None,
+        patience: Patience,
+        outbox: Outbox,
+        encryption: Encryption | None = None,
     ) -> None:
-        """`key` is the engine's own API key; the client's never travels further than the gateway.
+        """Initialize without connecting; `key` is the engine's own API key.
 
-        An https:// URL needs `encryption`; no connection is ever opened without it.
+        Raises ValueError for an https:// URL without `encryption`.
         """
         parts = urlsplit(url)
         is_https = parts.scheme == "https"
         self._host, self._port = parts.hostname or "", parts.port or (443 if is_https else 80)
         self._netloc = parts.netloc.removesuffix(":443") if is_https else parts.netloc
-        self._begin = b"POST " + parts.path.rstrip("/").encode()
+        self._request_line = b"POST " + parts.path.rstrip("/").encode()
         self.outbox = outbox
         if is_https and encryption is None:
             raise ValueError(f"{url} needs TLS settings")
@@ -312,30 +351,33 @@ class Upstream:
         self._idle: list[Connection] = []
 
     def become(self, key: str | None, patience: Patience, encryption: Encryption | None) -> None:
-        """From the next request on, another key or patience; connections and answers under way go on.
+        """Use other settings from the next request on; responses in progress are not affected.
 
-        `encryption` holds for new connections.
+        `encryption` applies to new connections.
         """
         self._encryption = encryption
         authorization = f"authorization: Bearer {key}\r\n" if key else ""
-        self._head = (
+        self._headers = (
             f" HTTP/1.1\r\nhost: {self._netloc}\r\ncontent-type: application/json\r\n"
             f"accept: */*\r\naccept-encoding: identity\r\nuser-agent: penstock\r\n{authorization}"
         ).encode()
         self.patience = patience
 
     def head(self, path: str) -> bytes:
-        """The beginning of every request to this engine; the caller adds its own lines and the blank one."""
-        return self._begin + path.encode() + self._head
+        """Return the start of a request head; the caller adds its own fields and the blank line."""
+        return self._request_line + path.encode() + self._headers
 
-    async def send(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> None:
-        """Send one request and relay its answer.
+    async def send(
+        self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream
+    ) -> None:
+        """Send one request and relay its response.
 
-        A pooled connection that is lost before a byte of the answer is replaced by a new one, once.
+        If a pooled connection is lost before a byte of the response, one new connection is tried.
+        Raises UpstreamError.
         """
-        pooled, again = self.pooled(), False
+        pooled, is_retry = self.pooled(), False
         while True:
-            connection = pooled or await (self._connect_again() if again else self.connect())
+            connection = pooled or await (self._reconnect() if is_retry else self.connect())
             done = connection.carry(head, payload, relay, downstream)
             try:
                 return await done
@@ -345,14 +387,15 @@ class Upstream:
                 if pooled is None:
                     error.fresh = connection.is_fresh
                     raise
-                pooled, again = None, True
+                pooled, is_retry = None, True
             except asyncio.CancelledError:
-                if not done.done() or done.cancelled():  # otherwise the connection may carry another's answer already
+                # Otherwise the connection may already carry another request's response.
+                if not done.done() or done.cancelled():
                     connection.abort()
                 raise
 
     def pooled(self) -> Connection | None:
-        """A connection out of the pool, to be carried on or aborted; None: connect()."""
+        """Take an idle connection, which the caller must use or abort; None if there is none."""
         oldest = monotonic() - IDLE_S
         while self._idle:
             connection = self._idle.pop()
@@ -361,8 +404,8 @@ class Upstream:
             connection.abort()
         return None
 
-    async def _connect_again(self) -> Connection:
-        """As connect(), for a request that was sent on a connection before."""
+    async def _reconnect(self) -> Connection:
+        """Connect for a request that has already been sent on another connection."""
         try:
             return await self.connect()
         except UpstreamBroke as error:
@@ -370,14 +413,15 @@ class Upstream:
             raise
 
     async def connect(self) -> Connection:
-        """Open a new connection. Raises UpstreamBroke."""
+        """Open a new connection. Raises UpstreamError."""
         connection = Connection(self)
         protocol = cast(asyncio.Protocol, connection)
         try:
             async with within(self.patience.connect_s):
                 try:
                     await self._open(protocol)
-                except asyncio.CancelledError:  # it may stand already, and uvloop would tell nobody of its end
+                except asyncio.CancelledError:
+                    # It may be connected already, and uvloop would not report that it is closed.
                     connection.abort()
                     self.forget(connection)
                     raise
@@ -406,6 +450,7 @@ class Upstream:
         transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
 
     def give_back(self, connection: Connection) -> None:
+        """Return a connection to the pool, or close it if MAX_IDLE are idle."""
         if len(self._idle) >= MAX_IDLE:
             connection.abort()
             return
@@ -413,12 +458,13 @@ class Upstream:
         self._idle.append(connection)
 
     def forget(self, connection: Connection) -> None:
+        """Remove a connection that is closed."""
         self.connections.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
     def sweep(self, now: float) -> None:
-        """Close idle connections before the engine does, and end answers whose engine has fallen silent."""
+        """Close idle connections before the engine does, and fail responses that are overdue."""
         while self._idle and self._idle[0].idle_since < now - IDLE_S:
             self._idle.pop(0).abort()
         for connection in tuple(self.connections):
@@ -426,20 +472,20 @@ class Upstream:
                 connection.fail("timeout", "the engine has been silent for too long")
 
     def silence_s(self, now: float) -> float:
-        """How long the engine has owed everybody a byte; 0 when nobody waits for it.
+        """Seconds for which clients have waited without any engine output; 0 if none waits.
 
-        A head alone is no sign of life: API servers send it before their engine has looked at the request.
+        Response heads do not count: API servers send them before their engine sees the request.
         """
         waiting_since = [connection.heard_at for connection in self.connections if connection.owed]
         return max(0.0, now - max(min(waiting_since), self.heard_at)) if waiting_since else 0.0
 
     def fail_all(self, kind: str, message: str) -> None:
-        """The engine is known to be dead: nobody waits for it."""
+        """Fail all responses, because the engine is known to be dead."""
         for connection in tuple(self.connections):
             connection.fail(kind, message)
 
     def fail_at_seams(self, kind: str, message: str) -> int:
-        """As fail_all, but who is midway is spared: how many are."""
+        """Fail the responses that are between events; return how many are not and continue."""
         spared = [connection for connection in self.connections if connection.midway]
         for connection in self.connections.difference(spared):
             connection.fail(kind, message)

@@ -1,14 +1,31 @@
-"""An engine's failure to answer: what broke, and what that says about its endpoint."""
+"""How an engine failed to respond, and what that means for the health of its endpoint."""
 
 from __future__ import annotations
+
+import errno
+import socket
 
 from policies.health import Event
 
 STOPPED = "shutdown"
-"""The kind of what ends because the gateway does, not its engine."""
+"""The failure kind of requests that end because the gateway shuts down."""
 
-# Kinds that count as something else than a failure of the engine.
-_EVIDENCE = {
+# Reasons of a failed connect that say nothing about the engine: descriptors, memory, ports, rights.
+OWN_ERRORS = frozenset(
+    {
+        errno.EACCES,
+        errno.EADDRNOTAVAIL,
+        errno.EAGAIN,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOBUFS,
+        errno.ENOMEM,
+        errno.EPERM,
+    }
+)
+
+# Failure kinds that count as something other than a failure of the engine.
+_HEALTH_EVENTS = {
     "connect_failed": Event.CONNECT_FAILED,
     "connect_timeout": Event.CONNECT_FAILED,
     "timeout": Event.TIMED_OUT,
@@ -16,15 +33,17 @@ _EVIDENCE = {
     "slow": Event.IGNORED,
     STOPPED: Event.IGNORED,
     "status_429": Event.IGNORED,
-    "status_503": Event.IGNORED,  # a full queue, says vLLM; a dead engine says it on /health
+    # vLLM sends 503 when its queue is full; a dead engine is detected by its /health.
+    "status_503": Event.IGNORED,
 }
 
 
 class UpstreamBroke(Exception):
-    """The engine's answer is not whole. `kind` is the label in metrics and the evidence for health.
+    """Raised when an engine's response is incomplete or missing.
 
-    sent   the request was written to a connection: the engine may have worked on it
-    fresh  a new connection was lost soon after the request was sent, before any byte of an answer
+    kind                the failure's label in metrics; also decides what it means for health
+    was_sent            the request was written to a connection, so the engine may have run it
+    was_new_connection  the connection was new and was lost before any byte of a response
     """
 
     def __init__(self, kind: str, message: str, *, sent: bool = True) -> None:
@@ -34,8 +53,13 @@ class UpstreamBroke(Exception):
         self.fresh = False
 
 
-def evidence(broke: UpstreamBroke) -> Event:
-    """Return what a failure says about its endpoint; a lost new connection is as good as a refused one."""
-    if broke.fresh:
+def evidence(error: UpstreamBroke) -> Event:
+    """Return the health event of a failure; losing a new connection counts as a refused one."""
+    if error.fresh:
         return Event.CONNECT_FAILED
-    return _EVIDENCE.get(broke.kind, Event.FAILED)
+    return _HEALTH_EVENTS.get(error.kind, Event.FAILED)
+
+
+def is_own_error(error: OSError) -> bool:
+    """Whether a connect failed because of this process or name resolution, not the engine."""
+    return isinstance(error, socket.gaierror) or error.errno in OWN_ERRORS

@@ -1,13 +1,22 @@
-"""Configuration: one YAML file to one immutable typed tree, and every error says where.
+"""Configuration: reads one YAML file into one immutable typed tree, with a place for every error.
 
-source.py reads text and keeps places; values.py, tree.py and models.py are the types; checks.py the rules between
-values; load.py puts them together.
+yaml_source.py reads text and keeps places; values.py, tree.py and the section modules are the
+types; checks.py and the rule modules compare values; load.py puts them together.
 """
 
 from gateway.config.choices import AdmissionSpec, Canary, PolicySpec
 from gateway.config.isolation import salt_member
 from gateway.config.limits import Limits
-from gateway.config.load import MASK, SCHEMA_ID, Loaded, examine, examine_text, from_engines, json_schema, load
+from gateway.config.load import (
+    MASK,
+    SCHEMA_ID,
+    Loaded,
+    examine,
+    examine_text,
+    from_engines,
+    json_schema,
+    load,
+)
 from gateway.config.models import Model, Overflow, Resume, Split
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.seen import Observability, OperatorLog, Traces

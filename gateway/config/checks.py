@@ -1,7 +1,7 @@
-"""Rules between values: names that clash, pools that do not exist, equal ports, parameters a policy does not have.
+"""Rules between values: clashing names, unknown pools, equal ports, unknown parameters.
 
-They read the plain data rather than the typed tree, so that they speak up in the same run as the rules for one value.
-Whatever has the wrong type here has been reported already and is passed over.
+They read plain data rather than the typed tree, so that their errors appear in the same run as
+those of single values. Values of a wrong type have been reported already and are ignored here.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from policies import admissions, registry
 
 
 def errors(data: Any) -> Iterator[Finding]:
-    """Everything that makes the parts of `data` (plain values, as read) disagree."""
+    """Yield everything in `data` (plain values as read) that is inconsistent."""
     yield from _model_names(data)
     yield from _model_pools(data)
     yield from _endpoints(data)
-    yield from _sources(data)
+    yield from _discovery_sources(data)
     yield from _ports(data)
     yield from _tenants(data)
-    yield from _files_elsewhere(data)
+    yield from _misplaced_files(data)
     yield from pairing.errors(data)
     yield from layout_rules.errors(data)
     yield from isolation.errors(data)
@@ -37,20 +37,23 @@ def errors(data: Any) -> Iterator[Finding]:
     yield from _classes(data)
     yield from _rotation(data)
     for path, spec in items(get(data, "pools"), ("pools",)):
-        yield from _named(_POLICIES, get(spec, "policy"), (*path, "policy"))
-        yield from _tried(data, spec, path)
-        yield from _named(_ADMISSIONS, get(spec, "admission"), (*path, "admission"))
+        yield from _registered(_POLICIES, get(spec, "policy"), (*path, "policy"))
+        yield from _trials(data, spec, path)
+        yield from _registered(_ADMISSIONS, get(spec, "admission"), (*path, "admission"))
 
 
 def warnings(data: Any) -> Iterator[Finding]:
-    """What is allowed and probably not meant."""
+    """Yield what is allowed but probably unintended."""
     host = get(get(get(data, "listeners"), "admin"), "host")
     if isinstance(host, str) and not _is_local(host):
-        text = f"{host!r} lets others reach the admin server, which shows the fleet; 127.0.0.1 keeps it here"
+        text = (
+            f"{host!r} makes the admin server, which shows the fleet, reachable from elsewhere; "
+            "127.0.0.1 keeps it local"
+        )
         yield Finding(("listeners", "admin", "host"), text)
-    wanted = {get(model, "pool") for _, model in items(get(data, "models"), ("models",))}
+    used = {get(model, "pool") for _, model in items(get(data, "models"), ("models",))}
     for path, _ in items(get(data, "pools"), ("pools",)):
-        if wanted and path[-1] not in wanted:
+        if used and path[-1] not in used:
             yield Finding(path, "no model uses this pool", on_key=True)
     yield from pairing.warnings(data)
     yield from layout_rules.warnings(data)
@@ -60,46 +63,59 @@ def warnings(data: Any) -> Iterator[Finding]:
 
 
 def tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
-    """Every section named tls, as plain data."""
+    """Yield every section named tls, as plain data."""
     for name in ("api", "admin"):
         yield ("listeners", name, "tls"), get(get(get(data, "listeners"), name), "tls")
     for path, spec in _specs(data):
         yield (*path, "tls"), get(spec, "tls")
     for path, pool in items(get(data, "pools"), ("pools",)):
-        yield (*path, "discover", "endpoint", "tls"), get(get(get(pool, "discover"), "endpoint"), "tls")
+        yield (
+            (*path, "discover", "endpoint", "tls"),
+            get(get(get(pool, "discover"), "endpoint"), "tls"),
+        )
     yield ("shared", "redis", "tls"), get(get(get(data, "shared"), "redis"), "tls")
 
 
 def _unverified(data: Any) -> Iterator[Finding]:
     for path, section in tls_sections(data):
         if get(section, "verify") is False:
-            yield Finding((*path, "verify"), "accepts any server: who can redirect the connection reads and changes it")
+            text = "accepts any server: anyone who redirects the connection can read and change it"
+            yield Finding((*path, "verify"), text)
 
 
 def _literal_secrets(data: Any) -> Iterator[Finding]:
     text = "is written into the file; ${NAME} or ${file:/path} keeps it out of backups and diffs"
-    for path, found in _secrets(data):
-        if isinstance(found, str) and not isinstance(found, Substituted):
+    for path, value in _secrets(data):
+        if isinstance(value, str) and not isinstance(value, Substituted):
             yield Finding(path, text)
 
 
 def secrets_in_clear(data: Any) -> Iterator[Path]:
-    """Where a secret stands in the text itself, if only as a reference's default."""
-    for path, found in _secrets(data):
-        if found is not None and not (isinstance(found, Substituted) and found.all_by_reference):
+    """Yield where a secret is in the text itself, if only as the default of a reference."""
+    for path, value in _secrets(data):
+        if value is not None and not (isinstance(value, Substituted) and value.all_by_reference):
             yield path
 
 
-def _files_elsewhere(data: Any) -> Iterator[Finding]:
-    """A file's text in a name or a label would be shown by every page: whoever may send a text could read any file."""
+def _misplaced_files(data: Any) -> Iterator[Finding]:
+    """Yield ${file:...} references outside secrets.
+
+    Names and labels are shown on many pages, so anyone who may submit a configuration could read
+    any file through them.
+    """
+    text = "is not a secret, and ${file:...} is allowed only for secrets; write ${NAME}"
     secrets = {path for path, _ in _secrets(data)}
     for path, value in _leaves(data, ()):
         if isinstance(value, Substituted) and "${file:" in value.written and path not in secrets:
-            yield Finding(path, "is no secret, and ${file:...} may stand only where one is expected; write ${NAME}")
+            yield Finding(path, text)
 
 
 def _leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    pairs: Any = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else None
+    pairs: Any = None
+    if isinstance(data, dict):
+        pairs = data.items()
+    elif isinstance(data, list):
+        pairs = enumerate(data)
     if pairs is None:
         yield path, data
         return
@@ -108,7 +124,7 @@ def _leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _secrets(data: Any) -> Iterator[tuple[Path, Any]]:
-    """Every secret's path and what stands there, if anything."""
+    """Yield the path of every secret and its value, if any."""
     yield from (((*path, key), get(owner, key)) for path, owner, key in _secret_owners(data))
     yield from _further_keys(data)
 
@@ -116,7 +132,10 @@ def _secrets(data: Any) -> Iterator[tuple[Path, Any]]:
 def _further_keys(data: Any) -> Iterator[tuple[Path, Any]]:
     for path, tenant in items(get(data, "tenants"), ("tenants",)):
         keys = get(tenant, "keys")
-        yield from (((*path, "keys", index), key) for index, key in enumerate(keys if isinstance(keys, list) else ()))
+        yield from (
+            ((*path, "keys", index), key)
+            for index, key in enumerate(keys if isinstance(keys, list) else ())
+        )
 
 
 def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
@@ -130,22 +149,28 @@ def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
     yield from ((path, spec, "api_key") for path, spec in _specs(data))
     for path, section in tls_sections(data):
         yield (path, section, "key_password")
-        yield from ((inner, each, "key_password") for inner, each in items(get(section, "more"), (*path, "more")))
+        yield from (
+            (inner, pair, "key_password")
+            for inner, pair in items(get(section, "more"), (*path, "more"))
+        )
     for path, pool in items(get(data, "pools"), ("pools",)):
         yield ((*path, "discover", "endpoint"), get(get(pool, "discover"), "endpoint"), "api_key")
 
 
 def _rotation(data: Any) -> Iterator[Finding]:
-    seen = get(data, "observability")
-    where = get(seen, "access_log")
-    if isinstance(get(seen, "access_rotate"), dict) and (where is None or where in ("stdout", "off")):
-        text = f"needs a file to rotate, and access_log is {where or 'stdout'}; give access_log a path"
+    section = get(data, "observability")
+    log = get(section, "access_log")
+    is_file = log is not None and log not in ("stdout", "off")
+    if isinstance(get(section, "access_rotate"), dict) and not is_file:
+        text = (
+            f"needs a file to rotate, and access_log is {log or 'stdout'}; give access_log a path"
+        )
         yield Finding(("observability", "access_rotate"), text, on_key=True)
 
 
-def _unique(found: Iterator[tuple[Path, str]], what: str) -> Iterator[Finding]:
+def _unique(values: Iterator[tuple[Path, str]], what: str) -> Iterator[Finding]:
     seen: dict[str, Path] = {}
-    for path, text in found:
+    for path, text in values:
         if text in seen:
             yield Finding(path, f"{what} is already taken by {show_path(seen[text])}")
         seen.setdefault(text, path)
@@ -177,7 +202,7 @@ def _model_pools(data: Any) -> Iterator[Finding]:
 
 
 def _specs(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Every endpoint of every pool."""
+    """Yield every endpoint of every pool."""
     for path, pool in items(get(data, "pools"), ("pools",)):
         yield from items(get(pool, "endpoints"), (*path, "endpoints"))
 
@@ -189,39 +214,51 @@ def _endpoints(data: Any) -> Iterator[Finding]:
         elif get(pool, "endpoints") == [] and get(pool, "discover") is None:
             yield Finding((*path, "endpoints"), "is empty; it needs at least one item")
     specs = [(path, spec) for path, spec in _specs(data) if isinstance(get(spec, "url"), str)]
-    urls = [((*path, "url"), _bare(spec["url"])) for path, spec in specs]
+    urls = [((*path, "url"), _normalized(spec["url"])) for path, spec in specs]
     yield from _unique(iter(urls), "this url")
-    given = [((*path, "name"), spec["name"]) for path, spec in specs if isinstance(get(spec, "name"), str)]
-    others = [
-        (at, without_scheme(url)) for (at, url), (_, spec) in zip(urls, specs, strict=True) if get(spec, "name") is None
+    given = [
+        ((*path, "name"), spec["name"])
+        for path, spec in specs
+        if isinstance(get(spec, "name"), str)
     ]
-    yield from _unique(iter(others + given), "this name")  # a name that was given is what can be changed
+    derived = [
+        (path, without_scheme(url))
+        for (path, url), (_, spec) in zip(urls, specs, strict=True)
+        if get(spec, "name") is None
+    ]
+    # Given names come last, because they are what can be changed to resolve a clash.
+    yield from _unique(iter(derived + given), "this name")
 
 
-def _sources(data: Any) -> Iterator[Finding]:
-    """Names are unique over all pools, so a pool would never get anybody whom another one finds in the same place."""
-    found = []
+def _discovery_sources(data: Any) -> Iterator[Finding]:
+    """Yield sources that another pool already uses.
+
+    Endpoint names are unique over all pools, so the second pool would never get any endpoint.
+    """
+    sources = []
     for path, pool in items(get(data, "pools"), ("pools",)):
         discover = get(pool, "discover")
         for kind in ("dns", "file", "kubernetes"):
-            place = _place(kind, get(discover, kind))
-            if place is not None:
-                found.append(((*path, "discover", kind), place))
-    yield from _unique(iter(found), "whoever is found here")
+            key = _source_key(kind, get(discover, kind))
+            if key is not None:
+                sources.append(((*path, "discover", kind), key))
+    yield from _unique(iter(sources), "this source")
 
 
-def _place(kind: str, told: Any) -> str | None:
-    """Where is looked, in words that are equal for the same place; None: it is not told, or not rightly."""
+def _source_key(kind: str, value: Any) -> str | None:
+    """Return a text that is equal for equal sources; None if the value is missing or invalid."""
     if kind == "kubernetes":
-        service = get(told, "service")
-        return f"{kind} {service} {get(told, 'namespace')} {get(told, 'port')}" if isinstance(service, str) else None
-    if not isinstance(told, str):
+        service = get(value, "service")
+        if not isinstance(service, str):
+            return None
+        return f"{kind} {service} {get(value, 'namespace')} {get(value, 'port')}"
+    if not isinstance(value, str):
         return None
-    return f"{kind} {told.lower() if kind == 'dns' else normpath(told)}"
+    return f"{kind} {value.lower() if kind == 'dns' else normpath(value)}"
 
 
-def _bare(url: str) -> str:
-    """As the tree has it; one that it refuses as it was written."""
+def _normalized(url: str) -> str:
+    """Return the URL as in the typed tree; an invalid one as written."""
     try:
         return engine_url(str(url))
     except ValueError:
@@ -245,50 +282,62 @@ def _port(listener: Any, default: int) -> str | None:
 
 def _tenants(data: Any) -> Iterator[Finding]:
     tenants = list(items(get(data, "tenants"), ("tenants",)))
-    names = (((*path, "name"), item["name"]) for path, item in tenants if isinstance(get(item, "name"), str))
+    names = (
+        ((*path, "name"), item["name"])
+        for path, item in tenants
+        if isinstance(get(item, "name"), str)
+    )
     yield from _unique(names, "this name")
     keys = [((*path, "key"), get(item, "key")) for path, item in tenants]
-    yield from _unique(((at, key) for at, key in (*keys, *_further_keys(data)) if isinstance(key, str)), "this key")
+    all_keys = (*keys, *_further_keys(data))
+    yield from _unique(((path, key) for path, key in all_keys if isinstance(key, str)), "this key")
 
 
 def _overflows(data: Any) -> Iterator[Finding]:
-    """A smaller tier is another model of the list, named once."""
-    found = [get(model, "name") for _, model in items(get(data, "models"), ("models",))]
-    names = [name for name in found if isinstance(name, str)]
+    """Yield overflow models that are unknown, the model itself, or given twice."""
+    values = [get(model, "name") for _, model in items(get(data, "models"), ("models",))]
+    names = [name for name in values if isinstance(name, str)]
     for path, model in items(get(data, "models"), ("models",)):
-        own, tiers = get(model, "name"), list(items(get(model, "overflow"), (*path, "overflow")))
-        for at, tier in tiers:
-            to = get(tier, "model")
-            if isinstance(to, str) and to not in names:
-                yield Finding((*at, "model"), f"there is no model {to!r}{did_you_mean(to, names)}")
-            elif isinstance(to, str) and to == own:
-                yield Finding((*at, "model"), "a model cannot overflow into itself")
-        named = [((*at, "model"), tier["model"]) for at, tier in tiers if isinstance(get(tier, "model"), str)]
-        yield from _unique(iter(named), "this model")
+        own = get(model, "name")
+        targets = [
+            ((*tier_path, "model"), tier["model"])
+            for tier_path, tier in items(get(model, "overflow"), (*path, "overflow"))
+            if isinstance(get(tier, "model"), str)
+        ]
+        for target_path, target in targets:
+            if target not in names:
+                text = f"there is no model {target!r}{did_you_mean(target, names)}"
+                yield Finding(target_path, text)
+            elif target == own:
+                yield Finding(target_path, "a model cannot overflow into itself")
+        yield from _unique(iter(targets), "this model")
 
 
 def _classes(data: Any) -> Iterator[Finding]:
-    """Every class that is named exists."""
+    """Yield references to service classes that do not exist."""
     slo = get(data, "slo")
     classes = get(slo, "classes")
     known = tuple(classes) if isinstance(classes, dict) else tuple(Slos().classes)
     default = get(slo, "default")
-    named = [(("slo", "default"), default), *_class_users(data)]
-    for path, name in named:
+    uses = [(("slo", "default"), default), *_class_uses(data)]
+    for path, name in uses:
         if isinstance(name, str) and name not in known:
             yield Finding(path, f"there is no class {name!r}{did_you_mean(name, known)}")
     if default is None and Slos().default not in known:
-        yield Finding(("slo", "classes"), f"there is no class {Slos().default!r} here; name another in slo.default")
+        yield Finding(
+            ("slo", "classes"),
+            f"there is no class {Slos().default!r} here; name another in slo.default",
+        )
 
 
-def _class_users(data: Any) -> Iterator[tuple[Path, Any]]:
+def _class_uses(data: Any) -> Iterator[tuple[Path, Any]]:
     for section in ("models", "tenants"):
-        for path, each in items(get(data, section), (section,)):
-            yield (*path, "slo"), get(each, "slo")
+        for path, item in items(get(data, section), (section,)):
+            yield (*path, "slo"), get(item, "slo")
 
 
 class _Registry(msgspec.Struct, frozen=True):
-    """What can be named with parameters: `what` in words, and its names and types."""
+    """Something that is chosen by name, with parameters. `what` is its kind in words."""
 
     what: str
     names: Callable[[], tuple[str, ...]]
@@ -299,45 +348,51 @@ _POLICIES = _Registry("policy", registry.names, registry.params_type)
 _ADMISSIONS = _Registry("admission", admissions.names, admissions.params_type)
 
 
-def _named(kind: _Registry, spec: Any, path: Path) -> Iterator[Finding]:
+def _registered(registry: _Registry, spec: Any, path: Path) -> Iterator[Finding]:
     name = spec if isinstance(spec, str) else get(spec, "name")
     if not isinstance(name, str):
         return
-    at = path if isinstance(spec, str) else (*path, "name")
-    if name not in kind.names():
-        yield Finding(at, f"there is no {kind.what} {name!r}{did_you_mean(name, kind.names())}")
+    known = registry.names()
+    if name not in known:
+        name_path = path if isinstance(spec, str) else (*path, "name")
+        text = f"there is no {registry.what} {name!r}{did_you_mean(name, known)}"
+        yield Finding(name_path, text)
         return
     parameters = get(spec, "parameters")
-    fields = {field.name: field for field in msgspec.structs.fields(kind.params_type(name))}
+    params_type = registry.params_type(name)
+    fields = {field.name: field for field in msgspec.structs.fields(params_type)}
     if not isinstance(parameters, dict):
         return
-    found = [
+    findings = [
         finding
         for key, value in parameters.items()
         for finding in _parameter(name, key, value, fields, (*path, "parameters", key))
     ]
-    yield from found or _together(kind.params_type(name), parameters, (*path, "parameters"))
+    yield from findings or _combination(params_type, parameters, (*path, "parameters"))
 
 
-def _tried(data: Any, pool: Any, path: Path) -> Iterator[Finding]:
-    """Policies beside the one that serves, and tenants whose requests are to be tried with one."""
+def _trials(data: Any, pool: Any, path: Path) -> Iterator[Finding]:
+    """Yield errors of shadow and canary policies, and unknown tenants of a canary."""
     shadows = get(pool, "shadow")
     for index, spec in enumerate(shadows if isinstance(shadows, list) else ()):
-        yield from _named(_POLICIES, spec, (*path, "shadow", index))
+        yield from _registered(_POLICIES, spec, (*path, "shadow", index))
     canary = get(pool, "canary")
-    yield from _named(_POLICIES, get(canary, "policy"), (*path, "canary", "policy"))
-    known = [get(tenant, "name") for _, tenant in items(get(data, "tenants"), ("tenants",))]
+    yield from _registered(_POLICIES, get(canary, "policy"), (*path, "canary", "policy"))
+    names = [get(tenant, "name") for _, tenant in items(get(data, "tenants"), ("tenants",))]
+    known = [name for name in names if isinstance(name, str)]
     tenants = get(canary, "tenants")
     for index, name in enumerate(tenants if isinstance(tenants, list) else ()):
         if isinstance(name, str) and name not in known:
-            hint = did_you_mean(name, [each for each in known if isinstance(each, str)])
-            yield Finding((*path, "canary", "tenants", index), f"there is no tenant {name!r}{hint}")
+            text = f"there is no tenant {name!r}{did_you_mean(name, known)}"
+            yield Finding((*path, "canary", "tenants", index), text)
 
 
-def _parameter(owner: str, key: str, value: Any, fields: Mapping[str, Any], path: Path) -> Iterator[Finding]:
+def _parameter(
+    owner: str, key: str, value: Any, fields: Mapping[str, Any], path: Path
+) -> Iterator[Finding]:
     if key not in fields:
-        known = did_you_mean(key, fields) if fields else "; it has none"
-        yield Finding(path, f"{owner} has no parameter {key}{known}", on_key=True)
+        hint = did_you_mean(key, fields) if fields else "; it has none"
+        yield Finding(path, f"{owner} has no parameter {key}{hint}", on_key=True)
         return
     try:
         msgspec.convert(numbers_if_substituted(value), fields[key].type)
@@ -345,8 +400,10 @@ def _parameter(owner: str, key: str, value: Any, fields: Mapping[str, Any], path
         yield Finding(path, str(error))
 
 
-def _together(params: type[msgspec.Struct], given: Mapping[str, Any], path: Path) -> Iterator[Finding]:
-    """What the parameters' own rule says of them all, where each may be what it is."""
+def _combination(
+    params: type[msgspec.Struct], given: Mapping[str, Any], path: Path
+) -> Iterator[Finding]:
+    """Yield what the type's own rules say about parameters that are each valid."""
     try:
         msgspec.convert(numbers_if_substituted(given), params)
     except msgspec.ValidationError as error:

@@ -1,6 +1,6 @@
-"""What a pool chooses by name: its policy, those tried beside it, and its admission.
+"""Sections in which a pool chooses by name: its policies and its admission.
 
-Lives here: these sections of the configuration. Not here: the policies themselves (policies/registry.py).
+The policies themselves are in policies/registry.py.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ from gateway.config.values import Name, Section, setting
 
 
 class PolicySpec(Section):
-    """Who serves a request: a policy by name, alone or with parameters."""
+    """The policy that picks an endpoint: its name, alone or with parameters."""
 
     name: Name = Field(description="prefix_aware, priced, or another of the table below.")
     params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
-        default={}, alias="parameters", description="The policy's own parameters; unknown ones are refused."
+        default={},
+        alias="parameters",
+        description="The policy's own parameters; unknown ones are an error.",
     )
 
 
 class AdmissionSpec(Section):
-    """Who may enter, wait, or is refused: an admission by name, alone or with parameters."""
+    """The admission that lets requests in, queues or refuses them: its name, or with parameters."""
 
     name: Name = Field(description="none, cap, priced, or another of the table below.")
     params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
-        default={}, alias="parameters", description="The admission's own parameters; unknown ones are refused."
+        default={},
+        alias="parameters",
+        description="The admission's own parameters; unknown ones are an error.",
     )
 
 
@@ -39,9 +43,11 @@ def _by_name(value: object) -> object:
 
 
 class _NameAlone:
-    """Tells the schema that the name alone will do where the mapping would."""
+    """Adds to the JSON schema that the name alone is allowed in place of the mapping."""
 
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(
+        self, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
         return {"anyOf": [{"type": "string"}, handler(core)]}
 
 
@@ -50,16 +56,23 @@ AdmissionChoice = Annotated[AdmissionSpec, BeforeValidator(_by_name), _NameAlone
 
 
 class Canary(Section):
-    """A policy that serves a part of the pool's requests, beside the one that serves the rest."""
+    """A policy that serves part of the pool's requests, on trial beside the pool's own policy."""
 
-    policy: PolicyChoice = Field(description="The policy's name, or a mapping of name and parameters.")
-    percent: Annotated[float, Field(gt=0, lt=100), BeforeValidator(number_if_substituted)] | None = setting(
-        None, "How many in a hundred sessions it serves; a request without a session is one of its own."
+    policy: PolicyChoice = Field(
+        description="The policy's name, or a mapping of name and parameters."
     )
-    tenants: Annotated[tuple[Name, ...], Field(max_length=256)] = setting((), "Or whose requests, all of them.")
+    percent: (
+        Annotated[float, Field(gt=0, lt=100), BeforeValidator(number_if_substituted)] | None
+    ) = setting(
+        None,
+        "Percentage of sessions that it serves; a request without a session counts as a session.",
+    )
+    tenants: Annotated[tuple[Name, ...], Field(max_length=256)] = setting(
+        (), "Instead of a percentage: the tenants all of whose requests it serves."
+    )
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Canary:
+    def _has_one_selector(self) -> Canary:
         if (self.percent is None) == (not self.tenants):
-            raise ValueError("needs either percent or tenants: which requests it serves")
+            raise ValueError("needs either percent or tenants, to select the requests it serves")
         return self

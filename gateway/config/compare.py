@@ -1,7 +1,7 @@
-"""What two configurations make different, in an operator's words, and one configuration as it may be shown.
+"""Differences between two configurations in an operator's terms, and a configuration for display.
 
-Compared is what they mean (1s is 1000ms); shown is what their texts say: a reference as it was written, never what it
-led to, and a secret that stands in a text not at all.
+Values are compared by meaning (1s equals 1000ms) and shown as written: a reference is never
+resolved, and a secret in the text is masked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _POLICY = frozenset({"name", "parameters"})
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One difference. `before` is None for what came, `after` for what went; alike: a reference leads elsewhere."""
+    """One difference. `before` is None if added, `after` if removed.
+
+    Equal texts mean that a reference now has another value.
+    """
 
     path: str
     before: str | None
@@ -36,22 +39,22 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def changes(before: Loaded, after: Loaded) -> tuple[Change, ...]:
-    """Everything that differs, in the order of the file format."""
+    """Return all differences, in the order of the file format."""
     old, new = before.config.model_dump(by_alias=True), after.config.model_dump(by_alias=True)
-    found = tuple(_walk(_Side(before.written, old, ()), _Side(after.written, new, ()), ()))
-    return (*found, *_rewritten(before, after))
+    differences = tuple(_walk(_Side(before.written, old, ()), _Side(after.written, new, ()), ()))
+    return (*differences, *_changed_files(before, after))
 
 
-def _rewritten(before: Loaded, after: Loaded) -> Iterator[Change]:
-    """Files that have the same name in both, and another content."""
+def _changed_files(before: Loaded, after: Loaded) -> Iterator[Change]:
+    """Yield the files that have the same path in both configurations but other content."""
     for path, digest in after.files.items():
-        if before.files.get(path, digest) != digest and before.written.get(path) == after.written.get(path):
-            name = str(after.written.get(path))
-            yield Change(show_path(path), name, name)
+        name = after.written.get(path)
+        if before.files.get(path, digest) != digest and before.written.get(path) == name:
+            yield Change(show_path(path), str(name), str(name))
 
 
 def shown(loaded: Loaded) -> dict[str, Any]:
-    """The whole configuration as JSON values, defaults filled in, secrets masked, references as written."""
+    """Return the configuration as JSON values: with defaults, masked secrets, and references."""
     tree: dict[str, Any] = loaded.config.model_dump(mode="json", by_alias=True)
     for path, text in loaded.written.items():
         if isinstance(text, str) and "${" in text:
@@ -72,52 +75,66 @@ def _put(tree: Any, path: Path, text: str) -> None:
 
 
 class _Side(msgspec.Struct, frozen=True):
-    """A value on one side, and where its text is."""
+    """A value of one of the two configurations, and its path in that configuration's text."""
 
     written: Mapping[Path, object]
     value: Any
-    at: Path
+    path: Path
 
-    def inner(self) -> dict[str, _Side] | None:
-        """Its parts by key; those of a list by what they are known by. None for a single value."""
+    def children(self) -> dict[str, _Side] | None:
+        """Return the members by key, and those of a list by identity; None for a plain value."""
         if isinstance(self.value, dict):
-            return {key: _Side(self.written, value, (*self.at, key)) for key, value in self.value.items()}
+            return {
+                key: _Side(self.written, value, (*self.path, key))
+                for key, value in self.value.items()
+            }
         if isinstance(self.value, list | tuple) and self.value and isinstance(self.value[0], dict):
-            parts = enumerate(self.value)
-            return {_identity(value): _Side(self.written, value, (*self.at, index)) for index, value in parts}
+            return {
+                _identity(value): _Side(self.written, value, (*self.path, index))
+                for index, value in enumerate(self.value)
+            }
         return None
 
     def text(self) -> str:
-        """As an operator would write it."""
+        """Return the value as an operator would write it."""
+        written = self.written.get(self.path)
         if isinstance(self.value, Secret):
-            found = self.written.get(self.at)
-            return found if isinstance(found, str) else MASK
-        found = self.written.get(self.at)
-        if isinstance(self.value, dict) and found is None:
-            return self._mapping()
+            return written if isinstance(written, str) else MASK
+        if isinstance(self.value, dict) and written is None:
+            return self._mapping_text()
         if isinstance(self.value, list | tuple):
-            items = [_Side(self.written, each, (*self.at, index)).text() for index, each in enumerate(self.value)]
+            items = [
+                _Side(self.written, item, (*self.path, index)).text()
+                for index, item in enumerate(self.value)
+            ]
             return f"[{', '.join(items)}]"
-        return _plain(default_of(self.at, self.value) if found is None else found)
+        return _plain(default_of(self.path, self.value) if written is None else written)
 
-    def _mapping(self) -> str:
-        parts = self.inner() or {}
-        if parts.keys() == _POLICY and not self.value["parameters"]:
-            return parts["name"].text()
+    def _mapping_text(self) -> str:
+        children = self.children() or {}
+        if children.keys() == _POLICY and not self.value["parameters"]:
+            return children["name"].text()
         if "url" in self.value:
-            return self.value["url"] if self.written.get((*self.at, "url")) is None else parts["url"].text()
-        told = {key: side for key, side in parts.items() if any(at[: len(side.at)] == side.at for at in self.written)}
-        return "{" + ", ".join(f"{key}: {side.text()}" for key, side in told.items()) + "}"
+            if self.written.get((*self.path, "url")) is None:
+                return str(self.value["url"])
+            return children["url"].text()
+        given = {
+            key: side
+            for key, side in children.items()
+            if any(path[: len(side.path)] == side.path for path in self.written)
+        }
+        return "{" + ", ".join(f"{key}: {side.text()}" for key, side in given.items()) + "}"
 
 
 def _walk(old: _Side, new: _Side, path: Path) -> Iterator[Change]:
     if old.value == new.value:
         return
-    olds, news = old.inner(), new.inner()
-    lists = isinstance(old.value, list | tuple) and isinstance(new.value, list | tuple)
-    if lists:
-        olds, news = _parts(old, olds, news), _parts(new, news, olds)
-    renamed = olds is not None and olds.keys() == _POLICY and olds["name"].value != new.value["name"]
+    olds, news = old.children(), new.children()
+    if isinstance(old.value, list | tuple) and isinstance(new.value, list | tuple):
+        olds, news = _or_empty(old, olds, news), _or_empty(new, news, olds)
+    renamed = (
+        olds is not None and olds.keys() == _POLICY and olds["name"].value != new.value["name"]
+    )
     if olds is None or news is None or renamed:
         yield Change(show_path(path), old.text(), new.text())
         return
@@ -132,8 +149,10 @@ def _walk(old: _Side, new: _Side, path: Path) -> Iterator[Change]:
             yield from _walk(before, after, here)
 
 
-def _parts(side: _Side, mine: dict[str, _Side] | None, theirs: dict[str, _Side] | None) -> dict[str, _Side] | None:
-    """An empty list beside one of mappings is one without parts."""
+def _or_empty(
+    side: _Side, mine: dict[str, _Side] | None, theirs: dict[str, _Side] | None
+) -> dict[str, _Side] | None:
+    """Give an empty list no children instead of None if the other side is a list of mappings."""
     return {} if mine is None and theirs is not None and not side.value else mine
 
 
@@ -142,7 +161,7 @@ def _identity(item: Mapping[str, Any]) -> str:
 
 
 def _name(side: _Side | None, key: str) -> str:
-    """How a part of a list is called: an endpoint by its name rather than by its URL."""
+    """Return the shown name of a child: for an endpoint its name rather than its URL."""
     if side is None or not isinstance(side.value, dict) or "url" not in side.value:
         return key
     return str(side.value.get("name") or without_scheme(key))

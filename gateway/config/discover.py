@@ -1,4 +1,4 @@
-"""Where a pool's further endpoints are found, as a section of the configuration."""
+"""Sections of the sources from which a pool's endpoints are discovered."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from pydantic import Field, StringConstraints
 
 from gateway.config.values import Section, setting
 
-DnsLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", max_length=253)]
+DnsLabel = Annotated[
+    str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", max_length=253)
+]
 
 
 class Kubernetes(Section):
-    """A Service whose ready endpoints are asked. The pod's service account lists and watches its EndpointSlices."""
+    """A Kubernetes Service whose ready endpoints join the pool.
+
+    The pod's service account needs the rights to list and watch its EndpointSlices.
+    """
 
     service: DnsLabel = Field(description="Name of the Service.")
-    namespace: DnsLabel | None = setting(None, "Its namespace; the pod's own unless given.")
+    namespace: DnsLabel | None = setting(None, "Its namespace; by default the pod's own.")
     port: Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]{1,15}$")] | None = setting(
-        None, "Name or number (in quotes) of the port; the first one unless given."
+        None, "Name or number (in quotes) of the port; by default the first one."
     )

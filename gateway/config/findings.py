@@ -1,4 +1,4 @@
-"""What a rule between values says, and how it walks plain data: used by checks.py and pairing.py."""
+"""Results of rules between values, and helpers to walk over plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.config.problems import Path
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Something wrong or doubtful at `path`; `on_key` when the key itself is the mistake rather than its value."""
+    """An error or warning at `path`; `is_on_key` if it concerns the key, not its value."""
 
     path: Path
     message: str
@@ -19,13 +19,19 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def get(data: Any, key: str) -> Any:
-    """A member of a mapping; None where there is none, or no mapping."""
+    """Return a member of a mapping; None if there is none or `data` is not a mapping."""
     return data.get(key) if isinstance(data, dict) else None
 
 
 def items(data: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The mappings in a list or a mapping, each with its path."""
-    pairs: Any = enumerate(data) if isinstance(data, list) else data.items() if isinstance(data, dict) else ()
+    """Yield the mappings in a list or mapping, each with its path."""
+    pairs: Any = (
+        enumerate(data)
+        if isinstance(data, list)
+        else data.items()
+        if isinstance(data, dict)
+        else ()
+    )
     for key, item in pairs:
         if isinstance(item, dict):
             yield (*path, key), item

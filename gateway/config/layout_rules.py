@@ -1,6 +1,6 @@
-"""Rules for layouts: TP sizes that an engine refuses, more GPUs than there are, TP across links.
+"""Rules for layouts: TP sizes that an engine rejects, too many GPUs, TP across slow links.
 
-They read plain data like checks.py, so that they report in the same run as the rules for one value.
+They read plain data, like checks.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RANKS = ("tp", "pp", "dp")
 
 
 def errors(data: Any) -> Iterator[Finding]:
-    """Layouts that cannot start."""
+    """Yield layouts that cannot start."""
     for path, names, layout in _layouts(data):
         tp = get(layout, "tp")
         shape = _known_shape(names)
@@ -29,7 +29,7 @@ def errors(data: Any) -> Iterator[Finding]:
 
 
 def warnings(data: Any) -> Iterator[Finding]:
-    """Layouts that start and are probably not meant."""
+    """Yield layouts that start but are probably unintended."""
     domain = get(get(data, "hardware"), "link_domain_gpus")
     domain = domain if _is_count(domain) else Hardware().link_domain_gpus
     for path, names, layout in _layouts(data):
@@ -37,11 +37,17 @@ def warnings(data: Any) -> Iterator[Finding]:
         if not _is_count(tp):
             continue
         if tp > domain:
-            text = f"tp {tp} crosses link domains of {domain} GPUs, so every layer waits for the network"
-            yield Finding((*path, "tp"), f"{text}; set hardware.link_domain_gpus if they are larger")
+            text = (
+                f"tp {tp} crosses link domains of {domain} GPUs, so every layer waits for the "
+                "network; set hardware.link_domain_gpus if they are larger"
+            )
+            yield Finding((*path, "tp"), text)
         elif tp & (tp - 1) and _known_shape(names) is None:
-            text = f"tp {tp} does not divide the attention heads of most models"
-            yield Finding((*path, "tp"), f"{text}, and the shape of this model is not known")
+            text = (
+                f"tp {tp} does not divide the attention heads of most models, "
+                "and the shape of this model is unknown"
+            )
+            yield Finding((*path, "tp"), text)
 
 
 def _too_many_gpus(data: Any) -> Iterator[Finding]:
@@ -61,18 +67,18 @@ def _gpus_of(layout: Any) -> int:
 
 
 def _layouts(data: Any) -> Iterator[tuple[Path, list[str], Any]]:
-    """Every endpoint's layout with its path and the model names that the endpoint serves."""
+    """Yield every endpoint's layout with its path and the model names it serves."""
     for path, pool in items(get(data, "pools"), ("pools",)):
         names = list(_pool_models(data, path[-1]))
-        for at, spec in items(get(pool, "endpoints"), (*path, "endpoints")):
-            yield (*at, "layout"), _with_own_name(spec, names), get(spec, "layout")
-        found = get(get(pool, "discover"), "endpoint")
-        if get(found, "layout") is not None:
-            at = (*path, "discover", "endpoint", "layout")
-            yield at, _with_own_name(found, names), get(found, "layout")
+        for spec_path, spec in items(get(pool, "endpoints"), (*path, "endpoints")):
+            yield (*spec_path, "layout"), _served_names(spec, names), get(spec, "layout")
+        discovered = get(get(pool, "discover"), "endpoint")
+        if get(discovered, "layout") is not None:
+            layout_path = (*path, "discover", "endpoint", "layout")
+            yield layout_path, _served_names(discovered, names), get(discovered, "layout")
 
 
-def _with_own_name(spec: Any, names: list[str]) -> list[str]:
+def _served_names(spec: Any, names: list[str]) -> list[str]:
     served = get(spec, "served_model")
     return [served] if isinstance(served, str) else names
 

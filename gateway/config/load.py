@@ -1,4 +1,4 @@
-"""From a file (or a list of engine URLs) to a Config: read, validate, cross-check; everything wrong is told at once."""
+"""Builds a Config from a file or from engine URLs, and reports all problems together."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ _ENGINES_POOL = "engines"
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """A Config that may be used, what is doubtful about it, and what it was made from.
+    """A valid Config, its warnings, and what it was made from.
 
-    file        its name as problems show it          text        its bytes, references unfilled
-    references  files that it names                   digest      of the text and all that its references led to
-    written     path -> value as it stands in the text; secrets that stand in it are masked
-    in_clear    whether a secret stands in the text itself
-    files       path of a value that names a file -> digest of the file
+    file                name of the file, as shown in problems
+    text                content of the file, with references as written
+    references          the files that it names
+    digest              digest of the text and of everything its references resolve to
+    written             path -> value as written in the text; secrets in it are masked
+    has_secret_in_text  a secret is in the text itself rather than behind a reference
+    files               path of a value that names a file -> digest of that file
     """
 
     config: Config
@@ -43,51 +45,67 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 def load(path: FilePath, env: Mapping[str, str]) -> Config:
-    """The Config in the YAML file `path`, ${NAME} taken from `env`. Raises ConfigError with every problem found."""
+    """Load the YAML file `path`, with ${NAME} from `env`. Raises ConfigError with all problems."""
     return examine(path, env).config
 
 
 def examine(path: FilePath, env: Mapping[str, str]) -> Loaded:
-    """As `load`, together with the warnings that `penstock check` shows."""
+    """Load like load(), and keep the warnings that `penstock check` shows."""
     return examine_text(raw_bytes(path), str(path), env)
 
 
 def examine_text(text: bytes, file: str, env: Mapping[str, str]) -> Loaded:
-    """As `examine`, for a text at hand; `file` is its name in problems, and the place its relative paths start from."""
+    """Load from text like examine().
+
+    `file` is its name in problems, and relative paths start at its folder.
+    """
     return _build(parse(text, file, env), text)
 
 
 def from_engines(urls: Sequence[str], policy: str, host: str, port: int, admin_port: int) -> Loaded:
-    """What `serve --engine URL ...` asks for: one pool, and models as the engines list them. Raises ConfigError."""
+    """Build the configuration of `serve --engine URL ...`: one pool, models as engines list them.
+
+    Raises ConfigError.
+    """
     source = Source("command line")
     source.data = {
         "version": 1,
         "listeners": {"api": {"host": host, "port": port}, "admin": {"port": admin_port}},
         "pools": {_ENGINES_POOL: {"policy": policy, "endpoints": [{"url": url} for url in urls]}},
     }
-    text = json.dumps(source.data).encode()  # JSON is YAML: it can be read again
+    text = json.dumps(source.data).encode()  # JSON is valid YAML, so it can be read again
     source.depends_on(text)
     return _build(source, text)
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of the file, for editors and CI."""
+    """Return the JSON Schema (2020-12) of the file, for editors and CI."""
     schema = Config.model_json_schema(by_alias=True)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, **schema, "title": "Penstock"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": SCHEMA_ID,
+        **schema,
+        "title": "Penstock",
+    }
 
 
 def _build(source: Source, text: bytes = b"") -> Loaded:
     config: Config | None = None
     try:
-        config = Config.model_validate(source.data, context={FOLDER: str(FilePath(source.file).parent)})
+        config = Config.model_validate(
+            source.data, context={FOLDER: str(FilePath(source.file).parent)}
+        )
         tls_files.examine(config, source)
     except ValidationError as error:
-        _note(source, error)
-    for each in checks.errors(source.data):
-        source.fail(each.path, each.message, key=each.on_key)
+        _add_problems(source, error)
+    for finding in checks.errors(source.data):
+        source.fail(finding.path, finding.message, key=finding.on_key)
     if source.problems or config is None:
         raise ConfigError(source.problems.values(), source.references)
-    doubts = [source.problem(each.path, each.message, key=each.on_key) for each in checks.warnings(source.data)]
+    doubts = [
+        source.problem(finding.path, finding.message, key=finding.on_key)
+        for finding in checks.warnings(source.data)
+    ]
     doubts += source.doubts
     in_clear = list(checks.secrets_in_clear(source.data))
     return Loaded(
@@ -103,23 +121,25 @@ def _build(source: Source, text: bytes = b"") -> Loaded:
     )
 
 
-def _note(source: Source, error: ValidationError) -> None:
+def _add_problems(source: Source, error: ValidationError) -> None:
     for detail in error.errors(include_url=False, include_context=True):
-        path, on_key = _place(detail["loc"])
+        path, on_key = _split_location(detail["loc"])
+        # Its reference or the type of a parent is wrong already: do not report it twice.
         if any(path[:length] in source.problems for length in range(1, len(path) + 1)):
-            continue  # its reference could not be filled in, or its type is wrong: told once is enough
+            continue
         if detail["type"] == "too_short" and detail["input"]:
-            continue  # it is empty only because its items were refused
-        source.fail(path, _words(detail, path), key=on_key or detail["type"] == "extra_forbidden")
+            continue  # it is empty only because its items are invalid
+        on_key = on_key or detail["type"] == "extra_forbidden"
+        source.fail(path, _message(detail, path), key=on_key)
 
 
-def _place(loc: tuple[int | str, ...]) -> tuple[Path, bool]:
+def _split_location(loc: tuple[int | str, ...]) -> tuple[Path, bool]:
     if loc and loc[-1] == "[key]":
         return loc[:-1], True
     return loc, False
 
 
-_WORDS: Mapping[str, str] = {
+_MESSAGES: Mapping[str, str] = {
     "int_type": "must be a whole number, without quotes",
     "int_parsing": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -143,7 +163,7 @@ _WORDS: Mapping[str, str] = {
 }
 
 
-def _words(detail: Any, path: Path) -> str:
+def _message(detail: Any, path: Path) -> str:
     kind, context = str(detail["type"]), detail.get("ctx", {})
     if kind == "extra_forbidden":
         return f"unknown key{did_you_mean(str(path[-1]), _known_keys(path[:-1]))}"
@@ -157,7 +177,7 @@ def _words(detail: Any, path: Path) -> str:
         return "is empty; it needs at least one item"
     if kind == "string_pattern_mismatch":
         return f"has a character that is not allowed here (allowed: {context['pattern']})"
-    template = _WORDS.get(kind)
+    template = _MESSAGES.get(kind)
     return template.format(**context) if template else str(detail["msg"])
 
 
@@ -173,9 +193,9 @@ def _description(path: Path) -> str:
 
 
 def _section(path: Path) -> type[BaseModel] | None:
-    """The type of the mapping at `path`, or None where the tree has none."""
+    """Return the type of the section at `path`, or None if there is no section."""
     section: type[BaseModel] | None = Config
-    inside = False  # between a list or mapping and its items
+    inside = False  # the next part of the path is an index or key of a list or mapping
     for part in path:
         if inside:
             inside = False
@@ -183,7 +203,7 @@ def _section(path: Path) -> type[BaseModel] | None:
         field = section.model_fields.get(str(part)) if section else None
         if field is None:
             return None
-        section = _model_in(field.annotation)
+        section = _section_in(field.annotation)
         inside = _is_container(field.annotation)
     return section
 
@@ -192,16 +212,17 @@ def _is_container(annotation: Any) -> bool:
     return get_origin(annotation) in (tuple, Mapping, dict)
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def _section_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) is Literal:
         return None
-    return next((found for inner in get_args(annotation) if (found := _model_in(inner))), None)
+    inner = (_section_in(argument) for argument in get_args(annotation))
+    return next((section for section in inner if section), None)
 
 
 def default_of(path: Path, value: object) -> object:
-    """The default at `path` the way an operator writes it ("30s"); `value` where the tree has none."""
+    """Return the default at `path` as an operator writes it ("30s"), else `value`."""
     section = _section(path[:-1])
     if section is None:
         return value

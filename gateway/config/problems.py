@@ -1,6 +1,6 @@
-"""What is wrong with a configuration and where: Problem, ConfigError, and the words they use.
+"""Problems of a configuration and their places, and the words of their messages.
 
-Not here: the rules themselves (tree.py for one value, checks.py for values that must agree).
+The rules themselves are in tree.py and the rule modules.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from pathlib import Path as FilePath
 import msgspec
 
 Path = tuple[str | int, ...]
-"""Where a value sits: ("pools", "chat", "endpoints", 0, "url")."""
+"""Path of a value, such as ("pools", "chat", "endpoints", 0, "url")."""
 
 
 class Mark(msgspec.Struct, frozen=True, order=True):
-    """A place in the file, both counted from 1."""
+    """A place in the file, counted from 1."""
 
     line: int
     column: int
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """One thing wrong (or, as a warning, doubtful) at one place. `path` is as shown: pools.chat.endpoints[0].url."""
+    """An error or warning at one place. `path` is in display form: pools.chat.endpoints[0].url."""
 
     file: str
     line: int
@@ -37,8 +37,11 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class ConfigError(Exception):
-    """The configuration is refused. `problems` holds everything found, in the order of the file; `references` the
-    files it names: a change in one of them may be what mends it."""
+    """Raised when a configuration is invalid.
+
+    problems    all problems, in the order of the file
+    references  the files it names; changing one of them may resolve the problem
+    """
 
     def __init__(self, problems: Iterable[Problem], references: Iterable[FilePath] = ()) -> None:
         self.problems = tuple(sorted(problems, key=lambda p: (p.line, p.col, p.path)))
@@ -47,7 +50,7 @@ class ConfigError(Exception):
 
 
 def show_path(path: Path) -> str:
-    """`path` as an operator writes it: keys joined by dots, places in a list in brackets."""
+    """Format a path as an operator writes it: keys joined by dots, indices in brackets."""
     shown = ""
     for part in path:
         if isinstance(part, int):
@@ -58,9 +61,9 @@ def show_path(path: Path) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """'; did you mean "x"?' for the nearest of `known`, else the choices when they are few, else nothing."""
+    """Return '; did you mean "x"?' for the closest known word, else the few known words, or ""."""
     choices = sorted(known)
-    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
-    if near:
-        return f'; did you mean "{near[0]}"?'
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    if close:
+        return f'; did you mean "{close[0]}"?'
     return f"; known: {', '.join(choices)}" if 0 < len(choices) <= 16 else ""

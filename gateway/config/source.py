@@ -1,7 +1,7 @@
-"""YAML 1.2 text to plain data, with the place of every value kept and ${...} references filled in.
+"""Reads YAML 1.2 into plain data, keeps the place of every value, and fills in ${...} references.
 
-Lives here: reading the file within hard caps, duplicate keys, aliases, substitution.
-Not here: what the values mean (tree.py).
+Enforces size limits, and rejects duplicate keys and alias bombs. What the values mean is up to
+tree.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def _float(text: str) -> float:
 
 
 def _bool(text: str) -> bool | str:
-    return {"true": True, "false": False}.get(text.lower(), text)  # yes and no are text since YAML 1.2
+    # Since YAML 1.2, yes and no are plain text.
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 _PLAIN: Mapping[str, Callable[[str], Any]] = {
@@ -56,29 +57,37 @@ _PLAIN: Mapping[str, Callable[[str], Any]] = {
 }
 
 
-_OPENED: Mapping[str, str] = {"flow sequence": "bracket", "flow mapping": "brace", "quoted scalar": "quote"}
+_OPENED: Mapping[str, str] = {
+    "flow sequence": "bracket",
+    "flow mapping": "brace",
+    "quoted scalar": "quote",
+}
 _CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
 class Substituted(str):
-    """Text in which a ${...} was replaced. Shows the reference, never the value: it may be a secret."""
+    """Text with a ${...} filled in. Its repr is the reference, since the value may be a secret."""
 
     __slots__ = ("written",)
     written: str
 
     @property
     def all_by_reference(self) -> bool:
-        """Whether nothing of it stands in the text: no word around a reference, and no default inside one."""
-        return all(match[1] is None and ":-" not in match[2] for match in _REFERENCE.finditer(self.written)) and not (
-            _REFERENCE.sub("", self.written).strip()
-        )
+        """Whether no part of it is in the text itself: no other characters, no default value."""
+        matches = _REFERENCE.finditer(self.written)
+        if any(match[1] is not None or ":-" in match[2] for match in matches):
+            return False
+        return not _REFERENCE.sub("", self.written).strip()
 
     def __repr__(self) -> str:
         return repr(self.written)
 
 
 def number_if_substituted(value: object) -> object:
-    """The number in a text that came out of a ${...}; anything else as it is: "8080" in quotes is worth telling."""
+    """Convert the text of a filled-in ${...} to a number if it is one.
+
+    Other values are returned as they are: for "8080" in quotes an error is more useful.
+    """
     if not isinstance(value, Substituted):
         return value
     text = str(value).strip()
@@ -88,20 +97,25 @@ def number_if_substituted(value: object) -> object:
 
 
 def numbers_if_substituted(value: Any) -> Any:
-    """The same of all that is in a mapping or a list, however deep."""
+    """Convert all values in a mapping or list, however deep, as number_if_substituted() does."""
     if isinstance(value, dict):
-        return {key: numbers_if_substituted(each) for key, each in value.items()}
+        return {key: numbers_if_substituted(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [numbers_if_substituted(each) for each in value]
+        return [numbers_if_substituted(item) for item in value]
     return number_if_substituted(value)
 
 
 class Source:
-    """One file as data: `data` (plain values), `marks` (path -> place of a value), `keys` (path -> place of its key).
+    """The content of one file as plain data, with places and problems.
 
-    `problems` collects what is wrong already; a path in it is not worth judging again. `doubts` has the warnings about
-    files. `written` has every value as it stands in the text, references unfilled; `references` the files it names.
-    `files` has the digest of each file whose path is a value.
+    data           the plain values
+    positions      path -> place of the value
+    key_positions  path -> place of its key
+    problems       errors by path; a path with an error is not checked any further
+    warnings       warnings about files
+    written        path -> value as written, with references not filled in
+    references     the files that are referred to
+    files          path of a value that names a file -> digest of that file
     """
 
     def __init__(self, file: str) -> None:
@@ -117,7 +131,7 @@ class Source:
         self.doubts: list[Problem] = []
 
     def mark(self, path: Path, *, key: bool = False) -> Mark:
-        """The place of `path` (of its key if asked); of its nearest parent that has one when it is not in the file."""
+        """Return the place of `path` or of its key; if it has none, of its nearest parent."""
         if key and path in self.keys:
             return self.keys[path]
         while path and path not in self.marks:
@@ -125,60 +139,62 @@ class Source:
         return self.marks.get(path, _START)
 
     def problem(self, path: Path, message: str, *, key: bool = False) -> Problem:
-        """A Problem at the place of `path`."""
+        """Create a Problem at the place of `path`."""
         mark = self.mark(path, key=key)
         return Problem(self.file, mark.line, mark.column, show_path(path), message)
 
     def fail(self, path: Path, message: str, *, key: bool = False) -> None:
-        """Notes a problem at `path`; the first one at a path is kept."""
+        """Record an error at `path`; only the first one at a path is kept."""
         self.problems.setdefault(path, self.problem(path, message, key=key))
 
     def doubt(self, path: Path, message: str) -> None:
-        """Notes a warning at `path`."""
+        """Record a warning at `path`."""
         self.doubts.append(self.problem(path, message))
 
     def depends_on(self, *facts: bytes) -> None:
-        """What the data was made from; any change of it changes `digest`."""
+        """Add `facts`, which the data is made from, to `digest`."""
         for fact in facts:
             self._digest.update(b"%d:" % len(fact))
             self._digest.update(fact)
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 over the text and everything that its references led to. Never shown: secrets are in it."""
+        """SHA-256 of the text and of all it refers to. Do not show it: it is made from secrets."""
         return self._digest.digest()
 
 
 def raw_bytes(path: FilePath) -> bytes:
-    """The file as it is, at most one byte beyond the cap. Raises ConfigError when it cannot be read."""
+    """Read a file up to one byte beyond the limit. Raises ConfigError when it cannot be read."""
     try:
-        if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
-            raise _refused(str(path), _START, "is not a regular file")
+        if path.exists() and not path.is_file():  # opening a pipe would block until it is written
+            raise _invalid(str(path), _START, "is not a regular file")
         with path.open("rb") as file:
             return file.read(FILE_CAP_BYTES + 1)
     except OSError as error:
-        raise _refused(str(path), _START, f"cannot be read: {error.strerror}") from None
+        raise _invalid(str(path), _START, f"cannot be read: {error.strerror}") from None
 
 
 def parse(raw: bytes, file: str, env: Mapping[str, str]) -> Source:
-    """Reads YAML 1.2; `file` is the name shown in problems, and relative references start from its folder.
+    """Parse YAML 1.2. Raises ConfigError when it is not YAML; other problems are in the Source.
 
-    Raises ConfigError when it is no YAML at all; lesser problems are in the Source.
+    `file` is the name shown in problems; relative references start at its folder.
     """
     if len(raw) > FILE_CAP_BYTES:
-        raise _refused(file, _START, f"is larger than {FILE_CAP_BYTES >> 20} MiB; is it the right file?")
+        text = f"is larger than {FILE_CAP_BYTES >> 20} MiB; is it the right file?"
+        raise _invalid(file, _START, text)
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
-        raise _refused(file, Mark(line, column), "is not UTF-8 text") from None
+        raise _invalid(file, Mark(line, column), "is not UTF-8 text") from None
     node = _compose(text, file)
     if node is None:
-        raise _refused(file, _START, "is empty; the shortest configuration begins with `version: 1`")
+        text = "is empty; the shortest configuration begins with `version: 1`"
+        raise _invalid(file, _START, text)
     source = Source(file)
     source.depends_on(raw)
-    source.data = _Reading(source, env).value(node, ())
+    source.data = _Reader(source, env).value(node, ())
     return source
 
 
@@ -186,45 +202,49 @@ def _compose(text: str, file: str) -> Node | None:
     try:
         node: Node | None = YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
-        raise _refused(file, *_misread(error)) from None
+        raise _invalid(file, *_syntax_error(error)) from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
-        raise _refused(file, Mark(line, column), "holds a character that YAML does not allow") from None
+        problem = "contains a character that YAML does not allow"
+        raise _invalid(file, Mark(line, column), problem) from None
     except RecursionError:
-        raise _refused(file, _START, "is nested too deeply") from None
+        raise _invalid(file, _START, "is nested too deeply") from None
     except (YAMLError, ValueError) as error:
-        raise _refused(file, _START, f"is not YAML: {error}") from None
+        raise _invalid(file, _START, f"is not YAML: {error}") from None
     return node
 
 
-def _misread(error: MarkedYAMLError) -> tuple[Mark, str]:
-    """Where it is wrong, and how: what was opened and never closed is wrong where it was opened."""
+def _syntax_error(error: MarkedYAMLError) -> tuple[Mark, str]:
+    """Return the place and the message; an unclosed bracket is reported where it was opened."""
     mark, opened = error.problem_mark or error.context_mark, error.context_mark
     unclosed = opened is not None and mark is not None and opened.line < mark.line
     for context, what in _OPENED.items():
         if unclosed and context in str(error.context):
-            return Mark(opened.line + 1, opened.column + 1), f"is not YAML: the {what} opened here is not closed"
+            place = Mark(opened.line + 1, opened.column + 1)
+            return place, f"is not YAML: the {what} opened here is not closed"
     place = Mark(mark.line + 1, mark.column + 1) if mark else _START
     return place, f"is not YAML: {error.problem or error.context}"
 
 
-class _Reading:
-    """One walk over a node tree. Owns the budget of values, which is what stops an alias bomb."""
+class _Reader:
+    """Converts a node tree to plain data. A limit on the number of values stops alias bombs."""
 
     def __init__(self, source: Source, env: Mapping[str, str]) -> None:
         self._source = source
         self._env = env
-        self._left = NODE_CAP
+        self._remaining = NODE_CAP
 
     def value(self, node: Node, path: Path) -> Any:
         source = self._source
         source.marks[path] = _mark(node)
-        self._left -= 1
-        if self._left < 0:
-            raise ConfigError([source.problem(path, f"aliases expand to more than {NODE_CAP} values")])
+        self._remaining -= 1
+        if self._remaining < 0:
+            problem = source.problem(path, f"aliases expand to more than {NODE_CAP} values")
+            raise ConfigError([problem])
         if len(path) > DEPTH_CAP:
-            raise ConfigError([source.problem(path, f"is nested more than {DEPTH_CAP} deep, or an alias holds itself")])
+            text = f"is nested more than {DEPTH_CAP} deep, or an alias contains itself"
+            raise ConfigError([source.problem(path, text)])
         if not isinstance(node, ScalarNode) and str(node.tag) not in _CONTAINERS:
             source.fail(path, f"the tag {node.tag} is not allowed here")
         if isinstance(node, MappingNode):
@@ -232,27 +252,30 @@ class _Reading:
         if isinstance(node, SequenceNode):
             return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
         assert isinstance(node, ScalarNode)
-        found = self._scalar(node, path)
-        source.written[path] = found.written if isinstance(found, Substituted) else found
-        return found
+        scalar = self._scalar(node, path)
+        source.written[path] = scalar.written if isinstance(scalar, Substituted) else scalar
+        return scalar
 
     def _mapping(self, node: MappingNode, path: Path) -> dict[str, Any]:
-        filled: dict[str, Any] = {}
+        mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, ScalarNode):
-                raise ConfigError([_at(self._source, _mark(key_node), path, "a key must be plain text")])
+                problem = _at(self._source, _mark(key_node), path, "a key must be plain text")
+                raise ConfigError([problem])
             key = str(key_node.value)
-            here = (*path, key)
-            if key in filled:
-                first = self._source.keys[here].line
-                problem = _at(self._source, _mark(key_node), here, f'"{key}" is already given in line {first}')
-                self._source.problems[*here, "(again)", _mark(key_node).line] = problem
+            key_path = (*path, key)
+            if key in mapping:
+                first = self._source.keys[key_path].line
+                text = f'"{key}" is already given in line {first}'
+                problem = _at(self._source, _mark(key_node), key_path, text)
+                self._source.problems[*key_path, "(again)", _mark(key_node).line] = problem
                 continue
-            self._source.keys[here] = _mark(key_node)
-            filled[key] = self.value(value_node, here)
-            if filled[key] is None:  # the place of nothing is the next thing; its key is where one would look
-                self._source.marks[here] = _mark(key_node)
-        return filled
+            self._source.keys[key_path] = _mark(key_node)
+            mapping[key] = self.value(value_node, key_path)
+            # YAML places a missing value at the next token, so point to the key instead.
+            if mapping[key] is None:
+                self._source.marks[key_path] = _mark(key_node)
+        return mapping
 
     def _scalar(self, node: ScalarNode, path: Path) -> Any:
         kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
@@ -272,44 +295,52 @@ class _Reading:
             return text
         filled = _REFERENCE.sub(lambda match: self._reference(match, path), text)
         if _OPEN.search(_REFERENCE.sub(" ", text)):
-            told = "a ${ is not closed, or another reference is inside of it; write $${ for a literal ${"
-            self._source.fail(path, told)
-        answer = Substituted(filled)
-        answer.written = text
-        return answer
+            self._source.fail(
+                path,
+                "a ${ is not closed, or has another reference inside; write $${ for a literal ${",
+            )
+        result = Substituted(filled)
+        result.written = text
+        return result
 
     def _reference(self, match: re.Match[str], path: Path) -> str:
         if match[1]:
-            return match[0][1:]  # $${literal} is how a literal ${ is written
+            return match[0][1:]  # $${literal} is the way to write a literal ${
         inside = match[2]
         if inside.startswith("file:"):
             return self._file(inside.removeprefix("file:"), path)
         variable = _VARIABLE.fullmatch(inside)
         if not variable:
             self._source.fail(
-                path, f"{match[0]} is not a reference; write ${{NAME}}, ${{NAME:-default}} or ${{file:/path}}"
+                path,
+                f"{match[0]} is not a reference; "
+                "write ${NAME}, ${NAME:-default} or ${file:/path}",
             )
             return ""
-        found = self._env.get(variable[1])
-        self._source.depends_on(variable[1].encode(), (found or "").encode("utf-8", "surrogateescape"))
+        value = self._env.get(variable[1])
+        self._source.depends_on(
+            variable[1].encode(), (value or "").encode("utf-8", "surrogateescape")
+        )
         if variable[2] is not None:
-            return found or variable[2]  # as in a shell, :- also replaces the empty text
-        if found is None:
+            return value or variable[2]  # as in a shell, :- also replaces an empty value
+        if value is None:
             self._source.fail(
-                path, f"the environment has no {variable[1]}; set it, or write ${{{variable[1]}:-default}}"
+                path,
+                f"the environment has no {variable[1]}; "
+                f"set it, or write ${{{variable[1]}:-default}}",
             )
-        return found or ""
+        return value or ""
 
     def _file(self, name: str, path: Path) -> str:
-        place = FilePath(self._source.file).parent / name
-        self._source.references[place] = None
+        file_path = FilePath(self._source.file).parent / name
+        self._source.references[file_path] = None
         try:
-            if place.exists() and not place.is_file():
+            if file_path.exists() and not file_path.is_file():
                 self._source.fail(path, f"{name} is not a regular file")
                 return ""
-            with place.open("rb") as file:
+            with file_path.open("rb") as file:
                 raw = file.read(SECRET_CAP_BYTES + 1)
-            self._source.depends_on(str(place).encode("utf-8", "surrogateescape"), raw)
+            self._source.depends_on(str(file_path).encode("utf-8", "surrogateescape"), raw)
             text = raw.decode()
         except OSError as error:
             self._source.fail(path, f"{name} cannot be read: {error.strerror}")
@@ -330,5 +361,5 @@ def _at(source: Source, mark: Mark, path: Path, message: str) -> Problem:
     return Problem(source.file, mark.line, mark.column, show_path(path), message)
 
 
-def _refused(file: str, mark: Mark, message: str) -> ConfigError:
+def _invalid(file: str, mark: Mark, message: str) -> ConfigError:
     return ConfigError([Problem(file, mark.line, mark.column, "", message)])

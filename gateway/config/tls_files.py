@@ -1,6 +1,7 @@
-"""Checks the files that TLS sections name, and adds them to the digest. An expired certificate is a warning only.
+"""Checks the files that TLS sections name, and adds them to the digest.
 
-With an error the gateway could not be restarted, and would refuse changes that have nothing to do with it.
+An expired certificate is only a warning: as an error it would prevent restarts and reject
+unrelated changes.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from gateway.config.tree import Config
 
 
 def examine(config: Config, source: Source) -> None:
-    """Add what is wrong with the files to the problems of the source, and the files to what it was made from."""
+    """Add the files and their problems to the source."""
     files = _Files(source)
     for path, section in _sections(config):
-        for at, pair in _pairs(path, section):
-            files.pair(at, pair)
+        for pair_path, pair in _pairs(path, section):
+            files.add_pair(pair_path, pair)
         if isinstance(section, ListenerTls):
-            files.authorities(path, "client_ca", section.client_ca)
+            files.add_authorities(path, "client_ca", section.client_ca)
         else:
-            files.authorities(path, "ca", section.ca)
+            files.add_authorities(path, "ca", section.ca)
 
 
 class Certificate(msgspec.Struct, frozen=True):
-    """A certificate that the configuration names at `path`. `doubt`: why its peers refuse it now, if they do."""
+    """A certificate named at `path`. `refusal_reason`: why peers refuse it now, or None."""
 
     path: str
     file: str
@@ -40,24 +41,27 @@ class Certificate(msgspec.Struct, frozen=True):
 
 
 def certificates(config: Config, now: float) -> Iterator[Certificate]:
-    """The certificates of the configuration that can be read now, each at the first place that names it."""
+    """Yield the readable certificates of the configuration, each at the first path naming it."""
     first: dict[tls.KeyPair, Path] = {}
     for path, section in _sections(config):
-        for at, pair in _pairs(path, section):
-            first.setdefault(pair, at)
+        for pair_path, pair in _pairs(path, section):
+            first.setdefault(pair, pair_path)
     for pair, path in first.items():
         try:
             times = tls.valid_times(pair)
         except (OSError, ValueError):
-            continue  # `examine` names the problem
-        yield Certificate(show_path((*path, "certificate")), pair.certificate, times.not_after, times.doubt(now))
+            continue  # examine() reports it
+        yield Certificate(
+            show_path((*path, "certificate")), pair.certificate, times.not_after, times.doubt(now)
+        )
 
 
 def _pairs(path: Path, section: ListenerTls | ClientTls) -> Iterator[tuple[Path, tls.KeyPair]]:
-    """The certificates of a section with their keys, and where the section names them."""
+    """Yield the key pairs of a section with their paths."""
     if isinstance(section, ListenerTls):
         yield path, section.pair
-        yield from (((*path, "more", index), each.pair) for index, each in enumerate(section.more))
+        for index, files in enumerate(section.more):
+            yield (*path, "more", index), files.pair
     elif section.settings.pair is not None:
         yield path, section.settings.pair
 
@@ -77,7 +81,7 @@ def _sections(config: Config) -> Iterator[tuple[Path, ListenerTls | ClientTls]]:
 
 
 class _Files:
-    """The files of one configuration. Thousands of endpoints may name the same: each is read once."""
+    """The files of one configuration. Each is read once, even if many endpoints name it."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -85,45 +89,45 @@ class _Files:
         self._authorities: dict[str, tls.FileProblem | None] = {}
         self._digests: dict[str, bytes] = {}
 
-    def pair(self, path: Path, pair: tls.KeyPair) -> None:
-        """A certificate and its key, under `path`."""
+    def add_pair(self, path: Path, pair: tls.KeyPair) -> None:
+        """Check a certificate and its key, whose section is at `path`."""
         if pair not in self._pairs:
-            found = self._pairs[pair] = tuple(tls.pair_problems(pair))
-            for problem in found:
+            problems = self._pairs[pair] = tuple(tls.pair_problems(pair))
+            for problem in problems:
                 if not problem.is_error:
                     self._source.doubt((*path, problem.role), problem.message)
-        self._note((*path, "certificate"), pair.certificate)
-        self._note((*path, "key"), pair.key)
+        self._add_digest((*path, "certificate"), pair.certificate)
+        self._add_digest((*path, "key"), pair.key)
         for problem in self._pairs[pair]:
             if problem.is_error:
                 self._source.fail((*path, problem.role), problem.message)
 
-    def authorities(self, path: Path, key: str, file: str | None) -> None:
-        """A file of certificate authorities, at `key` under `path`."""
+    def add_authorities(self, path: Path, key: str, file: str | None) -> None:
+        """Check a file of certificate authorities, given by `key` of the section at `path`."""
         if file is None:
             return
         if file not in self._authorities:
             self._authorities[file] = tls.ca_problem(file)
-        self._note((*path, key), file)
+        self._add_digest((*path, key), file)
         problem = self._authorities[file]
         if problem is not None:
             self._source.fail((*path, key), problem.message)
 
-    def _note(self, path: Path, file: str) -> None:
-        place = FilePath(file)
+    def _add_digest(self, path: Path, file: str) -> None:
+        file_path = FilePath(file)
         if file not in self._digests:
-            content = _content(place)
+            content = _content(file_path)
             self._digests[file] = hashlib.sha256(content).digest()
-            self._source.references[place] = None
+            self._source.references[file_path] = None
             self._source.depends_on(file.encode("utf-8", "surrogateescape"), content)
         self._source.files[path] = self._digests[file]
 
 
-def _content(place: FilePath) -> bytes:
+def _content(file_path: FilePath) -> bytes:
     try:
-        if not place.is_file():
+        if not file_path.is_file():
             return b""
-        with place.open("rb") as file:
+        with file_path.open("rb") as file:
             return file.read(tls.FILE_CAP_BYTES + 1)
     except (OSError, ValueError):
         return b""

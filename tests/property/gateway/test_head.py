@@ -14,7 +14,16 @@ from gateway.openai import LINE
 
 NAMES = st.sampled_from(
     [
-        *("Host", "host", "Content-Length", "content-length", "Content-Type", "Connection", "Authorization", "Accept"),
+        *(
+            "Host",
+            "host",
+            "Content-Length",
+            "content-length",
+            "Content-Type",
+            "Connection",
+            "Authorization",
+            "Accept",
+        ),
         *(
             "Transfer-Encoding",
             "Content-Encoding",
@@ -33,15 +42,34 @@ NAMES = st.sampled_from(
 VALUES = st.one_of(
     st.sampled_from(
         [
-            *("test", "0", "2", "12", "02", "+2", "2,2", "0x2", "close", "keep-alive", "chunked", "", " ", "a  b"),
+            *(
+                "test",
+                "0",
+                "2",
+                "12",
+                "02",
+                "+2",
+                "2,2",
+                "0x2",
+                "close",
+                "keep-alive",
+                "chunked",
+                "",
+                " ",
+                "a  b",
+            ),
             *("upgrade", "Upgrade, HTTP2-Settings", "upgrade, close", "h2c"),
         ]
     ),
     st.text(st.characters(min_codepoint=0, max_codepoint=255), max_size=8),
 )
 ENDS = st.sampled_from(["\r\n"] * 12 + ["\n", "\r", "\r\n ", "\r\n\t", ""])
-FIELDS = st.lists(st.tuples(NAMES, st.sampled_from([": ", ":", " : ", ":\t"]), VALUES, ENDS), max_size=5)
-STARTS = st.sampled_from([f"POST {path} HTTP/1.1\r\n" for path in LINE] * 4 + ["POST /v1/x HTTP/1.1\r\n", "POST  / "])
+FIELDS = st.lists(
+    st.tuples(NAMES, st.sampled_from([": ", ":", " : ", ":\t"]), VALUES, ENDS), max_size=5
+)
+STARTS = st.sampled_from(
+    [f"POST {path} HTTP/1.1\r\n" for path in LINE] * 4 + ["POST /v1/x HTTP/1.1\r\n", "POST  / "]
+)
 
 
 def heads(start: str, fields: list[tuple[str, str, str, str]]) -> bytes:
@@ -51,7 +79,10 @@ def heads(start: str, fields: list[tuple[str, str, str, str]]) -> bytes:
 @settings(max_examples=1500, deadline=None)
 @given(STARTS, FIELDS, st.booleans(), st.binary(max_size=20))
 @example(
-    "POST /v1/completions HTTP/1.1\r\n", [("Host", ": ", "a", "\r\n"), ("Content-Length", ":", "2", "\r\n")], False, b""
+    "POST /v1/completions HTTP/1.1\r\n",
+    [("Host", ": ", "a", "\r\n"), ("Content-Length", ":", "2", "\r\n")],
+    False,
+    b"",
 )
 @example(
     "POST /v1/completions HTTP/1.1\r\n",
@@ -63,7 +94,11 @@ def test_what_is_ordinary_is_read_alike_by_both_parsers(
     start: str, fields: list[tuple[str, str, str, str]], framed: bool, body: bytes
 ) -> None:
     if framed:
-        fields = [("Host", ": ", "test", "\r\n"), ("Content-Length", ": ", str(len(body)), "\r\n"), *fields]
+        fields = [
+            ("Host", ": ", "test", "\r\n"),
+            ("Content-Length", ": ", str(len(body)), "\r\n"),
+            *fields,
+        ]
     data = heads(start, fields) + body
     head = read_head(data, 0)
     if head is None:
@@ -75,7 +110,9 @@ def test_what_is_ordinary_is_read_alike_by_both_parsers(
 
 async def _agrees(data: bytes, headers: object, path: str, extent: tuple[int, int]) -> None:
     loop = asyncio.get_running_loop()
-    parser = HttpRequestParser(BaseProtocol(loop), loop, 2**16, max_line_size=8190, max_field_size=8192)
+    parser = HttpRequestParser(
+        BaseProtocol(loop), loop, 2**16, max_line_size=8190, max_field_size=8192
+    )
     messages, upgraded, _ = parser.feed_data(data[: extent[0]])
     assert len(messages) == 1
     message, payload = messages[0]
@@ -96,11 +133,20 @@ async def _agrees(data: bytes, headers: object, path: str, extent: tuple[int, in
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(["X-A", "Accept"]), st.sampled_from(["1", "two words"])), max_size=3), st.data()
+    st.lists(
+        st.tuples(st.sampled_from(["X-A", "Accept"]), st.sampled_from(["1", "two words"])),
+        max_size=3,
+    ),
+    st.data(),
 )
-def test_every_beginning_of_an_ordinary_head_may_become_one(fields: list[tuple[str, str]], data: st.DataObject) -> None:
+def test_every_beginning_of_an_ordinary_head_may_become_one(
+    fields: list[tuple[str, str]], data: st.DataObject
+) -> None:
     named = dict(fields)
-    lines = "".join(f"{name}: {value}\r\n" for name, value in {"Host": "a", **named, "Content-Length": "2"}.items())
+    lines = "".join(
+        f"{name}: {value}\r\n"
+        for name, value in {"Host": "a", **named, "Content-Length": "2"}.items()
+    )
     head = f"POST /v1/chat/completions HTTP/1.1\r\n{lines}\r\n".encode()
     assert read_head(head, 0)
     assert begins_head(head[: data.draw(st.integers(1, len(head) - 1))])
@@ -110,7 +156,10 @@ def test_a_head_of_another_length_is_known_again_and_one_that_differs_is_not() -
     first = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 7\r\nX-A: 1\r\n\r\n"
     head = read_head(first, 0)
     assert head is not None
-    assert head.extent(first.replace(b": 7", b": 1234"), 0) == (len(first) + 3, len(first) + 3 + 1234)
+    assert head.extent(first.replace(b": 7", b": 1234"), 0) == (
+        len(first) + 3,
+        len(first) + 3 + 1234,
+    )
     for old, new in (
         (b"X-A: 1", b"X-A: 2"),
         (b": 7", b": 07"),

@@ -12,7 +12,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.answer import GatewayError
-from gateway.openai import BYTES_PER_TOKEN, ENGINE_INTERNAL, LIMITS, SIZES, XARGS, Api, Call, Caller, parse
+from gateway.openai import (
+    BYTES_PER_TOKEN,
+    ENGINE_INTERNAL,
+    LIMITS,
+    SIZES,
+    XARGS,
+    Api,
+    Call,
+    Caller,
+    parse,
+)
 from gateway.slo import NOTHING
 from policies.model import STANDARD, Slo
 
@@ -28,14 +38,20 @@ class Model(NamedTuple):
 SPECIAL = {*ENGINE_INTERNAL, *LIMITS, *SIZES, XARGS, "model", "messages", "prompt", "stream"}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 SCALARS = (
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | TEXT
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT
 )
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4), max_leaves=8
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=8,
 )
-NAMES = (TEXT | st.sampled_from(["temperature", "a", "ab", "modél", 'q"uote', "back\\slash"])).filter(
-    lambda name: name not in SPECIAL
-)
+NAMES = (
+    TEXT | st.sampled_from(["temperature", "a", "ab", "modél", 'q"uote', "back\\slash"])
+).filter(lambda name: name not in SPECIAL)
 OTHERS = st.dictionaries(NAMES, VALUES, max_size=6)
 RNG = st.randoms(use_true_random=False)
 Members = list[tuple[str, Any]]
@@ -48,10 +64,15 @@ def written(value: object, rng: Random) -> str:
     if isinstance(value, dict):
         return written(tuple(value.items()), rng)
     if isinstance(value, tuple):
-        pairs = [f"{_blank(rng)}{written(k, rng)}{_blank(rng)}:{_blank(rng)}{written(v, rng)}" for k, v in value]
+        pairs = [
+            f"{_blank(rng)}{written(k, rng)}{_blank(rng)}:{_blank(rng)}{written(v, rng)}"
+            for k, v in value
+        ]
         return "{" + ",".join(pair + _blank(rng) for pair in pairs) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(_blank(rng) + written(item, rng) + _blank(rng) for item in value) + "]"
+        return (
+            "[" + ",".join(_blank(rng) + written(item, rng) + _blank(rng) for item in value) + "]"
+        )
     return json.dumps(value)
 
 
@@ -70,18 +91,29 @@ def _character(character: str, rng: Random) -> str:
 
 def chat(others: dict[str, Any], rng: Random, model: str = "demo") -> Members:
     """The members of a chat in some order."""
-    members: Members = [("model", model), ("messages", [{"role": "user", "content": "hi"}]), *others.items()]
+    members: Members = [
+        ("model", model),
+        ("messages", [{"role": "user", "content": "hi"}]),
+        *others.items(),
+    ]
     rng.shuffle(members)
     return members
 
 
 def parsed(body: bytes, api: Api = Api.CHAT, served: str = "demo") -> Call:
-    return parse(body, api, {"demo": Model(served), "other": Model("demo")}, Caller("req_1", "acme", NOTHING, 0.0))
+    return parse(
+        body,
+        api,
+        {"demo": Model(served), "other": Model("demo")},
+        Caller("req_1", "acme", NOTHING, 0.0),
+    )
 
 
 def as_bytes(members: Members, rng: Random, compact: bool) -> bytes:
     if compact:
-        return json.dumps(dict(members), separators=(",", ":"), ensure_ascii=rng.random() < 0.5).encode()
+        return json.dumps(
+            dict(members), separators=(",", ":"), ensure_ascii=rng.random() < 0.5
+        ).encode()
     return (_blank(rng) + written(tuple(members), rng) + _blank(rng)).encode()
 
 
@@ -138,9 +170,13 @@ def test_an_engine_that_refuses_strange_members_gets_those_it_knows_alone(
     others: dict[str, Any], rng: Random, compact: bool
 ) -> None:
     call = parsed(as_bytes(members := chat(others, rng), rng, compact))
-    known = frozenset({"model", "messages", "stop", *(name for name in others if rng.random() < 0.5)})
+    known = frozenset(
+        {"model", "messages", "stop", *(name for name in others if rng.random() < 0.5)}
+    )
     fitted = call.fitted("demo", known)
-    assert json.loads(fitted.body) == {name: value for name, value in dict(members).items() if name in known}
+    assert json.loads(fitted.body) == {
+        name: value for name, value in dict(members).items() if name in known
+    }
     assert (fitted is call) == (dict(members).keys() <= known)
 
 
@@ -163,7 +199,9 @@ def test_a_name_given_twice_is_refused_in_any_formatting_and_accepted_once(
 
 def _compactly(members: Members) -> bytes:
     return (
-        "{" + ",".join(f"{json.dumps(k)}:{json.dumps(v, separators=(',', ':'))}" for k, v in members) + "}"
+        "{"
+        + ",".join(f"{json.dumps(k)}:{json.dumps(v, separators=(',', ':'))}" for k, v in members)
+        + "}"
     ).encode()
 
 
@@ -195,7 +233,9 @@ def test_any_bytes_are_refused_with_400_or_404_and_nothing_else(body: bytes) -> 
 
 
 @settings(max_examples=150, deadline=None)
-@given(OTHERS, RNG, st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=3)), min_size=1, max_size=4))
+@given(
+    OTHERS, RNG, st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=3)), min_size=1, max_size=4)
+)
 def test_a_damaged_body_is_refused_or_is_still_one_object_of_json(
     others: dict[str, Any], rng: Random, damage: list[tuple[float, bytes]]
 ) -> None:

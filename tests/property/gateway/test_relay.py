@@ -78,7 +78,11 @@ def feed(
 
 def delta(text: str, **more: object) -> str:
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": None} | more
-    return "data: " + json.dumps({"id": "c1", "model": "served", "choices": [choice]}, separators=(",", ":")) + "\n\n"
+    return (
+        "data: "
+        + json.dumps({"id": "c1", "model": "served", "choices": [choice]}, separators=(",", ":"))
+        + "\n\n"
+    )
 
 
 USAGE = (
@@ -92,10 +96,18 @@ CUTS = st.lists(st.integers(0, 2500), max_size=60)
 
 def story(texts: list[str]) -> str:
     """The payload of a good stream."""
-    return ROLE + "".join(delta(text) for text in texts) + delta("", finish_reason="stop") + USAGE + DONE
+    return (
+        ROLE
+        + "".join(delta(text) for text in texts)
+        + delta("", finish_reason="stop")
+        + USAGE
+        + DONE
+    )
 
 
-def chunked(payload: bytes, sizes: list[int], trailers: bytes = b"", extension: bytes = b"") -> bytes:
+def chunked(
+    payload: bytes, sizes: list[int], trailers: bytes = b"", extension: bytes = b""
+) -> bytes:
     """The payload in HTTP chunks of these sizes, the rest in one."""
     wire, at = b"", 0
     for size in [*sizes, len(payload)]:
@@ -126,7 +138,13 @@ def read(out: bytes, *, strict: bool = True) -> tuple[bytes, bytes, bool]:
     return head, payload, False
 
 
-@given(TEXTS, st.lists(st.integers(1, 200), max_size=30), CUTS, st.sampled_from([b"", b"x-sum: 1\r\n"]), st.booleans())
+@given(
+    TEXTS,
+    st.lists(st.integers(1, 200), max_size=30),
+    CUTS,
+    st.sampled_from([b"", b"x-sum: 1\r\n"]),
+    st.booleans(),
+)
 def test_a_stream_is_the_same_however_the_network_cut_it(
     texts: list[str], sizes: list[int], cuts: list[int], trailers: bytes, extended: bool
 ) -> None:
@@ -178,27 +196,44 @@ def test_a_stream_that_ends_without_done_ends_with_an_error_and_no_done(
 def several(draw: st.DrawFn) -> tuple[list[str], int]:
     """The events of some choices, in any order that keeps each one's own, with and without blanks; how many choices."""
     choices = draw(st.integers(1, 4))
-    left = [draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=3)) for _ in range(choices)]
+    left = [
+        draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=3))
+        for _ in range(choices)
+    ]
     spaced, events = draw(st.booleans()), [ROLE]
     while any(left):
         index = draw(st.sampled_from([index for index in range(choices) if left[index]]))
         text = left[index].pop()
         reason = None if left[index] else draw(st.sampled_from(["stop", "length", "tool_calls"]))
         choice = {"index": index, "delta": {"content": text}, "finish_reason": reason}
-        chunk = json.dumps({"model": "served", "choices": [choice]}, separators=None if spaced else (",", ":"))
+        chunk = json.dumps(
+            {"model": "served", "choices": [choice]}, separators=None if spaced else (",", ":")
+        )
         events.append(f"data: {chunk}\n\n")
     if spaced:
         events[0] = "data: " + json.dumps(json.loads(ROLE[6:])) + "\n\n"
     return [*events, USAGE] if draw(st.booleans()) else events, choices
 
 
-@given(several(), st.lists(st.integers(1, 200), max_size=30), CUTS, st.sampled_from([None, "my-alias"]), st.booleans())
+@given(
+    several(),
+    st.lists(st.integers(1, 200), max_size=30),
+    CUTS,
+    st.sampled_from([None, "my-alias"]),
+    st.booleans(),
+)
 def test_a_stream_that_ends_properly_once_every_choice_is_finished_is_whole_and_gets_its_done(
-    told: tuple[list[str], int], sizes: list[int], cuts: list[int], alias: str | None, http_1_0: bool
+    told: tuple[list[str], int],
+    sizes: list[int],
+    cuts: list[int],
+    alias: str | None,
+    http_1_0: bool,
 ) -> None:
     events, choices = told
     payload = "".join(events).encode()
-    seen = feed(HEAD + chunked(payload, sizes), cuts, alias=alias, http_1_0=http_1_0, choices=choices)
+    seen = feed(
+        HEAD + chunked(payload, sizes), cuts, alias=alias, http_1_0=http_1_0, choices=choices
+    )
     got = seen.out.partition(b"\r\n\r\n")[2] if http_1_0 else read(seen.out)[1]
     if alias is not None:
         payload = re.sub(rb'("model": ?)"served"', rb'\1"my-alias"', payload)
@@ -215,7 +250,11 @@ def test_a_stream_that_ends_properly_while_a_choice_is_unfinished_is_broken(
     lost = data.draw(st.sampled_from([*finishing, None]))
     kept = [event for event in events if event != lost]
     payload = "".join(kept).encode()[: None if lost else -1]
-    seen = feed(HEAD + chunked(payload, sizes), cuts, choices=choices + (lost is None and payload.endswith(b"}\n")))
+    seen = feed(
+        HEAD + chunked(payload, sizes),
+        cuts,
+        choices=choices + (lost is None and payload.endswith(b"}\n")),
+    )
     got = read(seen.out)[1]
     assert b"[DONE]" not in got
     assert b'"stream_interrupted"' in got
@@ -260,7 +299,9 @@ def test_an_error_as_first_event_can_still_be_retried(sizes: list[int], cuts: li
 
 
 @given(TEXTS, st.lists(st.integers(1, 200), max_size=20), CUTS)
-def test_an_error_later_in_the_stream_passes_and_is_known(texts: list[str], sizes: list[int], cuts: list[int]) -> None:
+def test_an_error_later_in_the_stream_passes_and_is_known(
+    texts: list[str], sizes: list[int], cuts: list[int]
+) -> None:
     payload = (ROLE + "".join(delta(text) for text in texts) + ERROR).encode()
     seen = feed(HEAD + chunked(payload + DONE.encode(), sizes), cuts)
     if seen.broke is None:
@@ -271,7 +312,9 @@ def test_an_error_later_in_the_stream_passes_and_is_known(texts: list[str], size
 
 
 @given(TEXTS, st.lists(st.integers(1, 200), max_size=30), CUTS)
-def test_an_alias_takes_the_models_place_in_every_event(texts: list[str], sizes: list[int], cuts: list[int]) -> None:
+def test_an_alias_takes_the_models_place_in_every_event(
+    texts: list[str], sizes: list[int], cuts: list[int]
+) -> None:
     payload = story(texts).encode()
     seen = feed(HEAD + chunked(payload, sizes), cuts, alias="my-alias")
     _, got, whole = read(seen.out)
@@ -285,7 +328,9 @@ def test_a_client_of_http_1_0_reads_the_bare_events(
     texts: list[str], sizes: list[int], cuts: list[int], aliased: bool
 ) -> None:
     payload = story(texts).encode()
-    seen = feed(HEAD + chunked(payload, sizes), cuts, http_1_0=True, alias="served" if aliased else None)
+    seen = feed(
+        HEAD + chunked(payload, sizes), cuts, http_1_0=True, alias="served" if aliased else None
+    )
     head, _, got = seen.out.partition(b"\r\n\r\n")
     assert got == payload
     assert b"transfer-encoding" not in head
@@ -305,21 +350,32 @@ def test_a_stream_in_any_other_framing_reaches_the_client_in_chunks(
     assert whole
     assert seen.state is State.DONE
     assert seen.failed is not finished
-    assert got == payload if finished else got.startswith(payload) and b'"stream_interrupted"' in got[len(payload) :]
+    assert (
+        got == payload
+        if finished
+        else got.startswith(payload) and b'"stream_interrupted"' in got[len(payload) :]
+    )
     assert seen.reusable is (framing == "length")
 
 
 PLAIN = json.dumps(
     {
         "model": "served",
-        "choices": [{"message": {"content": 'a "model":"served" within'}, "finish_reason": "length"}],
+        "choices": [
+            {"message": {"content": 'a "model":"served" within'}, "finish_reason": "length"}
+        ],
         "usage": {"prompt_tokens": 5, "completion_tokens": 7, "prompt_tokens_details": None},
     },
     separators=(",", ":"),
 ).encode()
 
 
-@given(CUTS, st.sampled_from(["length", "close", "chunked"]), st.sampled_from([None, "my-alias"]), st.booleans())
+@given(
+    CUTS,
+    st.sampled_from(["length", "close", "chunked"]),
+    st.sampled_from([None, "my-alias"]),
+    st.booleans(),
+)
 def test_a_plain_answer_is_the_same_however_it_comes(
     cuts: list[int], framing: str, alias: str | None, http_1_0: bool
 ) -> None:
@@ -329,7 +385,9 @@ def test_a_plain_answer_is_the_same_however_it_comes(
         "close": b"",
         "chunked": b"Transfer-Encoding: Chunked\r\n",
     }
-    wire = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n" + lines[framing] + b"\r\n" + body
+    wire = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n" + lines[framing] + b"\r\n" + body
+    )
     seen = feed(wire, cuts, eof=framing == "close", alias=alias, http_1_0=http_1_0)
     head, _, rest = seen.out.partition(b"\r\n\r\n")
     got = rest if http_1_0 or b"content-length" in head else read(seen.out)[1]
@@ -341,9 +399,20 @@ def test_a_plain_answer_is_the_same_however_it_comes(
 
 
 @given(CUTS, st.binary(max_size=600), st.sampled_from(["length", "chunked"]))
-def test_an_engines_refusal_is_collected_and_nothing_goes_out(cuts: list[int], body: bytes, framing: str) -> None:
-    line = b"content-length: %d\r\n" % len(body) if framing == "length" else b"transfer-encoding: chunked\r\n"
-    wire = b"HTTP/1.1 400 Bad Request\r\n" + line + b"\r\n" + (body if framing == "length" else chunked(body, [3, 50]))
+def test_an_engines_refusal_is_collected_and_nothing_goes_out(
+    cuts: list[int], body: bytes, framing: str
+) -> None:
+    line = (
+        b"content-length: %d\r\n" % len(body)
+        if framing == "length"
+        else b"transfer-encoding: chunked\r\n"
+    )
+    wire = (
+        b"HTTP/1.1 400 Bad Request\r\n"
+        + line
+        + b"\r\n"
+        + (body if framing == "length" else chunked(body, [3, 50]))
+    )
     relay = Relay(OURS)
     edges = [0, *sorted({min(cut, len(wire)) for cut in cuts}), len(wire)]
     out = b"".join(relay.feed(wire[a:b], 0.0) for a, b in itertools.pairwise(edges) if a < b)
@@ -354,7 +423,10 @@ def test_an_engines_refusal_is_collected_and_nothing_goes_out(cuts: list[int], b
 
 @given(
     CUTS,
-    st.lists(st.sampled_from([b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 x\r\nlink: y\r\n\r\n"]), max_size=5),
+    st.lists(
+        st.sampled_from([b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 x\r\nlink: y\r\n\r\n"]),
+        max_size=5,
+    ),
 )
 def test_interim_answers_are_passed_over(cuts: list[int], interim: list[bytes]) -> None:
     wire = HEAD + chunked(story(["a"]).encode(), [])
@@ -362,7 +434,9 @@ def test_interim_answers_are_passed_over(cuts: list[int], interim: list[bytes]) 
 
 
 @given(st.binary(min_size=1, max_size=40), CUTS)
-def test_bytes_after_the_end_are_not_shown_and_spoil_the_connection(surplus: bytes, cuts: list[int]) -> None:
+def test_bytes_after_the_end_are_not_shown_and_spoil_the_connection(
+    surplus: bytes, cuts: list[int]
+) -> None:
     wire = HEAD + chunked(story(["a"]).encode(), [])
     seen = feed(wire + surplus, [len(HEAD) + 3])
     assert seen.out == feed(wire, []).out
@@ -374,7 +448,9 @@ def test_thousands_of_interim_answers_in_one_read_do_not_exhaust_the_stack() -> 
     assert feed(b"HTTP/1.1 100 C\r\n\r\n" * 3000 + wire, []).state is State.DONE
 
 
-def test_of_a_long_refusal_the_beginning_is_kept_and_an_endless_one_is_the_engines_failure() -> None:
+def test_of_a_long_refusal_the_beginning_is_kept_and_an_endless_one_is_the_engines_failure() -> (
+    None
+):
     """An engine that repeats a bad request in what it says of it is not at fault for its length."""
     relay = Relay(OURS)
     relay.feed(b"HTTP/1.1 400 Bad Request\r\ntransfer-encoding: chunked\r\n\r\n", 0.0)
@@ -385,7 +461,12 @@ def test_of_a_long_refusal_the_beginning_is_kept_and_an_endless_one_is_the_engin
         relay.feed(b"1\r\na\r\n", 0.0)
 
 
-@given(st.text(max_size=600), st.lists(st.integers(1, 300), max_size=8), CUTS, st.sampled_from(["\n\n", "\r\n\r\n"]))
+@given(
+    st.text(max_size=600),
+    st.lists(st.integers(1, 300), max_size=8),
+    CUTS,
+    st.sampled_from(["\n\n", "\r\n\r\n"]),
+)
 def test_a_fault_of_the_clients_that_a_stream_begins_with_is_a_refusal(
     message: str, sizes: list[int], cuts: list[int], end: str
 ) -> None:
@@ -425,10 +506,14 @@ def test_a_clients_fault_is_one_however_long_it_is_and_wherever_the_network_cuts
 
 
 @pytest.mark.parametrize("patient", [False, True])
-def test_an_error_behind_a_token_that_came_with_it_is_the_engines_whatever_its_code(patient: bool) -> None:
+def test_an_error_behind_a_token_that_came_with_it_is_the_engines_whatever_its_code(
+    patient: bool,
+) -> None:
     """Nothing of it was shown, so another engine may answer; the client has nothing to mend."""
     with pytest.raises(UpstreamBroke, match="error event") as broke:
-        Relay(OURS, patient=patient).feed(HEAD + chunked((delta("a") + fault("no") + DONE).encode(), []), 0.0)
+        Relay(OURS, patient=patient).feed(
+            HEAD + chunked((delta("a") + fault("no") + DONE).encode(), []), 0.0
+        )
     assert broke.value.kind == "engine_error"
 
 
@@ -441,7 +526,10 @@ def test_a_fault_that_ends_with_its_connection_says_what_it_is() -> None:
 
 def test_a_refusal_in_plain_words_is_kept_whole_although_it_says_that_it_is_a_stream() -> None:
     body = b'{"error":{"message":"nope"}}'
-    lines = b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n" % len(body)
+    lines = (
+        b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
+        % len(body)
+    )
     relay = Relay(OURS)
     relay.feed(lines + body, 0.0)
     assert relay.refusal == body
@@ -460,24 +548,32 @@ def test_a_stream_that_breaks_between_two_chunks_ends_with_an_error_event(held: 
 def test_a_last_event_that_lacks_its_blank_line_is_not_told_yet() -> None:
     """Under an alias the client has nothing of it."""
     relay = Relay(OURS, None, False, Renamer("served", "my-alias"))
-    relay.feed(HEAD + chunked(delta("a").encode(), [])[:-5] + chunked(b"data: [DONE]\n", [])[:-5], 0.0)
+    relay.feed(
+        HEAD + chunked(delta("a").encode(), [])[:-5] + chunked(b"data: [DONE]\n", [])[:-5], 0.0
+    )
     assert b"stream_interrupted" in relay.break_off(Failure.UPSTREAM_FAILED, "gone")
 
 
 @given(TEXTS, CUTS, st.sampled_from([None, "my-alias"]), st.booleans())
-def test_events_may_end_in_crlf(texts: list[str], cuts: list[int], alias: str | None, http_1_0: bool) -> None:
+def test_events_may_end_in_crlf(
+    texts: list[str], cuts: list[int], alias: str | None, http_1_0: bool
+) -> None:
     payload = story(texts).replace("\n\n", "\r\n\r\n").encode()
     wire = HEAD + chunked(payload, [len(payload) // 3] * 2)
     seen = feed(wire, cuts, alias=alias, http_1_0=http_1_0)
     got = seen.out.partition(b"\r\n\r\n")[2] if http_1_0 else read(seen.out)[1]
-    assert got == (payload.replace(b'"model":"served"', b'"model":"my-alias"') if alias else payload)
+    assert got == (
+        payload.replace(b'"model":"served"', b'"model":"my-alias"') if alias else payload
+    )
     assert (seen.usage, seen.events, seen.failed) == (Usage(17, 2, 16), len(texts) + 4, False)
 
 
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
 def test_of_events_cut_anywhere_the_last_one_alone_is_carried_on(end: str) -> None:
     events = f"data: a{end}data: b{end}".encode()
-    assert [events[last_end(events[:cut]) :].strip() for cut in (len(events), len(events) // 2 + 3)] == [
+    assert [
+        events[last_end(events[:cut]) :].strip() for cut in (len(events), len(events) // 2 + 3)
+    ] == [
         b"",
         b"data: b",
     ]
@@ -492,12 +588,19 @@ def test_an_event_that_ends_in_crlf_is_shown_when_it_is_whole_under_an_alias_too
     assert relay.at_seam
 
 
-@given(TEXTS, CUTS, st.sampled_from([b"\n", b": ping\n\n", b"\r\n"]), st.sampled_from(["\n\n", "\r\n\r\n"]))
+@given(
+    TEXTS,
+    CUTS,
+    st.sampled_from([b"\n", b": ping\n\n", b"\r\n"]),
+    st.sampled_from(["\n\n", "\r\n\r\n"]),
+)
 def test_what_follows_the_last_event_makes_no_whole_answer_a_failed_one(
     texts: list[str], cuts: list[int], behind: bytes, end: str
 ) -> None:
     payload = story(texts).replace("\n\n", end).encode()
-    seen = feed(HEAD + chunked(payload + behind, [len(payload)]), [*cuts, len(HEAD) + len(payload) + 12])
+    seen = feed(
+        HEAD + chunked(payload + behind, [len(payload)]), [*cuts, len(HEAD) + len(payload) + 12]
+    )
     assert not seen.failed
     assert b"stream_interrupted" not in seen.out
 
@@ -521,13 +624,19 @@ def test_nothing_is_added_to_a_stream_whose_chunk_the_client_has_in_part() -> No
 
 
 @given(CUTS, st.integers(0, 60_000), st.booleans())
-def test_counts_are_found_however_much_stands_behind_them(cuts: list[int], more: int, between: bool) -> None:
+def test_counts_are_found_however_much_stands_behind_them(
+    cuts: list[int], more: int, between: bool
+) -> None:
     """Log probabilities and ids of the prompt, which clients may ask for, come last."""
     ids = json.dumps({"prompt_token_ids": [7] * (more // 2)})[1:].encode()
     body = PLAIN[:-1] + b"," + ids
     if between:
         body = body.replace(b'"usage"', b'"prompt_logprobs":["%b"],"usage"' % (b"x" * more))
-    wire = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    wire = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        % len(body)
+        + body
+    )
     seen = feed(wire, [*(20 * cut for cut in cuts), len(wire) - 1])
     assert (seen.usage, seen.finish_reason) == (Usage(5, 7, None), "length")
     assert seen.out.endswith(body)
@@ -562,7 +671,15 @@ def test_a_head_that_two_readers_could_read_differently_is_refused(head: bytes, 
 
 
 @pytest.mark.parametrize(
-    "body", [b"zz\r\n", b"-1\r\nab\r\n", b"3\r\nabcde\r\n", b"3\nabc\r\n", b"1" * 20 + b"\r\n", b"0x3\r\nabc\r\n"]
+    "body",
+    [
+        b"zz\r\n",
+        b"-1\r\nab\r\n",
+        b"3\r\nabcde\r\n",
+        b"3\nabc\r\n",
+        b"1" * 20 + b"\r\n",
+        b"0x3\r\nabc\r\n",
+    ],
 )
 def test_chunks_that_make_no_sense_break_the_answer(body: bytes) -> None:
     good = chunked(ROLE.encode(), []).removesuffix(b"0\r\n\r\n")
@@ -596,13 +713,17 @@ def test_a_refusal_without_a_body_by_its_status_ends_with_its_head() -> None:
     ],
 )
 @pytest.mark.parametrize("alias", [None, "asked"])
-def test_an_answer_without_a_byte_is_none_and_can_be_retried(answer: bytes, alias: str | None) -> None:
+def test_an_answer_without_a_byte_is_none_and_can_be_retried(
+    answer: bytes, alias: str | None
+) -> None:
     seen = feed(answer, [answer.index(b"\r\n\r\n") + 4], alias=alias)
     assert (seen.broke, seen.out, seen.firsts) == ("no_answer", b"", 0)
 
 
 @pytest.mark.parametrize("kind", [b"text/event-stream", b"application/json"])
-@pytest.mark.parametrize("good", [b"", b"5\r\nhello\r\n", b"%x\r\n%b\r\n" % (len(ROLE), ROLE.encode())])
+@pytest.mark.parametrize(
+    "good", [b"", b"5\r\nhello\r\n", b"%x\r\n%b\r\n" % (len(ROLE), ROLE.encode())]
+)
 def test_what_breaks_in_the_read_that_it_begins_in_can_be_retried(kind: bytes, good: bytes) -> None:
     head = HEAD.replace(b"text/event-stream", kind)
     seen = feed(head + good + b"zz\r\n" + b"x" * FIRST_EVENT, [])
@@ -623,7 +744,12 @@ def test_a_close_before_the_first_byte_can_be_retried() -> None:
 
 @pytest.mark.parametrize("reads", [1, 2, 7])
 def test_a_head_above_64_kib_is_refused_however_few_reads_it_comes_in(reads: int) -> None:
-    wire = HEAD[:-2] + b"".join(b"x-%d: %b\r\n" % (n, b"a" * 1000) for n in range(70)) + b"\r\n" + b"5\r\ndata:\r\n"
+    wire = (
+        HEAD[:-2]
+        + b"".join(b"x-%d: %b\r\n" % (n, b"a" * 1000) for n in range(70))
+        + b"\r\n"
+        + b"5\r\ndata:\r\n"
+    )
     relay = Relay(OURS)
     size = len(wire) // reads + 1
     for at in range(0, (reads - 1) * size, size):
@@ -637,7 +763,11 @@ def test_a_head_above_64_kib_is_refused_however_few_reads_it_comes_in(reads: int
 def test_control_bytes_in_a_content_type_go_no_further(control: bytes) -> None:
     relay = Relay(OURS)
     with pytest.raises(UpstreamBroke, match="control characters"):
-        relay.feed(b"HTTP/1.1 200 OK\r\ncontent-type: text/%bplain\r\ncontent-length: 2\r\n\r\nhi" % control, 0.0)
+        relay.feed(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/%bplain\r\ncontent-length: 2\r\n\r\nhi"
+            % control,
+            0.0,
+        )
 
 
 def test_many_interim_answers_are_read_past() -> None:
@@ -651,7 +781,9 @@ def test_many_interim_answers_are_read_past() -> None:
 def test_nothing_is_added_inside_a_long_event_under_an_alias() -> None:
     """A part of it had to be shown, since so much is not held."""
     relay = Relay(OURS, None, False, Renamer("served", "my-alias"))
-    relay.feed(HEAD + chunked(delta("a").encode() + b'data: {"long":"' + b"x" * 100_000, [])[:-5], 0.0)
+    relay.feed(
+        HEAD + chunked(delta("a").encode() + b'data: {"long":"' + b"x" * 100_000, [])[:-5], 0.0
+    )
     assert not relay.at_seam
     relay.feed(chunked(b'"}\n\n', [])[:-5], 0.0)
     assert relay.at_seam

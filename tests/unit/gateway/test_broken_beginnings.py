@@ -1,6 +1,6 @@
-"""An answer that breaks before a byte of it has gone to the client: the request is tried elsewhere, whole.
+"""A response that breaks before any byte has reached the client: the whole request is retried.
 
-The engines are scripted, raw bytes where it matters, and the gateway is a real one between two of them.
+The engines are scripted; the gateway in front of them is real.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tests.unit.gateway.split.halves import MODEL, TEXT, Asked, Script, decodes,
 
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKEN = {
-    "id": "chatcmpl-" + "0" * FIRST_EVENT,  # so long that what follows is not its first event any more
+    # So long that what follows does not count as the first event.
+    "id": "chatcmpl-" + "0" * FIRST_EVENT,
     "model": MODEL,
     "prompt_token_ids": [1, 2],
     "choices": [{"index": 0, "delta": {"content": "half"}, "token_ids": [7]}],
@@ -24,15 +25,15 @@ TOKEN = {
 }
 
 
-def says(raw: bytes) -> Script:
+def responds(raw: bytes) -> Script:
     async def script(asked: Asked) -> None:
         asked.writer.write(raw)
 
     return script
 
 
-def events(*told: object) -> bytes:
-    raw = b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in told)
+def events(*chunks: object) -> bytes:
+    raw = b"".join(b"data: " + json.dumps(item).encode() + b"\n\n" for item in chunks)
     return b"%x\r\n%b\r\n" % (len(raw), raw)
 
 
@@ -48,11 +49,13 @@ def events(*told: object) -> bytes:
         EVENTS + events(TOKEN) + b"zz\r\n",
     ],
 )
-async def test_what_an_engine_garbles_from_the_start_is_answered_by_another(raw: bytes, resume: bool) -> None:
+async def test_a_response_that_breaks_at_its_start_is_retried_on_another_engine(
+    raw: bytes, resume: bool
+) -> None:
     models = [{"name": MODEL, "pool": "main"} | ({"resume": {}} if resume else {})]
     sides = {"decode_role": "both", "policy": "round_robin"}
-    async with front("vllm_nixl", [], [says(raw), decodes], models=models, **sides) as running:
-        for _ in range(2):  # one of them at least is given to the first engine
+    async with front("vllm_nixl", [], [responds(raw), decodes], models=models, **sides) as running:
+        for _ in range(2):  # at least one of them goes to the first engine
             reply = await running.ask(words=3, stream=True)
             assert (reply.status, reply.text) == (200, "".join(TEXT))
         assert running.blamed(running.decode[0]) > 0
@@ -60,10 +63,12 @@ async def test_what_an_engine_garbles_from_the_start_is_answered_by_another(raw:
 
 
 @pytest.mark.parametrize("end", [events({"error": {"message": "dead"}}), b"0\r\n\r\n"])
-async def test_what_is_tried_again_though_a_token_had_come_is_asked_for_in_full(end: bytes) -> None:
+async def test_a_retry_after_an_unforwarded_token_sends_the_whole_request(end: bytes) -> None:
     models = [{"name": MODEL, "pool": "main", "resume": {}}]
     sides = {"decode_role": "both", "policy": "round_robin"}
-    async with front("vllm_nixl", [], [says(EVENTS + events(TOKEN) + end), decodes], models=models, **sides) as running:
+    async with front(
+        "vllm_nixl", [], [responds(EVENTS + events(TOKEN) + end), decodes], models=models, **sides
+    ) as running:
         for _ in range(2):
             reply = await running.ask(words=3, stream=True)
             assert (reply.status, reply.text) == (200, "".join(TEXT))
@@ -72,18 +77,28 @@ async def test_what_is_tried_again_though_a_token_had_come_is_asked_for_in_full(
 
 
 @pytest.mark.parametrize("end", [None, events({"error": {"message": "dead"}}), b"0\r\n\r\n"])
-async def test_a_chat_that_breaks_behind_its_role_is_asked_anew_and_its_client_sees_one_answer(
+async def test_a_chat_that_breaks_after_its_role_is_retried_and_the_client_sees_one_response(
     end: bytes | None,
 ) -> None:
-    """An engine shows a role before there is a token: as long as nobody was shown it, anybody may begin again."""
-    role = {"id": "dead", "model": MODEL, "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+    """Engines send a role before the first token; a retry is possible until it is forwarded."""
+    role = {
+        "id": "dead",
+        "model": MODEL,
+        "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
+    }
     usage = {"prompt_tokens": 2, "completion_tokens": 0}
 
     async def dies(asked: Asked) -> None:
         asked.writer.write(EVENTS + events(role | {"prompt_token_ids": [1, 2], "usage": usage}))
-        (dead,) = [each for each in running.app.gateway.endpoints.all() if each.endpoint.name == running.decode[0].name]
+        (dead,) = [
+            live
+            for live in running.app.gateway.endpoints.all()
+            if live.endpoint.name == running.decode[0].name
+        ]
         async with asyncio.timeout(PATIENCE_S):
-            while all(each._relay is None or each._relay.untouched for each in dead.upstream.connections):
+            while all(
+                link._relay is None or link._relay.untouched for link in dead.upstream.connections
+            ):
                 await asyncio.sleep(0)
         if end is None:
             asked.writer.transport.abort()
@@ -93,7 +108,7 @@ async def test_a_chat_that_breaks_behind_its_role_is_asked_anew_and_its_client_s
     models = [{"name": MODEL, "pool": "main", "resume": {}}]
     sides = {"decode_role": "both", "policy": "round_robin"}
     async with front("vllm_nixl", [], [dies, decodes], models=models, **sides) as running:
-        for _ in range(2):  # one of them at least is given to the first engine
+        for _ in range(2):  # at least one of them goes to the first engine
             reply = await running.ask(words=3, stream=True)
             assert (reply.status, reply.text) == (200, "".join(TEXT))
             assert b"dead" not in (reply.body or b"")

@@ -1,4 +1,4 @@
-"""A build whose hot path is compiled: what holds for it alone."""
+"""Properties of a build whose hot path is compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import gateway
 from gateway.build import is_compiled
 
 HOME = Path(gateway.__file__).parent.parent
-EACH_FIRST = """
+IMPORT_EACH_FIRST = """
 import os, sys
 from importlib import import_module
 for name in sys.argv[1:]:
@@ -25,11 +25,19 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.skipif(not is_compiled(), reason="the sources import no classes for types alone")
-def test_every_compiled_module_can_be_the_first_that_is_imported() -> None:
-    compiled = [path.relative_to(HOME) for room in ("gateway", "policies") for path in (HOME / room).rglob("*.so")]
+@pytest.mark.skipif(
+    not is_compiled(), reason="only compiled modules import classes for their types"
+)
+def test_every_compiled_module_can_be_imported_first() -> None:
+    compiled = [
+        path.relative_to(HOME)
+        for room in ("gateway", "policies")
+        for path in (HOME / room).rglob("*.so")
+    ]
     names = [".".join([*path.parent.parts, path.name.partition(".")[0]]) for path in compiled]
     assert "gateway.serve" in names
-    command = [sys.executable, "-c", EACH_FIRST, *names]
-    done = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    command = [sys.executable, "-c", IMPORT_EACH_FIRST, *names]
+    result = subprocess.run(
+        command, cwd=HOME, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]

@@ -41,7 +41,9 @@ POOLS = {"main": {"endpoints": [{"url": "http://127.0.0.1:9000"}]}}
 
 
 def salts(*tenants: Mapping[str, Any], **sections: Any) -> CacheSalts:
-    return cache_salts(Config.model_validate({"version": 1, "pools": POOLS, "tenants": tenants} | sections))
+    return cache_salts(
+        Config.model_validate({"version": 1, "pools": POOLS, "tenants": tenants} | sections)
+    )
 
 
 def call(body: Mapping[str, Any], found: CacheSalts | None, tenant: str = "a") -> Call:
@@ -57,8 +59,12 @@ def test_every_tenant_has_a_salt_that_is_the_same_on_every_gateway(secret: dict[
     usual = salts(A, B, **secret).usual
     assert usual == salts(B, A, **secret).usual
     assert len(set(usual.values())) == 2
-    assert all(HEX.fullmatch(salt.decode()) for salt in usual.values()), "vLLM takes 128 characters, none of @ / \\ NUL"
-    assert salts(A, B, C, **secret).usual["a"] == usual["a"], "a tenant that comes empties no other's cache"
+    assert all(HEX.fullmatch(salt.decode()) for salt in usual.values()), (
+        "vLLM takes 128 characters, none of @ / \\ NUL"
+    )
+    assert salts(A, B, C, **secret).usual["a"] == usual["a"], (
+        "a tenant that comes empties no other's cache"
+    )
 
 
 def test_other_secrets_are_other_salts() -> None:
@@ -71,11 +77,15 @@ def test_a_configured_secret_outlives_a_tenants_key_and_keys_alone_do_not() -> N
     renewed = A | {"key": "sk-new"}
     assert salts(renewed, cache=SECRET).usual == salts(A, cache=SECRET).usual
     assert salts(renewed).usual != salts(A).usual
-    assert salts(A | {"keys": ["sk-new"]}).usual == salts(A).usual, "the new key is valid first, and taken over later"
+    assert salts(A | {"keys": ["sk-new"]}).usual == salts(A).usual, (
+        "the new key is valid first, and taken over later"
+    )
 
 
 @pytest.mark.parametrize("secret", [{"cache": SECRET}, {}])
-def test_tenants_of_one_group_share_and_no_name_is_taken_for_a_group(secret: dict[str, Any]) -> None:
+def test_tenants_of_one_group_share_and_no_name_is_taken_for_a_group(
+    secret: dict[str, Any],
+) -> None:
     usual = salts(A | {"cache_group": "c"}, B | {"cache_group": "c"}, C, **secret).usual
     assert usual["a"] == usual["b"] != usual["c"]
 
@@ -88,21 +98,38 @@ def test_where_nobody_is_to_be_isolated_tenants_get_no_salt() -> None:
 
 
 @given(st.binary(max_size=64), st.binary(max_size=64))
-def test_a_clients_salt_divides_its_own_cache_and_reaches_no_other(one: bytes, other: bytes) -> None:
+def test_a_clients_salt_divides_its_own_cache_and_reaches_no_other(
+    one: bytes, other: bytes
+) -> None:
     found = salts(A, B, cache=SECRET)
     mine = found.salt("a", one)
     assert (mine == found.salt("a", other)) == (one == other)
-    assert mine not in (found.salt("b", one), found.salt("b", other), found.usual["b"], found.salt("", one))
+    assert mine not in (
+        found.salt("b", one),
+        found.salt("b", other),
+        found.usual["b"],
+        found.salt("", one),
+    )
 
 
 def test_the_index_shares_exactly_what_the_engines_share() -> None:
-    found, prefixes = salts(A, B, C | {"cache_group": "g"}, cache=SECRET), Prefixes(b"0" * 16, 1 << 20, 64)
+    found, prefixes = (
+        salts(A, B, C | {"cache_group": "g"}, cache=SECRET),
+        Prefixes(b"0" * 16, 1 << 20, 64),
+    )
     body = CHAT | {"messages": [{"role": "user", "content": "word " * 200}]}
 
     def keys(model: str = "demo", tenant: str = "a", **members: str) -> frozenset[int]:
         return frozenset(prefixes.of(call(body | members, found, tenant), model).keys)
 
-    asked = [keys(), keys(model="other"), keys(tenant="b"), keys(tenant="c"), keys(cache_salt="x"), keys(extra_key="x")]
+    asked = [
+        keys(),
+        keys(model="other"),
+        keys(tenant="b"),
+        keys(tenant="c"),
+        keys(cache_salt="x"),
+        keys(extra_key="x"),
+    ]
     assert len(frozenset().union(*asked)) == sum(map(len, asked)) > 0
     assert keys() == asked[0]
 
@@ -121,7 +148,9 @@ def test_a_salt_that_is_no_text_of_sensible_length_is_refused(name: str, value: 
 def test_a_clients_salt_is_never_sent_as_it_came() -> None:
     found = salts(A, cache=SECRET)
     hostile = found.usual["a"].decode()
-    asked = [call(CHAT | more, found, "") for more in ({"cache_salt": hostile}, {"extra_key": hostile})]
+    asked = [
+        call(CHAT | more, found, "") for more in ({"cache_salt": hostile}, {"extra_key": hostile})
+    ]
     asked += [call(CHAT | {"cache_salt": "@/\\\0"}, found, "")]
     for each in asked:
         assert hostile.encode() not in each.body
@@ -141,9 +170,13 @@ def test_without_tenants_and_salts_a_request_passes_untouched() -> None:
 # What engines get
 
 
-def house(prefill: Sequence[Script], decode: Sequence[Script], **options: Any) -> AbstractAsyncContextManager[Front]:
+def house(
+    prefill: Sequence[Script], decode: Sequence[Script], **options: Any
+) -> AbstractAsyncContextManager[Front]:
     dialect = options.pop("dialect", "vllm_nixl")
-    return front(dialect, list(prefill), list(decode), **{"tenants": [A, B], "cache": SECRET, **options})
+    return front(
+        dialect, list(prefill), list(decode), **{"tenants": [A, B], "cache": SECRET, **options}
+    )
 
 
 def whole(*engines: Script, **options: Any) -> AbstractAsyncContextManager[Front]:
@@ -152,25 +185,48 @@ def whole(*engines: Script, **options: Any) -> AbstractAsyncContextManager[Front
 
 
 async def ask(f: Front, key: str = "sk-a", words: int = 400, **members: Any) -> Reply:
-    body = {"model": MODEL, "max_tokens": 8, "messages": [{"role": "user", "content": "word " * words}], **members}
+    body = {
+        "model": MODEL,
+        "max_tokens": 8,
+        "messages": [{"role": "user", "content": "word " * words}],
+        **members,
+    }
     sent = json.dumps(body).encode() + b"\n "  # blanks may follow an object
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-    async with f.http.post(f"{f.app.url}/v1/chat/completions", data=sent, headers=headers) as answer:
+    async with f.http.post(
+        f"{f.app.url}/v1/chat/completions", data=sent, headers=headers
+    ) as answer:
         return Reply(answer.status, answer.headers, await answer.read())
 
 
-@pytest.mark.parametrize(("engine", "member"), [("vllm", "cache_salt"), ("sglang", "extra_key"), ("trtllm", None)])
-async def test_an_engine_gets_the_tenants_salt_in_the_member_that_it_reads(engine: str, member: str | None) -> None:
+@pytest.mark.parametrize(
+    ("engine", "member"), [("vllm", "cache_salt"), ("sglang", "extra_key"), ("trtllm", None)]
+)
+async def test_an_engine_gets_the_tenants_salt_in_the_member_that_it_reads(
+    engine: str, member: str | None
+) -> None:
     async with whole(decodes, engine=engine) as f:
-        for key, more in (("sk-a", {}), ("sk-b", {}), ("sk-a", {"cache_salt": "x"}), ("sk-a", {"cache_salt": "x"})):
+        for key, more in (
+            ("sk-a", {}),
+            ("sk-b", {}),
+            ("sk-a", {"cache_salt": "x"}),
+            ("sk-a", {"cache_salt": "x"}),
+        ):
             assert (await ask(f, key, **more)).status == 200
         bodies = [asked.json for asked in f.decode[0].asked]
-        found = [body.pop(name) for body in bodies for name in ("cache_salt", "extra_key") if name in body]
+        found = [
+            body.pop(name)
+            for body in bodies
+            for name in ("cache_salt", "extra_key")
+            if name in body
+        ]
         assert all(body.keys() == {"model", "max_tokens", "messages"} for body in bodies)
         usual = f.app.gateway.snapshot.salts
         assert usual is not None
         mine = usual.salt("a", b'["x",null]').decode()
-        assert found == ([usual.usual["a"].decode(), usual.usual["b"].decode(), mine, mine] if member else [])
+        assert found == (
+            [usual.usual["a"].decode(), usual.usual["b"].decode(), mine, mine] if member else []
+        )
         assert not member or all(member.encode() in asked.body for asked in f.decode[0].asked)
 
 
@@ -193,16 +249,26 @@ async def test_an_answer_that_is_resumed_elsewhere_keeps_its_salt() -> None:
         usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
         choice = {"index": 0, "delta": {"content": "first "}, "token_ids": [7]}
         asked.open_stream()
-        asked.event({"model": MODEL, "prompt_token_ids": [1, 2], "choices": [choice], "usage": usage})
+        asked.event(
+            {"model": MODEL, "prompt_token_ids": [1, 2], "choices": [choice], "usage": usage}
+        )
         await shown.wait()
         asked.writer.close()
 
     models = [{"name": MODEL, "pool": "main", "resume": {}}]
     async with whole(breaks_first, breaks_first, models=models) as f:
         message = {"role": "user", "content": "word " * 400}
-        body = {"model": MODEL, "max_tokens": 8, "messages": [message], "stream": True, "cache_salt": "mine"}
+        body = {
+            "model": MODEL,
+            "max_tokens": 8,
+            "messages": [message],
+            "stream": True,
+            "cache_salt": "mine",
+        }
         headers = {"authorization": "Bearer sk-a"}
-        async with f.http.post(f"{f.app.url}/v1/chat/completions", json=body, headers=headers) as answer:
+        async with f.http.post(
+            f"{f.app.url}/v1/chat/completions", json=body, headers=headers
+        ) as answer:
             assert b"first " in await answer.content.readuntil(b"\n\n")
             shown.set()
             assert b"[DONE]" in await answer.content.read()
@@ -226,7 +292,9 @@ async def test_both_legs_of_a_split_request_have_one_salt() -> None:
 
 
 async def test_both_halves_of_sglang_have_one_extra_key() -> None:
-    async with house([decodes], [decodes], dialect="sglang", engine="sglang", bootstrap="10.0.0.7:8998") as f:
+    async with house(
+        [decodes], [decodes], dialect="sglang", engine="sglang", bootstrap="10.0.0.7:8998"
+    ) as f:
         assert (await ask(f)).status == 200
         (one,), (other,) = f.prefill[0].asked, f.decode[0].asked
         assert one.json["extra_key"] == other.json["extra_key"]
@@ -236,7 +304,11 @@ async def test_both_halves_of_sglang_have_one_extra_key() -> None:
 async def test_either_key_of_a_tenant_is_its_own_while_one_is_replaced() -> None:
     renewing = A | {"keys": ["sk-new"]}
     async with whole(decodes, tenants=[renewing, B]) as f:
-        assert [(await ask(f, key)).status for key in ("sk-a", "sk-new", "sk-newer")] == [200, 200, 401]
+        assert [(await ask(f, key)).status for key in ("sk-a", "sk-new", "sk-newer")] == [
+            200,
+            200,
+            401,
+        ]
         assert len({asked.json["cache_salt"] for asked in f.decode[0].asked}) == 1
 
 

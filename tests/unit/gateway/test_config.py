@@ -11,7 +11,16 @@ from typing import Any, get_args, get_origin
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from gateway.config import Config, ConfigError, Secret, checks, examine, from_engines, json_schema, load
+from gateway.config import (
+    Config,
+    ConfigError,
+    Secret,
+    checks,
+    examine,
+    from_engines,
+    json_schema,
+    load,
+)
 from policies.admissions import build_admission
 from policies.model import EngineKind, Role
 from policies.prefix_index import PrefixIndex
@@ -34,12 +43,24 @@ def test_the_shortest_file_gets_every_default(tmp_path: Path) -> None:
     assert pool.policy.name == "prefix_aware"
     assert (pool.waiting_room.size, pool.waiting_room.timeout) == (256, 30.0)
     (endpoint,) = pool.endpoints
-    assert (endpoint.role, endpoint.engine, endpoint.max_concurrency) == (Role.BOTH, EngineKind.VLLM, 24)
+    assert (endpoint.role, endpoint.engine, endpoint.max_concurrency) == (
+        Role.BOTH,
+        EngineKind.VLLM,
+        24,
+    )
     assert endpoint.shown_name == "127.0.0.1:9000"
     limits = shortest.limits
     assert (limits.body, limits.body_budget, limits.body_min_rate) == (32 << 20, 512 << 20, 1024)
-    assert (shortest.timeouts.connect, shortest.timeouts.first_byte, shortest.timeouts.stall) == (1.0, 600.0, 60.0)
-    assert (shortest.retries.budget, shortest.retries.floor, shortest.retries.attempts) == (0.2, 3, 3)
+    assert (shortest.timeouts.connect, shortest.timeouts.first_byte, shortest.timeouts.stall) == (
+        1.0,
+        600.0,
+        60.0,
+    )
+    assert (shortest.retries.budget, shortest.retries.floor, shortest.retries.attempts) == (
+        0.2,
+        3,
+        3,
+    )
     assert shortest.prefix.index == 256 << 20
     assert shortest.observability.access_flush == 0.2
     assert shortest.tenants == ()
@@ -67,8 +88,17 @@ limits: {body: 1.5MiB}
 """,
     )
     (endpoint,) = said.pools["chat"].endpoints
-    assert (endpoint.shown_name, endpoint.role, endpoint.engine) == ("one", Role.DECODE, EngineKind.SGLANG)
-    assert (endpoint.layout.tp, endpoint.layout.pp, endpoint.layout.ep, endpoint.layout.dp) == (4, 2, 4, 1)
+    assert (endpoint.shown_name, endpoint.role, endpoint.engine) == (
+        "one",
+        Role.DECODE,
+        EngineKind.SGLANG,
+    )
+    assert (endpoint.layout.tp, endpoint.layout.pp, endpoint.layout.ep, endpoint.layout.dp) == (
+        4,
+        2,
+        4,
+        1,
+    )
     assert (endpoint.labels["zone"], endpoint.kv_tokens) == ("a", 400_000)
     assert dict(said.pools["chat"].policy.params) == {"fresh_s": 2.5}
     assert said.pools["chat"].waiting_room.timeout == 90.0
@@ -99,7 +129,13 @@ def test_references_are_filled_from_environment_and_files(tmp_path: Path) -> Non
 def test_a_secret_prints_nowhere(tmp_path: Path) -> None:
     text = SHORTEST + "        api_key: ${KEY}\ntenants: [{name: a, key: '${KEY}'}]\n"
     read = config(tmp_path, text, {"KEY": "hunter2"})
-    shown = (repr(read), str(read), read.model_dump_json(), str(read.model_dump()), repr(read.tenants[0].key))
+    shown = (
+        repr(read),
+        str(read),
+        read.model_dump_json(),
+        str(read.model_dump()),
+        repr(read.tenants[0].key),
+    )
     assert not any("hunter2" in each for each in shown)
     assert read.tenants[0].key == Secret("hunter2")
 
@@ -124,7 +160,11 @@ def test_an_alias_is_read_as_often_as_it_is_used(tmp_path: Path) -> None:
     ("layout", "hardware", "message"),
     [
         ("{tp: 16}", "{}", "tp 16 crosses link domains of 8 GPUs"),
-        ("{tp: 72}", "{link_domain_gpus: 72}", "tp 72 does not divide the attention heads of most models"),
+        (
+            "{tp: 72}",
+            "{link_domain_gpus: 72}",
+            "tp 72 does not divide the attention heads of most models",
+        ),
         ("{tp: 16}", "{link_domain_gpus: 72}", None),
         ("{tp: 7}", "{}", "tp 7 does not divide the attention heads of most models"),
         ("{tp: 8, pp: 2}", "{gpus: 16}", None),
@@ -160,11 +200,17 @@ def test_doubtful_things_are_warned_of_with_their_place(tmp_path: Path) -> None:
 
 
 def test_engines_alone_make_a_configuration() -> None:
-    made = from_engines(["http://gpu1:8000", "http://gpu2:8000/"], "round_robin", "0.0.0.0", 9000, 9001).config
+    made = from_engines(
+        ["http://gpu1:8000", "http://gpu2:8000/"], "round_robin", "0.0.0.0", 9000, 9001
+    ).config
     (pool,) = made.pools.values()
     assert [endpoint.url for endpoint in pool.endpoints] == ["http://gpu1:8000", "http://gpu2:8000"]
     assert pool.policy.name == "round_robin"
-    assert (made.listeners.api.host, made.listeners.api.port, made.listeners.admin.port) == ("0.0.0.0", 9000, 9001)
+    assert (made.listeners.api.host, made.listeners.api.port, made.listeners.admin.port) == (
+        "0.0.0.0",
+        9000,
+        9001,
+    )
     assert made.models == (), "the models are those that the engines list"
 
 
@@ -179,7 +225,11 @@ def test_the_schema_has_units_as_text_and_refuses_unknown_keys() -> None:
     assert schema["$defs"]["Timeouts"]["properties"]["connect"]["default"] == "1s"
     assert schema["$defs"]["Limits"]["properties"]["body"]["type"] == "string"
     assert schema["additionalProperties"] is False
-    assert all(each.get("additionalProperties") is False for each in schema["$defs"].values() if "properties" in each)
+    assert all(
+        each.get("additionalProperties") is False
+        for each in schema["$defs"].values()
+        if "properties" in each
+    )
     assert "parameters" in schema["$defs"]["PolicySpec"]["properties"]
 
 
@@ -198,7 +248,9 @@ def test_the_sample_file_is_good_and_begins_with_its_schema() -> None:
     assert json.loads((sample.parent / "gateway.schema.json").read_text()) == json_schema()
 
 
-def test_what_gateways_share_a_secret_by_comes_from_files_and_is_doubted_in_clear(tmp_path: Path) -> None:
+def test_what_gateways_share_a_secret_by_comes_from_files_and_is_doubted_in_clear(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "fleet").write_text("sixteen-characters-and-more\n")
     shared = "shared: {{redis: {{url: 'redis://127.0.0.1:6379', password: '{0}'}}, key: '{0}'}}\n"
     by_file = config(tmp_path, SHORTEST + shared.format("${file:fleet}")).shared
@@ -211,7 +263,9 @@ def test_what_gateways_share_a_secret_by_comes_from_files_and_is_doubted_in_clea
     assert clear.in_clear
 
 
-def secrets_of(annotation: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+def secrets_of(
+    annotation: Any, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[str | int, ...]]:
     """Where the tree has secrets: in a list as its first item, in a mapping under "any"."""
     if isinstance(annotation, type) and issubclass(annotation, Secret):
         yield path
@@ -243,7 +297,9 @@ def test_every_secret_of_the_tree_is_known_to_the_rules_about_secrets() -> None:
 
 def test_a_collectors_key_comes_from_a_file_and_is_doubted_in_clear(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("by-file\n")
-    traces = "observability: {{traces: {{endpoint: 'http://127.0.0.1:4318/v1/traces', key: '{0}'}}}}\n"
+    traces = (
+        "observability: {{traces: {{endpoint: 'http://127.0.0.1:4318/v1/traces', key: '{0}'}}}}\n"
+    )
     by_file = config(tmp_path, SHORTEST + traces.format("${file:token}")).observability.traces
     assert by_file is not None
     assert by_file.key == Secret("by-file")
@@ -268,7 +324,10 @@ def test_a_reference_may_lead_to_any_number_however_deep(tmp_path: Path) -> None
 
 
 def test_a_literal_brace_is_no_open_reference_and_neither_is_one_in_a_value(tmp_path: Path) -> None:
-    text = SHORTEST + "tenants: [{name: '$${A}', key: '$${', slo: standard}, {name: b, key: '${KEY}'}]\n"
+    text = (
+        SHORTEST
+        + "tenants: [{name: '$${A}', key: '$${', slo: standard}, {name: b, key: '${KEY}'}]\n"
+    )
     read = config(tmp_path, text, {"KEY": "a${b"})
     assert [tenant.key.reveal() for tenant in read.tenants] == ["$${", "a${b"]
     assert read.tenants[0].name == "${A}"

@@ -27,9 +27,13 @@ def refusal(path: Path) -> ConfigError:
 
 @pytest.mark.parametrize("path", sorted(CORPUS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_bad_file_is_refused_at_the_line_and_column_of_every_mistake(path: Path) -> None:
-    expected = [(int(line), int(column), text) for line, column, text in EXPECT.findall(path.read_text())]
+    expected = [
+        (int(line), int(column), text) for line, column, text in EXPECT.findall(path.read_text())
+    ]
     problems = refusal(path).problems
-    assert [(each.line, each.col) for each in problems] == [(line, column) for line, column, _ in expected], problems
+    assert [(each.line, each.col) for each in problems] == [
+        (line, column) for line, column, _ in expected
+    ], problems
     for problem, (_, _, text) in zip(problems, expected, strict=True):
         assert text in str(problem)
         assert str(problem).startswith(f"{path}:{problem.line}:{problem.col} ")
@@ -54,10 +58,12 @@ def test_no_error_of_the_corpus_shows_the_value_of_a_reference() -> None:
         (b"- " * 3000, (1, 1), "is nested too deeply"),
         (b"[" * 100_000, (1, 1), "is nested too deeply"),
         (b"#" * (FILE_CAP_BYTES + 1), (1, 1), "is larger than 1 MiB"),
-        (b"a: &x [*x]\n", (1, 4), "an alias holds itself"),
+        (b"a: &x [*x]\n", (1, 4), "an alias contains itself"),
     ],
 )
-def test_what_is_no_sensible_yaml_is_refused_where_it_breaks(raw: bytes, place: tuple[int, int], message: str) -> None:
+def test_what_is_no_sensible_yaml_is_refused_where_it_breaks(
+    raw: bytes, place: tuple[int, int], message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(raw, "f.yaml", {})
     (problem,) = caught.value.problems
@@ -72,7 +78,9 @@ def test_an_alias_bomb_is_refused_quickly() -> None:
 
 
 def test_a_file_that_is_not_there_is_told_by_name(tmp_path: Path) -> None:
-    assert f"{tmp_path / 'none.yaml'}:1:1 cannot be read: No such file" in str(refusal(tmp_path / "none.yaml"))
+    assert f"{tmp_path / 'none.yaml'}:1:1 cannot be read: No such file" in str(
+        refusal(tmp_path / "none.yaml")
+    )
 
 
 @given(st.text(max_size=200))
@@ -82,15 +90,25 @@ def test_no_text_makes_the_reader_fail_otherwise_than_by_refusing(text: str) -> 
 
 
 LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "1s", "1MiB", "http://h:1", "a"])
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["", "1s", "1MiB", "http://h:1", "a"])
 )
 KEYS = st.sampled_from(["url", "name", "key", "tp", "endpoints", "policy", "pool"])
 VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=8
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
 )
 
 
-@given(st.dictionaries(st.sampled_from(["version", "pools", "models", "listeners", "limits", "tenants"]), VALUES))
+@given(
+    st.dictionaries(
+        st.sampled_from(["version", "pools", "models", "listeners", "limits", "tenants"]), VALUES
+    )
+)
 def test_no_values_make_the_checks_fail_otherwise_than_by_refusing(data: dict[str, object]) -> None:
     source = Source("f.yaml")
     source.data = data

@@ -18,7 +18,12 @@ from tests.chaos.house import House, house
 from tests.e2e.split_house import MODEL, SENTENCE, SplitHouse, split_house
 from tests.fair_time import pace
 
-LONG = {"model": "demo-8b", "stream": True, "max_tokens": 400, "messages": [{"role": "user", "content": "hello"}]}
+LONG = {
+    "model": "demo-8b",
+    "stream": True,
+    "max_tokens": 400,
+    "messages": [{"role": "user", "content": "hello"}],
+}
 
 
 @contextmanager
@@ -90,13 +95,21 @@ async def nobody_answered(running: House) -> None:
     "way",
     [
         *(served, refused, left_before_the_answer, left_within_the_answer),
-        *(broke_and_was_retried, broke_within_the_answer, broke_and_went_on_elsewhere, nobody_answered),
+        *(
+            broke_and_was_retried,
+            broke_within_the_answer,
+            broke_and_went_on_elsewhere,
+            nobody_answered,
+        ),
     ],
 )
 async def test_a_request_that_ends_in_any_way_leaves_nothing_for_the_collector(
     way: Callable[[House], Awaitable[None]],
 ) -> None:
-    models = [{"name": "demo-8b", "pool": "main"} | ({"resume": {}} if way is broke_and_went_on_elsewhere else {})]
+    models = [
+        {"name": "demo-8b", "pool": "main"}
+        | ({"resume": {}} if way is broke_and_went_on_elsewhere else {})
+    ]
     async with house(speed=20.0, models=models) as running:
         await running.ask()
         with nothing_left():
@@ -115,7 +128,11 @@ async def split_left(running: SplitHouse, body: dict[str, object]) -> None:
 
 
 async def split_broke(running: SplitHouse, body: dict[str, object]) -> None:
-    for member, fault in ((running.prefill[0], "5xx"), (running.decode[0], "5xx"), (running.prefill[1], "refuse")):
+    for member, fault in (
+        (running.prefill[0], "5xx"),
+        (running.decode[0], "5xx"),
+        (running.prefill[1], "refuse"),
+    ):
         member.faults.set(fault)
         for number in range(4):
             await running.ask(body | {"prompt": f"{number} {body['prompt']}"})
@@ -148,11 +165,16 @@ async def test_neither_does_one_that_was_split(
 
 @pytest.mark.parametrize("fault", ["refuse", "freeze"])
 async def test_neither_does_a_probe_that_fails(fault: str) -> None:
-    async with house(1, health={"interval": "1h", "timeout": "50ms"}, scrape={"interval": "1h"}) as running:
+    async with house(
+        1, health={"interval": "1h", "timeout": "50ms"}, scrape={"interval": "1h"}
+    ) as running:
         live, watcher = running.app.gateway.endpoints.all()[0], running.app._watcher
         running.groups[0].faults.set(fault)
         with nothing_left(
-            "aiohttp.client", "builtins.traceback", "builtins.ConnectionRefused", "builtins.TimeoutError"
+            "aiohttp.client",
+            "builtins.traceback",
+            "builtins.ConnectionRefused",
+            "builtins.TimeoutError",
         ):
             for _ in range(3):
                 await watcher._probe(live)

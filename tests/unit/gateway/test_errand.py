@@ -1,4 +1,4 @@
-"""Errands: what is done at once, what makes them Tasks, and how they are cancelled."""
+"""Eager tasks: when they resume, when they become regular tasks, and how they are cancelled."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from gateway.errand import Errand, Landing, landing, within
 
 
 class Log(list[str]):
-    """What happened, in order."""
+    """A log of events, which also runs eager tasks."""
 
     def run(self, steps: Coroutine[Any, Any, None]) -> Errand:
-        errand = Errand(steps, lambda: self.append("ended"))
-        errand.step()
-        return errand
+        task = Errand(steps, lambda: self.append("ended"))
+        task.step()
+        return task
 
 
-async def test_the_first_step_is_taken_at_once_and_the_next_one_where_its_landing_lands() -> None:
-    log, place = Log(), landing(asyncio.get_running_loop())
+async def test_a_task_starts_at_once_and_resumes_inside_resolve() -> None:
+    log, awaited = Log(), landing(asyncio.get_running_loop())
 
     async def steps() -> None:
         log.append("began")
-        await place
+        await awaited
         log.append("went on")
 
     log.run(steps())
     log.append("elsewhere")
-    place.land()
+    awaited.land()
     assert log == ["began", "elsewhere", "went on", "ended"]
 
 
-async def test_a_landing_that_fails_raises_where_it_is_awaited() -> None:
-    log, place = Log(), landing(asyncio.get_running_loop())
+async def test_a_failed_future_raises_where_it_is_awaited() -> None:
+    log, awaited = Log(), landing(asyncio.get_running_loop())
 
     async def steps() -> None:
         with pytest.raises(ValueError, match="no"):
-            await place
+            await awaited
         log.append("caught")
 
     log.run(steps())
-    place.land(ValueError("no"))
-    place.land()  # nobody waits any more: nothing happens
+    awaited.land(ValueError("no"))
+    awaited.land()  # no-op: it has been resolved
     assert log == ["caught", "ended"]
 
 
-async def test_a_landing_may_land_before_it_is_awaited_and_a_task_may_await_it() -> None:
+async def test_a_future_may_resolve_early_and_a_regular_task_may_await_it() -> None:
     log, loop = Log(), asyncio.get_running_loop()
     early, late = landing(loop), landing(loop)
 
-    async def steps(place: Landing) -> None:
-        await place
+    async def steps(awaited: Landing) -> None:
+        await awaited
         log.append("there")
 
     early.land()
@@ -66,26 +66,25 @@ async def test_a_landing_may_land_before_it_is_awaited_and_a_task_may_await_it()
 
 
 @pytest.mark.parametrize("wait_s", [0, 0.001])
-async def test_any_other_wait_makes_it_a_task(wait_s: float) -> None:
-    log, ended, place = Log(), asyncio.Event(), landing(asyncio.get_running_loop())
+async def test_any_other_wait_turns_it_into_a_regular_task(wait_s: float) -> None:
+    log, ended, awaited = Log(), asyncio.Event(), landing(asyncio.get_running_loop())
     ours = asyncio.current_task()
 
     async def steps() -> None:
-        assert asyncio.current_task() is ours  # that of whoever steps it, if there is one
+        assert asyncio.current_task() is ours  # the task that steps it
         await asyncio.sleep(wait_s)
         assert asyncio.current_task() is not ours
-        await place
+        await awaited
         log.append("there")
 
-    errand = Errand(steps(), ended.set)
-    errand.step()
+    Errand(steps(), ended.set).step()
     await asyncio.sleep(0.01)
-    place.land()
+    awaited.land()
     await ended.wait()
     assert log == ["there"]
 
 
-async def test_a_future_that_fails_raises_in_the_errand_that_became_a_task() -> None:
+async def test_a_failed_future_raises_in_the_task_that_it_became() -> None:
     log, ended, future = Log(), asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def steps() -> None:
@@ -99,7 +98,7 @@ async def test_a_future_that_fails_raises_in_the_errand_that_became_a_task() -> 
     assert log == ["caught"]
 
 
-async def test_a_limit_in_time_works_at_its_first_wait_and_lets_go_in_time() -> None:
+async def test_a_timeout_applies_from_the_first_wait_and_ends_with_its_block() -> None:
     log, ended, future = Log(), asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def steps() -> None:
@@ -116,21 +115,21 @@ async def test_a_limit_in_time_works_at_its_first_wait_and_lets_go_in_time() -> 
     assert future.cancelled()
 
 
-async def test_cancelling_reaches_it_at_a_landing_at_once_and_as_a_task_soon() -> None:
+async def test_cancelling_is_immediate_at_an_eager_future_and_delayed_as_a_task() -> None:
     loop = asyncio.get_running_loop()
 
-    async def steps(log: Log, place: asyncio.Future[None]) -> None:
+    async def steps(log: Log, awaited: asyncio.Future[None]) -> None:
         try:
-            await place
+            await awaited
         except asyncio.CancelledError:
             log.append("cancelled")
             raise
 
-    log, place = Log(), landing(loop)
-    log.run(steps(log, place)).cancel()
+    log, awaited = Log(), landing(loop)
+    log.run(steps(log, awaited)).cancel()
     assert log == ["cancelled", "ended"]
-    assert place.cancelled()
-    place.land()
+    assert awaited.cancelled()
+    awaited.land()
 
     log = Log()
     log.run(steps(log, loop.create_future())).cancel()
@@ -139,7 +138,7 @@ async def test_cancelling_reaches_it_at_a_landing_at_once_and_as_a_task_soon() -
     assert log == ["cancelled", "ended"]
 
 
-async def test_an_errand_that_never_waits_is_over_at_once_and_cancelling_it_then_does_nothing() -> None:
+async def test_a_task_that_never_waits_ends_at_once_and_ignores_cancelling() -> None:
     log = Log()
 
     async def steps() -> None:

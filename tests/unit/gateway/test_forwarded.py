@@ -1,4 +1,4 @@
-"""What trusted proxies say about their clients."""
+"""Forwarding headers of trusted proxies and of other clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PEER = "10.0.0.1"
     ("forwarded", "client"),
     [
         ("192.0.2.7", "192.0.2.7"),
-        ("203.0.113.9, 192.0.2.7", "192.0.2.7"),  # the left one was said by the client itself
+        ("203.0.113.9, 192.0.2.7", "192.0.2.7"),  # the client itself wrote the left one
         ("192.0.2.7, 10.1.2.3", "192.0.2.7"),  # two proxies in a row
         ("192.0.2.7:4711", "192.0.2.7"),
         ("[2001:db8:2::5]:4711, 2001:db8:1::1", "2001:db8:2::5"),
@@ -34,54 +34,62 @@ PEER = "10.0.0.1"
         (",".join(["10.0.0.2"] * 100_000), "10.0.0.2"),
     ],
 )
-def test_the_client_is_the_rightmost_address_that_is_no_trusted_proxy(forwarded: str, client: str) -> None:
+def test_the_client_is_the_rightmost_address_that_is_not_a_trusted_proxy(
+    forwarded: str, client: str
+) -> None:
     assert PROXIES.client_address({"x-forwarded-for": forwarded}, PEER) == client
 
 
-def test_a_line_that_a_proxy_appends_counts_as_the_end_of_the_list() -> None:
+def test_a_second_header_line_continues_the_list() -> None:
     headers = CIMultiDict([("X-Forwarded-For", "203.0.113.9"), ("X-Forwarded-For", "192.0.2.7")])
     assert PROXIES.client_address(headers, PEER) == "192.0.2.7"
 
 
 @given(st.text(max_size=200))
-def test_no_text_makes_the_reader_fail_or_invent_an_address(text: str) -> None:
-    found = PROXIES.client_address({"x-forwarded-for": text}, PEER)
-    assert found == PEER or ":" in found or found.count(".") == 3
+def test_any_text_yields_the_peer_or_an_address_from_the_text(text: str) -> None:
+    result = PROXIES.client_address({"x-forwarded-for": text}, PEER)
+    assert result == PEER or ":" in result or result.count(".") == 3
 
 
-@pytest.mark.parametrize(("text", "kept"), [("a1b2-c3", True), ("x" * 129, False), ("a b", False), ('a"b', False)])
-def test_an_id_with_odd_characters_is_not_logged(text: str, kept: bool) -> None:
-    assert proxy_request_id({"x-request-id": text}) == (text if kept else "")
+@pytest.mark.parametrize(
+    ("text", "is_logged"), [("a1b2-c3", True), ("x" * 129, False), ("a b", False), ('a"b', False)]
+)
+def test_an_id_with_odd_characters_is_not_logged(text: str, is_logged: bool) -> None:
+    assert proxy_request_id({"x-request-id": text}) == (text if is_logged else "")
 
 
 async def logged(folder: Path, trusted: list[str], headers: list[str]) -> dict[str, object]:
-    """The access line of a request from 127.0.0.1 with these header lines."""
+    """Send a request from 127.0.0.1 with these header lines; return its access line."""
     log = folder / "access.jsonl"
     seen = {"access_log": str(log), "access_flush": "10ms"}
     listeners = {"api": {"port": 0, "trusted_proxies": trusted}, "admin": {"port": 0}}
     async with house(1, observability=seen, listeners=listeners) as home:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(home.app.url.rpartition(":")[2]))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", int(home.app.url.rpartition(":")[2])
+        )
         body = b'{"model": "demo-8b", "prompt": "hi", "max_tokens": 1}'
         lines = ["POST /v1/completions HTTP/1.1", "host: a", "content-type: application/json"]
-        head = "\r\n".join([*lines, f"content-length: {len(body)}", *headers, "connection: close", "", ""])
+        head = "\r\n".join(
+            [*lines, f"content-length: {len(body)}", *headers, "connection: close", "", ""]
+        )
         writer.write(head.encode() + body)
         assert b" 200 " in await reader.read()
         writer.close()
         await home.at_rest()
-    found: dict[str, object] = json.loads(log.read_text())
-    return found
+    result: dict[str, object] = json.loads(log.read_text())
+    return result
 
 
 CLAIMS = ["X-Forwarded-For: 203.0.113.9, 192.0.2.7", "X-Request-Id: edge-77"]
 
 
-async def test_a_trusted_proxys_words_stand_in_the_access_log(tmp_path: Path) -> None:
+async def test_headers_of_a_trusted_proxy_appear_in_the_access_log(tmp_path: Path) -> None:
     line = await logged(tmp_path, ["127.0.0.0/8"], CLAIMS)
     assert (line["client"], line["proxy_request_id"]) == ("192.0.2.7", "edge-77")
     assert str(line["id"]).startswith("req_")
 
 
-async def test_others_claims_about_their_address_are_ignored(tmp_path: Path) -> None:
+async def test_forwarding_headers_of_other_clients_are_ignored(tmp_path: Path) -> None:
     line = await logged(tmp_path, ["10.0.0.0/8"], CLAIMS)
     assert line["client"] == "127.0.0.1"
     assert "proxy_request_id" not in line

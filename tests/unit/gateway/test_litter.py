@@ -1,4 +1,4 @@
-"""Cycles that libraries leave behind are looked for by the clock, while few requests are held up by that."""
+"""The garbage collector runs on a schedule, preferably while few requests are in progress."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import pytest
 from gateway.litter import AT_LATEST_S, CALM, EVERY_S, Litter
 
 
-class Ring:
-    """Something that holds itself."""
+class Cycle:
+    """An object that refers to itself."""
 
     def __init__(self) -> None:
         self.self = self
 
 
-def test_a_cycle_is_gone_after_a_minute_of_calm_and_stays_until_then() -> None:
-    litter, ring = Litter(100.0), weakref.ref(Ring())
+def test_a_cycle_is_collected_after_an_interval_with_low_load() -> None:
+    schedule, cycle = Litter(100.0), weakref.ref(Cycle())
     gc.disable()
     try:
-        litter.sweep(100.0 + EVERY_S - 1, 0)
-        assert ring() is not None
-        litter.sweep(100.0 + EVERY_S, CALM)
-        assert ring() is None
+        schedule.sweep(100.0 + EVERY_S - 1, 0)
+        assert cycle() is not None
+        schedule.sweep(100.0 + EVERY_S, CALM)
+        assert cycle() is None
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize(("under_way", "every_s"), [(CALM, EVERY_S), (CALM + 1, AT_LATEST_S)])
-def test_many_requests_are_held_up_rarely(under_way: int, every_s: float) -> None:
-    looked: list[float] = []
-    litter = Litter(0.0, lambda: looked.append(now))
+@pytest.mark.parametrize(("in_progress", "every_s"), [(CALM, EVERY_S), (CALM + 1, AT_LATEST_S)])
+def test_under_load_collections_are_rare(in_progress: int, every_s: float) -> None:
+    collected_at: list[float] = []
+    schedule = Litter(0.0, lambda: collected_at.append(now))
     for now in range(1, 3601):
-        litter.sweep(float(now), under_way)
-    assert looked == [every_s * number for number in range(1, len(looked) + 1)]
-    assert len(looked) == 3600 // every_s
+        schedule.sweep(float(now), in_progress)
+    assert collected_at == [every_s * number for number in range(1, len(collected_at) + 1)]
+    assert len(collected_at) == 3600 // every_s

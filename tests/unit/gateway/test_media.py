@@ -1,4 +1,4 @@
-"""Media in a prompt count as one medium each, however large; text counts as text, whatever it looks like."""
+"""Each medium in a prompt counts as one, however large; text counts as text, whatever its form."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ PARTS: list[dict[str, Any]] = [
     {"type": "image_url", "image_url": f"data:image/png;base64,{IMAGE}"},
     {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{IMAGE}"}},
     {"type": "input_audio", "input_audio": {"data": IMAGE, "format": "wav"}},
-    {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{IMAGE}", "filename": "a.pdf"}},
+    {
+        "type": "file",
+        "file": {"file_data": f"data:application/pdf;base64,{IMAGE}", "filename": "a.pdf"},
+    },
     {"type": "image_embeds", "image_embeds": IMAGE},
 ]
 
 
-def asked(content: object, separators: tuple[str, str] = (",", ":"), prompts: PromptLengths | None = None) -> Call:
+def parsed(
+    content: object, separators: tuple[str, str] = (",", ":"), prompts: PromptLengths | None = None
+) -> Call:
     body = {"model": "demo", "messages": [{"role": "user", "content": content}]}
     raw = json.dumps(body, separators=separators).encode()
     return parse(raw, Api.CHAT, {"demo": Model()}, Caller("r", "", NOTHING, 0.0, prompts=prompts))
@@ -37,35 +42,35 @@ def asked(content: object, separators: tuple[str, str] = (",", ":"), prompts: Pr
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: str(part["type"]))
-def test_a_part_of_base64_counts_as_one_medium_and_is_sent_as_it_came(
+def test_a_base64_part_counts_as_one_medium_and_is_sent_unchanged(
     part: dict[str, Any], separators: tuple[str, str]
 ) -> None:
-    call = asked([TEXT, part], separators)
+    call = parsed([TEXT, part], separators)
     assert MEDIA_TOKENS < call.request.prompt_tokens < MEDIA_TOKENS + 100
     assert call.media == 1
     assert IMAGE.encode() in call.body
-    assert asked([TEXT, part, part], separators).media == 2
+    assert parsed([TEXT, part, part], separators).media == 2
 
 
 def test_text_that_looks_like_base64_counts_as_text() -> None:
     for content in (IMAGE, [{"type": "text", "text": IMAGE}], json.dumps({"data": IMAGE})):
-        call = asked(content)
+        call = parsed(content)
         assert call.request.prompt_tokens > len(IMAGE) // 4
         assert call.media == 0
 
 
-def test_a_small_medium_and_plain_text_are_left_alone() -> None:
+def test_small_media_and_plain_text_count_as_text() -> None:
     small = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + IMAGE[:3000]}}
-    assert asked([TEXT, small]).media == 0
+    assert parsed([TEXT, small]).media == 0
     words = "It was the best of times, it was the worst of times. " * 10_000
     assert not may_hold_media(json.dumps({"content": words}).encode())
 
 
-def test_prompts_with_other_images_share_no_blocks_past_the_image() -> None:
+def test_prompts_with_different_images_share_only_the_blocks_before_the_image() -> None:
     def keys(image: str) -> list[int]:
         before = {"type": "text", "text": "Look. " * 300}
         part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
-        call = asked([before, part, {"type": "text", "text": "And now? " * 300}])
+        call = parsed([before, part, {"type": "text", "text": "And now? " * 300}])
         return list(Prefixes(b"s" * 32, 1 << 22, 512).of(call, "demo").keys)
 
     one, again, other = keys(IMAGE), keys(IMAGE), keys(OTHER)
@@ -75,17 +80,19 @@ def test_prompts_with_other_images_share_no_blocks_past_the_image() -> None:
     assert one[:shared] == other[:shared]
 
 
-def test_a_prompt_of_nothing_but_keys_and_blobs_is_read_in_linear_time() -> None:
+def test_a_prompt_of_only_keys_and_blobs_is_scanned_in_linear_time() -> None:
     messages = b'[{"x":"' + b"A" * 5000 + b'"},' + b'{"data":"' * 100_000 + b"]"
     assert without_media(messages)[1] == 1
 
 
-def test_estimates_follow_what_engines_count_of_like_prompts() -> None:
+def test_estimates_follow_the_counts_of_engines_for_similar_prompts() -> None:
     prompts, part = PromptLengths(), PARTS[0]
-    plain = asked("word " * 400).estimated_tokens
+    plain = parsed("word " * 400).estimated_tokens
     for _ in range(8):
-        prompts.counted("demo", True, asked([TEXT, part]).estimated_tokens, 300)
+        prompts.counted("demo", True, parsed([TEXT, part]).estimated_tokens, 300)
         prompts.counted("demo", False, plain, plain // 2)
-    assert asked([TEXT, part], prompts=prompts).request.prompt_tokens == 300
-    assert asked("word " * 400, prompts=prompts).request.prompt_tokens == pytest.approx(plain / 2, abs=1)
-    assert asked("word " * 400, prompts=prompts).estimated_tokens == plain
+    assert parsed([TEXT, part], prompts=prompts).request.prompt_tokens == 300
+    assert parsed("word " * 400, prompts=prompts).request.prompt_tokens == pytest.approx(
+        plain / 2, abs=1
+    )
+    assert parsed("word " * 400, prompts=prompts).estimated_tokens == plain

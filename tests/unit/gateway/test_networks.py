@@ -12,11 +12,19 @@ def test_an_address_is_in_any_of_its_networks() -> None:
     assert networks
     for inside in ("10.1.2.3", "2001:db8:5::1", "192.0.2.7", "::ffff:10.9.9.9"):
         assert inside in networks
-    for outside in ("11.0.0.1", "2001:db9::1", "192.0.2.8", "", "/run/a.sock", "10.0.0.0/8", "fe80::1%eth0"):
+    for outside in (
+        "11.0.0.1",
+        "2001:db9::1",
+        "192.0.2.8",
+        "",
+        "/run/a.sock",
+        "10.0.0.0/8",
+        "fe80::1%eth0",
+    ):
         assert outside not in networks
 
 
-def test_no_network_holds_no_address() -> None:
+def test_no_address_is_in_an_empty_set() -> None:
     assert not Networks(())
     assert "127.0.0.1" not in Networks(())
 

@@ -7,17 +7,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gateway import openai
+from gateway import json_members
 from gateway.answer import Failure, GatewayError
+from gateway.json_members import MAX_DIGITS, MAX_MEMBERS, MAX_NAME, SMALL_BODY
 from gateway.openai import (
     DEFAULT_OUTPUT_TOKENS,
     EXPECTED_CEILING,
     LIMITS,
-    MAX_DIGITS,
-    MAX_MEMBERS,
-    MAX_NAME,
     SIZES,
-    SMALL_BODY,
     Api,
     Call,
     Caller,
@@ -39,12 +36,18 @@ class Model(NamedTuple):
     sequences: int = 256
 
 
-def parsed(body: dict[str, Any] | bytes, api: Api = Api.CHAT, context_tokens: int | None = None) -> Call:
+def parsed(
+    body: dict[str, Any] | bytes, api: Api = Api.CHAT, context_tokens: int | None = None
+) -> Call:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return parse(raw, api, {"demo": Model("demo", context_tokens)}, Caller("req_1", "acme", NOTHING, 0.0))
+    return parse(
+        raw, api, {"demo": Model("demo", context_tokens)}, Caller("req_1", "acme", NOTHING, 0.0)
+    )
 
 
-def refusal(body: dict[str, Any] | bytes, api: Api = Api.CHAT, context_tokens: int | None = None) -> GatewayError:
+def refusal(
+    body: dict[str, Any] | bytes, api: Api = Api.CHAT, context_tokens: int | None = None
+) -> GatewayError:
     with pytest.raises(GatewayError) as refused:
         parsed(body, api, context_tokens)
     return refused.value
@@ -54,7 +57,20 @@ def refusal(body: dict[str, Any] | bytes, api: Api = Api.CHAT, context_tokens: i
 def test_a_guarded_number_is_taken_up_to_its_limit_and_refused_beyond(name: str) -> None:
     for good in (1, LIMITS[name], None):
         parsed({**CHAT, name: good})
-    wrong: tuple[Any, ...] = (0, -1, LIMITS[name] + 1, 2**31, 2**63, 2**64, 10**300, 1.5, "1", True, [1], {})
+    wrong: tuple[Any, ...] = (
+        0,
+        -1,
+        LIMITS[name] + 1,
+        2**31,
+        2**63,
+        2**64,
+        10**300,
+        1.5,
+        "1",
+        True,
+        [1],
+        {},
+    )
     for bad in wrong:
         error = refusal({**CHAT, name: bad})
         assert (error.failure, error.param) == (Failure.BAD_REQUEST, name)
@@ -74,7 +90,10 @@ def test_members_are_counted_and_their_names_measured(large: bool) -> None:
     messages = [{"role": "user", "content": "x" * (SMALL_BODY if large else 1)}]
     room = MAX_MEMBERS - 2
     parsed({**CHAT, "messages": messages} | {f"k{i}": 0 for i in range(room)})
-    assert "members" in refusal({**CHAT, "messages": messages} | {f"k{i}": 0 for i in range(room + 1)}).message
+    assert (
+        "members"
+        in refusal({**CHAT, "messages": messages} | {f"k{i}": 0 for i in range(room + 1)}).message
+    )
     parsed({**CHAT, "messages": messages, "k" * MAX_NAME: 0})
     assert "name" in refusal({**CHAT, "messages": messages, "k" * (MAX_NAME + 1): 0}).message
 
@@ -110,7 +129,9 @@ def test_a_huge_bound_is_not_taken_for_a_plan_but_sent_on_as_it_is() -> None:
         ({"max_tokens": None, "n": None}, DEFAULT_OUTPUT_TOKENS),
     ],
 )
-def test_output_is_estimated_by_what_the_client_allows(body: dict[str, Any], output_tokens: int) -> None:
+def test_output_is_estimated_by_what_the_client_allows(
+    body: dict[str, Any], output_tokens: int
+) -> None:
     assert parsed({**CHAT, **body}).request.output_tokens == output_tokens
 
 
@@ -129,18 +150,27 @@ def test_prompt_tokens_are_counted_for_ids_and_estimated_for_text(prompt: Any, t
 
 
 def test_everything_rendered_before_the_conversation_belongs_to_the_prompt_in_that_order() -> None:
-    call = parsed({"messages": [1], "tools": [2], "model": "demo", "chat_template": "t", "documents": [3]})
+    call = parsed(
+        {"messages": [1], "tools": [2], "model": "demo", "chat_template": "t", "documents": [3]}
+    )
     assert [bytes(part) for part in call.prompt] == [b'"t"', b"[2]", b"[3]", b"[1]"]
 
 
-@pytest.mark.parametrize(("value", "stream"), [("true", True), (" true ", True), ("false", False), ("null", False)])
+@pytest.mark.parametrize(
+    ("value", "stream"), [("true", True), (" true ", True), ("false", False), ("null", False)]
+)
 def test_a_stream_is_what_says_so(value: str, stream: bool) -> None:
-    assert parsed(json.dumps(CHAT)[:-1].encode() + f',"stream":{value}}}'.encode()).request.stream is stream
+    assert (
+        parsed(json.dumps(CHAT)[:-1].encode() + f',"stream":{value}}}'.encode()).request.stream
+        is stream
+    )
 
 
 def test_what_cannot_fit_the_context_by_any_count_is_refused_with_both_numbers() -> None:
     parsed({**COMPLETION, "prompt": [1] * 60, "max_tokens": 4}, Api.COMPLETIONS, context_tokens=64)
-    error = refusal({**COMPLETION, "prompt": [1] * 60, "max_tokens": 5}, Api.COMPLETIONS, context_tokens=64)
+    error = refusal(
+        {**COMPLETION, "prompt": [1] * 60, "max_tokens": 5}, Api.COMPLETIONS, context_tokens=64
+    )
     assert error.failure is Failure.CONTEXT_TOO_LONG
     assert "64 tokens" in error.message
     assert "65 (60 in the prompt, 5 to be generated)" in error.message
@@ -149,7 +179,9 @@ def test_what_cannot_fit_the_context_by_any_count_is_refused_with_both_numbers()
 def test_of_several_prompts_each_must_fit_the_context_by_itself() -> None:
     fit, too_long = [[1] * 60, [2] * 59], [[1] * 3, [2] * 61, [3] * 60]
     parsed({**COMPLETION, "prompt": fit, "max_tokens": 4}, Api.COMPLETIONS, context_tokens=64)
-    error = refusal({**COMPLETION, "prompt": too_long, "max_tokens": 4}, Api.COMPLETIONS, context_tokens=64)
+    error = refusal(
+        {**COMPLETION, "prompt": too_long, "max_tokens": 4}, Api.COMPLETIONS, context_tokens=64
+    )
     assert "65 (61 in the prompt" in error.message
 
 
@@ -166,7 +198,9 @@ def test_text_that_may_fit_is_left_to_the_engine_to_count() -> None:
         ("x" * 1000, f"'{'x' * 64}...'"),
     ],
 )
-def test_an_unknown_model_is_shown_short_and_without_control_characters(asked: str, shown: str) -> None:
+def test_an_unknown_model_is_shown_short_and_without_control_characters(
+    asked: str, shown: str
+) -> None:
     error = refusal({**CHAT, "model": asked})
     assert (error.failure, error.param) == (Failure.MODEL_NOT_FOUND, "model")
     assert shown in error.message
@@ -182,22 +216,31 @@ def test_a_call_without_its_prompt_names_what_is_missing(api: Api, missing: str)
     assert refusal({"model": "demo"}, api).param == missing
 
 
-@pytest.mark.parametrize("value", ["[" + "[]," * 1000 + "[]]", "{" + ",".join(f'"{n}":1' for n in range(1000)) + "}"])
-def test_a_list_where_a_number_or_a_word_is_due_is_not_read(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "value", ["[" + "[]," * 1000 + "[]]", "{" + ",".join(f'"{n}":1' for n in range(1000)) + "}"]
+)
+def test_a_list_where_a_number_or_a_word_is_due_is_not_read(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A million objects would hold everybody up."""
     read: list[int] = []
-    decode = openai._decode_any
+    decode = json_members._decode_any
 
     def counted(raw: bytes) -> object:
         read.append(len(raw))
         return decode(raw)
 
-    monkeypatch.setattr(openai, "_decode_any", counted)
+    monkeypatch.setattr(json_members, "_decode_any", counted)
     chat = '{"messages":[{"role":"user","content":"hi"}],%s}'
-    assert refusal((chat % f'"model":"demo","n":{value}').encode()).message == "'n' must be an integer."
+    assert (
+        refusal((chat % f'"model":"demo","n":{value}').encode()).message
+        == "'n' must be an integer."
+    )
     assert refusal((chat % f'"model":{value}').encode()).message == "'model' must be a string."
     assert parsed((chat % f'"model":"demo","priority":{value}').encode()).request.priority == 0
-    assert parsed((chat % f'"model":"demo","prompt_cache_key":{value}').encode()).request.session == ""
+    assert (
+        parsed((chat % f'"model":"demo","prompt_cache_key":{value}').encode()).request.session == ""
+    )
     assert max(read) < 100
 
 
@@ -205,7 +248,9 @@ def test_extra_arguments_are_counted_before_they_are_read() -> None:
     many = b",".join(b'"%d":%d' % (number, 10**9) for number in range(40_000))
     assert (
         "'vllm_xargs' has more than 256 members"
-        in refusal(b'{"model":"demo","messages":[{"role":"user","content":"hi"}],"vllm_xargs":{%b}}' % many).message
+        in refusal(
+            b'{"model":"demo","messages":[{"role":"user","content":"hi"}],"vllm_xargs":{%b}}' % many
+        ).message
     )
 
 
@@ -220,7 +265,9 @@ def test_an_answer_without_a_bound_is_expected_to_be_as_long_as_others_were() ->
     caller = Caller("req_1", "acme", NOTHING, 0.0, lengths)
 
     def expected(**more: Any) -> int:
-        return parse(json.dumps(CHAT | more).encode(), Api.CHAT, {"demo": Model()}, caller).request.output_tokens
+        return parse(
+            json.dumps(CHAT | more).encode(), Api.CHAT, {"demo": Model()}, caller
+        ).request.output_tokens
 
     assert expected() == DEFAULT_OUTPUT_TOKENS
     for _ in range(20):

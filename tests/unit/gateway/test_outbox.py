@@ -1,4 +1,4 @@
-"""What a turn of the event loop writes and what it puts off, and that no byte is lost, doubled or overtaken by that."""
+"""What one loop iteration writes and what it defers, without losing or reordering any byte."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.framing import chunk
 from gateway.outbox import MOST, TURN, Outbox
 from gateway.relay import Relay, State
 from gateway.upstream import Connection, Patience, Upstream
-from tests.unit.gateway.test_upstream import Body, Client
+from tests.unit.gateway.test_upstream import FakeClient, FakePayload
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = chunk(b'data: {"choices":[{"delta":{"content":"."}}]}\n\n')
@@ -23,8 +23,8 @@ END = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 RELAY = Relay(b"")
 
 
-class Loop:
-    """Turns of an event loop, taken by hand."""
+class FakeLoop:
+    """An event loop whose iterations are run by hand."""
 
     def __init__(self) -> None:
         self._soon: list[Callable[[], None]] = []
@@ -33,22 +33,22 @@ class Loop:
         self._soon.append(callback)
 
     def turn(self) -> bool:
-        """Whether there was something to do."""
+        """Run one iteration; return whether there was anything to do."""
         soon, self._soon = self._soon, []
         for callback in soon:
             callback()
         return bool(soon)
 
 
-class Said:
-    """An engine's connection whose bytes go to a client of its own as they are."""
+class FakeConnection:
+    """An engine connection that passes its bytes on to a client unchanged."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
         self._wire = Mock(is_closing=lambda: False, write=self._write)
         self.sent = b""
 
-    def say(self, data: bytes) -> None:
+    def receive(self, data: bytes) -> None:
         if self._outbox.full:
             self._outbox.put_off(self, RELAY, data)
         else:
@@ -62,78 +62,81 @@ class Said:
         self.sent += data
 
 
-def outbox() -> tuple[Outbox, Loop]:
-    loop = Loop()
+def new_queue() -> tuple[Outbox, FakeLoop]:
+    loop = FakeLoop()
     return Outbox(cast(asyncio.AbstractEventLoop, loop)), loop
 
 
-def test_a_turn_relays_so_much_and_who_asks_meanwhile_is_answered_before_the_rest() -> None:
-    made, loop = outbox()
-    streams = [Said(made) for _ in range(10 * TURN)]
-    for one in streams:
-        one.say(b".")
+def test_new_requests_are_answered_before_deferred_chunks() -> None:
+    queue, loop = new_queue()
+    streams = [FakeConnection(queue) for _ in range(10 * TURN)]
+    for stream in streams:
+        stream.receive(b".")
     loop.turn()
-    behind = [one.sent for one in streams].count(b"")
-    refused = Said(made)
+    behind = [stream.sent for stream in streams].count(b"")
+    refused = FakeConnection(queue)
     refused.catch_up(RELAY, b"429")
     loop.turn()
     assert refused.sent == b"429"
     assert behind == 8 * TURN
-    assert [one.sent for one in streams].count(b"") == 7 * TURN
+    assert [stream.sent for stream in streams].count(b"") == 7 * TURN
     while loop.turn():
         pass
-    assert all(one.sent == b"." for one in streams)
-    assert not made.full
+    assert all(stream.sent == b"." for stream in streams)
+    assert not queue.full
 
 
-def test_a_few_pieces_are_written_in_the_turn_in_which_they_came() -> None:
-    made, loop = outbox()
-    streams = [Said(made) for _ in range(TURN)]
-    for one in streams:
-        one.say(b".")
+def test_a_few_chunks_are_written_in_the_iteration_in_which_they_arrive() -> None:
+    queue, loop = new_queue()
+    streams = [FakeConnection(queue) for _ in range(TURN)]
+    for stream in streams:
+        stream.receive(b".")
     loop.turn()
-    assert all(one.sent for one in streams)
+    assert all(stream.sent for stream in streams)
     assert not loop.turn()
 
 
-def test_beyond_so_many_pieces_reading_is_as_slow_as_relaying() -> None:
-    made, _ = outbox()
-    stream = Said(made)
+def test_beyond_the_limit_of_deferred_chunks_they_are_relayed_at_once() -> None:
+    queue, _ = new_queue()
+    stream = FakeConnection(queue)
     for _ in range(TURN + MOST):
-        stream.say(b".")
+        stream.receive(b".")
     assert not stream.sent
-    stream.say(b".")
-    made.flush()
+    stream.receive(b".")
+    queue.flush()
     assert len(stream.sent) == TURN + MOST
 
 
-def test_a_piece_that_cannot_be_relayed_holds_nobody_up() -> None:
-    made, loop = outbox()
-    broken, streams = Mock(catch_up=Mock(side_effect=ValueError("a bug"))), [Said(made) for _ in range(TURN)]
-    for one in streams:
-        one.say(b".")
-    made.put_off(broken, RELAY, b"?")
-    for one in streams:
-        one.say(b".")
+def test_a_chunk_that_cannot_be_relayed_does_not_affect_the_others() -> None:
+    queue, loop = new_queue()
+    broken, streams = (
+        Mock(catch_up=Mock(side_effect=ValueError("a bug"))),
+        [FakeConnection(queue) for _ in range(TURN)],
+    )
+    for stream in streams:
+        stream.receive(b".")
+    queue.put_off(broken, RELAY, b"?")
+    for stream in streams:
+        stream.receive(b".")
     with pytest.raises(ValueError, match="a bug"):
         loop.turn()
     while loop.turn():
         pass
-    assert all(one.sent == b".." for one in streams)
+    assert all(stream.sent == b".." for stream in streams)
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_what_a_write_makes_somebody_post_is_written_although_that_write_failed(late: int) -> None:
-    made, loop = outbox()
-    stream, behind = Said(made), Said(made)
+def test_a_write_queued_by_a_failing_write_is_written(late: int) -> None:
+    queue, loop = new_queue()
+    stream, behind = FakeConnection(queue), FakeConnection(queue)
 
     def fail(_: bytes) -> None:
-        stream.say(b".")
+        stream.receive(b".")
         raise OSError("gone")
 
-    made.post(Mock(is_closing=lambda: False, write=fail), b"x")
+    queue.post(Mock(is_closing=lambda: False, write=fail), b"x")
     for _ in range(late):
-        made.put_off(behind, RELAY, b".")
+        queue.put_off(behind, RELAY, b".")
     with pytest.raises(OSError, match="gone"):
         loop.turn()
     while loop.turn():
@@ -141,89 +144,100 @@ def test_what_a_write_makes_somebody_post_is_written_although_that_write_failed(
     assert (stream.sent, behind.sent) == (b".", b"." * late)
 
 
-def test_who_can_be_written_to_no_more_costs_the_others_nothing() -> None:
-    made, loop = outbox()
+def test_a_transport_that_cannot_be_written_to_does_not_affect_the_others() -> None:
+    queue, loop = new_queue()
     gone = Mock(side_effect=RuntimeError("after write_eof()"))
-    closed, stream = Mock(is_closing=lambda: False, write=gone), Said(made)
-    made.post(closed, b"x")
-    stream.say(b".")
+    closed, stream = Mock(is_closing=lambda: False, write=gone), FakeConnection(queue)
+    queue.post(closed, b"x")
+    stream.receive(b".")
     loop.turn()
     assert stream.sent == b"."
     closed.abort.assert_called_once_with()
 
 
-@given(st.lists(st.sampled_from(["turn", "end 0", "end 1", *["burst"] * 4]), max_size=30), st.integers(1, 90))
-def test_whatever_is_put_off_each_client_gets_all_of_its_bytes_in_their_order(steps: list[str], size: int) -> None:
-    made, loop = outbox()
-    streams = [Said(made) for _ in range(3)]
-    said = [b""] * 3
+@given(
+    st.lists(st.sampled_from(["turn", "end 0", "end 1", *["burst"] * 4]), max_size=30),
+    st.integers(1, 90),
+)
+def test_deferring_neither_loses_nor_reorders_bytes_of_a_client(
+    steps: list[str], size: int
+) -> None:
+    queue, loop = new_queue()
+    streams = [FakeConnection(queue) for _ in range(3)]
+    received = [b""] * 3
     for number, step in enumerate(steps):
         if step == "turn":
             loop.turn()
         elif step == "burst":
-            for at in range(size):
-                data = b"%d.%d " % (number, at)
-                streams[at % 3].say(data)
-                said[at % 3] += data
+            for index in range(size):
+                data = b"%d.%d " % (number, index)
+                streams[index % 3].receive(data)
+                received[index % 3] += data
         else:
             ending = int(step[-1])
-            made.hurry(streams[ending])
-            made.flush()
-            assert streams[ending].sent == said[ending]
+            queue.hurry(streams[ending])
+            queue.flush()
+            assert streams[ending].sent == received[ending]
     while loop.turn():
         pass
-    assert [one.sent for one in streams] == said
+    assert [stream.sent for stream in streams] == received
 
 
-class Asked:
-    """A connection to an engine that is to answer, and its client."""
+class Request:
+    """A request in progress: the connection to its engine, and its client."""
 
     def __init__(self, pool: Upstream) -> None:
-        self.connection, self.client, self.relay = Connection(pool), Client(), Relay(b"")
+        self.connection, self.client, self.relay = Connection(pool), FakeClient(), Relay(b"")
         self.wire = Mock(is_closing=Mock(return_value=False))
         self.connection.connection_made(self.wire)
-        self.done = self.connection.carry(b"", Body(), self.relay, self.client)
+        self.done = self.connection.carry(b"", FakePayload(), self.relay, self.client)
         self.connection.data_received(HEAD)
 
 
 @pytest.fixture
 async def pool() -> Upstream:
     """Connections to one engine."""
-    return Upstream("http://engine", None, Patience(1.0, 1.0, 1.0), Outbox(asyncio.get_running_loop()))
+    return Upstream(
+        "http://engine", None, Patience(1.0, 1.0, 1.0), Outbox(asyncio.get_running_loop())
+    )
 
 
-def full(pool: Upstream) -> None:
-    """Let this turn have written enough."""
+def spend_budget(pool: Upstream) -> None:
+    """Spend the budget of this loop iteration."""
     for _ in range(TURN):
         pool.outbox.post(Mock(), b".")
 
 
-async def test_an_answer_whose_end_was_put_off_is_whole_although_the_engine_closed_behind_it(pool: Upstream) -> None:
-    asked = Asked(pool)
-    full(pool)
-    asked.connection.data_received(EVENT)
-    asked.connection.data_received(END)
-    assert EVENT not in asked.client.text
-    asked.connection.connection_lost(None)
-    await asked.done
-    assert asked.relay.state is State.DONE
-    assert asked.client.text.endswith(EVENT + END)
+async def test_a_response_whose_end_was_deferred_is_complete_although_the_engine_closed(
+    pool: Upstream,
+) -> None:
+    request = Request(pool)
+    spend_budget(pool)
+    request.connection.data_received(EVENT)
+    request.connection.data_received(END)
+    assert EVENT not in request.client.text
+    request.connection.connection_lost(None)
+    await request.done
+    assert request.relay.state is State.DONE
+    assert request.client.text.endswith(EVENT + END)
 
 
-async def test_what_an_aborted_answer_had_put_off_reaches_nobody(pool: Upstream) -> None:
-    asked = Asked(pool)
-    full(pool)
-    asked.connection.data_received(EVENT)
-    asked.connection.abort()
+async def test_deferred_chunks_of_an_aborted_response_are_dropped(pool: Upstream) -> None:
+    request = Request(pool)
+    spend_budget(pool)
+    request.connection.data_received(EVENT)
+    request.connection.abort()
     await asyncio.sleep(0)
-    assert EVENT not in asked.client.text
+    assert EVENT not in request.client.text
 
 
-async def test_bytes_put_off_behind_an_answers_end_close_the_connection(pool: Upstream) -> None:
-    asked = Asked(pool)
-    full(pool)
-    asked.connection.data_received(EVENT + END)
-    asked.connection.data_received(EVENT)
+async def test_deferred_bytes_after_the_end_of_a_response_close_the_connection(
+    pool: Upstream,
+) -> None:
+    request = Request(pool)
+    spend_budget(pool)
+    request.connection.data_received(EVENT + END)
+    request.connection.data_received(EVENT)
     await asyncio.sleep(0)
-    assert asked.client.text.endswith(EVENT + END)
-    asked.wire.abort.assert_called_once()
+    assert request.client.text.endswith(EVENT + END)
+    request.wire.abort.assert_called_once()

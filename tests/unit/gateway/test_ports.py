@@ -1,4 +1,4 @@
-"""Whether a port is taken, and what is left for the listener to say."""
+"""Detection of taken ports, and URLs from a host and a port."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from gateway.ports import http_url, is_free
 
 
-def test_a_port_is_taken_while_somebody_listens_there() -> None:
+def test_a_port_is_taken_while_a_socket_listens_on_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert not is_free("127.0.0.1", port)
@@ -18,10 +18,10 @@ def test_a_port_is_taken_while_somebody_listens_there() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EADDRNOTAVAIL])
-def test_a_port_that_nobody_has_taken_is_free_whatever_else_is_wrong(
+def test_a_port_counts_as_free_if_listening_fails_for_another_reason(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A listener there tells the truth: that this user may not, or that the address is another machine's."""
+    """The listener's own error explains missing rights or a foreign address better."""
 
     def refuse(self: socket.socket, address: object) -> None:
         raise OSError(number, "no")
@@ -30,6 +30,6 @@ def test_a_port_that_nobody_has_taken_is_free_whatever_else_is_wrong(
     assert is_free("127.0.0.1", 80)
 
 
-def test_an_address_of_version_6_stands_in_brackets() -> None:
+def test_an_ipv6_address_is_written_in_brackets() -> None:
     assert http_url("::1", 80) == "http://[::1]:80"
     assert http_url("localhost", 80) == "http://localhost:80"

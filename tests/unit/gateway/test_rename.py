@@ -1,4 +1,4 @@
-"""Answers that are rewritten as they stream: the same bytes however they are cut, and little of them held."""
+"""Responses rewritten as they stream: the same bytes however they are cut, and little held."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def in_pieces(renamer: Renamer, text: bytes, cuts: list[int], *, sse: bool) -> b
 
 
 @given(PARTS, st.lists(st.integers(0, 10**6), max_size=8), st.booleans())
-def test_an_answer_is_rewritten_alike_however_it_is_cut(parts: list[bytes], cuts: list[int], sse: bool) -> None:
+def test_a_response_is_rewritten_the_same_however_it_is_cut(
+    parts: list[bytes], cuts: list[int], sse: bool
+) -> None:
     text = b"".join(parts)
     named = re.sub(rb'("model":\s*)"served"', rb'\1"mine"', text)
     counted = re.sub(rb'("cached_tokens":\s*)\d+', rb"\g<1>999", named)
@@ -53,8 +55,8 @@ def test_an_answer_is_rewritten_alike_however_it_is_cut(parts: list[bytes], cuts
 
 
 @pytest.mark.parametrize("sse", [False, True])
-def test_little_is_held_of_a_long_answer(sse: bool) -> None:
-    """All of it was held, and copied for every read: 30 MB held up the event loop for 2.8 s."""
+def test_little_of_a_long_response_is_held(sse: bool) -> None:
+    """Holding all of it and copying it on every read would block the event loop for seconds."""
     renamer, piece, out = Renamer("served", "mine"), b"x" * 50_000, 0
     out += len(renamer.feed(b'data: {"model":"served",', sse=sse, ended=False))
     for _ in range(100):
@@ -66,7 +68,7 @@ def test_little_is_held_of_a_long_answer(sse: bool) -> None:
     assert not renamer.mid_event
 
 
-def test_whole_events_leave_nothing_behind_and_an_unfinished_one_is_held() -> None:
+def test_whole_events_are_released_and_a_partial_one_is_held() -> None:
     renamer = Renamer("served", "mine")
     assert renamer.feed(b'data: {"model":"served"}\n\ndata: {"mod', sse=True, ended=False) == (
         b'data: {"model":"mine"}\n\n'
@@ -76,8 +78,8 @@ def test_whole_events_leave_nothing_behind_and_an_unfinished_one_is_held() -> No
     assert renamer.feed(b"\n\r\n", sse=True, ended=False) == b'data: {"model":"mine"}\r\n\r\n'
 
 
-class Told:
-    """A ledger that only counts."""
+class CountingLedger:
+    """A ledger that only counts how often it is rolled back."""
 
     obstacle = ""
     done = False
@@ -93,17 +95,24 @@ class Told:
 
 
 def recorder() -> Recorder:
-    return Recorder(Told(), lambda chunk: b"%d " % len(chunk["a"]), "served", "mine")  # type: ignore[arg-type]
+    return Recorder(CountingLedger(), lambda chunk: b"%d " % len(chunk["a"]), "served", "mine")  # type: ignore[arg-type]
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.lists(st.integers(0, 10**6), max_size=8))
-def test_a_recorder_sees_whole_events_however_they_are_cut(sizes: list[int], cuts: list[int]) -> None:
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    st.lists(st.integers(0, 10**6), max_size=8),
+)
+def test_a_recorder_sees_whole_events_however_they_are_cut(
+    sizes: list[int], cuts: list[int]
+) -> None:
     for end in (b"\n\n", b"\r\n\r\n"):
         text = b"".join(b'data: {"a":"%b"}%b' % (b"x" * size, end) for size in sizes)
-        assert in_pieces(recorder(), text, cuts, sse=True) == b"".join(b"%d " % size for size in sizes)
+        assert in_pieces(recorder(), text, cuts, sse=True) == b"".join(
+            b"%d " % size for size in sizes
+        )
 
 
-def test_a_recorder_puts_the_pieces_of_a_long_event_together_once() -> None:
+def test_a_recorder_joins_the_pieces_of_a_long_event_once() -> None:
     seen, pieces = recorder(), [b'data: {"a":"', *[b"x" * 10_000] * 500, b'"}\n', b"\n"]
     for piece in pieces[:-1]:
         assert seen.feed(piece, sse=True, ended=False) == b""
@@ -112,7 +121,7 @@ def test_a_recorder_puts_the_pieces_of_a_long_event_together_once() -> None:
     assert not seen._unfinished
 
 
-def test_an_event_too_long_to_be_recorded_breaks_the_answer() -> None:
+def test_an_event_that_is_too_long_to_record_breaks_the_response() -> None:
     seen = recorder()
     for _ in range(MOST_EVENT // 100_000):
         seen.feed(b"x" * 100_000, sse=True, ended=False)

@@ -28,11 +28,18 @@ class Model(NamedTuple):
 
 
 def completion(prompt: bytes, **others: Any) -> bytes:
-    return b'{"model":"demo","prompt":' + prompt + b"," + json.dumps({"max_tokens": 7, **others}).encode()[1:]
+    return (
+        b'{"model":"demo","prompt":'
+        + prompt
+        + b","
+        + json.dumps({"max_tokens": 7, **others}).encode()[1:]
+    )
 
 
 def parsed(prompt: Any, most: int = MOST, context_tokens: int | None = None, **others: Any) -> Call:
-    body = completion(prompt if isinstance(prompt, bytes) else json.dumps(prompt).encode(), **others)
+    body = completion(
+        prompt if isinstance(prompt, bytes) else json.dumps(prompt).encode(), **others
+    )
     model = Model(context_tokens=context_tokens, sequences=most)
     return parse(body, Api.COMPLETIONS, {"demo": model}, Caller("req_1", "acme", NOTHING, 0.0))
 
@@ -64,9 +71,17 @@ def refusal(prompt: Any, most: int = MOST, **others: Any) -> GatewayError:
 )
 def test_every_prompt_of_a_list_is_a_sequence(prompt: Any, prompts: int) -> None:
     request = parsed(prompt).request
-    assert (request.prompts, request.choices, request.output_tokens) == (prompts, prompts, 7 * prompts)
+    assert (request.prompts, request.choices, request.output_tokens) == (
+        prompts,
+        prompts,
+        7 * prompts,
+    )
     request = parsed(prompt, n=3).request
-    assert (request.prompts, request.choices, request.output_tokens) == (prompts, 3 * prompts, 21 * prompts)
+    assert (request.prompts, request.choices, request.output_tokens) == (
+        prompts,
+        3 * prompts,
+        21 * prompts,
+    )
 
 
 @pytest.mark.parametrize("prompt", [["a"], [[1]]])
@@ -93,7 +108,9 @@ def test_embeddings_of_prompts_count_beside_the_prompts() -> None:
     assert refusal("a", prompt_embeds=["x"] * MOST).param == "prompt"
 
 
-@pytest.mark.parametrize("prompt", [[[]] * 257, [{"a": "b"}] * 129, [1, *["a"] * 257], [["a"] * 257]])
+@pytest.mark.parametrize(
+    "prompt", [[[]] * 257, [{"a": "b"}] * 129, [1, *["a"] * 257], [["a"] * 257]]
+)
 def test_a_list_that_no_engine_takes_counts_as_well(prompt: list[Any]) -> None:
     assert refusal(prompt).param == "prompt"
 
@@ -115,7 +132,13 @@ def test_millions_of_prompts_are_refused_without_decoding_them(prompt: bytes) ->
 
 def test_a_tenants_quota_counts_every_prompt_as_a_request() -> None:
     quotas = Quotas()
-    quotas.configure([Tenant.model_validate({"name": "acme", "key": "k" * 16, "limits": {"requests_per_minute": 10}})])
+    quotas.configure(
+        [
+            Tenant.model_validate(
+                {"name": "acme", "key": "k" * 16, "limits": {"requests_per_minute": 10}}
+            )
+        ]
+    )
     quota = quotas.take(parsed(["a"] * 8).request)
     assert quota is not None
     with pytest.raises(GatewayError, match="2 are left"):

@@ -24,7 +24,12 @@ class Model:
     """What parse() asks of a model."""
 
     def __init__(self, slo: Slo, low_first: bool = True) -> None:
-        self.served_model, self.context_tokens, self.slo, self.low_first = "demo", None, slo, low_first
+        self.served_model, self.context_tokens, self.slo, self.low_first = (
+            "demo",
+            None,
+            slo,
+            low_first,
+        )
         self.sequences = 256
 
 
@@ -32,10 +37,21 @@ def levels(**sections: Any) -> Levels:
     return Levels(Config.model_validate({"version": 1, "pools": POOLS} | sections))
 
 
-def call(wish: Wish, body: bytes = b"", low_first: bool = True, arrived_s: float = 100.0, tenant: str = "") -> Call:
+def call(
+    wish: Wish,
+    body: bytes = b"",
+    low_first: bool = True,
+    arrived_s: float = 100.0,
+    tenant: str = "",
+) -> Call:
     raw = b'{"model":"demo","prompt":"hi"' + body + b"}"
     usual = levels().named("standard")
-    return parse(raw, Api.COMPLETIONS, {"demo": Model(usual, low_first)}, Caller("r", tenant, wish, arrived_s))
+    return parse(
+        raw,
+        Api.COMPLETIONS,
+        {"demo": Model(usual, low_first)},
+        Caller("r", tenant, wish, arrived_s),
+    )
 
 
 def refused(headers: Mapping[str, str]) -> GatewayError:
@@ -53,7 +69,9 @@ def test_three_classes_come_with_the_house_and_the_default_is_standard() -> None
 
 
 def test_own_classes_take_the_place_of_all_three() -> None:
-    house = levels(slo={"default": "gold", "classes": {"gold": {"ttft": "2s", "tpot": "20ms", "weight": 9}}})
+    house = levels(
+        slo={"default": "gold", "classes": {"gold": {"ttft": "2s", "tpot": "20ms", "weight": 9}}}
+    )
     assert house.named(None) == Slo("gold", 2.0, 0.02, 9.0)
     with pytest.raises(GatewayError, match="must be one of gold, not 'standard'"):
         house.wish({"x-slo-class": "standard"}, "")
@@ -85,7 +103,8 @@ def test_an_objective_is_a_class_if_there_is_one_of_its_name(header: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "value", ["0", "-1", "abc", "1e3", "nan", "inf", "", " 5", "5ms", "86400001", "9" * 40, "1_0", "٣"]
+    "value",
+    ["0", "-1", "abc", "1e3", "nan", "inf", "", " 5", "5ms", "86400001", "9" * 40, "1_0", "٣"],
 )
 @pytest.mark.parametrize("header", ["x-slo-ttft-ms", "x-slo-tpot-ms", "x-llm-d-slo-ttft-ms"])
 def test_a_budget_that_is_none_is_refused_by_name(header: str, value: str) -> None:
@@ -95,7 +114,8 @@ def test_a_budget_that_is_none_is_refused_by_name(header: str, value: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("header", "least", "less"), [("x-slo-ttft-ms", "1", "0.999"), ("x-slo-tpot-ms", "0.1", "0.099")]
+    ("header", "least", "less"),
+    [("x-slo-ttft-ms", "1", "0.999"), ("x-slo-tpot-ms", "0.1", "0.099")],
 )
 def test_a_budget_that_no_engine_could_keep_is_refused_with_the_least_there_is(
     header: str, least: str, less: str
@@ -163,7 +183,9 @@ def test_a_tenant_may_lower_its_priority_and_raise_it_to_what_it_may_claim() -> 
         (b',"priority":null', False, 0),
     ],
 )
-def test_the_bodys_priority_is_read_as_its_engines_read_it(body: bytes, low_first: bool, expected: int) -> None:
+def test_the_bodys_priority_is_read_as_its_engines_read_it(
+    body: bytes, low_first: bool, expected: int
+) -> None:
     parsed = call(NOTHING, body, low_first)
     assert parsed.request.priority == expected
     assert b"priority" not in parsed.body
@@ -182,7 +204,11 @@ def test_the_header_names_the_session_before_the_body_does() -> None:
 
 
 def test_the_same_headers_are_read_once_for_each_configuration() -> None:
-    fields, before, after = Fields([("x-slo-class", "batch")]), levels(), levels(slo={"default": "batch"})
+    fields, before, after = (
+        Fields([("x-slo-class", "batch")]),
+        levels(),
+        levels(slo={"default": "batch"}),
+    )
     wish = before.wish(fields, "")
     assert before.wish(fields, "") is wish
     assert after.wish(fields, "") is not wish

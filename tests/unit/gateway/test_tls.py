@@ -45,7 +45,9 @@ def good(authority: Authority) -> Files:
     return authority.issue("server", "localhost")
 
 
-def written(folder: Path, certificate: str = "server.pem", key: str = "server.key", more: str = "") -> Path:
+def written(
+    folder: Path, certificate: str = "server.pem", key: str = "server.key", more: str = ""
+) -> Path:
     file = folder / "penstock.yaml"
     file.write_text(CONFIG.format(certificate=certificate, key=key, more=more))
     return file
@@ -57,7 +59,9 @@ def problems(file: Path) -> list[str]:
     return [f"{each.line}:{each.col} {each.path} {each.message}" for each in caught.value.problems]
 
 
-def test_relative_paths_start_from_the_folder_of_the_configuration(tmp_path: Path, good: Files) -> None:
+def test_relative_paths_start_from_the_folder_of_the_configuration(
+    tmp_path: Path, good: Files
+) -> None:
     section = examine(written(tmp_path), {}).config.listeners.api.tls
     assert section is not None
     assert (section.certificate, section.key) == (str(good.certificate), str(good.key))
@@ -77,7 +81,9 @@ def test_a_key_of_another_certificate_is_an_error(tmp_path: Path, authority: Aut
     assert found == ["6:12 listeners.api.tls.key does not belong to the certificate"]
 
 
-def test_an_expired_certificate_is_a_warning_with_its_date(tmp_path: Path, authority: Authority) -> None:
+def test_an_expired_certificate_is_a_warning_with_its_date(
+    tmp_path: Path, authority: Authority
+) -> None:
     authority.issue("server", "localhost", expired=True)
     (warning,) = examine(written(tmp_path), {}).warnings
     told = "expired on 2020-01-02 00:00 UTC; its peers refuse it"
@@ -85,11 +91,16 @@ def test_an_expired_certificate_is_a_warning_with_its_date(tmp_path: Path, autho
     assert warning.message == told
 
 
-def test_certificates_are_listed_with_their_ends_and_doubts(tmp_path: Path, authority: Authority) -> None:
+def test_certificates_are_listed_with_their_ends_and_doubts(
+    tmp_path: Path, authority: Authority
+) -> None:
     authority.issue("server", "localhost", expired=True)
     config = examine(written(tmp_path), {}).config
     (found,) = certificates(config, JANUARY_2020 + 60)
-    assert (found.path, found.file) == ("listeners.api.tls.certificate", str(tmp_path / "server.pem"))
+    assert (found.path, found.file) == (
+        "listeners.api.tls.certificate",
+        str(tmp_path / "server.pem"),
+    )
     assert (found.not_after, found.doubt) == (JANUARY_2020 + 86400, None)
     (early,) = certificates(config, JANUARY_2020 - 1)
     assert early.doubt == "is not valid before 2020-01-01 00:00 UTC; its peers refuse it"
@@ -130,7 +141,7 @@ def test_a_valid_certificate_in_use_is_not_exchanged_for_an_expired_one(
     authority.issue("server", "localhost", expired=True)
     follow()
     assert made.not_after == before
-    assert "the certificate in use stays: it has expired" in caplog.text
+    assert "cannot be used: it has expired" in caplog.text
 
 
 @pytest.mark.usefixtures("good")
@@ -140,7 +151,7 @@ def test_files_that_hold_something_else_are_errors(tmp_path: Path) -> None:
         "5:20 listeners.api.tls.certificate holds no certificate in PEM form"
     ]
     assert problems(written(tmp_path, key="text.pem")) == [
-        "6:12 listeners.api.tls.key is no private key in PEM form, or key_password does not open it"
+        "6:12 listeners.api.tls.key is not a private key in PEM form, or key_password does not decrypt it"
     ]
     assert problems(written(tmp_path, more="      client_ca: text.pem\n")) == [
         "7:18 listeners.api.tls.client_ca holds no certificate in PEM form"
@@ -150,11 +161,13 @@ def test_files_that_hold_something_else_are_errors(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("good")
 def test_unknown_ciphers_are_an_error(tmp_path: Path) -> None:
     found = problems(written(tmp_path, more="      ciphers: NONE-SUCH\n"))
-    assert found == ["7:16 listeners.api.tls.ciphers names no cipher that OpenSSL knows"]
+    assert found == ["7:16 listeners.api.tls.ciphers has no cipher that OpenSSL knows"]
 
 
 @pytest.mark.usefixtures("good")
-def test_an_exchanged_file_is_a_change_that_needs_no_restart(tmp_path: Path, authority: Authority) -> None:
+def test_an_exchanged_file_is_a_change_that_needs_no_restart(
+    tmp_path: Path, authority: Authority
+) -> None:
     before = examine(written(tmp_path), {})
     authority.issue("server", "localhost")
     after = examine(written(tmp_path), {})
@@ -191,12 +204,14 @@ def test_a_key_password_is_used_and_never_shown(tmp_path: Path, good: Files) -> 
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, sealed),
     )
     assert problems(written(tmp_path)) == [
-        "6:12 listeners.api.tls.key is no private key in PEM form, or key_password does not open it"
+        "6:12 listeners.api.tls.key is not a private key in PEM form, or key_password does not decrypt it"
     ]
     file = written(tmp_path, more="      key_password: ${WORD}\n")
     loaded = examine(file, {"WORD": "open sesame"})
     assert "sesame" not in repr(loaded)
-    assert "sesame" not in repr(loaded.config.listeners.api.tls and loaded.config.listeners.api.tls.settings)
+    assert "sesame" not in repr(
+        loaded.config.listeners.api.tls and loaded.config.listeners.api.tls.settings
+    )
 
 
 def test_valid_times_are_those_of_the_certificate(authority: Authority) -> None:
@@ -218,7 +233,10 @@ def test_a_listener_accepts_tls_1_2_and_later_with_forward_secrecy_only(good: Fi
 @pytest.mark.parametrize(
     ("tail", "path"),
     [
-        ("      - {url: 'https://a', tls: {verify: false}}\n", "pools.main.endpoints[0].tls.verify"),
+        (
+            "      - {url: 'https://a', tls: {verify: false}}\n",
+            "pools.main.endpoints[0].tls.verify",
+        ),
     ],
 )
 def test_a_client_that_verifies_nothing_is_warned_of(tmp_path: Path, tail: str, path: str) -> None:
@@ -230,10 +248,17 @@ def test_a_client_that_verifies_nothing_is_warned_of(tmp_path: Path, tail: str, 
 
 def test_a_plain_listener_gets_its_http_protocols_with_nothing_between() -> None:
     nothing: Any = None
-    assert TlsListeners(nothing, nothing, nothing).wrap("api", None, asyncio.Protocol) is asyncio.Protocol
+    assert (
+        TlsListeners(nothing, nothing, nothing).wrap("api", None, asyncio.Protocol)
+        is asyncio.Protocol
+    )
 
 
 def test_tls_of_an_endpoint_needs_an_https_url(tmp_path: Path) -> None:
     file = tmp_path / "penstock.yaml"
-    file.write_text("version: 1\npools:\n  main:\n    endpoints:\n      - {url: 'http://a', tls: {verify: false}}\n")
-    assert problems(file) == ["5:9 pools.main.endpoints[0] tls needs a url that begins with https://"]
+    file.write_text(
+        "version: 1\npools:\n  main:\n    endpoints:\n      - {url: 'http://a', tls: {verify: false}}\n"
+    )
+    assert problems(file) == [
+        "5:9 pools.main.endpoints[0] tls needs a url that begins with https://"
+    ]

@@ -1,4 +1,4 @@
-"""Trace context goes through as W3C wants it, and nothing that is not one goes through at all."""
+"""Trace context is propagated as W3C specifies; anything invalid is dropped."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ GOOD = f"00-{ID}-{SPAN}-01"
 CONTEXT = re.compile(r"(traceparent: [!-~]{1,128}\r\n(tracestate: [!-~][ \t!-~]{0,511}\r\n)?)?")
 
 
-def test_what_a_client_says_of_its_trace_is_read() -> None:
+def test_a_clients_trace_context_is_parsed() -> None:
     parent = parent_of({"traceparent": GOOD, "tracestate": "vendor=1,other=2"})
     assert parent is not None
-    assert (parent.trace_id, parent.span_id, parent.state, parent.sampled) == (ID, SPAN, "vendor=1,other=2", True)
+    assert (parent.trace_id, parent.span_id, parent.state, parent.sampled) == (
+        ID,
+        SPAN,
+        "vendor=1,other=2",
+        True,
+    )
     unsampled = parent_of({"traceparent": f"00-{ID}-{SPAN}-00"})
     assert unsampled is not None
     assert not unsampled.sampled
 
 
-def test_a_later_version_may_say_more() -> None:
+def test_a_later_version_may_have_more_fields() -> None:
     parent = parent_of({"traceparent": f"01-{ID}-{SPAN}-03-what-came-later"})
     assert parent is not None
     assert parent.sampled
@@ -46,32 +51,38 @@ def test_a_later_version_may_say_more() -> None:
         f"01-{ID}-{SPAN}-01-" + "a" * 100,
     ],
 )
-def test_what_is_no_context_counts_as_absent_and_goes_nowhere(text: str) -> None:
+def test_an_invalid_context_is_ignored_and_not_propagated(text: str) -> None:
     headers = {"traceparent": text, "tracestate": "a=1"}
     assert parent_of(headers) is None
     assert passed_on(headers) == ""
 
 
-def test_a_context_goes_through_untouched_and_a_state_that_is_too_long_does_not() -> None:
+def test_a_context_is_propagated_unchanged_but_a_long_state_is_dropped() -> None:
     assert passed_on({}) == ""
-    assert passed_on({"traceparent": GOOD, "tracestate": "a=1"}) == f"traceparent: {GOOD}\r\ntracestate: a=1\r\n"
-    assert passed_on({"traceparent": GOOD, "tracestate": "a" * (MOST_STATE + 1)}) == f"traceparent: {GOOD}\r\n"
+    assert (
+        passed_on({"traceparent": GOOD, "tracestate": "a=1"})
+        == f"traceparent: {GOOD}\r\ntracestate: a=1\r\n"
+    )
+    assert (
+        passed_on({"traceparent": GOOD, "tracestate": "a" * (MOST_STATE + 1)})
+        == f"traceparent: {GOOD}\r\n"
+    )
     assert passed_on({"tracestate": "a=1"}) == ""
 
 
 @pytest.mark.parametrize("wrong", ["a" * 500 + "\xe9", "a=1, " * 100 + "\x7f", "a " * 250, " a=1"])
-def test_a_state_that_is_none_is_known_as_such_at_once(wrong: str) -> None:
-    """However often it could be divided into parts: a pattern that tries all of them would not end."""
+def test_an_invalid_state_is_rejected_in_linear_time(wrong: str) -> None:
+    """A pattern with nested repeats would try every way to divide the text."""
     assert passed_on({"traceparent": GOOD, "tracestate": wrong}) == f"traceparent: {GOOD}\r\n"
 
 
 @given(st.text(max_size=200), st.text(max_size=600))
-def test_whatever_a_client_sends_an_engine_sees_one_context_or_none(parent: str, state: str) -> None:
+def test_any_headers_yield_one_valid_context_or_none(parent: str, state: str) -> None:
     assert CONTEXT.fullmatch(passed_on({"traceparent": parent, "tracestate": state}))
     assert CONTEXT.fullmatch(passed_on({"traceparent": GOOD, "tracestate": state}))
 
 
-def test_every_leg_has_a_span_of_its_own() -> None:
+def test_every_request_to_an_engine_has_its_own_span() -> None:
     trace = Trace(ID, SPAN, "", "a=1")
     lines = [trace.leg("prefill", "p", 1.0), trace.leg("decode", "d", 2.0)]
     spans = [leg.span_id for leg in trace.legs]

@@ -1,4 +1,4 @@
-"""Durations and sizes read what people write, exactly, and refuse what could be misread."""
+"""Durations and sizes are parsed exactly, and ambiguous ones are rejected."""
 
 from __future__ import annotations
 
@@ -29,35 +29,48 @@ def test_a_duration_is_read_exactly(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "s", "10", "1.5", "-1s", "1 s", "30s1m", "1s1s", "1e3s", "2secs", "٣s", "999d", "1s\n"]
+    "text",
+    ["", "s", "10", "1.5", "-1s", "1 s", "30s1m", "1s1s", "1e3s", "2secs", "٣s", "999d", "1s\n"],
 )
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_an_invalid_duration_is_rejected(text: str) -> None:
     with pytest.raises(units.UnitError):
         units.duration_s(text)
 
 
-def test_a_bare_number_is_refused_with_both_ways_to_write_it() -> None:
-    with pytest.raises(units.UnitError, match=r"'800' is not a duration; write 800s, or 800ms \(0\.8s\)"):
+def test_a_bare_number_is_rejected_with_both_ways_to_write_it() -> None:
+    with pytest.raises(
+        units.UnitError, match=r"'800' is not a duration; write 800s, or 800ms \(0\.8s\)"
+    ):
         units.duration_s("800")
     with pytest.raises(units.UnitError, match="write 32B, or 32MiB"):
         units.size_bytes("32")
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("32MiB", 32 << 20), ("1.5KiB", 1536), ("1KB", 1000), ("7B", 7), ("1 GiB", 1 << 30), ("0B", 0)]
+    ("text", "size"),
+    [
+        ("32MiB", 32 << 20),
+        ("1.5KiB", 1536),
+        ("1KB", 1000),
+        ("7B", 7),
+        ("1 GiB", 1 << 30),
+        ("0B", 0),
+    ],
 )
 def test_a_size_is_read_exactly(text: str, size: int) -> None:
     assert units.size_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "10", "-1B", "1mib", "1.5B", "0.3KiB", "9999999TiB", "1KiB\n"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "10", "-1B", "1mib", "1.5B", "0.3KiB", "9999999TiB", "1KiB\n"]
+)
+def test_an_invalid_size_is_rejected(text: str) -> None:
     with pytest.raises(units.UnitError):
         units.size_bytes(text)
 
 
 @given(st.text(max_size=40))
-def test_no_text_makes_the_parsers_fail_otherwise_than_by_refusing(text: str) -> None:
+def test_any_text_is_parsed_or_rejected_with_unit_error(text: str) -> None:
     for parse in (units.duration_s, units.size_bytes):
         with contextlib.suppress(units.UnitError):
             assert parse(text) >= 0

@@ -83,8 +83,8 @@ async def test_what_discovery_cannot_be_is_said_with_its_place(tmp_path: Path) -
             ("{dns: 'a:1', file: b}", "one of dns, file and kubernetes"),
             ("{dns: nowhere}", "host:port"),
             ("{kubernetes: {service: UPPER}}", "service"),
-            ("{dns: 'a:1', endpoint: {bootstrap: 'a:8998'}}", "write ':8998' for each one's own"),
-            ("{kubernetes: {service: a}, endpoint: {bootstrap: 'a:8998'}}", "write ':8998' for each one's own"),
+            ("{dns: 'a:1', endpoint: {bootstrap: 'a:8998'}}", "write ':8998' for that port"),
+            ("{kubernetes: {service: a}, endpoint: {bootstrap: 'a:8998'}}", "write ':8998' for that port"),
             ("{file: a, endpoint: {bootstrap: ':port'}}", "host:port"),
         ):
             status, told = await made.put(made.text().replace(HEAD, f"    discover: {part}\n{HEAD}"))

@@ -1,6 +1,6 @@
-"""A client connection without a socket, bytes in by hand and answers out, and the requests that tests send over it.
+"""Client connections without sockets: a fake transport, a harness around it, and sample requests.
 
-Used by tests of the seam between the front and the lobby: what one reads must be what the other would have read.
+For tests that compare the fast connection with aiohttp's: both must read the same from any bytes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from gateway.networks import Networks
 from gateway.openai import Api
 from gateway.outbox import Outbox
 
-TURNS = 12  # of the event loop: more than any answer here takes
+TURNS = 12  # loop iterations, more than any response here takes
 
 
-class Pipe(asyncio.Transport):
-    """A transport that keeps what is written and delivers what a test says."""
+class FakeTransport(asyncio.Transport):
+    """A transport that records what is written and delivers what a test provides."""
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Pipe(asyncio.Transport):
         self.paused = False
 
     async def deliver(self, data: bytes) -> None:
-        """As the loop would; then turn it until everything that can happen has happened."""
+        """Deliver data like the event loop, then wait until everything it causes has happened."""
         if not self.closed:
             self.protocol.data_received(data)
         await turns()
@@ -78,65 +78,78 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-class Seen(NamedTuple):
-    """What came of some bytes: the answers as (status, body), whether the connection ended, what `serve` was given."""
+class Outcome(NamedTuple):
+    """What came of some bytes.
 
-    answers: list[tuple[int, bytes]]
-    ended: bool
+    responses     (status, body) of each
+    is_closed     the connection was closed
+    served        (path, body, X-Mark) of each request that was served without aiohttp
+    has_switched  the connection was handed to another protocol
+    """
+
+    responses: list[tuple[int, bytes]]
+    is_closed: bool
     served: list[tuple[str, bytes, str | None]]
-    moved: bool
+    has_switched: bool
 
 
-class Bytes:
-    """Memory for bodies, as gateway/gate.py has it."""
+class FakeBudget:
+    """A memory budget for bodies."""
 
     def __init__(self) -> None:
-        self.held, self.most = 0, 2**40
+        self.reserved, self.capacity = 0, 2**40
 
     def hold(self, body_bytes: int) -> int:
-        if self.held + body_bytes > self.most:
+        if self.reserved + body_bytes > self.capacity:
             raise GatewayError(Failure.OVERLOADED, "full")
-        self.held += body_bytes
+        self.reserved += body_bytes
         return body_bytes
 
     def release(self, body_bytes: int) -> None:
-        self.held -= body_bytes
-        assert self.held >= 0
+        self.reserved -= body_bytes
+        assert self.reserved >= 0
 
 
-class House:
-    """Makes connections whose requests are answered with their own length, at once or after a turn of the loop."""
+class Harness:
+    """Creates connections that answer a request with its length, at once or after a loop turn."""
 
     def __init__(self, slow: bool = False) -> None:
         self._slow = slow
         self._outbox = Outbox(asyncio.get_running_loop())
-        self._manager = web.Server(self._ordinary, handler_cancellation=True)
+        self._manager = web.Server(self._serve_other, handler_cancellation=True)
         self.served: list[tuple[str, bytes, str | None]] = []
         self.limits = Limits()
-        self.budget = Bytes()
+        self.budget = FakeBudget()
         self.refused: list[str] = []
-        self.fronts = ClientConnections(self.budget, Networks(()), self.refused.append)
+        self.connections = ClientConnections(self.budget, Networks(()), self.refused.append)
 
-    def lobby(self) -> Lobby:
-        return Lobby(self._serve, self.fronts, self.limits, self._outbox, self._manager)
+    def aiohttp_connection(self) -> Lobby:
+        return Lobby(self._serve, self.connections, self.limits, self._outbox, self._manager)
 
-    def front(self) -> Front:
-        return Front(self._serve, self.fronts, self.limits, self._outbox, self.lobby)
+    def fast_connection(self) -> Front:
+        return Front(
+            self._serve, self.connections, self.limits, self._outbox, self.aiohttp_connection
+        )
 
-    async def see(self, protocol: Front | Lobby, parts: Sequence[bytes]) -> Seen:
-        """Deliver the parts one by one to a new connection of this protocol."""
+    async def deliver(self, protocol: Front | Lobby, parts: Sequence[bytes]) -> Outcome:
+        """Deliver the parts one by one to a new connection and close it."""
         self.served.clear()
-        pipe = Pipe(protocol)
-        protocol.connection_made(pipe)
+        transport = FakeTransport(protocol)
+        protocol.connection_made(transport)
         await turns()
         for part in parts:
-            await pipe.deliver(part)
-        seen = Seen(_answers(pipe.text), pipe.closed or pipe.half_closed, [*self.served], pipe.protocol is not protocol)
-        pipe.close()
+            await transport.deliver(part)
+        outcome = Outcome(
+            _parse_responses(transport.text),
+            transport.closed or transport.half_closed,
+            [*self.served],
+            transport.protocol is not protocol,
+        )
+        transport.close()
         await turns()
-        assert len(self.fronts) == 0
-        assert self.budget.held == 0
-        return seen
+        assert len(self.connections) == 0
+        assert self.budget.reserved == 0
+        return outcome
 
     async def _serve(self, client: Client, api: Api) -> None:
         try:
@@ -149,31 +162,34 @@ class House:
         self.served.append((str(api), body, client.headers.get("x-mark")))
         client.answer(200, json.dumps({"bytes": len(body)}).encode(), [("x-request-id", "req_1")])
 
-    async def _ordinary(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _serve_other(self, request: web.BaseRequest) -> web.StreamResponse:
         await request.read()
         return web.json_response({"path": request.path}, status=404)
 
 
-def _answers(text: bytes) -> list[tuple[int, bytes]]:
-    found: list[tuple[int, bytes]] = []
+def _parse_responses(text: bytes) -> list[tuple[int, bytes]]:
+    responses: list[tuple[int, bytes]] = []
     while text:
         head, _, text = text.partition(b"\r\n\r\n")
         lines = head.split(b"\r\n")
         lengths = [int(line[15:]) for line in lines if line.lower().startswith(b"content-length:")]
         status, length = int(lines[0].split()[1]), lengths[0] if lengths else 0
         if status != 100:
-            found.append((status, text[:length]))
+            responses.append((status, text[:length]))
         text = text[length:]
-    return found
+    return responses
 
 
-def request(body: bytes = b"{}", *fields: str, path: str = Api.CHAT, length: str | None = None) -> bytes:
-    """An ordinary request, unless the arguments make it another."""
+def request(
+    body: bytes = b"{}", *fields: str, path: str = Api.CHAT, length: str | None = None
+) -> bytes:
+    """Build a POST request with a Content-Length, unless the arguments say otherwise."""
     framing = f"Content-Length: {len(body)}" if length is None else length
     lines = [f"POST {path} HTTP/1.1", "Host: test", *fields, framing, "", ""]
     return "\r\n".join(lines).encode("latin-1") + body
 
 
+# Requests that the fast connection serves itself.
 ORDINARY = [
     request(),
     request(b'{"model":"demo"}', "X-Mark: 1"),
@@ -182,6 +198,7 @@ ORDINARY = [
     request(request(path="/v1/smuggled"), "X-Mark: a request inside"),
     request(b"{}", length="CONTENT-LENGTH:2"),
 ]
+# Requests that it leaves to aiohttp, after which the connection goes on.
 ODD = [
     b"GET /v1/models HTTP/1.1\r\nHost: test\r\n\r\n",
     request(b"2\r\n{}\r\n0\r\n\r\n", length="Transfer-Encoding: chunked"),
@@ -198,6 +215,7 @@ ODD = [
     request(b"{}", length="Content-Length: 02"),
     request(b"{}", "Keep-Alive: timeout=5"),
 ]
+# Requests that it leaves to aiohttp, after which the connection closes.
 LAST = [
     request(b"{}", "Connection: close"),
     request(b"{}", length="Content-Length: 2\r\nContent-Length: 2"),
