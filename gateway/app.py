@@ -50,6 +50,7 @@ from gateway.shared.pump import Pump
 from gateway.shared.seal import Seal
 from gateway.shared.view import View
 from gateway.snapshot import build
+from gateway.speed_monitor import GLANCE_S
 from gateway.split.handoffs import Handoffs
 from gateway.tls_clients import redis_settings
 from gateway.tls_listener import Accept, TlsListeners
@@ -158,6 +159,7 @@ class App:
         self._litter = Litter(monotonic())
         self._sweeping: asyncio.Task[None] | None = None
         self._pulse: asyncio.TimerHandle | None = None
+        self._glancing: asyncio.TimerHandle | None = None
         self._follow_gauges()
 
     def _let_change(self, origin: Origin, rng: Random) -> None:
@@ -186,6 +188,7 @@ class App:
             self._endpoints.drain_named(self._local.drained)
         self._sweeping = asyncio.create_task(self._sweep(), name="sweep")
         self._pulse = self._loop.call_later(PULSE_S, self._beat)
+        self._glancing = self._loop.call_later(GLANCE_S, self._glance)
         if self._pump is not None:
             await self._pump.start()
         if self._local is None:  # else somebody follows the file for all
@@ -263,10 +266,9 @@ class App:
         if self._pump is not None:
             await self._pump.stop()
         await self._watcher.stop()
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-        if self._pulse is not None:
-            self._pulse.cancel()
+        for timer in (self._sweeping, self._pulse, self._glancing):
+            if timer is not None:
+                timer.cancel()
         self.gateway.handoffs.close()
         self._endpoints.close()
         self.gateway.accounts.settle()
@@ -383,6 +385,15 @@ class App:
             self._gate.tick(monotonic())
         except Exception:  # an admission may be anybody's: the next beat may do better
             log.exception("an admission failed at its tick")
+
+    def _glance(self) -> None:
+        """Look for endpoints whose prompts stall, more often than a sweep is due."""
+        self._glancing = self._loop.call_later(GLANCE_S, self._glance)
+        try:
+            now = monotonic()
+            self.gateway.hedger.glance(self.gateway, self._endpoints.glance(now), now)
+        except Exception:
+            log.exception("a look for stalled endpoints failed")
 
     async def _sweep(self) -> None:
         """One timer for all deadlines of all connections; its own lateness is the loop's lag."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from gateway.roster import HEALTHY, LiveEndpoint
+from gateway.roster import HEALTHY, LiveEndpoint, step_tokens
 from gateway.told import Usage
 from gateway.upstream import Upstream
 from gateway.upstream_error import UpstreamBroke
@@ -72,15 +72,11 @@ class Booking:
                 self._awaited = 0
 
     def overtaken(self) -> None:
-        """Another endpoint has answered first: so long the first token has taken here at least."""
+        """The request leaves, or has left, for another endpoint: how long it has waited here is evidence."""
         if self._awaited:
-            self.live.speed.first_token(self._awaited, monotonic())
+            live, now = self.live, monotonic()
+            live.speed.overtaken(self._awaited, step_tokens(live), now)
             self._awaited = 0
-
-    def moved(self) -> None:
-        """It leaves for another endpoint: if it is the only one that waits, how long it has waited is evidence."""
-        if self.live.speed.waiting == 1:
-            self.overtaken()
 
     def doubt(self) -> None:
         """Another endpoint was asked later and has answered: this one gets few requests until it was judged."""

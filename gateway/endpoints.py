@@ -17,10 +17,10 @@ from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
 from gateway.roster import Adoption, LiveEndpoint, Moves, Roster
 from gateway.shared.news import News
-from gateway.speed_monitor import SpeedMonitor, describe, well_peer
+from gateway.speed_monitor import SUSPECT_CEILING, SpeedMonitor, describe, well_peer
 from gateway.upstream_error import STOPPED, UpstreamBroke, evidence
 from gateway.watch.scrape import Reading
-from policies import health, ledger, saved_state, warmup
+from policies import health, ledger, saved_state, stall, warmup
 from policies.fingerprint import Fingerprint
 from policies.health import Event, Health, HealthLimits
 from policies.health import State as HealthState
@@ -37,8 +37,6 @@ PREFILL_TOKENS_PER_S = 10_000
 PREFILL_MARGIN = 3
 
 
-SUSPECT_CEILING = 1  # requests at once for an endpoint that seems slow, while others have room
-DOUBT_S = 2.0  # two reviews of its speed
 OUT = (health.State.EJECTED, health.State.DEAD)
 
 
@@ -362,16 +360,31 @@ class EndpointTable:
             self.happened(live, Event.SLOW)
 
     def doubt(self, live: LiveEndpoint) -> None:
-        """Give the endpoint few requests while others have room, until its speed was reviewed."""
-        if self.speeds.limits.factor and (live.load.ceiling == NO_CEILING or live.doubted_until is not None):
-            live.load.ceiling, live.doubted_until = SUSPECT_CEILING, monotonic() + DOUBT_S
+        """Give the endpoint no request while others have room until the next review, and few until it was judged."""
+        if not self.speeds.limits.factor:
+            return
+        if live.speed.verdict is Verdict.SUSPECT:
+            live.load.ceiling = 0
+        elif live.load.ceiling == NO_CEILING or live.doubted_until is not None:
+            live.load.ceiling, live.doubted_until = 0, monotonic() + stall.DOUBT_S
+
+    def glance(self, now: float) -> Sequence[LiveEndpoint]:
+        """Doubt the endpoints whose prefill step under way takes too long, and return them."""
+        stalled = self.speeds.stalled(self._pools, self._by_slot, now)
+        for live in stalled:
+            self.doubt(live)
+        return stalled
 
     def sweep(self, now: float) -> None:
         for live, verdict in self.speeds.sweep(self._pools, self._by_slot, now):
             self._on_speed(live, verdict, now)
+        is_reviewed = self.speeds.reviewed_at == now
         for live in self.all():
+            if is_reviewed and live.load.ceiling == 0:
+                live.load.ceiling = SUSPECT_CEILING
             if live.doubted_until is not None and now >= live.doubted_until:
-                live.load.ceiling, live.doubted_until = NO_CEILING, None
+                ceiling = live.load.ceiling = stall.raised_ceiling(live.load.ceiling)
+                live.doubted_until = None if ceiling == NO_CEILING else now + stall.RAMP_S
             if live.warm_from is not None:
                 self._warmer(live, live.warm_from, now)
             live.upstream.sweep(now)

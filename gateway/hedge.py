@@ -1,8 +1,9 @@
 """Hedging: a second endpoint for a request whose first byte is late, and another one for those at a slow endpoint.
 
-A plain request pays one append. Four times a second the sweep looks at requests without a first byte. A request is late
-when it has waited longer than twice what the peers of its endpoint need for the prompts booked before it. It is hedged
-when another endpoint is expected to answer it sooner, by more than the work there costs. The first endpoint to give a
+A plain request pays one append. Four times a second the sweep looks at requests without a first byte, and 20 times a
+second the glance looks at those at endpoints whose prefill stalls. A request is late when it has waited longer than
+twice what the peers of its endpoint need for the prompts booked before it. It is hedged when another endpoint is
+expected to answer it sooner, by more than the work there costs. The first endpoint to give a
 byte of the answer serves the request; the other connection is closed, which engines take for an abort. Late requests at
 an endpoint that is suspected to be slow, and all that wait at one ejected for it, are moved in place of being hedged.
 
@@ -24,9 +25,13 @@ from gateway.upstream_error import UpstreamBroke
 from policies.model import Candidate, Pick
 from policies.run import repicked
 from policies.speed_record import Verdict
+from policies.stall import LEAST_LATE_S
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gateway.booking import Booking
+    from gateway.roster import LiveEndpoint
     from gateway.serve import Gateway
     from gateway.snapshot import Route
 
@@ -36,11 +41,8 @@ SLOW = "slow"
 """The kind of an attempt that ended because its endpoint is slow."""
 
 HEADER = "x-penstock-hedge"  # "off": the client wants no second attempt at the same time
-LEAST_LATE_S = 0.1
 PRICE = 2.0  # the second answer must be expected so many times sooner than the first
 MOST_SAVED = 50.0  # hedges that a time without any leaves for later
-LATE_FACTOR = 2.0  # a first byte is late after so many times what the peers would need
-MOVED_FACTOR = 1.2  # of health.slow_factor: so late it is evidence as well
 CREDIT = 200  # requests whose hedges may be sent before they came: an engine may be slow from the start
 
 Waiting = tuple[Exchange, Client, "Route"]
@@ -198,6 +200,23 @@ class Hedger:
             if x.hedge is None and not x.retrying:
                 self._look(gateway, one, now, share > 0)
         self._old = len(self.waiting)
+        self._give_back(gateway)
+
+    def glance(self, gateway: Gateway, stalled: Sequence[LiveEndpoint], now: float) -> None:
+        """Look at the requests without a first byte at these endpoints, between two sweeps."""
+        if not stalled:
+            return
+        hedges = gateway.snapshot.config.retries.hedge > 0
+        self._give_back(gateway)
+        for one in self.waiting:
+            x = one[0]
+            if x.status or x.retries or x.committed or x.hedge is not None or x.retrying or x.booking is None:
+                continue
+            if x.booking.live in stalled:
+                self._look(gateway, one, now, hedges)
+
+    def _give_back(self, gateway: Gateway) -> None:
+        """Give back the turns of the retry budget of requests whose answers have begun."""
         for x in self.retrying:
             if x.committed:
                 x.end_retry(gateway.gate)
@@ -208,16 +227,13 @@ class Hedger:
         booking, relay = x.booking, x.relay
         if booking is None or relay is None or x.sent_at is None:
             return
-        is_out = booking.is_out_as_slow
-        moves = is_out or booking.live.speed.verdict is Verdict.SUSPECT
-        waited_s = now - x.sent_at
+        is_out, waited_s = booking.is_out_as_slow, now - x.sent_at
         if not is_out and waited_s < LEAST_LATE_S:
             return
+        moves = is_out or booking.live.speed.verdict is Verdict.SUSPECT
         if not moves and (not hedges or self.allowed < 1.0 or not may_hedge(client, route)):
             return
-        speeds = gateway.endpoints.speeds
-        factor = LATE_FACTOR if not moves else max(LATE_FACTOR, MOVED_FACTOR * speeds.limits.factor)
-        left_s = speeds.left_s(booking.live, booking.request, booking.ahead_tokens, waited_s, factor)
+        left_s = gateway.endpoints.speeds.left_s(booking.live, booking.request, booking.ahead_tokens, waited_s, now)
         if left_s is None and not is_out:
             return
         best = _best(gateway, x, booking)
@@ -225,7 +241,7 @@ class Hedger:
         if best is None or connection is None:
             return
         candidate, expected_s = best
-        if not is_out and (left_s is None or left_s <= PRICE * expected_s + LEAST_LATE_S):
+        if not is_out and (left_s is None or left_s < PRICE * expected_s):
             return
         if not gateway.gate.retry_at_once():
             return
@@ -233,7 +249,8 @@ class Hedger:
         self.retrying.append(x)
         if moves:
             self.moved += 1
-            booking.moved()
+            booking.overtaken()
+            booking.doubt()
             connection.fail(SLOW, "the endpoint is slow")
         else:
             self._hedge(gateway, one, connection, candidate)

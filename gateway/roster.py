@@ -84,6 +84,13 @@ class LiveEndpoint:
         self.upstream.become(key, patience, encryption)
 
 
+def step_tokens(live: LiveEndpoint) -> int:
+    """The most prompt tokens that its prefill step under way may have to compute."""
+    load, speed = live.load, live.speed
+    others = load.in_flight - load.decoding - speed.waiting
+    return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
+
+
 class Member(msgspec.Struct, frozen=True, eq=False):
     """An endpoint of a configuration, with the live one that it is or will be."""
 

@@ -9,38 +9,42 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from gateway.relay import Relay
-from gateway.roster import LiveEndpoint
-from policies import outlier
+from gateway.roster import LiveEndpoint, step_tokens
+from policies import outlier, stall
 from policies.health import State
 from policies.model import Candidate, Endpoint, Request
-from policies.outlier import Member, SlowLimits, Yardsticks
+from policies.outlier import Member, SlowLimits
 from policies.speed_record import Measure, Slowness, Verdict
+from policies.stall import Expectations
 
 REVIEW_S = 1.0
+GLANCE_S = 0.05
+LATE_GLANCES = 3  # intervals between two calls from which on the gateway itself was held up
 GPU = "gpu"  # the label that declares unequal hardware
 MEASURES = {"ttft": "to the first token", "tpot": "per token", "answer": "per answer"}
+SUSPECT_CEILING = 1  # requests at once for an endpoint that seems slow, while others have room
 IN_ROTATION = (State.UP, State.RETURNING)
 
 
 class SpeedMonitor:
     """Samples streams and reviews pools. `limits` are replaced by a reload."""
 
-    __slots__ = ("_pieces", "_reviewed_at", "_yardsticks", "limits")
+    __slots__ = ("_expectations", "_glanced_at", "_pieces", "limits", "reviewed_at")
 
     def __init__(self, limits: SlowLimits) -> None:
         self.limits = limits
-        self._reviewed_at = 0.0
+        self.reviewed_at = self._glanced_at = 0.0
         self._pieces: dict[LiveEndpoint, dict[Relay, int]] = {}
-        self._yardsticks: dict[str, Yardsticks] = {}
+        self._expectations: dict[str, Expectations] = {}
 
     def sweep(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> Iterator[tuple[LiveEndpoint, Verdict]]:
         """Endpoints whose verdict has changed. May be called more often than a review is due."""
-        passed_s = now - self._reviewed_at
+        passed_s = now - self.reviewed_at
         if passed_s < REVIEW_S:
             return
-        self._reviewed_at = now
+        self.reviewed_at = now
         pieces, self._pieces = self._pieces, {}
         for pool, candidates in pools.items():
             lives = [by_slot[candidate.load.slot] for candidate in candidates]
@@ -50,45 +54,67 @@ class SpeedMonitor:
 
     def _review(self, pool: str, lives: Sequence[LiveEndpoint], now: float) -> Iterator[tuple[LiveEndpoint, Verdict]]:
         """One pool. Endpoints out of rotation are neither judged nor a yardstick."""
-        rated = [live for live in lives if live.health.state in IN_ROTATION and not live.drained]
+        rated = [live for live in lives if _is_rated(live)]
         before = [live.speed.verdict for live in rated]
-        self._yardsticks[pool] = outlier.review([_member(live) for live in rated], now, self.limits)
+        expectations = self._expectations_of(pool)
+        expectations.yardsticks = outlier.review([_member(live) for live in rated], now, self.limits)
         for live, verdict in zip(rated, before, strict=True):
             if live.speed.verdict is not verdict:
                 yield live, live.speed.verdict
 
+    def stalled(
+        self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
+    ) -> list[LiveEndpoint]:
+        """Endpoints to doubt: their prefill step under way takes much longer than at their peers. Due every GLANCE_S.
+
+        After a gap between two calls the gateway itself was held up, and the age of a step proves nothing.
+        """
+        passed_s, self._glanced_at = now - self._glanced_at, now
+        if passed_s > LATE_GLANCES * GLANCE_S or not self.limits.factor:
+            return []
+        result: list[LiveEndpoint] = []
+        for pool, candidates in pools.items():
+            if any(_has_waited(by_slot[candidate.load.slot], now) for candidate in candidates):
+                rated = [live for each in candidates if _is_rated(live := by_slot[each.load.slot])]
+                stalled = self._expectations_of(pool).stalled([_member(live) for live in rated], now)
+                doubted = [live.load.ceiling <= SUSPECT_CEILING for live in rated]
+                result += [rated[index] for index in stall.choose_doubted(stalled, doubted)]
+        return result
+
     def first_byte_s(self, live: LiveEndpoint, request: Request, tokens: int) -> float | None:
         """Seconds to the first byte of an answer behind so many prompt tokens; None while that is not known."""
-        usual_s = self._usual_s(live, request, tokens)
-        slowness = live.speed.slowness
-        return usual_s if usual_s is None or slowness is None else usual_s * slowness.ratio
+        return self._expectations_of(live.endpoint.pool).first_byte_s(_member(live), *_work(request, tokens))
 
-    def left_s(self, live: LiveEndpoint, request: Request, tokens: int, waited_s: float, factor: float) -> float | None:
-        """Seconds that a request without a first byte is expected to wait yet; None while it is not late.
+    def left_s(self, live: LiveEndpoint, request: Request, tokens: int, waited_s: float, now: float) -> float | None:
+        """Seconds that a request without a first byte is expected to wait yet; None while it is not late."""
+        expectations = self._expectations_of(live.endpoint.pool)
+        return expectations.left_s(_member(live), *_work(request, tokens), waited_s, now)
 
-        It is late after `factor` times what the peers would need. As long again as it is late: nothing else is known
-        of an endpoint that takes longer than its peers would.
-        """
-        expected_s, slowness = self._usual_s(live, request, tokens), live.speed.slowness
-        if expected_s is None or waited_s < factor * expected_s:
-            return None
-        late_s = waited_s - expected_s
-        return late_s if slowness is None else max(late_s, slowness.ratio * expected_s - waited_s)
+    def _expectations_of(self, pool: str) -> Expectations:
+        expectations = self._expectations.get(pool)
+        if expectations is None:
+            expectations = self._expectations[pool] = Expectations()
+        return expectations
 
-    def _usual_s(self, live: LiveEndpoint, request: Request, tokens: int) -> float | None:
-        """What the endpoint's peers need to the first byte of such an answer."""
-        streams = request.stream or request.output_tokens == 1
-        measure, work = (Measure.TTFT, tokens) if streams else (Measure.ANSWER, request.output_tokens)
-        yardstick = self._yardsticks.get(live.endpoint.pool, {}).get((kind_of(live.endpoint), measure))
-        return None if yardstick is None else yardstick.usual_s(work, live.load.belief.shape) or None
+
+def _work(request: Request, tokens: int) -> tuple[Measure, int]:
+    """What the first byte of an answer waits for: `tokens` of prompts, or the whole answer."""
+    streams = request.stream or request.output_tokens == 1
+    return (Measure.TTFT, tokens) if streams else (Measure.ANSWER, request.output_tokens)
+
+
+def _is_rated(live: LiveEndpoint) -> bool:
+    """Whether it is compared with others: endpoints out of rotation are neither judged nor a yardstick."""
+    return live.health.state in IN_ROTATION and not live.drained
+
+
+def _has_waited(live: LiveEndpoint, now: float) -> bool:
+    """Whether a prefill step is under way there that may be a stall."""
+    return live.speed.waiting > 0 and now - live.speed.since >= stall.LEAST_LATE_S
 
 
 def _member(live: LiveEndpoint) -> Member:
-    load, speed, shape = live.load, live.speed, live.load.belief.shape
-    others = load.in_flight - load.decoding - speed.waiting
-    return Member(
-        speed, kind_of(live.endpoint), shape, speed.step_tokens(load.prefill_tokens, shape.budget_tokens, others)
-    )
+    return Member(live.speed, kind_of(live.endpoint), live.load.belief.shape, step_tokens(live))
 
 
 def kind_of(endpoint: Endpoint) -> Hashable:

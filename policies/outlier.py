@@ -77,6 +77,20 @@ def review(members: Sequence[Member], now: float, limits: SlowLimits) -> Yardsti
     return yardsticks
 
 
+def yardsticks(members: Sequence[Member], now: float) -> Yardsticks:
+    """What each kind of endpoint takes for its work, as far as that is known now. Judges no endpoint."""
+    for member in members:
+        member.record.prepare(now)
+    by_kind: dict[Hashable, list[SpeedRecord]] = {}
+    for member in members:
+        by_kind.setdefault(member.kind, []).append(member.record)
+    return {
+        (kind, measure): Peers(measure, [record.tracks[place].reference for record in records])
+        for kind, records in by_kind.items()
+        for place, measure in enumerate(Measure)
+    }
+
+
 class _Finding:
     """What the measures say of one endpoint."""
 

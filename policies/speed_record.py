@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import suppress
 from enum import StrEnum
+from itertools import islice
 from math import ceil, exp, log
 from operator import sub
 
@@ -31,6 +32,15 @@ MOST_UNCOUNTED = 64
 
 LEAST_SHARE_CLEAR = 0.2
 """Share of a second without a prompt in work that must be left before a stream's pace is measured in it."""
+
+JOIN_S = 0.03
+"""A prompt sent so soon after a prefill step began may be part of it: engines first end the decode step under way."""
+
+LEAST_OVERTAKEN_S = 0.1
+"""Shorter delays of a step that was given up are no evidence."""
+
+LEAST_PACED = 3.0
+"""Prompts that an endpoint has to complete before it counts as one that keeps pace."""
 
 USUAL_GAIN, LEAST_USUAL = 0.05, 20
 FIRST_PROBE_GAP_S, MOST_PROBE_GAP_S = 0.5, 30.0
@@ -76,6 +86,11 @@ class Samples:
         self.seconds[place] += seconds
         self.counts[place] += 1.0
         self.total += 1.0
+
+    def mean_s(self, work: int) -> float:
+        """The mean of the samples of such work; 0 if there are none."""
+        place = min(BINS - 1, work.bit_length())
+        return self.seconds[place] / self.counts[place] if self.counts[place] > 1e-9 else 0.0
 
     def copy(self) -> Samples:
         return self.less(Samples(self.least))
@@ -163,24 +178,27 @@ class SpeedRecord:
     """The evidence of one endpoint's speed, and the verdict of the last review.
 
     since      when the prefill step under way began: at the first token before, or when the first of them was sent
+    has_kept_pace  since the last restart(), a review has found completed prompts there as fast as its peers'
     prefill_s  seconds ever in which a prompt was waiting, up to `since`
     output     tokens of answers that came whole, lately
     slowness   why it is suspect or slow; kept while it is ejected
     """
 
     __slots__ = (
-        *("_clear_from", "_probe_at", "_probe_gap_s", "_queue", "_step_s", "_step_tokens", "_streak", "output"),
-        *("prefill_s", "since", "slowness", "tracks", "verdict"),
+        *("_begun", "_clear_from", "_probe_at", "_probe_gap_s", "_queue", "_step_s", "_step_tokens", "_streak"),
+        *("has_kept_pace", "output", "prefill_s", "since", "slowness", "tracks", "verdict"),
     )
 
     def __init__(self) -> None:
         self.tracks = tuple(Track(needed) for needed in NEEDED)
         self._queue: deque[int] = deque()
+        self._begun = 0  # prompts in the queue that the step under way may compute
         self.since = self.prefill_s = 0.0
         self._step_s, self._step_tokens = 0.0, 0
         self._clear_from = self.output = self._probe_at = 0.0
         self._probe_gap_s = FIRST_PROBE_GAP_S
         self._streak = 0
+        self.has_kept_pace = False
         self.verdict = Verdict.NORMAL
         self.slowness: Slowness | None = None
 
@@ -193,12 +211,34 @@ class SpeedRecord:
         """A prompt was sent whose first token will be seen; `tokens` of it are not cached."""
         if not self._queue:
             self.since = now
+            self._begun = 1
+        elif now - self.since < JOIN_S:
+            self._begun += 1
         self._queue.append(tokens)
 
     def dropped(self, tokens: int) -> None:
         """It was taken back before its first token."""
         with suppress(ValueError):
             self._queue.remove(tokens)
+
+    def overtaken(self, tokens: int, work: int, now: float) -> None:
+        """A prompt was taken back because another endpoint answered first, or because it was late.
+
+        The prompt whose turn it was is evidence: the delay of its step is expected to last as long again. `work` is
+        what that step had to compute at most.
+        """
+        if not self._queue or self._queue[0] != tokens:
+            self.dropped(tokens)
+            return
+        seconds = now - self.since
+        if self._step_tokens:
+            self.tracks[0].add(self._step_tokens, self._step_s)
+        self._step_s, self._step_tokens = 0.0, 0
+        self._queue.popleft()
+        self.since, self._begun = now, len(self._queue)
+        self.prefill_s += seconds
+        if seconds >= LEAST_OVERTAKEN_S:
+            self.tracks[0].add(work, 2.0 * seconds)
 
     def first_token(self, tokens: int, now: float) -> None:
         """A first token came; `tokens` of its prompt were not cached."""
@@ -209,6 +249,7 @@ class SpeedRecord:
             queue.popleft()
         else:
             self.dropped(tokens)
+        self._begun = len(queue)
         self.prefill_s += seconds
         if seconds <= SAME_STEP_S + SAME_STEP_SHARE * self._step_s:
             self._step_s += seconds
@@ -250,6 +291,7 @@ class SpeedRecord:
             track.restart()
         self._step_s, self._step_tokens = 0.0, 0
         self._streak = 0
+        self.has_kept_pace = False
         self.verdict = Verdict.NORMAL
 
     def prepare(self, now: float) -> None:
@@ -264,12 +306,15 @@ class SpeedRecord:
     def step_tokens(self, waiting_tokens: int, budget_tokens: int, others: int) -> int:
         """The most prompt tokens that the step under way may have to compute before its first token.
 
-        Of `waiting_tokens` booked, engines take `budget_tokens` at a time, in the order in which they came. `others`
-        are prompts among them whose first token will not be seen: any number of these may come first.
+        Of `waiting_tokens` booked, engines take `budget_tokens` at a time, in the order in which they came. Prompts
+        that came after the step began are not part of it. `others` are prompts among them whose first token will not
+        be seen: any number of these may come first.
         """
-        if others or not self._queue:
+        queue = self._queue
+        if others or not queue:
             return waiting_tokens
-        return min(waiting_tokens, ceil(self._queue[0] / budget_tokens) * budget_tokens)
+        begun = sum(queue) if self._begun >= len(queue) else sum(islice(queue, max(1, self._begun)))
+        return min(waiting_tokens, begun, ceil(queue[0] / budget_tokens) * budget_tokens)
 
     def judge(self, found: Slowness | None, change: int, clear: bool, reviews: int) -> Verdict:
         """The verdict after a review. `change`: 1 when the latest samples were slow too, -1 when they were not, 0
@@ -281,4 +326,7 @@ class SpeedRecord:
             self._streak, self.slowness = 0, None
         slow = self._streak >= reviews
         self.verdict = Verdict.SLOW if slow else Verdict.SUSPECT if self._streak else Verdict.NORMAL
+        prompts = self.tracks[0]
+        if (clear and found is None and prompts.reference.total >= LEAST_PACED) or prompts.usual_ratio:
+            self.has_kept_pace = True
         return self.verdict

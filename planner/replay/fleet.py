@@ -24,6 +24,7 @@ from planner.replay.front import Front
 from planner.replay.group import Group
 from planner.replay.halves import Halves
 from planner.replay.happenings import Happenings
+from planner.replay.hedges import Hedges
 from planner.replay.options import Options, View
 from planner.replay.record import End, Record, Run
 from planner.replay.spec import FleetSpec
@@ -84,6 +85,7 @@ class Fleet:
         self.halves = Halves(self, spec.split, policy) if split else None
         self.door = Door(self, room)
         self.speeds = Speeds(self, self.options.slow_factor)
+        self.hedges = Hedges(self, self.options.hedge_share)
         self._ideal = Ideal(spec.block_tokens)
         self.flights: dict[Job, Flight] = {}
         self._records: list[Record] = []
@@ -91,6 +93,11 @@ class Fleet:
         self._order = self._over = 0
         self.under_way = 0
         self._last_s = 0.0
+
+    @property
+    def arrived(self) -> int:
+        """Requests that have arrived so far."""
+        return len(self._records)
 
     def run(self) -> Run:
         """Everything, to the last token or the horizon."""
@@ -161,14 +168,20 @@ class Fleet:
             return
         group = self.groups[chosen.candidate.load.slot]
         self.door.booked(ask, chosen)
-        entry = ledger.book(group.load, flight.request, chosen.cached_tokens, now)
-        flight.entry, flight.believed = entry, chosen.cached_tokens
-        flight.ahead_tokens, flight.sent_s = group.load.prefill_tokens, now
-        flight.record.predicted_ttft_s = entry.predicted_ttft_s
-        flight.record.predicted_tpot_s = entry.predicted_tpot_s
+        self.start(now, flight, group, chosen)
+        assert flight.entry is not None
+        flight.record.predicted_ttft_s = flight.entry.predicted_ttft_s
+        flight.record.predicted_tpot_s = flight.entry.predicted_tpot_s
         flight.record.group = group.name
+
+    def start(self, now: float, flight: Flight, group: Group, pick: Pick) -> None:
+        """Book the picked group and send it the whole request."""
+        flight.entry = ledger.book(group.load, flight.request, pick.cached_tokens, now)
+        flight.believed = pick.cached_tokens
+        flight.ahead_tokens, flight.sent_s = group.load.prefill_tokens, now
+        flight.is_overtaken = False
         group.speed.sent(max(1, flight.one.input_tokens - flight.believed), now)
-        self.send(now, flight, group, chosen, Job(flight.one.input_tokens, flight.one.output_tokens, flight.keys))
+        self.send(now, flight, group, pick, Job(flight.one.input_tokens, flight.one.output_tokens, flight.keys))
 
     def _alone(self, one: TraceRequest) -> Sequence[Candidate]:
         """Groups that could serve the whole of it."""
@@ -227,6 +240,8 @@ class Fleet:
     def began(self, group: Group, job: Job, now: float) -> None:
         """A job's first token."""
         flight = self.flights[job]
+        if flight.race is not None:
+            flight = self.hedges.decide(now, flight)
         self.computed(flight)
         group.totals.prompt_tokens += 0 if isinstance(job.leg, Take) else job.prompt_tokens
         group.totals.cached_tokens += 0 if isinstance(job.leg, Take) else job.cached
@@ -293,6 +308,8 @@ class Fleet:
     def withdraw(self, now: float, flight: Flight) -> None:
         """Take a request back from wherever it is; what was computed of it is wasted."""
         job, group = flight.job, flight.group
+        if flight.race is not None:
+            self.hedges.end_race(now, flight)
         self.computed(flight)
         if job is not None and group is not None and self.flights.pop(job, None) is not None:
             flight.record.wasted_tokens += max(0, job.computed - max(0, job.cached))
@@ -305,7 +322,8 @@ class Fleet:
                 self.front.unlearn(flight.fingerprint, group.load.slot, flight.believed, flight.request.prompt_tokens)
         if self.halves is not None:
             self.halves.withdraw(now, flight)
-        if group is not None and flight.record.first_s is None and not flight.record.prefilled_by:
+        is_awaited = flight.record.first_s is None and not flight.record.prefilled_by and not flight.is_overtaken
+        if group is not None and is_awaited:
             group.speed.dropped(max(1, flight.one.input_tokens - flight.believed))
         if flight.entry is not None:
             flight.entry.dropped(now)
@@ -315,6 +333,8 @@ class Fleet:
     def failed(self, now: float, flight: Flight, group: Group) -> None:
         """Its group has died: elsewhere if nothing was said yet, else its answer is broken."""
         self.withdraw(now, flight)
+        if flight.is_hedge:
+            return
         flight.tried |= {group.name}
         if flight.record.first_s is not None or len(flight.tried) >= MOST_TRIES:
             self.over_with(now, flight, End.LOST, "engine_dead")

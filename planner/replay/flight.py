@@ -23,6 +23,8 @@ class Flight:
     believed  prompt tokens that its group was believed to hold when it was picked
     ahead_tokens, sent_s  prompt tokens that its group has to compute, its own included, and when it was given them
     expected  its keys are counted among those that its group will compute
+    race      the other attempt at the same request, while there are two; `is_hedge`: this is the second one
+    is_overtaken  its group's evidence of speed no longer waits for its first token
 
     Of a split request:
     taker     the group that decodes it
@@ -47,6 +49,9 @@ class Flight:
     ahead_tokens: int = 0
     sent_s: float = 0.0
     expected: bool = False
+    race: Flight | None = None
+    is_hedge: bool = False
+    is_overtaken: bool = False
     taker: Group | None = None
     giver: Group | None = None
     given: Job | None = None

@@ -87,6 +87,13 @@ class Group:
         self.totals = GroupTotals(self.name)
         self.engine = self.new_engine()
 
+    @property
+    def step_tokens(self) -> int:
+        """The most prompt tokens that its prefill step under way may have to compute."""
+        load, speed = self.load, self.speed
+        others = load.in_flight - load.decoding - speed.waiting
+        return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
+
     def new_engine(self) -> Engine:
         """An engine that holds nothing, as after a start."""
         engine = Engine(

@@ -62,6 +62,7 @@ class Options(msgspec.Struct, frozen=True):
     leaping          False: every decode step by itself, to compare
     slow_start_s     how long a group that comes up is given fewer requests at once while others have room
     slow_factor      how many times as long as its peers a group must take to be ejected as slow; 0: none is
+    hedge_share      hedges as a share of all requests, at most; 0: none. Only where slow groups are looked for
     classes          service classes by name; a request without a known one is STANDARD
     """
 
@@ -79,3 +80,4 @@ class Options(msgspec.Struct, frozen=True):
     faults: tuple[Fault, ...] = ()
     slow_start_s: float = 0.0
     slow_factor: float = 0.0
+    hedge_share: float = 0.0

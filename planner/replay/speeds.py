@@ -1,8 +1,8 @@
 """Slow groups in a replay: found by the gateway's own comparison, given less, ejected, and taken back.
 
-The evidence and the verdicts are policies/speed_record.py's and policies/outlier.py's. Late requests at a suspect group
-are moved, and all that wait at a group when it is ejected. Not here: hedges, which a replay does not have, and the
-retry budget.
+The evidence and the verdicts are policies/speed_record.py's, policies/outlier.py's and policies/stall.py's. Late
+requests at a suspect group are moved, and all that wait at a group when it is ejected. Late requests at other groups
+are hedged (hedges.py). Not here: the retry budget.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING
 from mockgpu.job import Job
 from planner.replay.flight import Flight
 from planner.replay.group import Group
+from planner.replay.hedges import note_overtaken
 from policies import outlier
 from policies.model import NO_CEILING
-from policies.outlier import Member, SlowLimits, Yardsticks
+from policies.outlier import Member, SlowLimits
 from policies.saved_state import belief_state, restore_belief
 from policies.speed_record import Measure, Verdict
+from policies.stall import DOUBT_S, LEAST_LATE_S, RAMP_S, Expectations, choose_doubted, raised_ceiling
 
 if TYPE_CHECKING:
     from planner.replay.fleet import Fleet
 
-REVIEW_S, SWEEP_S, PROBE_S = 1.0, 0.25, 1.0
-LATE_FACTOR = 1.2  # of the factor from which on a group is slow
+REVIEW_S, SWEEP_S, GLANCE_S, PROBE_S = 1.0, 0.25, 0.05, 1.0
+PRICE = 2.0  # as in gateway/hedge.py
 CLEAR = 1.6
 SUSPECT_CEILING = 1
 
@@ -35,7 +37,8 @@ class Speeds:
         self._fleet = fleet
         self._limits = SlowLimits(factor)
         self._made: dict[Job, int] = {}
-        self._yardsticks: Yardsticks = {}
+        self._expectations = Expectations()
+        self._doubted: dict[Group, float] = {}
         self.ejected: list[tuple[float, int]] = []
 
     def open(self) -> None:
@@ -43,6 +46,7 @@ class Speeds:
         if self._limits.factor:
             self._fleet.at(REVIEW_S, self._review)
             self._fleet.at(SWEEP_S, self._sweep)
+            self._fleet.at(GLANCE_S, self._glance)
 
     def _review(self, now: float, _: object) -> None:
         fleet = self._fleet
@@ -52,10 +56,13 @@ class Speeds:
             made |= self._sample(group, now)
         self._made = made
         before = [group.speed.verdict for group in rated]
-        self._yardsticks = outlier.review([_member(group) for group in rated], now, self._limits)
+        self._expectations.yardsticks = outlier.review([_member(group) for group in rated], now, self._limits)
         for group, verdict in zip(rated, before, strict=True):
             if group.speed.verdict is not verdict:
                 self._act(now, group)
+        for group in fleet.groups:
+            if group.load.ceiling == 0:
+                group.load.ceiling = SUSPECT_CEILING
         if fleet.under_way:
             fleet.at(now + REVIEW_S, self._review)
 
@@ -68,6 +75,7 @@ class Speeds:
 
     def _act(self, now: float, group: Group) -> None:
         verdict, fleet = group.speed.verdict, self._fleet
+        self._doubted.pop(group, None)
         group.load.ceiling = NO_CEILING if verdict is Verdict.NORMAL else SUSPECT_CEILING
         others = sum(other.load.available for other in fleet.groups if other is not group)
         if verdict is not Verdict.SLOW or others < len(fleet.groups) / 2:
@@ -82,27 +90,74 @@ class Speeds:
 
     def _waiting(self, group: Group) -> list[Flight]:
         """Requests at the group without a first token, in the order in which they came."""
-        return [each for each in self._fleet.flights.values() if each.group is group and each.record.first_s is None]
+        return [each for each in self._fleet.flights.values() if each.group is group and _may_leave(each)]
+
+    def doubt(self, now: float, group: Group) -> None:
+        """As EndpointTable.doubt: no request until the next review, and few until the group was judged."""
+        if group.speed.verdict is Verdict.SUSPECT:
+            group.load.ceiling = 0
+        elif group.load.ceiling == NO_CEILING or group in self._doubted:
+            group.load.ceiling, self._doubted[group] = 0, now + DOUBT_S
+
+    def _glance(self, now: float, _: object) -> None:
+        """Doubt groups whose prefill step takes too long, and look at the requests there."""
+        fleet = self._fleet
+        rated = [group for group in fleet.groups if group.alive and group.load.available]
+        if any(group.speed.waiting and now - group.speed.since >= LEAST_LATE_S for group in rated):
+            stalled = self._expectations.stalled([_member(group) for group in rated], now)
+            for index in choose_doubted(stalled, [group.load.ceiling <= SUSPECT_CEILING for group in rated]):
+                self.doubt(now, rated[index])
+                self._look(now, rated[index])
+        if fleet.under_way:
+            fleet.at(now + GLANCE_S, self._glance)
 
     def _sweep(self, now: float, _: object) -> None:
-        """Move late requests away from suspect groups; so long they took there at least."""
+        """Look at all requests without a first token."""
         fleet = self._fleet
+        for group, until_s in tuple(self._doubted.items()):
+            if now >= until_s:
+                group.load.ceiling = raised_ceiling(group.load.ceiling)
+                self._doubted[group] = now + RAMP_S
+                if group.load.ceiling == NO_CEILING:
+                    del self._doubted[group]
         for group in fleet.groups:
-            if group.alive and group.speed.verdict is Verdict.SUSPECT:
-                for flight in self._waiting(group):
-                    if self._is_late(now, group, flight):
-                        if group.speed.waiting == 1:
-                            group.speed.first_token(max(1, flight.one.input_tokens - flight.believed), now)
-                        fleet.failed(now, flight, group)
+            if group.alive and group.load.available:
+                self._look(now, group)
         if fleet.under_way:
             fleet.at(now + SWEEP_S, self._sweep)
 
-    def _is_late(self, now: float, group: Group, flight: Flight) -> bool:
-        yardstick = self._yardsticks.get((_kind(group), Measure.TTFT))
-        if yardstick is None or flight.entry is None or flight.tried:
-            return False
-        usual_s = yardstick.usual_s(flight.ahead_tokens, group.load.belief.shape)
-        return 0.0 < LATE_FACTOR * self._limits.factor * usual_s < now - flight.sent_s
+    def _look(self, now: float, group: Group) -> None:
+        """Hedge the late requests at a group, or move them away if it is suspect; so long they took there at least."""
+        fleet, moves = self._fleet, group.speed.verdict is Verdict.SUSPECT
+        for flight in self._waiting(group):
+            if not moves and not fleet.hedges.may_send():
+                return
+            waited_s = now - flight.sent_s
+            left_s = self._expectations.left_s(_member(group), Measure.TTFT, flight.ahead_tokens, waited_s, now)
+            best = None if left_s is None else self._best(now, flight)
+            if left_s is None or best is None or left_s < PRICE * best[0]:
+                continue
+            if moves:
+                note_overtaken(flight, group, now)
+                self.doubt(now, group)
+                fleet.failed(now, flight, group)
+            else:
+                fleet.hedges.send(now, flight, best[1])
+
+    def _best(self, now: float, flight: Flight) -> tuple[float, Group] | None:
+        """The group that is expected to answer soonest, and when."""
+        cached = self._fleet.front.ask(flight, now).cached
+        best: tuple[float, Group] | None = None
+        for candidate in self._fleet.front.fitting(flight.one):
+            group, load = self._fleet.groups[candidate.load.slot], candidate.load
+            if group is flight.group or not (group.alive and load.available) or load.in_flight >= load.ceiling:
+                continue
+            held = cached[load.slot] if load.slot < len(cached) else 0
+            tokens = load.prefill_tokens + max(1, flight.one.input_tokens - held)
+            expected_s = self._expectations.first_byte_s(_member(group), Measure.TTFT, tokens)
+            if expected_s is not None and (best is None or expected_s < best[0]):
+                best = expected_s, group
+        return best
 
     def _probe(self, now: float, group: Group) -> None:
         """The piece of work that the gateway times beside a peer: it takes as long as the engine is slow."""
@@ -125,6 +180,9 @@ def _kind(group: Group) -> Hashable:
 
 
 def _member(group: Group) -> Member:
-    load, speed, shape = group.load, group.speed, group.load.belief.shape
-    others = load.in_flight - load.decoding - speed.waiting
-    return Member(speed, _kind(group), shape, speed.step_tokens(load.prefill_tokens, shape.budget_tokens, others))
+    return Member(group.speed, _kind(group), group.load.belief.shape, group.step_tokens)
+
+
+def _may_leave(flight: Flight) -> bool:
+    """Whether it may be given a second group, or another one."""
+    return flight.record.first_s is None and flight.race is None and not flight.tried and flight.entry is not None

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from gateway.endpoints import DOUBT_S, SUSPECT_CEILING
+from gateway.endpoints import SUSPECT_CEILING
 from gateway.hedge import CREDIT
 from policies.health import Event, State
 from policies.model import NO_CEILING
 from policies.speed_record import Verdict
+from policies.stall import DOUBT_S
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.split.halves import (
     MODEL,
@@ -225,9 +226,12 @@ async def test_an_endpoint_that_was_overtaken_gets_few_requests_until_it_is_judg
         first, _ = await asked(running, 2)
         endpoints = running.app.gateway.endpoints
         load = endpoints.all()[running.decode.index(first)].load
-        assert load.ceiling == SUSPECT_CEILING
-        endpoints.sweep(monotonic() + DOUBT_S)
-        assert load.ceiling == NO_CEILING
+        assert load.ceiling == 0
+        ceilings = []
+        for seconds in range(8):
+            endpoints.sweep(monotonic() + DOUBT_S + seconds)
+            ceilings.append(load.ceiling)
+        assert ceilings == [2 * SUSPECT_CEILING, 4, 8, 16, 32, 64, NO_CEILING, NO_CEILING]
 
 
 async def test_the_first_requests_of_a_gateway_may_be_hedged_and_later_ones_pay_for_it() -> None:

@@ -1,0 +1,86 @@
+"""Hedges in a replay: a second group for a request whose first token is late.
+
+The group that makes the first token first serves the request; the other attempt is withdrawn. When a request is late is
+policies/stall.py's. Not here: the retry budget.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from planner.replay.flight import Flight
+from planner.replay.group import Group
+from policies.model import Pick
+
+if TYPE_CHECKING:
+    from planner.replay.fleet import Fleet
+
+CREDIT, MOST_SAVED = 200, 50.0  # as in gateway/hedge.py
+
+
+class Hedges:
+    """Starts second attempts, at most `share` of all requests. `sent`: the clock of each; `won`: those that served."""
+
+    def __init__(self, fleet: Fleet, share: float) -> None:
+        self._fleet, self._share = fleet, share
+        self._paid_for, self._credit = 0, CREDIT
+        self._allowed = share * CREDIT
+        self.sent: list[float] = []
+        self.won = 0
+
+    def may_send(self) -> bool:
+        """Whether the share leaves room for one more."""
+        came = self._fleet.arrived - self._paid_for
+        self._paid_for += came
+        paid_back = min(self._credit, came)
+        self._credit -= paid_back
+        self._allowed = min(MOST_SAVED, self._allowed + self._share * (came - paid_back))
+        return self._allowed >= 1.0
+
+    def send(self, now: float, flight: Flight, group: Group) -> None:
+        """Send the request to `group` as well."""
+        fleet = self._fleet
+        self._allowed -= 1.0
+        self.sent.append(now)
+        cached = fleet.front.ask(flight, now).cached
+        held = cached[group.load.slot] if group.load.slot < len(cached) else 0
+        pick = Pick(group.candidate, held, 0.0, 1, "hedge", (0.0,), (group.candidate,))
+        second = Flight(flight.record, flight.one, flight.request, flight.keys, flight.fingerprint)
+        second.race, flight.race, second.is_hedge = flight, second, True
+        fleet.start(now, second, group, pick)
+
+    def decide(self, now: float, first: Flight) -> Flight:
+        """One of two attempts has made a token: withdraw the other. The flight that is the request's from now on."""
+        fleet, other = self._fleet, first.race
+        assert other is not None
+        first.race = other.race = None
+        if first.is_hedge:
+            own, late = other, other.group
+            if late is not None:
+                note_overtaken(own, late, now)
+                fleet.speeds.doubt(now, late)
+            fleet.withdraw(now, own)
+            own.job, own.group, own.entry, own.believed = first.job, first.group, first.entry, first.believed
+            own.expected, own.is_overtaken = first.expected, False
+            assert own.job is not None
+            assert own.group is not None
+            fleet.flights[own.job] = own
+            own.record.group = own.group.name
+            self.won += 1
+            return own
+        fleet.withdraw(now, other)
+        return first
+
+    def end_race(self, now: float, flight: Flight) -> None:
+        """An attempt is withdrawn. With the first one the second one ends too."""
+        other, flight.race = flight.race, None
+        if other is not None:
+            other.race = None
+            if other.is_hedge:
+                self._fleet.withdraw(now, other)
+
+
+def note_overtaken(flight: Flight, group: Group, now: float) -> None:
+    """The request leaves the group before its first token."""
+    group.speed.overtaken(max(1, flight.one.input_tokens - flight.believed), group.step_tokens, now)
+    flight.is_overtaken = True
