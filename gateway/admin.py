@@ -22,36 +22,36 @@ from gateway.reload import pages
 from gateway.trust import guard
 
 if TYPE_CHECKING:
-    from gateway.app import App
+    from gateway.live.target import AdminTarget
     from gateway.roster import LiveEndpoint
 
 
-def application(app: App) -> web.Application:
+def application(target: AdminTarget) -> web.Application:
     """Everything it answers. The configuration's pages change something, and draining an endpoint."""
     server = web.Application(
-        middlewares=[guard(lambda: app.gateway.snapshot.config)], client_max_size=FILE_CAP_BYTES + 1
+        middlewares=[guard(lambda: target.gateway.snapshot.config)], client_max_size=FILE_CAP_BYTES + 1
     )
-    _add_health(app, server.router)
-    _add_state(app, server.router)
-    pages.add(app, server.router)
-    live_pages.add(app, server)
+    _add_health(target, server.router)
+    _add_state(target, server.router)
+    pages.add(target, server.router)
+    live_pages.add(target, server)
     return server
 
 
-def _add_health(app: App, routes: web.UrlDispatcher) -> None:
+def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     """What machines ask again and again."""
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
-        reason = obstacle(app.gateway, draining=app.draining)
+        reason = obstacle(target.gateway, draining=target.draining)
         return web.Response(text="ready\n") if reason is None else web.Response(status=503, text=f"{reason}\n")
 
     async def metrics(request: web.Request) -> web.Response:
         exemplars = wants_openmetrics(request.headers.get("Accept", ""))
         page = []
-        for reading in app.metrics.readings(exemplars=exemplars):
+        for reading in target.metrics.readings(exemplars=exemplars):
             page.append(text(reading, exemplars=exemplars))
             await asyncio.sleep(0)  # tens of milliseconds at 64 endpoints: streams go on in between
         page.append(end(exemplars=exemplars))
@@ -60,7 +60,7 @@ def _add_health(app: App, routes: web.UrlDispatcher) -> None:
     async def readings(request: web.Request) -> web.Response:
         """What a supervisor merges, one from each worker."""
         found = []
-        for reading in app.metrics.readings(exemplars="exemplars" in request.query):
+        for reading in target.metrics.readings(exemplars="exemplars" in request.query):
             found.append(reading)
             await asyncio.sleep(0)
         return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
@@ -71,31 +71,31 @@ def _add_health(app: App, routes: web.UrlDispatcher) -> None:
     routes.add_get("/metrics/readings", readings)
 
 
-def _add_state(app: App, routes: web.UrlDispatcher) -> None:
+def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     """What operators ask: how things stand, and why."""
 
     async def endpoints(_: web.Request) -> web.Response:
         now = monotonic()
-        shown = [_shown(live, now) for live in app.gateway.endpoints.all()]
-        return web.json_response({"endpoints": shown, "splits": _splits(app), "pairs": _pairs(app)})
+        shown = [_shown(live, now) for live in target.gateway.endpoints.all()]
+        return web.json_response({"endpoints": shown, "splits": _splits(target), "pairs": _pairs(target)})
 
     async def shadow(_: web.Request) -> web.Response:
-        tried = app.gateway.snapshot.tried.values()
+        tried = target.gateway.snapshot.tried.values()
         return web.json_response({"shadows": [each.shadows.told() for each in tried if each.shadows is not None]})
 
     async def canary(_: web.Request) -> web.Response:
-        tried = app.gateway.snapshot.tried.values()
+        tried = target.gateway.snapshot.tried.values()
         return web.json_response({"canaries": [each.sides.told() for each in tried if each.sides is not None]})
 
     async def explain(request: web.Request) -> web.Response:
-        asked, explained = request.match_info["id"], app.gateway.accounts.explained
+        asked, explained = request.match_info["id"], target.gateway.accounts.explained
         found = explained.newest() if asked == "last" else explained.find(asked)
         if found is None:
             return web.json_response({"message": "no such request among the newest that are over"}, status=404)
         return web.json_response(found)
 
     async def requests(query: Query) -> dict[str, object]:
-        return recent(app.gateway.accounts.explained, query)
+        return recent(target.gateway.accounts.explained, query)
 
     routes.add_get("/endpoints", endpoints)
     routes.add_get("/explain/{id}", explain)
@@ -139,9 +139,9 @@ def _shown(live: LiveEndpoint, now: float) -> dict[str, object]:
     }
 
 
-def _splits(app: App) -> list[dict[str, object]]:
+def _splits(target: AdminTarget) -> list[dict[str, object]]:
     """Who may be paired with whom, by model and group of endpoints whose KV fits."""
-    routes = {route.name: route for route in app.gateway.snapshot.routes.values()}
+    routes = {route.name: route for route in target.gateway.snapshot.routes.values()}
     return [
         {
             "model": name,
@@ -156,7 +156,7 @@ def _splits(app: App) -> list[dict[str, object]]:
     ]
 
 
-def _pairs(app: App) -> list[dict[str, object]]:
+def _pairs(target: AdminTarget) -> list[dict[str, object]]:
     """How handoffs went, for every pair that had one."""
     return [
         {
@@ -167,5 +167,5 @@ def _pairs(app: App) -> list[dict[str, object]]:
             "handoff_s": None if figures.handoff_s is None else round(figures.handoff_s, 6),
             "transport": figures.transport,
         }
-        for (prefill, decode), figures in sorted(app.gateway.handoffs.pairs.items())
+        for (prefill, decode), figures in sorted(target.gateway.handoffs.pairs.items())
     ]

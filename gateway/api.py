@@ -5,57 +5,81 @@ Generation requests never arrive here; the client connections serve them directl
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from time import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from aiohttp import web
 
 from gateway.answer import Failure, GatewayError, body_of, headers_of, new_id
 from gateway.openai import LINE
 
-if TYPE_CHECKING:
-    from gateway.app import App
-
 SERVER = "penstock"  # replaces aiohttp's own name and version
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def application(app: App) -> web.Application:
-    """Create the application: GET /v1/models and /v1/models/{id}, 405 and 404 for the rest."""
+class ListedModel(Protocol):
+    """A model as its card shows it. `context_tokens` is None when the limit is unknown."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def context_tokens(self) -> int | None: ...
+
+
+class ModelCatalogue(Protocol):
+    """The models of one configuration, by every name that clients may use."""
+
+    @property
+    def routes(self) -> Mapping[str, ListedModel]: ...
+
+    def authenticate(self, headers: Mapping[str, str]) -> str:
+        """Return the tenant. Raises GatewayError for a wrong key."""
+
+
+def application(catalogue: Callable[[], ModelCatalogue]) -> web.Application:
+    """Create the application: GET /v1/models and /v1/models/{id}, 405 and 404 for the rest.
+
+    `catalogue` returns the models of the running configuration.
+    """
     created = int(time())
 
-    async def models(request: web.Request) -> web.StreamResponse:
-        snapshot = app.gateway.snapshot
-        snapshot.authenticate(request.headers)
-        names = sorted(snapshot.routes)
-        return _ok({"object": "list", "data": [_model_card(name, app, created) for name in names]})
+    async def list_models(request: web.Request) -> web.StreamResponse:
+        models = catalogue()
+        models.authenticate(request.headers)
+        names = sorted(models.routes)
+        return _ok(
+            {
+                "object": "list",
+                "data": [_model_card(name, models.routes[name], created) for name in names],
+            }
+        )
 
-    async def model(request: web.Request) -> web.StreamResponse:
-        snapshot = app.gateway.snapshot
-        snapshot.authenticate(request.headers)
+    async def show_model(request: web.Request) -> web.StreamResponse:
+        models = catalogue()
+        models.authenticate(request.headers)
         name = request.match_info["name"]
-        if name not in snapshot.routes:
+        if name not in models.routes:
             raise GatewayError(
                 Failure.MODEL_NOT_FOUND, f"The model {name[:64]!r} does not exist.", param="model"
             )
-        return _ok(_model_card(name, app, created))
+        return _ok(_model_card(name, models.routes[name], created))
 
     server = web.Application(middlewares=[_openai_errors])
-    server.router.add_get("/v1/models", models, allow_head=False)
-    server.router.add_get("/v1/models/{name:.+}", model, allow_head=False)
+    server.router.add_get("/v1/models", list_models, allow_head=False)
+    server.router.add_get("/v1/models/{name:.+}", show_model, allow_head=False)
     return server
 
 
-def _model_card(name: str, app: App, created: int) -> dict[str, object]:
-    route = app.gateway.snapshot.routes[name]
+def _model_card(name: str, model: ListedModel, created: int) -> dict[str, object]:
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "penstock",
-        "root": route.name,
-        "max_model_len": route.context_tokens,
+        "root": model.name,
+        "max_model_len": model.context_tokens,
     }
 
 

@@ -340,7 +340,9 @@ class App:
 
     async def _doors(self) -> Callable[[], Front]:
         """What makes a protocol for every client connection."""
-        runner = web.AppRunner(api.application(self), handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(
+            api.application(lambda: self.gateway.snapshot), handler_cancellation=True, access_log=None
+        )
         await runner.setup()
         self._runners.append(runner)
         manager = runner.server

@@ -18,7 +18,7 @@ from gateway.reload.trial import is_failure
 from gateway.sketch import NONE, Counts, grown, merged, quantile
 
 if TYPE_CHECKING:
-    from gateway.app import App
+    from gateway.live.target import AdminTarget
 
 KEEP_S = 61.0
 SPACING_S = 0.95
@@ -56,9 +56,9 @@ class Mark(msgspec.Struct, frozen=True, eq=False):
     received: Mapping[str, int]
 
 
-def take(app: App, now: float, before: Mark | None = None) -> Mark:
+def take(target: AdminTarget, now: float, before: Mark | None = None) -> Mark:
     """The meters as they are. Sketches that stand still share their counts with the note before."""
-    metrics, gateway = app.metrics, app.gateway
+    metrics, gateway = target.metrics, target.gateway
     live = gateway.endpoints.all()
     return Mark(
         at=now,

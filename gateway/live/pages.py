@@ -20,7 +20,7 @@ from gateway.live.marks import Mark, take
 from gateway.live.standing import Standing, stand
 
 if TYPE_CHECKING:
-    from gateway.app import App
+    from gateway.live.target import AdminTarget
 
 SLOW_S = 5.0
 """A watcher that takes nothing for so long is let go; its browser comes back by itself."""
@@ -66,19 +66,19 @@ Note = tuple[Mark, Standing]
 """What a supervisor makes its view of, one from each worker."""
 
 
-def add(app: App, server: web.Application) -> None:
+def add(target: AdminTarget, server: web.Application) -> None:
     """GET /, /web/{name}, /live, /live/stream, /live/note; POST /endpoints/{name}/drain and /undrain."""
 
     async def look(before: Mark | None) -> Note:
         now = monotonic()
-        return take(app, now, before), stand(app, now)
+        return take(target, now, before), stand(target, now)
 
     async def note(_: web.Request) -> web.Response:
         return web.Response(body=msgspec.msgpack.encode(await look(None)), content_type="application/msgpack")
 
     server.router.add_get("/live/note", note)
-    server.router.add_post("/endpoints/{name}/{what:drain|undrain}", _drainer(app))
-    add_view(server, look, lambda: app.draining)
+    server.router.add_post("/endpoints/{name}/{what:drain|undrain}", _drainer(target))
+    add_view(server, look, lambda: target.draining)
 
 
 def add_view(server: web.Application, look: Look, draining: Callable[[], bool]) -> None:
@@ -127,16 +127,18 @@ async def _stream(request: web.Request, hub: Hub, draining: Callable[[], bool]) 
     return answer
 
 
-def _drainer(app: App) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _drainer(target: AdminTarget) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def drain(request: web.Request) -> web.Response:
         name, wanted = request.match_info["name"], request.match_info["what"] == "drain"
-        staying = (live for live in app.gateway.endpoints.all() if not live.leaving)  # one who leaves may share a name
+        staying = (
+            live for live in target.gateway.endpoints.all() if not live.leaving
+        )  # one who leaves may share a name
         found = next((live for live in staying if live.endpoint.name == name), None)
         if found is None:
             return web.json_response(
                 {"result": "nothing", "message": f"no endpoint is called {name!r:.80}"}, status=404
             )
-        left = app.gateway.endpoints.drain(found, wanted)
+        left = target.gateway.endpoints.drain(found, wanted)
         return web.json_response({"result": "applied", "endpoint": name, "drained": wanted, "in_flight": left})
 
     return drain

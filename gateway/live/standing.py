@@ -14,7 +14,7 @@ import msgspec
 from gateway.speed_monitor import describe
 
 if TYPE_CHECKING:
-    from gateway.app import App
+    from gateway.live.target import AdminTarget
     from gateway.roster import LiveEndpoint
 
 VERSIONS_SHOWN = 6
@@ -63,28 +63,28 @@ class Standing(msgspec.Struct, frozen=True):
     shared: dict[str, Any] | None = None
 
 
-def stand(app: App, now: float) -> Standing:
+def stand(target: AdminTarget, now: float) -> Standing:
     """As it is."""
-    slos, handoffs, error = app.gateway.snapshot.config.slo, app.gateway.handoffs, app.reloader.last_error
+    slos, handoffs, error = target.gateway.snapshot.config.slo, target.gateway.handoffs, target.reloader.last_error
     return Standing(
-        config=_config(app),
+        config=_config(target),
         promises={name: (promise.ttft, promise.tpot) for name, promise in slos.classes.items()},
         standard=slos.default,
-        pools=_pools(app),
-        endpoints=[_facts(live) | _numbers(live, now) for live in app.gateway.endpoints.all()],
+        pools=_pools(target),
+        endpoints=[_facts(live) | _numbers(live, now) for live in target.gateway.endpoints.all()],
         pairs={
             names: Pair(each.served, each.failed, each.handoff_s, tuple(each.newest_s), each.transport)
             for names, each in handoffs.pairs.items()
         },
         under_way=handoffs.under_way,
-        streams=app.gateway.gate.active,
+        streams=target.gateway.gate.active,
         refused=None if error is None else str(error.problems[0]),
-        shared=app.shared_state(),
+        shared=target.shared_state(),
     )
 
 
-def _config(app: App) -> dict[str, Any]:
-    reloader = app.reloader
+def _config(target: AdminTarget) -> dict[str, Any]:
+    reloader = target.reloader
     error = reloader.last_error
     newest_first = list(reversed(reloader.versions.all()))[:VERSIONS_SHOWN]
     return {
@@ -92,7 +92,7 @@ def _config(app: App) -> dict[str, Any]:
         "hash": reloader.version.hash,
         "needs_restart": list(reloader.needs_restart),
         "rejected": None if error is None else [str(problem) for problem in error.problems][:3],
-        "draining": app.draining,
+        "draining": target.draining,
         "versions": [
             {
                 "version": each.number,
@@ -106,9 +106,9 @@ def _config(app: App) -> dict[str, Any]:
     }
 
 
-def _pools(app: App) -> list[dict[str, Any]]:
-    snapshot = app.gateway.snapshot
-    rooms = {room.name: room for room in app.gateway.gate.rooms()}
+def _pools(target: AdminTarget) -> list[dict[str, Any]]:
+    snapshot = target.gateway.snapshot
+    rooms = {room.name: room for room in target.gateway.gate.rooms()}
     shown = []
     for name, pool in snapshot.config.pools.items():
         room = rooms.get(name)

@@ -24,26 +24,26 @@ from gateway.reload.trial import tallied
 from gateway.reload.versions import Version
 
 if TYPE_CHECKING:
-    from gateway.app import App
+    from gateway.live.target import AdminTarget
 
 STATUS: Mapping[str, int] = MappingProxyType(
     {"applied": 200, "unchanged": 200, "dry_run": 200, "rejected": 400, "nothing": 409, "conflict": 412}
 )
 
 
-def add(app: App, routes: web.UrlDispatcher) -> None:
+def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     """GET and PUT /config, GET /config/versions, POST /config/reload and /config/rollback."""
-    reloader = app.reloader
+    reloader = target.reloader
 
     async def read(_: web.Request) -> web.Response:
-        snapshot = app.gateway.snapshot
+        snapshot = target.gateway.snapshot
         state = _state(reloader) | {
-            "shared": app.shared_state(),
+            "shared": target.shared_state(),
             "file_differs": await asyncio.to_thread(reloader.file_differs),
             "certificates": await asyncio.to_thread(_certificates, reloader.running.config),
             "generation": snapshot.generation,
             "models": sorted(snapshot.routes),
-            "retiring": app.swap.retiring,
+            "retiring": target.swap.retiring,
             "config": shown(reloader.running),
         }
         return web.json_response(state, headers={"ETag": reloader.version.etag})
@@ -53,7 +53,7 @@ def add(app: App, routes: web.UrlDispatcher) -> None:
         return web.json_response({"applied": reloader.version.number, "versions": newest_first})
 
     async def tally(_: web.Request) -> web.Response:
-        found = tallied(app.metrics)
+        found = tallied(target.metrics)
         return web.json_response({"ended": found.ended, "failed": found.failed})
 
     async def put(text: bytes, headers: Mapping[str, str], options: ChangeOptions) -> web.Response:

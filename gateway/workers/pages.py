@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -21,53 +21,70 @@ from gateway.reload.pages import add_changes
 from gateway.reload.reloader import ChangeOptions
 from gateway.trust import guard
 from gateway.workers import merge
+from gateway.workers.configure import Configured
 from gateway.workers.counted import Counted
+from gateway.workers.figures import Figures
 from gateway.workers.process import LOST, Answer, Worker
 from gateway.workers.watch import Watch
-
-if TYPE_CHECKING:
-    from gateway.workers.supervisor import Supervisor
 
 PASSED_ON = ("Content-Type", "ETag")
 
 
-def application(supervisor: Supervisor) -> web.Application:
+class WorkerGroup(Protocol):
+    """The workers of one machine as the admin server reads them. The supervisor implements it."""
+
+    draining: bool
+
+    @property
+    def configured(self) -> Configured: ...
+
+    @property
+    def figures(self) -> Figures: ...
+
+    def ready(self) -> list[Worker]:
+        """The workers that serve, the oldest first."""
+
+    def ending(self) -> list[Worker]:
+        """The workers that finish their last requests."""
+
+
+def application(group: WorkerGroup) -> web.Application:
     """Everything it answers."""
-    configured = supervisor.configured
+    configured = group.configured
     server = web.Application(middlewares=[guard(lambda: configured.running.config)], client_max_size=FILE_CAP_BYTES + 1)
-    _add_merged(supervisor, server.router)
-    _add_changes(supervisor, server.router)
-    live_pages.add_view(server, Watch(supervisor.ready).look, lambda: supervisor.draining)
+    _add_merged(group, server.router)
+    _add_changes(group, server.router)
+    live_pages.add_view(server, Watch(group.ready).look, lambda: group.draining)
 
     async def anything(request: web.Request) -> web.Response:
-        return _passed(await first(supervisor.ready(), request.path_qs))
+        return _passed(await first(group.ready(), request.path_qs))
 
     server.router.add_get("/{anything:.*}", anything)
     return server
 
 
-def _add_merged(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
+def _add_merged(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
     """What all say, made one."""
-    counted = Counted(supervisor.ready, supervisor.ending)
+    counted = Counted(group.ready, group.ending)
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
-        if supervisor.draining:
+        if group.draining:
             return web.Response(status=503, text="draining\n")
-        told = await _all(supervisor.ready(), "/readyz")
+        told = await _all(group.ready(), "/readyz")
         if any(each.status == 200 for each in told):
             return web.Response(text="ready\n")
         return web.Response(status=503, text=told[0].body.decode() if told else "no worker serves\n")
 
     async def metrics(request: web.Request) -> web.Response:
         exemplars = wants_openmetrics(request.headers.get("Accept", ""))
-        page = await counted.page(supervisor.figures.readings(), exemplars=exemplars)
+        page = await counted.page(group.figures.readings(), exemplars=exemplars)
         return web.Response(body=page, headers={"Content-Type": content_type(exemplars=exemplars)})
 
     async def requests(query: Query) -> dict[str, Any]:
-        told = await _all(supervisor.ready(), query.path)
+        told = await _all(group.ready(), query.path)
         return together((json.loads(each.body) for each in told if each.status == 200), query)
 
     routes.add_get("/healthz", healthz)
@@ -75,24 +92,24 @@ def _add_merged(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
     routes.add_get("/metrics", metrics)
     add_requests(routes, requests)
     for path, made in (("/endpoints", merge.endpoints), ("/shadow", merge.shadows), ("/canary", merge.canaries)):
-        routes.add_get(path, _merging(supervisor, path, made))
+        routes.add_get(path, _merging(group, path, made))
 
 
 def _merging(
-    supervisor: Supervisor, path: str, made: Callable[[Iterable[Mapping[str, Any]]], dict[str, Any]]
+    group: WorkerGroup, path: str, made: Callable[[Iterable[Mapping[str, Any]]], dict[str, Any]]
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     """A page of JSON that is made of the workers' pages."""
 
     async def page(_: web.Request) -> web.Response:
-        told = await _all(supervisor.ready(), path)
+        told = await _all(group.ready(), path)
         return web.json_response(made(json.loads(each.body) for each in told if each.status == 200))
 
     return page
 
 
-def _add_changes(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
+def _add_changes(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
     """What all take over, or nobody."""
-    configured = supervisor.configured
+    configured = group.configured
 
     async def put(text: bytes, headers: Mapping[str, str], options: ChangeOptions) -> web.Response:
         return _passed(await configured.put(text, headers, options))
@@ -106,7 +123,7 @@ def _add_changes(supervisor: Supervisor, routes: web.UrlDispatcher) -> None:
     async def drain(request: web.Request) -> web.Response:
         key = {name: value for name, value in request.headers.items() if name == "Authorization"}
         async with configured.one_at_a_time:
-            told = await _all(supervisor.ready(), request.rel_url.raw_path, "POST", key)
+            told = await _all(group.ready(), request.rel_url.raw_path, "POST", key)
         return _passed(told[0]) if told else web.Response(status=503, text="no worker answers\n")
 
     add_changes(routes, put, again, rollback)

@@ -1,0 +1,32 @@
+"""The gateway as the admin server's pages read it: a Protocol, so that they do not import the app."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from gateway.metrics import Metrics
+    from gateway.reload.reloader import Reloader
+    from gateway.reload.swap import Swap
+    from gateway.serve import Gateway
+
+
+class AdminTarget(Protocol):
+    """One running gateway process. `gateway/app.py` implements it."""
+
+    draining: bool
+
+    @property
+    def gateway(self) -> Gateway: ...
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    @property
+    def reloader(self) -> Reloader: ...
+
+    @property
+    def swap(self) -> Swap: ...
+
+    def shared_state(self) -> dict[str, object] | None:
+        """The state of the exchange with other gateways; None without one."""
