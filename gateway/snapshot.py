@@ -7,136 +7,28 @@ state is only referenced, never copied: replacing a snapshot forgets nothing; an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 
 from gateway import legs, shadow
-from gateway.answer import Failure, GatewayError
-from gateway.booking import Booking
-from gateway.cache_salts import CacheSalts, cache_salts
-from gateway.canary import Chosen, Sides, chosen
-from gateway.client import Client
-from gateway.config import AdmissionSpec, Config, Model, PolicySpec, Resume, Secret
+from gateway.cache_salts import cache_salts
+from gateway.canary import Sides, chosen
+from gateway.config import AdmissionSpec, Config, Model, PolicySpec, Secret
 from gateway.endpoints import EndpointTable
-from gateway.exchange import Exchange
 from gateway.gate import Gate, Room
-from gateway.openai import Call
-from gateway.resume import going_on
+from gateway.resume.going_on import prepare_recorded
 from gateway.roster import Adoption
+from gateway.route import CanaryRoute, PoolTrials, Route, Snapshot
 from gateway.shadow import Shadows
 from gateway.slo import Levels
 from gateway.split import pairing
-from gateway.split.pairing import SplitRoute
 from policies import admissions, registry
 from policies.admission import Admission
 from policies.contract import Policy
 from policies.filters import telling
-from policies.model import STANDARD, Candidate, EngineKind, Request, Slo
-
-
-class Route(msgspec.Struct, frozen=True):
-    """Where a model name leads. `name` is the canonical one, also for aliases.
-
-    candidates  those who serve whole requests
-    fingerprints  whether prompts are fingerprinted: the policy reads prefixes, or the access log has blocks
-    watched     somebody reads beliefs of them: only then is there something to note at a pick
-    sequences   most prompts x choices of one request
-    slo         the promise to requests that name none
-    low_first   whether its engines take a low number in a body's `priority` for urgent
-    overflow    names and penalties of the smaller models that may serve in place of a refusal
-    split       how requests are split between prefill and decode; None: never
-    shadows     policies that are asked the same, for nothing; trial  who serves a part of its requests instead
-    resume      whether and how streams that break are continued elsewhere; leg  what serves it from a booked endpoint
-    """
-
-    name: str
-    pool: str
-    context_tokens: int | None
-    policy: Policy
-    candidates: tuple[Candidate, ...]
-    room: Room
-    fingerprints: bool = False
-    watched: bool = False
-    slo: Slo = STANDARD
-    low_first: bool = False
-    overflow: tuple[tuple[str, float], ...] = ()
-    split: SplitRoute | None = None
-    shadows: Shadows | None = None
-    trial: Trial | None = None
-    resume: Resume | None = None
-    leg: Leg = legs.single
-    sequences: int = 256
-
-    @property
-    def served_model(self) -> str:
-        """The name the request carries upstream unless the endpoint has its own."""
-        return self.name
-
-
-Leg = Callable[[Route, Exchange, Call, Client, Booking], Awaitable[None]]
-"""Serves one exchange from the endpoint that was booked for it. Raises UpstreamBroke."""
-
-
-class Trial(msgspec.Struct, frozen=True):
-    """A canary: which requests of a route are served by another that is like it but for its policy."""
-
-    chosen: Chosen
-    route: Route
-    sides: Sides
-
-    def side(self, x: Exchange, request: Request, primary: Route) -> Route:
-        """The route of one request; the exchange is counted on its side."""
-        if self.chosen.takes(request):
-            x.side = self.sides.canary
-            return self.route
-        x.side = self.sides.primary
-        return primary
-
-
-class Tried(msgspec.Struct, frozen=True):
-    """What a pool tries beside the policy that serves: by shadows, and by a canary with what its sides came to."""
-
-    shadows: Shadows | None = None
-    canary: Policy | None = None
-    sides: Sides | None = None
-
-    @property
-    def policies(self) -> tuple[Policy, ...]:
-        shadows = () if self.shadows is None else tuple(each.policy for each in self.shadows.policies)
-        return shadows if self.canary is None else (*shadows, self.canary)
-
-    @property
-    def reads_beliefs(self) -> bool:
-        """What a shadow would have gained is told in beliefs, whoever made it."""
-        return self.shadows is not None or (self.canary is not None and self.canary.reads_beliefs)
-
-
-class Snapshot(msgspec.Struct, frozen=True, weakref=True):
-    """`routes` by every name a client may use, aliases included; `tenants` by SHA-256 of the key, empty when open.
-
-    `policies` and `tried` by pool. Nothing that outlives a request may hold one: so it is known when it is out of use.
-    """
-
-    generation: int
-    config: Config
-    routes: Mapping[str, Route]
-    tenants: Mapping[bytes, str]
-    policies: Mapping[str, Policy]
-    levels: Levels
-    tried: Mapping[str, Tried] = {}
-    salts: CacheSalts | None = None
-
-    def authenticate(self, headers: Mapping[str, str]) -> str:
-        """The tenant a request belongs to. Looking up a digest takes the same time for any wrong key."""
-        if not self.tenants:
-            return ""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        tenant = self.tenants.get(digest)
-        if tenant is None or scheme.lower() != "bearer":
-            raise GatewayError(Failure.BAD_KEY, "Incorrect API key provided: send 'Authorization: Bearer <key>'.")
-        return tenant
+from policies.model import Candidate, EngineKind
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -191,6 +83,7 @@ def build(
             _among(policies[pool], candidates[pool]),
             members,
             rooms[pool].room,
+            legs.prepare if model.resume is None else partial(prepare_recorded, model.resume),
             policies[pool].reads_prefix or config.observability.access_blocks,
             rooms[pool].believes,
             levels.named(model.slo),
@@ -199,7 +92,6 @@ def build(
             split,
             tried[pool].shadows,
             resume=model.resume,
-            leg=legs.single if model.resume is None else going_on.single,
             sequences=config.limits.sequences,
         )
         route = _with_canary(route, config, model, tried[pool], candidates[pool])
@@ -237,29 +129,31 @@ def _among(policy: Policy, members: tuple[Candidate, ...]) -> Policy:
     return msgspec.structs.replace(policy, filters=telling(policy.filters, members))
 
 
-def _tried(pool: str, config: Config, endpoints: EndpointTable, policy: Policy, before: Snapshot | None) -> Tried:
+def _tried(pool: str, config: Config, endpoints: EndpointTable, policy: Policy, before: Snapshot | None) -> PoolTrials:
     """What a pool tries beside its policy. What stays as configured, beside the same one, goes on as it is."""
     spec, old = config.pools[pool], before.config.pools.get(pool) if before is not None else None
     if before is not None and old is not None and before.policies[pool] is policy:
         had = before.tried[pool]
         if (old.shadow, old.canary) == (spec.shadow, spec.canary):
             return had
-        kept = Tried(
+        kept = PoolTrials(
             had.shadows if old.shadow == spec.shadow else None,
             *((had.canary, had.sides) if old.canary == spec.canary else (None, None)),
         )
     else:
-        kept = Tried()
+        kept = PoolTrials()
     shadows, canary, sides = kept.shadows, kept.canary, kept.sides
     if spec.shadow and shadows is None:
         parts = shadow.named([(each.name, each.params, _policy(each)) for each in spec.shadow])
         shadows = Shadows(pool, parts, endpoints, policy)
     if spec.canary is not None and canary is None:
         canary, sides = _policy(spec.canary.policy), Sides(pool, spec.canary, policy.name)
-    return Tried(shadows, canary, sides)
+    return PoolTrials(shadows, canary, sides)
 
 
-def _with_canary(route: Route, config: Config, model: Model, tried: Tried, members: tuple[Candidate, ...]) -> Route:
+def _with_canary(
+    route: Route, config: Config, model: Model, tried: PoolTrials, members: tuple[Candidate, ...]
+) -> Route:
     """The route, and for a part of its requests one that has the canary's policy; no shadows ask beside that."""
     spec = config.pools[route.pool].canary
     if spec is None or tried.canary is None or tried.sides is None:
@@ -273,7 +167,7 @@ def _with_canary(route: Route, config: Config, model: Model, tried: Tried, membe
         split=split,
         shadows=None,
     )
-    return replace(route, trial=Trial(chosen(route.pool, spec), other, tried.sides))
+    return replace(route, canary=CanaryRoute(chosen(route.pool, spec), other, tried.sides))
 
 
 def _rooms(
@@ -281,7 +175,7 @@ def _rooms(
     gate: Gate,
     serving: Mapping[str, tuple[Candidate, ...]],
     policies: Mapping[str, Policy],
-    tried: Mapping[str, Tried],
+    tried: Mapping[str, PoolTrials],
     before: Snapshot | None,
 ) -> dict[str, Opening]:
     """What becomes of the rooms. An admission that stays as configured stays the one it is, with all it has learnt."""

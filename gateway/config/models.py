@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from gateway.config.source import number_if_substituted
 from gateway.config.values import Count, Duration, Name, Parameters, Section, setting
@@ -66,9 +66,3 @@ class Model(Section):
     )
     parameters: Parameters | None = setting(None, "Its size, for expecting its speed before anything was observed.")
     active_parameters: Parameters | None = setting(None, "What one token touches of it; all of it unless given.")
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Model:
-        if self.split is not None and self.resume is not None:
-            raise ValueError("streams of a model that is split are not continued: leave out split or resume")
-        return self

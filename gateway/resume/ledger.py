@@ -37,6 +37,7 @@ class Ledger:
     finish     why generation ended; None while it goes on; done  the client has the last event
     obstacle   why this answer cannot be continued exactly; "" while it can
     resumed    how often it was continued
+    cached_tokens  of the prompt, as the client is to see it; None: as the engine reports it
 
     An id may come before its text does: part of a character, a special token. Such ids wait, and are not part of what
     is continued: their text was not shown, so they may be drawn again. Where a piece of text came with several ids at
@@ -44,8 +45,8 @@ class Ledger:
     """
 
     __slots__ = (
-        *("_alone", "_before", "_counted", "_details", "_envelope", "_most", "_saved", "_waiting", "done", "finish"),
-        *("made", "obstacle", "prompt", "prompt_tokens", "resumed", "said", "terms"),
+        *("_alone", "_before", "_counted", "_details", "_envelope", "_most", "_saved", "_waiting"),
+        *("cached_tokens", "done", "finish", "made", "obstacle", "prompt", "prompt_tokens", "resumed", "said", "terms"),
     )
 
     def __init__(self, terms: Terms, most_tokens: int) -> None:
@@ -54,6 +55,7 @@ class Ledger:
         self.prompt, self.said = array("I"), array("I")
         self.finish: str | None = None
         self.obstacle = ""
+        self.cached_tokens: int | None = None
         self.resumed = self.made = self.prompt_tokens = 0
         self._most = most_tokens
         self._waiting: list[int] = []
@@ -159,7 +161,7 @@ class Ledger:
         if not self._envelope:
             self._envelope = {name: value for name, value in chunk.items() if name != "choices"}
         if choice is None:
-            return self._told(chunk | {"usage": usage})
+            return self._told(chunk | {"usage": self._with_cached_tokens(usage)})
         return _event(self._dressed(chunk))
 
     def rest(self, chunk: dict[str, Any]) -> bytes:
@@ -197,7 +199,7 @@ class Ledger:
         self._counted = True
         return _event(chunk) if self.terms.shows_usage else b""
 
-    def _sums(self, ended: dict[str, Any] | None) -> dict[str, Any]:
+    def _sums(self, ended: dict[str, Any] | None) -> Any:
         """Counts of the whole. Of the prompt's details, those of the engine that began hold.
 
         If it did not report them before it broke, the last engine's hold, with no more cached tokens than the prompt
@@ -211,7 +213,16 @@ class Ledger:
             self._details = last | ({"cached_tokens": min(cached, prompt)} if cached else {})
         if self._details is not None or (ended is not None and "prompt_tokens_details" in ended):
             usage["prompt_tokens_details"] = self._details
-        return usage
+        return self._with_cached_tokens(usage)
+
+    def _with_cached_tokens(self, usage: dict[str, Any] | None) -> Any:
+        """Return the counts with `cached_tokens` in place of the engine's, if both are given."""
+        if self.cached_tokens is None or not usage:
+            return usage
+        details = usage.get("prompt_tokens_details")
+        if not isinstance(details, dict) or type(details.get("cached_tokens")) is not int:
+            return usage
+        return usage | {"prompt_tokens_details": details | {"cached_tokens": self.cached_tokens}}
 
 
 def _event(chunk: dict[str, Any]) -> bytes:

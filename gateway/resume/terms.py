@@ -54,7 +54,7 @@ _NO_TEXT = re.compile(rb'"type"\s*:\s*"(?!text")')  # an image's place in the pr
 _MANY = re.compile(rb'\s*\[\s*["\[]')
 _USAGE = b'{"include_usage":true,"continuous_usage_stats":true}'
 _PUT = {"return_token_ids": b"true", "stream_options": _USAGE}
-_TELLING = Edits(members(_PUT), frozenset(_PUT))
+_REPORT = Edits(members(_PUT), frozenset(_PUT))
 _LONGEST = 1024  # bytes of a member that is read here: what is longer is none of those that can be continued
 _NO_MORE: Mapping[str, str] = MappingProxyType({})
 _COMPLETIONS_BOUND = 16  # tokens of a completion that names no bound
@@ -119,10 +119,16 @@ def terms_of(call: Call) -> Terms | None:
 def telling(call: Call, model: str, salt_member: str) -> Call:
     """The call for an engine that knows the model as `model`, which tells the ids of what it says and counts them.
     The engine takes the cache salt as `salt_member`, if it has a name."""
-    edits = _TELLING
+    edits = with_token_ids(Edits())
     if call.salt:
         edits = msgspec.structs.replace(edits, put=edits.put + call.salt_member(salt_member))
     return msgspec.structs.replace(call, body=edited(call.body, call.members, edits, model), members={})
+
+
+def with_token_ids(edits: Edits) -> Edits:
+    """Return the edits of a request, so that its engine reports the ids and the running count of its tokens."""
+    put, drop = edits.put + _REPORT.put, edits.drop | _REPORT.drop
+    return msgspec.structs.replace(edits, put=put, drop=drop)
 
 
 def _continuable(name: str, raw: msgspec.Raw, *, chat: bool) -> bool:

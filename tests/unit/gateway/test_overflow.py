@@ -8,12 +8,13 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
+from gateway import legs
 from gateway.config import WaitingRoom
 from gateway.endpoints import EndpointTable
 from gateway.gate import Room
 from gateway.openai import Call
 from gateway.overflow import into
-from gateway.snapshot import Route
+from gateway.route import Route
 from policies import registry
 from policies.admission import Cap, RoomView, Verdict
 from policies.model import Ask, Candidate
@@ -39,7 +40,8 @@ def route(name: str, judge: Cap, **fields: Any) -> Route:
     room, candidates = Room(name), (candidate(0, 1),)
     room.govern(judge, {})
     room.configure(WaitingRoom(), candidates)
-    return Route(name, name, None, registry.build("round_robin", {}), candidates, room, **fields)
+    policy = registry.build("round_robin", {})
+    return Route(name, name, None, policy, candidates, room, legs.prepare, **fields)
 
 
 def test_the_smaller_model_s_room_hears_a_lesser_worth_and_of_nobody_who_would_come_back() -> None:

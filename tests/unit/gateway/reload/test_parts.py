@@ -21,7 +21,7 @@ from gateway.reload.generations import Generations
 from gateway.reload.trial import Tally, Trial, tallied, worse
 from gateway.reload.versions import KEEP, Versions, made
 from gateway.slo import Levels
-from gateway.snapshot import Snapshot
+from gateway.route import Snapshot
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
 

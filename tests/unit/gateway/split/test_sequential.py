@@ -461,7 +461,7 @@ async def test_a_pair_that_fails_at_its_booking_leaves_nothing_behind(monkeypatc
         assert (await f.ask()).text == WHOLE
 
 
-@pytest.mark.parametrize("name", ["meaning", "relay"])
+@pytest.mark.parametrize("name", ["interpret", "relay"])
 async def test_a_pair_that_fails_at_an_answer_of_one_of_them_ends_and_leaves_nothing_behind(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
