@@ -36,9 +36,10 @@ STAMP = "made-of"
 HOT = (
     *("account", "attempts", "booking", "cache_salts", "canary", "endpoints", "errand", "exchange"),
     *("explain", "forwarded", "framing", "front", "gate", "head", "hedge", "kept", "legs", "likeness", "media"),
-    *("meters", "openai", "outbox", "overflow", "prefixes", "quotas", "relay", "roster", "route", "serve", "shadow", "sketch"),
-    *("slo", "talk", "told", "trace", "upstream", "whole"),
-    *(f"split/{name}" for name in ("attempt_state", "dispatch", "edit", "handoffs", "inbox", "leg", "life", "pair", "words")),
+    *("meters", "openai", "outbox", "overflow", "prefixes", "quotas", "relay", "roster", "route", "serve", "shadow"),
+    *("sketch", "slo", "talk", "told", "trace", "upstream", "whole"),
+    *(f"split/{name}" for name in ("attempt_state", "dispatch", "edit", "handoffs", "inbox", "leg", "life", "pair")),
+    "split/words",
 )
 DECISIONS = (
     *("admission", "appraisal", "dual", "fairness", "filters", "fingerprint", "fold", "foreign", "foresight"),

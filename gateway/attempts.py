@@ -1,8 +1,9 @@
-"""The attempt loop: pick, book and send, until an endpoint answers or no further attempt is allowed.
+"""The attempt loop: pick, book and send, until an endpoint answers or no attempt is left.
 
-There is one loop for everything that is sent to endpoints. What differs is a plan: a whole request (whole.py), a
-request split into prefill and decode (split/dispatch.py), or the rest of a broken stream (resume/going_on.py).
-This module also holds the rules for a retry: the budget, and the health check of the endpoint that comes next.
+There is one loop for everything that is sent to endpoints. What differs is a plan: a whole request
+(whole.py), a request split into prefill and decode (split/dispatch.py), or the rest of a broken
+stream (resume/going_on.py). This module also holds the rules for a retry: the budget, and the
+health check of the endpoint that comes next.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class AttemptPlan(Protocol[ChoiceT]):
         ...
 
     async def attempt(self, choice: ChoiceT) -> UpstreamBroke | None:
-        """Book the places of a choice, send the request and relay the answer; return what broke, or None.
+        """Book a choice, send the request and relay the answer; return what broke, or None.
 
         The places are booked before the first await, and given back at the end.
         """
@@ -48,8 +49,8 @@ class AttemptPlan(Protocol[ChoiceT]):
     async def may_retry(self, problem: UpstreamBroke) -> bool:
         """Record a failed attempt and ask for permission to make another one.
 
-        False: the answer has begun, so that no retry of it is possible. Raises GatewayError when the request is to
-        be refused instead.
+        False: the answer has begun, so that no retry of it is possible. Raises GatewayError when
+        the request is to be refused instead.
         """
         ...
 
@@ -98,9 +99,10 @@ async def attempts(
 class HealthScreen:
     """The health checks before one retry.
 
-    An attempt was lost at one endpoint, so others may be dead of the same cause, and a request has few attempts.
-    Therefore the endpoint that was chosen for a retry has to answer its health check first. A failed check is not
-    an attempt. An endpoint that does not answer the check is left out as long as there are others.
+    An attempt was lost at one endpoint, so others may be dead of the same cause, and a request has
+    few attempts. Therefore the endpoint that was chosen for a retry has to answer its health check
+    first. A failed check is not an attempt. An endpoint that does not answer the check is left out
+    as long as there are others.
 
     _confirmed  names of the choice that passed; None while there is none
     _silent     names of the endpoints that did not answer
@@ -116,7 +118,10 @@ class HealthScreen:
         self._is_over = not exchange.attempts  # refused connections alone are no reason to check
 
     async def check(self, choice: Pick | Pair | None) -> Sequence[str] | None:
-        """Return the names to leave out of another choice; None: this choice stands, to be booked in this turn."""
+        """Return the names that another choice has to leave out.
+
+        None: this choice stands, and has to be booked in this turn of the event loop.
+        """
         if self._is_over:
             return None
         if self._confirmed is not None:
@@ -138,7 +143,7 @@ class HealthScreen:
         return [*self._exchange.retries, *self._silent]
 
     async def _ask(self, candidates: Sequence[Candidate]) -> bool:
-        """Check the endpoints and note which are silent and which failed; return whether all are well."""
+        """Check the endpoints, noting silent and failed ones; return whether all are well."""
         exchange, endpoints = self._exchange, self._gateway.endpoints
         answers = await asyncio.gather(*(endpoints.check(candidate) for candidate in candidates))
         for candidate, is_well in zip(candidates, answers, strict=True):
@@ -159,10 +164,10 @@ def _candidates(choice: Pick | Pair) -> Sequence[Candidate]:
 async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamBroke) -> None:
     """Wait for permission to attempt the request again on another endpoint.
 
-    Raises GatewayError with the client's refusal when there is none. The endpoints that failed are in
-    `exchange.retries` already. An endpoint that never received the request cost no engine anything, so a retry after
-    it needs no permission; each endpoint is tried once, so these retries end too. A turn of the retry budget is held
-    until the answer begins (hedge.py).
+    Raises GatewayError with the client's refusal when there is none. The endpoints that failed are
+    in `exchange.retries` already. An endpoint that never received the request cost no engine
+    anything, so a retry after it needs no permission; each endpoint is tried once, so these retries
+    end too. A turn of the retry budget is held until the answer begins (hedge.py).
     """
     if problem.kind == STOPPED:
         raise stopped()
@@ -181,7 +186,10 @@ async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamBr
 
 
 def is_unsent(gateway: Gateway, exchange: Exchange, problem: UpstreamBroke) -> bool:
-    """Count a failed attempt whose request was never sent; False for any other failure, or when the gateway stops."""
+    """Count a failed attempt if its request was never sent; return whether it was counted.
+
+    Nothing is counted when the gateway stops.
+    """
     if problem.sent or gateway.gate.stopping:
         return False
     exchange.unsent += 1
@@ -199,9 +207,10 @@ def end_retries(gateway: Gateway, exchange: Exchange) -> None:
 def no_endpoint_error(
     exchange: Exchange, route: Route, ask: Ask, problem: UpstreamBroke | None
 ) -> GatewayError:
-    """Return the refusal when no endpoint can be picked; `problem` is how the last attempt broke, if there was one.
+    """Return the refusal for a request when no endpoint can be picked.
 
-    A request that was sent to no endpoint is refused for lack of endpoints, not for their failures.
+    `problem` is how the last attempt broke; None if there was none. A request that was sent to no
+    endpoint is refused for lack of endpoints, not for their failures.
     """
     if problem is not None and exchange.attempts:
         return _given_up(exchange, problem)
@@ -222,22 +231,31 @@ def _given_up(exchange: Exchange, problem: UpstreamBroke) -> GatewayError:
 
 
 def _too_long(request: Request) -> GatewayError:
+    tokens = request.prompt_tokens + request.output_tokens
     return GatewayError(
         Failure.CONTEXT_TOO_LONG,
-        f"No endpoint takes a context of about {request.prompt_tokens + request.output_tokens} tokens "
+        f"No endpoint takes a context of about {tokens} tokens "
         f"({request.prompt_tokens} in the prompt, {request.output_tokens} to be generated).",
     )
 
 
 def break_off(exchange: Exchange, client: Client, problem: UpstreamBroke) -> None:
-    """End an answer that broke after its first byte: with an error event where framing allows it, else by closing."""
+    """End an answer that broke after its first byte.
+
+    It ends with an error event where the framing allows one, otherwise by closing the connection.
+    """
     assert exchange.relay is not None
     if problem.kind == STOPPED:
         failure, message = Failure.SHUTTING_DOWN, "The gateway stopped while answering. Ask again."
     else:
-        failure, message = Failure.UPSTREAM_FAILED, f"The engine failed while answering ({problem.kind})."
+        failure, message = (
+            Failure.UPSTREAM_FAILED,
+            f"The engine failed while answering ({problem.kind}).",
+        )
     ending = exchange.relay.break_off(failure, message)
-    if ending:  # it ends the answer's framing, so the client's connection can carry further requests
+    if (
+        ending
+    ):  # it ends the answer's framing, so the client's connection can carry further requests
         client.write(ending)
     else:
         client.hang_up()

@@ -1,6 +1,7 @@
-"""Bookings: a place taken at an endpoint for one request, from the pick to the last byte of the answer.
+"""Bookings: a place at an endpoint for one request, from the pick to the last byte.
 
-policies/ledger.py changes the endpoint's load; endpoints.py changes its health and the prefix index.
+policies/ledger.py changes the endpoint's load; endpoints.py changes its health and the prefix
+index.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from policies.model import EndpointLoad, Pick, Request
 
 
 class EvidenceSink(Protocol):
-    """Where a booking reports what its answer shows about the endpoint. The endpoint table implements it."""
+    """Where a booking reports what its answer shows about the endpoint.
+
+    The endpoint table implements it.
+    """
 
     def happened(self, live: LiveEndpoint, event: Event) -> None: ...
     def broke(self, live: LiveEndpoint, broke: UpstreamBroke) -> None: ...
@@ -77,7 +81,8 @@ class Booking:
     def first_token(self) -> None:
         """Move the prompt from the endpoint's backlog to its context: it is computed.
 
-        A plain answer of several tokens arrives long after its first token, so it is no measurement of speed.
+        A plain answer of several tokens arrives long after its first token, so it is no measurement
+        of speed.
         """
         self._is_computed = True
         if self.place.told:
@@ -88,7 +93,10 @@ class Booking:
                 self._awaited = 0
 
     def overtaken(self) -> None:
-        """Record that another endpoint answered first: the first token takes at least this long here."""
+        """Record that another endpoint answered first.
+
+        The first token takes at least as long as it has taken until now.
+        """
         if self._awaited:
             self.live.speed.first_token(self._awaited, monotonic())
             self._awaited = 0
@@ -115,7 +123,10 @@ class Booking:
         return health.state is State.EJECTED and health.cause is Event.SLOW
 
     def served(self, usage: Usage) -> None:
-        """Record a complete answer. The engine's count of cached tokens corrects the prefix index."""
+        """Record a complete answer.
+
+        The engine's count of cached tokens corrects the prefix index.
+        """
         self._is_reported = True
         self._usage = usage
         if self.live.health is not HEALTHY:
@@ -127,7 +138,10 @@ class Booking:
             self._table.confirm(self.live, believed, found)
 
     def failed(self, broke: UpstreamBroke) -> None:
-        """Record an incomplete answer, which is evidence about the endpoint. Only the first report counts."""
+        """Record an incomplete answer, which is evidence about the endpoint.
+
+        Only the first report counts.
+        """
         if not self._is_reported:
             self._is_reported = True
             self._table.broke(self.live, broke)
@@ -151,14 +165,14 @@ class Booking:
             self._unlearn()
 
     def _unlearn(self) -> None:
-        """Take back what the prefix index learned from the pick, because the prompt was never computed there."""
+        """Take back what the prefix index learned from the pick: the prompt was never computed."""
         if self._fingerprint is not None:
             cached_tokens, prompt_tokens = self.place.cached_tokens, self.request.prompt_tokens
             self._table.unlearn(self._fingerprint, self.live, cached_tokens, prompt_tokens)
 
 
 class Reservation(Booking):
-    """A decode place of a split request: KV for the whole prompt from the start, and nothing to prefill there.
+    """A decode place of a split request, which holds the prompt's KV and prefills nothing.
 
     It is taken before the prefill is sent, so that no request queues between its two legs.
     """
@@ -168,7 +182,7 @@ class Reservation(Booking):
     _prefills = False
 
     def recompute(self) -> None:
-        """Add the prompt to the endpoint's backlog: nothing usable was handed over, so it is computed here."""
+        """Add the prompt to the endpoint's backlog, because no usable KV was handed over."""
         self.place.recompute(monotonic())
 
     def handed_over(self) -> None:
@@ -180,5 +194,8 @@ class Reservation(Booking):
             self.place.handed_over(monotonic())
 
     def served(self, usage: Usage) -> None:
-        """Record a complete answer. Its cached tokens are the transferred KV, so they teach the index nothing."""
+        """Record a complete answer.
+
+        Its cached tokens are the transferred KV, so they teach the index nothing.
+        """
         super().served(Usage(completion_tokens=usage.completion_tokens))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Sent(Protocol):
-    """A request that was sent to an engine; release() frees its bytes when no retry can need them."""
+    """A request that was sent to an engine."""
 
     def release(self) -> None: ...
 
@@ -59,11 +59,13 @@ class SplitRecord:
     Times are monotonic seconds; None: not reached.
 
     reason            why it was split or not, one of policies.split.Reason
-    prefill, dialect  name of the prefill endpoint, and the handoff's dialect; "" when it was not split
+    prefill, dialect  name of the prefill endpoint, and the handoff's dialect; "" when it was not
+                      split
     prefill_sent_at   the prefill request was sent
     prefilled_at      the prefill answer was complete
     handed_over_at    the decode request was sent
-    cached_tokens     of the prompt, as the prefiller reports: the decoder counts the transfer as cached
+    cached_tokens     of the prompt, as the prefiller reports: the decoder counts the transfer as
+                      cached
     predicted_ttft_s  as expected at the pick; None before a handoff of the pair has been measured
     transport         how the KV travelled; None if no engine reported it
     """
@@ -109,15 +111,18 @@ class Exchange:
     fingerprint   of the prompt; None where the policy does not read prefixes
     kept          whether its SLO was met, one of kept.py's words; "" when that is unknown
     ttft_s, tpot_s  as the client saw them; predicted_*: as expected at the pick
-    before        the best two candidates as they were at the pick; None if the policy has no terms to explain
+    before        the best two candidates as they were at the pick; None if the policy has no terms
+                  to explain
     split         whether and how it was split; None for models without a split
     trace         its place in a distributed trace; None for a request that is not traced
-    gaps          histogram of the times between its chunks; None for most requests, which are not sampled
+    gaps          histogram of the times between its chunks; None for most requests, which are not
+                  sampled
     quota         the tenant's quota that it was taken from; None for a tenant without limits
     side          the side of a canary that counts it; None in a pool without a canary
     hedge         its second attempt; None if there was none
     proxy_request_id  the x-request-id of a trusted proxy; ""  without one
-    ledger        the tokens of its answer, for continuing it elsewhere; None if that is not possible
+    ledger        the tokens of its answer, for continuing it elsewhere; None if that is not
+                  possible
     """
 
     __slots__ = (
@@ -170,7 +175,7 @@ class Exchange:
 
     @property
     def attempts(self) -> int:
-        """The failed attempts that count: endpoints that failed after the request was sent to them."""
+        """Count of the endpoints that failed after the request was sent to them."""
         return len(self.retries) - self.unsent
 
     def booked(self, room: Room, ask: Ask, pick: Pick) -> None:
@@ -182,7 +187,10 @@ class Exchange:
                 room.booked(ask, pick)
 
     def hold(self, gate: Gate, body_bytes: int) -> None:
-        """Take memory for a body of this size, including what was taken before. Raises GatewayError."""
+        """Take memory for a body of this size, including what was taken before.
+
+        Raises GatewayError.
+        """
         self.body_bytes += gate.hold(body_bytes - self.body_bytes)
         self.holder = gate
 
@@ -193,7 +201,10 @@ class Exchange:
             holder.release(self.body_bytes)
 
     def first_token(self) -> None:
-        """Give back the prompt's place in the backlog and the request's bytes: no retry can need them any more."""
+        """Give back the prompt's place in the backlog and the request's bytes.
+
+        The answer has begun, so no retry can need them any more.
+        """
         if self.booking is not None:
             self.booking.first_token()
         call, sent = self.call, self.sent
@@ -232,7 +243,10 @@ class Exchange:
             self.asked = msgspec.structs.replace(self.asked, fingerprint=None)
 
     def gone(self) -> None:
-        """Note that the client left. The status 499, nginx's number for it, appears in the log alone."""
+        """Note that the client left.
+
+        The status 499, nginx's number for it, appears in the log alone.
+        """
         self.status, self.outcome, self.reason = 499, "client_gone", self.stage
 
     def broken(self) -> None:

@@ -1,14 +1,16 @@
-"""Hedging: a second endpoint for a request whose first byte is late, and a move away from slow endpoints.
+"""Hedging: a second endpoint for late requests, and moves away from slow endpoints.
 
-A request costs one list append. Four times a second the sweep looks at the requests without a first byte. A request is
-late when it has waited longer than twice what the peers of its endpoint need for the prompts booked before it. It is
-hedged when another endpoint is expected to answer sooner, by more than the work there costs. The first endpoint to
-send a byte of the answer serves the request; the other connection is closed, which engines treat as an abort. Late
-requests at an endpoint that is suspected to be slow, and all that wait at one ejected as slow, are moved instead.
+A request costs one list append. Four times a second the sweep looks at the requests without a first
+byte. A request is late when it has waited longer than twice what the peers of its endpoint need for
+the prompts booked before it. It is hedged when another endpoint is expected to answer sooner, by
+more than the work there costs. The first endpoint to send a byte of the answer serves the request;
+the other connection is closed, which engines treat as an abort. Late requests at an endpoint that
+is suspected to be slow, and all that wait at one ejected as slow, are moved instead.
 
-Hedges and moves take a turn of the fleet's retry budget; hedges are also limited to a share of all requests. The turn
-is given back when the answer begins: it limits duplicate work, not the length of answers. Not here: expected times
-(speed_monitor.py), and what follows a failed attempt (attempts.py).
+Hedges and moves take a turn of the fleet's retry budget; hedges are also limited to a share of all
+requests. The turn is given back when the answer begins: it limits duplicate work, not the length of
+answers. Not here: expected times (speed_monitor.py), and what follows a failed attempt
+(attempts.py).
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ PRICE = 2.0  # the second answer must be expected this many times sooner than th
 MOST_SAVED = 50.0  # the most hedges that unused allowance adds up to
 LATE_FACTOR = 2.0  # a first byte is late after this many times what the peers would need
 MOVED_FACTOR = 1.2  # of health.slow_factor: a wait this long is evidence too
-CREDIT = 200  # hedging starts with the allowance of this many requests: an engine may be slow from the start
+# Hedging starts with the allowance of this many requests: an engine may be slow from the start.
+CREDIT = 200
 
 
 class HedgedRoute(Protocol):
@@ -177,8 +180,8 @@ class Race:
     async def finish(self, problem: UpstreamBroke) -> UpstreamBroke | None:
         """Serve the request by the second attempt after the first one ended by `problem`.
 
-        Returns how the second attempt broke, or None when it served the request. Returns `problem` if there is no
-        second attempt any more.
+        Returns how the second attempt broke, or None when it served the request. Returns `problem`
+        if there is no second attempt any more.
         """
         if self.is_over:
             return problem
@@ -229,7 +232,10 @@ class Hedger:
         self.sent = self.moved = 0
 
     def sweep(self, share: float, now: float) -> None:
-        """Look at all requests without a first byte. Called four times a second with the share in force."""
+        """Look at all requests without a first byte.
+
+        Called four times a second with the share in force.
+        """
         waiting, self.waiting = self.waiting, []
         new = len(waiting) - self._old
         paid_back = min(self._credit, new)
@@ -310,10 +316,11 @@ class Hedger:
             race.close()
             raise
 
-    def _find_soonest(
-        self, exchange: Exchange, booking: Booking
-    ) -> tuple[Candidate, float] | None:
-        """Return the endpoint that is expected to answer soonest, of those the policy considered, and the seconds."""
+    def _find_soonest(self, exchange: Exchange, booking: Booking) -> tuple[Candidate, float] | None:
+        """Return the endpoint that is expected to answer soonest, and in how many seconds.
+
+        Candidates are the endpoints that the policy considered for the first attempt.
+        """
         assert exchange.call is not None
         request = exchange.call.request
         cached = () if exchange.asked is None else exchange.asked.cached
@@ -335,6 +342,7 @@ class Hedger:
 def may_hedge(client: Client, route: HedgedRoute) -> bool:
     """Return whether a request may be at two endpoints at the same time.
 
-    Not where broken streams are resumed: the tokens that the client has are recorded for one endpoint.
+    Not where broken streams are resumed: the tokens that the client has are recorded for one
+    endpoint.
     """
     return route.resume is None and client.headers.get(HEADER) != "off"

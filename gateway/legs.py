@@ -1,7 +1,7 @@
-"""One attempt at a booked endpoint: the request it receives, and what its answer means for the client.
+"""One attempt at a booked endpoint: the request that it receives, and what its answer means.
 
-The request is built by the gateway: a fixed path, its own length, an allow-list of the client's headers, and the
-endpoint's key. Not here: picking and booking (attempts.py).
+The request is built by the gateway: a fixed path, its own length, an allow-list of the client's
+headers, and the endpoint's key. Not here: picking and booking (attempts.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kvtransfer.dialects import known_members
 from policies.model import EngineKind
 
 TRTLLM = EngineKind.TRTLLM  # a local name: Enum attribute access is slow before Python 3.12
-# 4xx statuses about the gateway's key for the engine or the engine's queue, which the client cannot fix.
+# 4xx statuses about the gateway's key for the engine or the engine's queue, which the client cannot
+# fix.
 OWN_TROUBLE = frozenset({401, 403, 407, 408, 429})
 
 
@@ -56,9 +57,7 @@ def prepare(
     return head, body, relay
 
 
-def settle_failure(
-    exchange: Exchange, client: Client, relay: Relay, booking: Booking
-) -> None:
+def settle_failure(exchange: Exchange, client: Client, relay: Relay, booking: Booking) -> None:
     """End an exchange whose answer is a refusal, or a stream that ended with an error event.
 
     Raises UpstreamBroke when the engine itself failed before the client received anything.
@@ -71,7 +70,10 @@ def settle_failure(
 
 
 def pass_on(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
-    """Send an engine's 4xx to the client, since it is about the request. Raises UpstreamBroke for other statuses."""
+    """Send an engine's 4xx to the client, since it is about the request.
+
+    Raises UpstreamBroke for other statuses.
+    """
     status = refusal(relay)
     exchange.status, exchange.outcome, exchange.reason = status, "refused", "engine"
     headers = [
@@ -83,7 +85,10 @@ def pass_on(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> 
 
 
 def refusal(relay: Relay) -> int:
-    """Return the status of an engine's refusal. Raises UpstreamBroke when the engine itself failed."""
+    """Return the status of an engine's refusal.
+
+    Raises UpstreamBroke when the engine itself failed.
+    """
     status = relay.status
     if not 400 <= status < 500 or status in OWN_TROUBLE:
         raise UpstreamBroke(f"status_{status}", f"the engine answered {status}")
@@ -106,7 +111,7 @@ def answer_headers(exchange: Exchange, client: Client, endpoint: str) -> bytes:
 def request_headers(
     exchange: Exchange, headers: Mapping[str, str], length: int, endpoint: str
 ) -> bytes:
-    """Return the header lines of one request to an engine, and the blank line that ends its head."""
+    """Return the gateway's own header lines of a request, and the blank line after them."""
     if exchange.trace is not None:
         passed = forwarded(headers) + exchange.trace.leg("whole", endpoint, monotonic())
     elif not isinstance(headers, Fields):
@@ -121,9 +126,9 @@ def request_headers(
 
 
 def forwarded(headers: Mapping[str, str]) -> str:
-    """Return the client's session header as a line, by which an engine recognises a conversation; "" without it.
+    """Return the client's session header as a line; "" without one.
 
-    The trace context is added separately (trace.py).
+    An engine recognises a conversation by it. The trace context is added separately (trace.py).
     """
     session = headers.get(SESSION)
     return "" if session is None else f"{SESSION}: {session}\r\n"

@@ -1,7 +1,7 @@
 """A smaller model that may serve a request instead of a refusal, if the configuration names one.
 
-policies/tiers.py ranks the models, and the room of each decides whether the request may enter. Not here: how the
-answer names the model.
+policies/tiers.py ranks the models, and the room of each decides whether the request may enter. Not
+here: how the answer names the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from policies.tiers import Tier, alternatives
 def into(
     endpoints: EndpointTable, routes: Mapping[str, Route], route: Route, call: Call
 ) -> Route | None:
-    """Return the route of a smaller model whose room has just given a Permit; None when no room gives one.
+    """Return the route of a smaller model whose room has given a Permit; None if none has.
 
     There is no waiting in a smaller model's room: its own requests go first.
     """
@@ -42,7 +42,10 @@ def _fits_context(route: Route, call: Call) -> bool:
 
 
 def _discount(ask: Ask, tier: Tier) -> Ask:
-    """Return the question for a smaller model: worth less there, and with no client that would retry a refusal."""
+    """Return the question for a smaller model, where the request is worth less.
+
+    A refusal there is not final, so no Retry-After is promised for it.
+    """
     slo = ask.request.slo
     slo = replace(slo, weight=slo.weight * (1.0 - tier.penalty))
     return replace(ask, request=replace(ask.request, slo=slo), returns=False)

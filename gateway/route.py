@@ -1,7 +1,7 @@
-"""What the request path works with: the route of a model name, the snapshot, and the gateway's live parts.
+"""What the request path works with: routes, the snapshot and the gateway's live parts.
 
-Only values and references live here. snapshot.py builds snapshots from a configuration, reload/swap.py puts them in
-force, and serve.py takes a request along its route.
+Only values and references live here. snapshot.py builds snapshots from a configuration,
+reload/swap.py puts them in force, and serve.py takes a request along its route.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from policies.contract import Policy
 from policies.model import STANDARD, Candidate, Request, Slo
 
 Prepare = Callable[[Exchange, Call, Client, Booking, Callable[[], None]], tuple[bytes, Call, Relay]]
-"""Builds the request head, the request body and the answer's relay of one attempt at a booked endpoint.
+"""Builds the head, the body and the answer's relay of one attempt at a booked endpoint.
 
 The last argument is called once, at the first generated token.
 """
@@ -105,12 +105,14 @@ class PoolTrials(msgspec.Struct, frozen=True):
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        shadows = () if self.shadows is None else tuple(part.policy for part in self.shadows.policies)
+        shadows = (
+            () if self.shadows is None else tuple(part.policy for part in self.shadows.policies)
+        )
         return shadows if self.canary is None else (*shadows, self.canary)
 
     @property
     def reads_beliefs(self) -> bool:
-        """Whether a trial needs predictions: shadow results are always stated as predicted times."""
+        """Whether a trial needs predictions; shadow results always do."""
         return self.shadows is not None or (self.canary is not None and self.canary.reads_beliefs)
 
 
@@ -134,7 +136,9 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     salts: CacheSalts | None = None
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
-        """Return the tenant of a request; "" when no key is required. Raises GatewayError for a wrong key.
+        """Return the tenant of a request; "" when no key is required.
+
+        Raises GatewayError for a wrong key.
 
         The digest of the key is looked up, which takes the same time for any wrong key.
         """
@@ -151,7 +155,10 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
 
 
 class Gateway:
-    """The parts that every request uses. A reload replaces `snapshot`; the other parts outlive it."""
+    """The parts that every request uses.
+
+    A reload replaces `snapshot`; the other parts outlive it.
+    """
 
     __slots__ = ("accounts", "endpoints", "gate", "handoffs", "hedger", "snapshot")
 

@@ -1,12 +1,14 @@
 """The request path: one request from its first byte to the end of its answer. Read this file first.
 
-    authenticate -> read -> parse -> admit (a Permit until the last byte) -> attempts: pick AND book, send -> account
+    authenticate -> read -> parse -> admit (a Permit until the last byte)
+        -> attempts: pick AND book in one turn of the event loop, send, relay -> account
 
-While a pool's queue is empty the Permit costs one check, and the prompt is fingerprinted for the pick. Otherwise the
-admission decides by how much of the prompt is cached, so the fingerprint comes first.
+While a pool's queue is empty the Permit costs one check, and the prompt is fingerprinted for the
+pick. Otherwise the admission decides by how much of the prompt is cached, so the fingerprint comes
+first.
 
-Stages are plain calls, in order. A retry is free until the first byte reaches the client. After it, an answer can only
-be continued by another endpoint (resume/) or be ended with an error.
+Stages are plain calls, in order. A retry is free until the first byte reaches the client. After it,
+an answer can only be continued by another endpoint (resume/) or be ended with an error.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ GAPS_EVERY = 32  # one request in this many has the times between its stream's c
 class Beginning:
     """Creates the exchange of every request of this process, and serves it.
 
-    Request ids have a fixed length and cannot be guessed, because engines may match aborts by a prefix of the id.
+    Request ids have a fixed length and cannot be guessed, because engines may match aborts by a
+    prefix of the id.
     """
 
     __slots__ = ("_count", "_gaps", "_gateway", "_proxies", "_secret")
@@ -54,7 +57,10 @@ class Beginning:
     def __init__(
         self, gateway: Gateway, gaps: Histogram, proxies: TrustedProxies | None = None
     ) -> None:
-        """`gaps` counts the times between a stream's chunks. `proxies` may name the client that they forward for."""
+        """`gaps` counts the times between a stream's chunks.
+
+        `proxies` may name the client that they forward for.
+        """
         self._proxies = proxies
         self._gateway = gateway
         self._gaps = gaps
@@ -80,7 +86,10 @@ class Beginning:
 
 
 async def serve(gateway: Gateway, exchange: Exchange, client: Client) -> None:
-    """Answer one request: whatever happens, the client gets one answer and the exchange is accounted once."""
+    """Answer one request.
+
+    Whatever happens, the client gets one answer and the exchange is accounted once.
+    """
     try:
         await _handle(gateway, exchange, client)
     except GatewayError as error:
@@ -145,14 +154,18 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
 async def _admit(
     gateway: Gateway, snapshot: Snapshot, exchange: Exchange, route: Route, call: Call
 ) -> Route:
-    """Have the admission judge a request, and wait where it says so. Raises GatewayError for a refusal.
+    """Have the admission judge a request, and wait where it says so.
 
-    Returns the route whose room gave the Permit: the request's own or, instead of a refusal, a smaller model's.
+    Raises GatewayError for a refusal.
+
+    Returns the route whose room gave the Permit: the request's own or, instead of a refusal, a
+    smaller model's.
     """
     fingerprint = exchange.fingerprint = (
         gateway.endpoints.prefixes.of(call, route.name) if route.fingerprints else None
     )
-    # No closure: in a compiled module it would form a reference cycle with this coroutine, and keep an old snapshot.
+    # No closure: in a compiled module it would form a reference cycle with this coroutine, and keep
+    # an old snapshot.
     ask = partial(_ask, gateway.endpoints, call.request, fingerprint)
     try:
         exchange.room = await route.room.enter(ask(0.0), None if fingerprint is None else ask)
@@ -169,16 +182,17 @@ async def _admit(
 def _ask(
     endpoints: EndpointTable, request: Request, fingerprint: Fingerprint | None, _: float
 ) -> Ask:
-    """Return the question of a waiting request, which is judged again when the prefix index may know more."""
+    """Return the question of a waiting request, with what the prefix index knows now."""
     return endpoints.ask(request, fingerprint, ())
 
 
 def _current_route(
     gateway: Gateway, snapshot: Snapshot, exchange: Exchange, route: Route, call: Call
 ) -> Route:
-    """Return the route after a wait: a reload may have replaced it, and the Permit is for today's endpoints.
+    """Return the route after a wait, during which a reload may have replaced it.
 
-    A name that leads to another model or room by now keeps the meaning that it had when the request came.
+    The Permit is for the endpoints of today. A name that leads to another model or room by now
+    keeps the meaning that it had when the request came.
     """
     current = gateway.snapshot.routes.get(call.asked_model)
     if gateway.snapshot is snapshot or current is None:

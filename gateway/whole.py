@@ -79,12 +79,12 @@ class WholePlan:
             except UpstreamBroke as broke:
                 if broke.kind != OVERTAKEN:
                     booking.failed(broke)
-                # Its traceback leads to this frame, and from there to its caller: a reference cycle.
+                # Its traceback leads to this frame and its callers: a reference cycle.
                 return broke.with_traceback(None)
         return None
 
     def _note(self, pick: Pick) -> None:
-        """Note the state that the booking is about to change, for predictions, explanations and shadows."""
+        """Note the state that the booking will change, for explanations and shadows."""
         exchange, route, ask = self.exchange, self.route, self.ask
         self.gateway.accounts.picked(exchange, route.policy, ask, pick)
         if route.shadows is not None and route.split is None:
@@ -105,10 +105,10 @@ class WholePlan:
 
 
 def pick_over_cap(route: Route, ask: Ask) -> Pick | None:
-    """Pick an endpoint beyond its cap, where those below theirs do not fit the prompt or the tenant.
+    """Pick an endpoint beyond its cap, if those below theirs cannot serve the request.
 
-    Permits are counted per pool, so a request with a permit may find every endpoint that fits it full. The engine
-    then queues it. None when another filter left no candidate.
+    Permits are counted per pool, so a request with a permit may find every endpoint that fits it
+    full. The engine then queues it. None when another filter left no candidate.
     """
     policy, candidates = route.policy, route.candidates
     if run.refusal(policy, ask, candidates) not in _NOT_ABOUT_CAPACITY:

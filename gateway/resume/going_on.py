@@ -1,7 +1,8 @@
 """Continue a broken stream on another endpoint, token for token, without the client noticing.
 
 prepare_recorded()  an attempt whose engine reports token ids, in place of legs.prepare()
-continue_stream()   what follows when a stream breaks after its first byte: its rest, or an error event
+continue_stream()   what follows when a stream breaks after its first byte: its rest, or an error
+                    event
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def prepare_recorded(
 ) -> tuple[bytes, Call, Relay]:
     """Build an attempt as legs.prepare() does, and record the tokens that the client receives.
 
-    `exchange.ledger` is None afterwards if the answer could not be continued exactly. Such a request is sent as usual.
+    `exchange.ledger` is None afterwards if the answer could not be continued exactly. Such a
+    request is sent as usual.
     """
     endpoint = booking.endpoint
     terms = terms_of(call) if endpoint.engine is EngineKind.VLLM else None
@@ -48,10 +50,9 @@ def prepare_recorded(
     ledger = exchange.ledger = Ledger(terms, resume.tokens)
     recorder = Recorder(ledger, ledger.first, served, call.asked_model)
     headers = legs.answer_headers(exchange, client, endpoint.name)
-    # Patient: until its first token the request may be retried whole, which a role already shown would prevent.
-    relay = Recorded(
-        headers, on_first, client.http_1_0, recorder, patient=True, gaps=exchange.gaps
-    )
+    # Patient: until its first token the request may be retried whole, which a role already shown
+    # would prevent.
+    relay = Recorded(headers, on_first, client.http_1_0, recorder, patient=True, gaps=exchange.gaps)
     head = booking.upstream.head(exchange.api)
     head += legs.request_headers(exchange, client.headers, len(body.body), endpoint.name)
     return head, body, relay
@@ -90,8 +91,9 @@ class _Body:
 class RestPlan:
     """The rest of one broken stream, attempted at one endpoint after another.
 
-    The rest is a completion whose prompt is the ids of the original prompt and of the tokens that the client has. Any
-    endpoint that serves whole requests can compute it, also where the stream came from a prefill and decode pair.
+    The rest is a completion whose prompt is the ids of the original prompt and of the tokens that
+    the client has. Any endpoint that serves whole requests can compute it, also where the stream
+    came from a prefill and decode pair.
 
     result    how it ended, a label of penstock_resumes_total; "" while an attempt is due
     _problem  how the newest attempt but this one broke
@@ -126,7 +128,7 @@ class RestPlan:
         endpoints = self.gateway.endpoints
         ask = endpoints.ask(self._call.request, exchange.fingerprint, left_out)
         serving = route.candidates if split is None else split.pools.alone
-        able = [each for each in serving if each.endpoint.engine is EngineKind.VLLM]
+        able = [candidate for candidate in serving if candidate.endpoint.engine is EngineKind.VLLM]
         pick = run.pick(route.policy, ask, able)
         if pick is None and split is not None:
             # Pairs take two places for one permit, so all endpoints may be at their caps.
@@ -142,7 +144,7 @@ class RestPlan:
             except UpstreamBroke as broke:
                 booking.failed(broke)
                 self._count(BROKE)
-                # Its traceback leads to this frame, and from there to its caller: a reference cycle.
+                # Its traceback leads to this frame and its callers: a reference cycle.
                 return broke.with_traceback(None)
         self._end(result)
         return None
@@ -205,7 +207,10 @@ class RestPlan:
     # One attempt
 
     async def _send(self, booking: Booking) -> str:
-        """Send the request for the rest and relay it; return the result. Raises UpstreamBroke when it breaks again."""
+        """Send the request for the rest and relay it; return the result.
+
+        Raises UpstreamBroke when it breaks again.
+        """
         exchange, ledger, asked = self.exchange, self._ledger, self._call.asked_model
         ledger.resume()
         served = booking.endpoint.served_model or self._route.name

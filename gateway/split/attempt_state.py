@@ -1,4 +1,4 @@
-"""State of one attempt of a pair: the two places, the two legs, and what is known about the handoff.
+"""State of one attempt of a pair: two places, two legs and the handoff between them.
 
 pair.py moves it along the table of life.py; mishaps.py holds what is due after failures.
 """
@@ -24,8 +24,10 @@ _BOOKED = State.BOOKED
 class AttemptState:
     """Both places are booked on creation, in one turn of the event loop.
 
-    prefill, prefill_place, inbox   the prefiller's leg, its place until the prompt is computed, and its answer
-    decode, decode_place, handover  the decoder's leg, its place, and the handoff that its request carries
+    prefill, prefill_place, inbox   the prefiller's leg, its place until the prompt is computed, and
+                  its answer
+    decode, decode_place, handover  the decoder's leg, its place, and the handoff that its request
+                  carries
     problem    what broke
     suspects   names of the endpoints that this request must not try again
     recompute  the whole request should be computed at one endpoint next

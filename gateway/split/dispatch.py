@@ -1,6 +1,7 @@
 """Plan of a request whose model is split: a prefill and decode pair, or one endpoint for all of it.
 
-policies/split.py decides per attempt which of the two. Not here: what happens inside a pair's attempt (pair.py).
+policies/split.py decides per attempt which of the two. Not here: what happens inside a pair's
+attempt (pair.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class SplitPlan:
 
     _whole      attempts the whole request at one endpoint
     _ask, _decision  the question and the decision of the newest choice
-    _recompute  the next attempt should compute the whole request at one endpoint, because a handoff failed
+    _recompute  the next attempt should compute the whole request at one endpoint, because a handoff
+                failed
     """
 
     __slots__ = ("_ask", "_context", "_decision", "_recompute", "_whole", "exchange", "gateway")
@@ -75,7 +77,8 @@ class SplitPlan:
     def _pick_alone(self, ask: Ask) -> Pick | None:
         """Pick one endpoint for the whole request.
 
-        A pair takes two places for one permit, so a request with a permit may find all endpoints at their caps.
+        A pair takes two places for one permit, so a request with a permit may find all endpoints at
+        their caps.
         """
         split, route = self._context.split, self._context.route
         alone = split.pools.alone
@@ -101,7 +104,7 @@ class SplitPlan:
         return problem
 
     def _note_decision(self) -> SplitRecord:
-        """Count the decision, keep its mode for the next requests, and begin the exchange's record of it."""
+        """Count the decision, keep its mode, and return the exchange's record of it."""
         context, decision = self._context, self._decision
         handoffs = context.gateway.handoffs
         handoffs.splitting[context.route.name] = decision.splitting

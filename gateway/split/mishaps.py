@@ -1,6 +1,7 @@
-"""What is due when a pair's attempt fails: who is blamed, who else may decode, and who frees KV that is not needed.
+"""What is due when a pair's attempt fails: blame, another decoder, and freeing the KV.
 
-These are acts of the table in life.py. Each is done at once, on the state of the attempt that pair.py runs.
+These are acts of the table in life.py. Each is done at once, on the state of the attempt that
+pair.py runs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from kvtransfer.dialects import Handover, read_answer
 from policies import run
 from policies.split import Group, Pair
 
-# A decoder answers so when it could not load the KV (vLLM's kv_load_failure_policy: fail). Whether the decoder or the
-# prefiller caused that is unknown.
+# A decoder answers so when it could not load the KV (vLLM's kv_load_failure_policy: fail). Whether
+# the decoder or the prefiller caused that is unknown.
 KV_FAILURES = frozenset({"status_500", "engine_error"})
 
 
@@ -26,7 +27,7 @@ KV_FAILURES = frozenset({"status_500", "engine_error"})
 
 
 def blame_prefill(attempt: AttemptState) -> None:
-    """Blame the prefiller alone, and forget its identity, since its engine may have been restarted."""
+    """Blame the prefiller, and forget its identity: its engine may have been restarted."""
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
     if attempt.prefill_place is not None:
@@ -41,21 +42,24 @@ def blame_decode(attempt: AttemptState) -> None:
     assert problem is not None
     is_kv_failure = attempt.handover is not None and problem.kind in KV_FAILURES
     if is_kv_failure and not attempt.exchange.committed:
-        blame_nobody(attempt)
+        suspect_both(attempt)
     else:
         _blame_decoder(attempt, problem)
 
 
-def blame_nobody(attempt: AttemptState) -> None:
+def suspect_both(attempt: AttemptState) -> None:
     """Have the whole request computed at one endpoint, because either endpoint may have failed.
 
-    A decoder that can serve whole requests gets the next attempt, which shows whether it was the cause. Any other
-    decoder is blamed: successes with other prefillers clear it again, and a broken one has to be ejected.
+    A decoder that can serve whole requests gets the next attempt, which shows whether it was the
+    cause. Any other decoder is blamed: successes with other prefillers clear it again, and a broken
+    one has to be ejected.
     """
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
     attempt.recompute = True
-    attempt.handoffs.forget(name)  # the decoder may have been given the identity from before a restart
+    attempt.handoffs.forget(
+        name
+    )  # the decoder may have been given the identity from before a restart
     attempt.suspects.append(name)
     if not attempt.dialect.decode_alone:
         _blame_decoder(attempt, attempt.problem)
@@ -101,11 +105,12 @@ def _group_of(attempt: AttemptState) -> Group:
 # KV that is not needed any more
 
 
-def call_off_prefill(attempt: AttemptState) -> None:
+def abort_prefill(attempt: AttemptState) -> None:
     """Half-close the prefiller's connection after the time that its step may take.
 
-    An engine that is aborted during a step finishes it, and then keeps KV that no decoder knows about. So its answer
-    is awaited first. An answer that crosses the abort is read too: its KV is freed by a release request.
+    An engine that is aborted during a step finishes it, and then keeps KV that no decoder knows
+    about. So its answer is awaited first. An answer that crosses the abort is read too: its KV is
+    freed by a release request.
     """
     leg, inbox = attempt.prefill, attempt.inbox
     if leg is None or inbox is None or leg.over or leg.sent_at is None:
@@ -126,9 +131,10 @@ def _on_late_answer(attempt: AttemptState, leg: Leg, problem: UpstreamBroke | No
 
 
 def free_by_decode(attempt: AttemptState) -> None:
-    """Close the decoder's connection once its engine has the handoff, so that it frees the prefiller's KV.
+    """Close the decoder's connection once its engine has the handoff and will free the KV.
 
-    A decoder that is cut off before, or before the prefiller is done, would not report to the prefiller.
+    A decoder that is cut off before, or before the prefiller is done, would not report to the
+    prefiller.
     """
     leg, now = attempt.decode, monotonic()
     if leg is None or leg.over:
@@ -151,25 +157,24 @@ def _may_keep_kv(attempt: AttemptState) -> bool:
     If not, a decode request must not stay open either: it would wait for KV that is never sent.
     """
     prefill = attempt.prefill
-    return (
-        prefill is not None and prefill.sent_at is not None and not attempt.dialect.abort_frees
-    )
+    return prefill is not None and prefill.sent_at is not None and not attempt.dialect.abort_frees
 
 
 def free_by_refuser(attempt: AttemptState) -> None:
     """Have the decoder that refused the request fetch the KV in a release request.
 
-    The prefiller accepted the prompt, so the refusal is about a member that it did not get (max_tokens, logprobs).
+    The prefiller accepted the prompt, so the refusal is about a member that it did not get
+    (max_tokens, logprobs).
     """
     if attempt.handover is not None and _may_keep_kv(attempt):
         _release_kv(attempt, attempt.handover, attempt.decode_place, "refused")
 
 
 def free_elsewhere(attempt: AttemptState) -> None:
-    """Have another decoder free the KV later, because the one that is gone may not have reported to the prefiller.
+    """Have another decoder free the KV later, because the first one may not have done so.
 
-    It waits until the first decoder must be done with the KV, in case only its connection broke. A decoder that could
-    not load the KV found the prefiller gone, so there is nothing to free.
+    It waits until the first decoder must be done with the KV, in case only its connection broke. A
+    decoder that could not load the KV found the prefiller gone, so there is nothing to free.
     """
     handover, problem = attempt.handover, attempt.problem
     assert problem is not None

@@ -1,9 +1,9 @@
 """One attempt of a pair at one request: two legs, and the interpreter of the table in life.py.
 
-A leg only reports how it ended. The table says what follows, which is done at once, one event at a time. At the end
-both places are given back, both connections are closed or back in their pools, and KV that is no longer needed is
-freed. Not here: what the legs' requests contain and what answers mean (words.py), and what is due after failures
-(mishaps.py).
+A leg only reports how it ended. The table says what follows, which is done at once, one event at a
+time. At the end both places are given back, both connections are closed or back in their pools, and
+KV that is no longer needed is freed. Not here: what the legs' requests contain and what answers
+mean (words.py), and what is due after failures (mishaps.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _DECODED = Event.DECODED
 
 
 class PairAttempt(AttemptState):
-    """Enter it once and run() it once; leaving it gives back both places and closes what is open."""
+    """One attempt of a pair: enter it once and run() it once.
+
+    Leaving it gives back both places and closes what is open.
+    """
 
     __slots__ = ()
 
@@ -56,7 +59,10 @@ class PairAttempt(AttemptState):
         self.handoffs.ended(self.pair, self.figures, self.state, self.record, relay)
 
     async def run(self, ask: Ask) -> UpstreamBroke | None:
-        """Serve the request; return what broke, or None when the client has an answer. `ask` led to the pair."""
+        """Serve the request; return what broke, or None when the client has an answer.
+
+        `ask` led to the pair.
+        """
         self.begin()
         self.exchange.booked(self.context.route.room, ask, self.pair.prefill)
         try:
@@ -84,7 +90,9 @@ class PairAttempt(AttemptState):
     # Events
 
     def post(self, event: Event) -> None:
-        """Take an event through the table, in the callback that brought it. This is the table's one interpreter.
+        """Take an event through the table, in the callback that brought it.
+
+        This is the table's one interpreter.
 
         The request's coroutine only waits for an end state.
         """
@@ -102,7 +110,9 @@ class PairAttempt(AttemptState):
                 if not self._events:
                     break
                 event = self._events.pop(0)
-        except Exception as bug:  # raised in run(): in this callback it would leave run() waiting for ever
+        except (
+            Exception
+        ) as bug:  # raised in run(): in this callback it would leave run() waiting for ever
             self._bug, self.state = bug, State.FAILED
         self._is_acting = False
         if self.state in ENDS:
@@ -186,11 +196,11 @@ class PairAttempt(AttemptState):
         return self._on_prefilled(relay)
 
     def _judge_refusal(self, relay: Relay) -> UpstreamBroke | None:
-        """Keep an engine's refusal of the request for the client; return what broke if the engine itself failed."""
+        """Keep an engine's refusal for the client; return what broke if the engine failed."""
         try:
             status = legs.refusal(relay)
         except UpstreamBroke as broke:
-            # Its traceback leads to this frame, and from there to the caller that keeps it: a reference cycle.
+            # Its traceback leads to this frame and its callers: a reference cycle.
             return broke.with_traceback(None)
         if self.exchange.committed:
             message = f"the engine answered {status} after the other leg had begun"
@@ -199,7 +209,7 @@ class PairAttempt(AttemptState):
         return None
 
     def _on_prefilled(self, relay: Relay) -> Event:
-        """Free the prefill place, since the prompt is computed, and read whether its KV waits for the decoder."""
+        """Free the prefill place, and read whether the KV waits for the decoder."""
         place, inbox = self.prefill_place, self.inbox
         assert place is not None
         assert inbox is not None
@@ -236,7 +246,10 @@ class PairAttempt(AttemptState):
     # Decode
 
     def _send_decode(self) -> None:
-        """Send the decode request with the handoff, or with one that does not depend on the prefill answer."""
+        """Send the decode request with its handoff.
+
+        A concurrent dialect's handoff does not depend on the prefill answer.
+        """
         handover = self.handover
         if handover is None:
             result = self.dialect.decode(self.words.terms, None)
@@ -248,10 +261,12 @@ class PairAttempt(AttemptState):
         if mishaps.book_other_decode(self):
             self._send_decode()
         else:
-            self.post(Event.NOBODY)
+            self.post(Event.NO_OTHER_DECODE)
 
     def _send_whole(self) -> None:
-        self.record.cached_tokens = None  # the prefiller's cache is of no use: the decoder's count is right
+        self.record.cached_tokens = (
+            None  # the prefiller's cache is of no use: the decoder's count is right
+        )
         self.decode_place.recompute()
         self._decode_with(None)
 
@@ -297,9 +312,11 @@ class PairAttempt(AttemptState):
     # The answer without a decoder
 
     def _answer(self) -> None:
-        """Relay the prefill answer to the client as if it were the answer to the client's own request."""
+        """Relay the prefill answer to the client as the answer to its own request."""
         assert self._finished is not None
-        exchange: Exchange = self.exchange  # the annotation tells deploy/classes.py whose method is passed on
+        exchange: Exchange = (
+            self.exchange
+        )  # the annotation tells deploy/classes.py whose method is passed on
         client, prefill = self.context.client, self.pair.prefill
         exchange.pick, exchange.booking = prefill, None
         relay = exchange.relay = self.words.relay(prefill.candidate.endpoint, None)
@@ -347,13 +364,13 @@ _DO: Mapping[Act, Do] = MappingProxyType(
         Act.PASS_ON: PairAttempt._pass_on,
         Act.CLOSE_PREFILL: PairAttempt._close_prefill,
         Act.CLOSE_DECODE: PairAttempt._close_decode,
-        Act.CALL_OFF_PREFILL: mishaps.call_off_prefill,
+        Act.ABORT_PREFILL: mishaps.abort_prefill,
         Act.FREE_BY_DECODE: mishaps.free_by_decode,
         Act.FREE_BY_REFUSER: mishaps.free_by_refuser,
         Act.FREE_ELSEWHERE: mishaps.free_elsewhere,
         Act.BLAME_PREFILL: mishaps.blame_prefill,
         Act.BLAME_DECODE: mishaps.blame_decode,
-        Act.BLAME_NOBODY: mishaps.blame_nobody,
+        Act.SUSPECT_BOTH: mishaps.suspect_both,
     }
 )
 
@@ -368,8 +385,8 @@ def _due(before: State, row: Row) -> tuple[Do, ...]:
     return (PairAttempt._stop_transfer_timer, *acts)
 
 
-# The table by state, with everything looked up once: the next state, the end of a leg that the event is, and what is
-# due. Nothing follows an end state.
+# The table by state, with everything looked up once: the next state, the end of a leg that the
+# event is, and what is due. Nothing follows an end state.
 _ROWS: dict[State, dict[Event, tuple[State, tuple[str, str] | None, tuple[Do, ...]]]] = {
     state: dict.fromkeys(Event, (state, None, ())) if state in ENDS else {} for state in State
 }

@@ -1,6 +1,7 @@
 """The requests of a pair's two legs, and what the prefill answer means.
 
-Everything that depends on the dialect is here. Not here: when a request is sent, and what follows (pair.py, life.py).
+Everything that depends on the dialect is here. Not here: when a request is sent, and what follows
+(pair.py, life.py).
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from kvtransfer.dialects import (
 from policies.fingerprint import Fingerprint
 from policies.model import Endpoint, EngineKind, Request
 
-# A release request asks for one token, like a prefill request, whatever the client asked for: a body that the
-# prefiller accepted so is valid for the decoder too.
+# A release request asks for one token, like a prefill request, whatever the client asked for: a
+# body that the prefiller accepted so is valid for the decoder too.
 _RELEASE = members({"max_tokens": b"1", "stream": b"false"})
 _OUTPUT_MEMBERS = frozenset(
     (
@@ -86,11 +87,13 @@ def one_token(request: Request) -> Request:
 class Words:
     """Builds the requests of one attempt's legs and reads the prefill answer.
 
-    It keeps what requests are made of, because one may be due when the client has gone and the call has released it.
+    It keeps what requests are made of, because one may be due when the client has gone and the call
+    has released it.
 
     terms          hold for both legs; the prefiller's identity may be learned later
     _resume_terms  how a broken stream could be continued; None where that would not be exact
-    _cache_report  takes the prefiller's count of cached tokens, which the client sees; None if it sees the decoder's
+    _cache_report  takes the prefiller's count of cached tokens, which the client sees; None if it
+                   sees the decoder's
     """
 
     __slots__ = (
@@ -111,7 +114,8 @@ class Words:
         self._resume_terms: ResumeTerms | None = None
         if context.route.resume is not None and split.dialect.engine == EngineKind.VLLM:
             self._resume_terms = terms_of(call)
-        # A copy of an earlier attempt may still run on an engine, so each attempt has an id of its own.
+        # A copy of an earlier attempt may still run on an engine, so each attempt has an id of its
+        # own.
         retries = exchange.retries
         request_id = f"{exchange.id}-{len(retries)}" if retries else exchange.id
         trace_lines = "" if exchange.trace is not None else passed_on(headers)
@@ -143,7 +147,10 @@ class Words:
         return self._request(place, self._context.split.dialect.prefill(self.terms), "prefill")
 
     def decode(self, place: Booking, handover: Handover | None) -> tuple[bytes, bytes]:
-        """Return head and body of the decode request; without a handover, of the client's own request."""
+        """Return head and body of the decode request.
+
+        Without a handover it is the client's own request.
+        """
         if handover is not None:
             edits, role = handover.edits, "decode"
         else:
@@ -156,10 +163,11 @@ class Words:
     def release_request(
         self, place: Booking | LiveEndpoint, handover: Handover
     ) -> tuple[bytes, bytes]:
-        """Return head and body of a decode request that only has the KV fetched, so that the prefiller frees it.
+        """Return head and body of a decode request that has the prefiller's KV freed.
 
-        It generates one token, which is discarded. By then the blocks may hold another request's KV, so the request
-        has a cache salt of its own: what the engine caches of it is found by no other request.
+        It generates one token, which is discarded. By then the blocks may hold another request's
+        KV, so the request has a cache salt of its own: what the engine caches of it is found by no
+        other request.
         """
         edits, apart = handover.edits, self._context.split.dialect.apart
         put, drop = edits.put + _RELEASE, edits.drop | _OUTPUT_MEMBERS
@@ -171,8 +179,8 @@ class Words:
     def relay(self, endpoint: Endpoint, handover: Handover | None) -> Relay:
         """Return the relay of the decoder's answer to the client.
 
-        It records the answer's tokens where a broken stream can be continued, and replaces the decoder's count of
-        cached tokens where that counts the transfer.
+        It records the answer's tokens where a broken stream can be continued, and replaces the
+        decoder's count of cached tokens where that counts the transfer.
         """
         context, record = self._context, self._record
         exchange, client, asked = context.exchange, context.client, context.call.asked_model
@@ -197,12 +205,13 @@ class Words:
             corrector.cached_tokens = record.cached_tokens
         elif served != asked:
             renamer = Renamer(served, asked)
-        return Relay(
-            headers, None, client.http_1_0, renamer, handover is not None, exchange.gaps
-        )
+        return Relay(headers, None, client.http_1_0, renamer, handover is not None, exchange.gaps)
 
     def note_usage(self, usage: Usage) -> None:
-        """Note the prefill engine's count of cached tokens; the client sees 0 if the engine reports none."""
+        """Note the prefill engine's count of cached tokens.
+
+        The client sees 0 if the engine reports none.
+        """
         self._record.cached_tokens = usage.cached_tokens
         if self._cache_report is not None:
             self._cache_report.cached_tokens = usage.cached_tokens or 0
@@ -210,9 +219,10 @@ class Words:
     def interpret(
         self, answer: Answer | Unusable, *, alone: bool
     ) -> Handover | Unusable | Finished | None:
-        """Return what a prefill answer means; None if the decoder, which has its request, needs nothing else.
+        """Return what a prefill answer means for the decoder.
 
-        `alone`: no decoder has the request yet.
+        None: the decoder has its request already and needs nothing else. `alone`: no decoder has
+        the request yet.
         """
         dialect, record = self._context.split.dialect, self._record
         if isinstance(answer, Unusable):
@@ -235,7 +245,7 @@ class Words:
         return handover
 
     def finished(self, answer: Finished) -> bytes:
-        """Return the prefill answer as an engine's response to the client's own request: JSON or events."""
+        """Return the prefill answer as a response to the client's own request: JSON or events."""
         if not self._context.call.request.stream:
             return _JSON % len(answer.body) + answer.body
         events = as_events(answer.body, usage=shows_usage(self._members))
@@ -244,11 +254,16 @@ class Words:
     def _request(
         self, place: Booking | LiveEndpoint, edits: Edits, role: str
     ) -> tuple[bytes, bytes]:
-        """Return head and body of a request. `role` names it in traces; "" leaves out trace and cache salt."""
+        """Return head and body of a request.
+
+        `role` names it in traces; "" leaves out trace and cache salt.
+        """
         context, endpoint = self._context, place.endpoint
         call, trace = context.call, context.exchange.trace
         served = endpoint.served_model or context.route.name
-        if role and call.salt:  # the same in both legs: a decoder finds the KV under the prefiller's salt
+        if (
+            role and call.salt
+        ):  # the same in both legs: a decoder finds the KV under the prefiller's salt
             put = edits.put + call.salt_member(endpoint.salt_member)
             edits = replace(edits, put=put)
         model = None if served == call.request.model else served

@@ -1,7 +1,7 @@
 """One loop picks, books and sends: `attempts` in gateway/attempts.py. Read from the source.
 
-A retry is a decision with a budget, a health check and a list of endpoints that have failed. A second loop over picks
-would need all of that a second time, and would soon differ.
+A retry is a decision with a budget, a health check and a list of endpoints that have failed. A
+second loop over picks would need all of that a second time, and would soon differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import pytest
 GATEWAY = Path(__file__).parents[2] / "gateway"
 FILES = sorted(GATEWAY.rglob("*.py"))
 LOOP = ("attempts.py", "attempts")
-# Calls that pick an endpoint, book a place, or do both for one attempt. Helpers that do so are listed by name.
+# Calls that pick an endpoint, book a place, or do both for one attempt. Helpers that do so are
+# listed by name.
 CALLS = {
     *("pick", "pick_over_cap", "_pick_alone", "_decide", "choose"),
     *("book", "reserve", "book_other_decode", "attempt", "attempts"),
@@ -80,7 +81,8 @@ def test_nothing_is_awaited_between_a_choice_that_stands_and_its_attempt() -> No
     attempt = next(i for i, line in enumerate(lines) if "plan.attempt(choice)" in line)
     between = [node for part in body[1:attempt] for node in ast.walk(part)]
     awaits = [ast.unparse(node) for node in between if isinstance(node, ast.Await)]
-    # After a health check that took time, the loop chooses again: `names` is None only without an await.
+    # After a health check that took time, the loop chooses again: `names` is None only without an
+    # await.
     assert awaits == ["await screen.check(choice)"]
 
 

@@ -1,4 +1,4 @@
-"""Streams of split requests whose decoder dies in mid-answer: the client reads every word of the answer once."""
+"""Streams whose decoder dies in mid-answer: the client reads every word once."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_a_decoder_that_dies_in_mid_answer_costs_its_clients_no_word(
 
 @pytest.mark.parametrize("dialect", CAN_RESUME)
 async def test_counts_and_chunks_are_those_of_an_answer_that_did_not_break(dialect: str) -> None:
-    """Cached tokens are the prefiller's, though another endpoint computed the rest without a prefiller."""
+    """The count of cached tokens is the prefiller's, whichever endpoint computed the rest."""
     options: dict[str, Any] = {"stream_options": {"include_usage": True}}
     async with split_house(dialect, kv=FAST, models=models(dialect), health=HEALTH) as house:
         await read(house, completion(0))  # concurrent dialects have learned who the prefillers are

@@ -1,4 +1,4 @@
-"""A model with both split and resume: what the legs are asked for, and what follows when a decoder breaks."""
+"""A model with both split and resume: its requests, and what follows a broken decoder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pair(
 
 
 def speaks(first: int = 0, last: int | None = None) -> Script:
-    """Streams the words from `first` on as vLLM does with token ids; breaks off before `last`, if that is given."""
+    """Streams the words from `first` on with token ids; breaks off before `last`, if given."""
 
     async def script(asked: Asked) -> None:
         body = asked.json
