@@ -34,11 +34,12 @@ ROOMS = ("gateway", "policies", "kvtransfer", "mockgpu", "planner")
 PROJECT = ("pyproject.toml", "README.md", "LICENSE")
 STAMP = "made-of"
 HOT = (
-    *("account", "attempts", "begin", "booking", "cache_salts", "canary", "endpoints", "errand", "exchange"),
+    *("account", "attempts", "booking", "cache_salts", "canary", "endpoints", "errand", "exchange"),
     *("explain", "forwarded", "framing", "front", "gate", "head", "hedge", "json_members", "kept", "legs"),
     *("likeness", "media", "meters", "openai", "outbox", "overflow", "prefixes", "quotas", "relay", "roster"),
-    *("serve", "shadow", "sketch", "slo", "talk", "told", "trace", "upstream"),
-    *(f"split/{name}" for name in ("dispatch", "edit", "handoffs", "inbox", "leg", "life", "pair", "words")),
+    *("route", "serve", "shadow", "sketch", "slo", "talk", "told", "trace", "upstream", "whole"),
+    *(f"split/{name}" for name in ("attempt_state", "dispatch", "edit", "handoffs", "inbox", "leg", "life", "pair")),
+    "split/words",
 )
 DECISIONS = (
     *("admission", "appraisal", "dual", "fairness", "filters", "fingerprint", "fold", "foreign", "foresight"),

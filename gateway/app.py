@@ -18,7 +18,6 @@ from aiohttp import web
 
 from gateway import admin, api
 from gateway.account import AccessLog, Accounts
-from gateway.begin import Beginning
 from gateway.config import Config, Listener, Loaded
 from gateway.connections import ClientConnections
 from gateway.discovery.discovery import Discovery, made
@@ -43,7 +42,8 @@ from gateway.reload.versions import Versions
 from gateway.restart.channel import BoundTo
 from gateway.restart.predecessor import Predecessor
 from gateway.restart.sockets import ADMIN, API, BACKLOG, EMPTY, Sockets, bind, bound_send_buffers
-from gateway.serve import Gateway
+from gateway.route import Gateway
+from gateway.serve import Beginning
 from gateway.shared.bus import ID_BYTES, Bus
 from gateway.shared.local import LocalBus
 from gateway.shared.pump import Pump
@@ -150,7 +150,7 @@ class App:
             self.gateway, self.metrics.itl_seconds, TrustedProxies(trusted) if trusted else None
         )
         furnish(self.gateway, plan, self.metrics)
-        self.metrics.pools = partial(pools, self.gateway)
+        self.metrics.pools = lambda: pools(self.gateway.snapshot.routes.values(), self._endpoints.all())
         self._let_change(origin, rng)
         self._runners: list[web.AppRunner] = []
         self.sockets, self._activated = dict(origin.sockets), origin.activated
@@ -393,7 +393,8 @@ class App:
         self._glancing = self._loop.call_later(GLANCE_S, self._glance)
         try:
             now = monotonic()
-            self.gateway.hedger.glance(self.gateway, self._endpoints.glance(now), now)
+            share = self.gateway.snapshot.config.retries.hedge
+            self.gateway.hedger.glance(share, self._endpoints.glance(now), now)
         except Exception:
             log.exception("a look for stalled endpoints failed")
 
@@ -410,7 +411,7 @@ class App:
                 for front in tuple(self.fronts):
                     front.sweep(now)
                 self._endpoints.sweep(now)
-                self.gateway.hedger.sweep(self.gateway, now)
+                self.gateway.hedger.sweep(self.gateway.snapshot.config.retries.hedge, now)
                 self.gateway.accounts.settle()  # before the series go that it would bring back
                 self.swap.sweep()
                 self._litter.sweep(now, self._gate.active)

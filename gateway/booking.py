@@ -1,13 +1,14 @@
-"""Bookings: a place taken at an endpoint for one request, from the pick to the last byte of the answer.
+"""Bookings: a place at an endpoint for one request, from the pick to the last byte.
 
-The numbers of the endpoint are changed by policies/ledger.py, its health and the prefix index by endpoints.py.
+policies/ledger.py changes the endpoint's load; endpoints.py changes its health and the prefix
+index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from gateway.roster import HEALTHY, LiveEndpoint, step_tokens
 from gateway.told import Usage
@@ -19,27 +20,46 @@ from policies.health import Event, State
 from policies.ledger import Entry
 from policies.model import EndpointLoad, Pick, Request
 
-if TYPE_CHECKING:
-    from gateway.endpoints import EndpointTable
+
+class EvidenceSink(Protocol):
+    """Where a booking reports what its answer shows about the endpoint.
+
+    The endpoint table implements it.
+    """
+
+    def happened(self, live: LiveEndpoint, event: Event) -> None: ...
+    def broke(self, live: LiveEndpoint, broke: UpstreamBroke) -> None: ...
+    def doubt(self, live: LiveEndpoint) -> None: ...
+    def confirm(self, live: LiveEndpoint, believed: float, found: float) -> None: ...
+    def unlearn(
+        self, fingerprint: Fingerprint, live: LiveEndpoint, kept_tokens: int, prompt_tokens: int
+    ) -> None: ...
 
 
 class Booking:
-    """A place taken at an endpoint, from pick to last byte. Leaving gives back whatever is still held.
+    """A place taken at an endpoint. Leaving the context gives back what it still holds.
 
-    `_tells`: the first token will be seen when it comes. `_awaited`: tokens to compute before it, while it is to come.
-    `ahead_tokens` are those of prompts that were to be computed there, its own included.
-    `place` is the ledger's entry: what is held, and what was predicted when it was taken.
+    place         the ledger's entry: what is held, and what was predicted when it was taken
+    ahead_tokens  prompt tokens that were to be computed there when it was taken, its own included
+    _tells        the first token is visible when it comes: the answer is a stream or one token
+    _awaited      tokens to compute before the first token, until that comes; 0 afterwards
+    _is_reported  the endpoint's health knows how the answer ended
     """
 
     __slots__ = (
-        *("_awaited", "_booked_at", "_computed", "_fingerprint", "_table", "_tells", "_told", "_usage"),
-        *("ahead_tokens", "endpoint", "live", "place", "request", "upstream"),
+        *("_awaited", "_booked_at", "_fingerprint", "_is_computed", "_is_reported", "_table"),
+        *("_tells", "_usage", "ahead_tokens", "endpoint", "live", "place", "request", "upstream"),
     )
     _take: Callable[[EndpointLoad, Request, int, float, bool], Entry] = staticmethod(ledger.book)
     _prefills = True
 
     def __init__(
-        self, table: EndpointTable, live: LiveEndpoint, pick: Pick, request: Request, fingerprint: Fingerprint | None
+        self,
+        table: EvidenceSink,
+        live: LiveEndpoint,
+        pick: Pick,
+        request: Request,
+        fingerprint: Fingerprint | None,
     ) -> None:
         self._table = table
         self._fingerprint = fingerprint
@@ -47,7 +67,7 @@ class Booking:
         self.endpoint = live.endpoint
         self.upstream: Upstream = live.upstream
         self.request = request
-        self._computed = self._told = False
+        self._is_computed = self._is_reported = False
         self._usage: Usage | None = None
         self._booked_at = now = monotonic()
         self._tells = tells = request.stream or request.output_tokens == 1
@@ -59,11 +79,12 @@ class Booking:
         self.ahead_tokens = live.load.prefill_tokens
 
     def first_token(self) -> None:
-        """The prompt is computed: its tokens are context now, not backlog.
+        """Move the prompt from the endpoint's backlog to its context: it is computed.
 
-        An answer of several tokens that comes whole tells of the first when that is long over: no news of its speed.
+        A plain answer of several tokens arrives long after its first token, so it is no measurement
+        of speed.
         """
-        self._computed = True
+        self._is_computed = True
         if self.place.told:
             now = monotonic()
             self.place.first_token(now)
@@ -72,35 +93,50 @@ class Booking:
                 self._awaited = 0
 
     def overtaken(self) -> None:
-        """The request leaves, or has left, for another endpoint: how long it has waited here is evidence."""
+        """Record that the request leaves, or has left, for another endpoint.
+
+        Its wait here is evidence of the endpoint's speed.
+        """
         if self._awaited:
             live, now = self.live, monotonic()
             live.speed.overtaken(self._awaited, step_tokens(live), now)
             self._awaited = 0
 
     def doubt(self) -> None:
-        """Another endpoint was asked later and has answered: this one gets few requests until it was judged."""
+        """Limit the endpoint to few requests until its speed has been judged.
+
+        Called when another endpoint was asked later and answered earlier.
+        """
         self._table.doubt(self.live)
 
     @property
     def is_out_as_slow(self) -> bool:
         """Whether the endpoint was ejected as slow."""
-        return self.live.health.state is State.EJECTED and self.live.health.cause is Event.SLOW
+        health = self.live.health
+        return health.state is State.EJECTED and health.cause is Event.SLOW
 
     def served(self, usage: Usage) -> None:
-        """The answer was whole. What the engine says it had cached corrects what we believed."""
-        self._told = True
+        """Record a complete answer.
+
+        The engine's count of cached tokens corrects the prefix index.
+        """
+        self._is_reported = True
         self._usage = usage
         if self.live.health is not HEALTHY:
             self._table.happened(self.live, Event.SUCCEEDED)
         if usage.cached_tokens is not None and usage.prompt_tokens:
-            believed = min(1.0, self.place.cached_tokens / max(1, self.request.prompt_tokens))
-            self._table.confirm(self.live, believed, min(1.0, usage.cached_tokens / usage.prompt_tokens))
+            prompt_tokens = max(1, self.request.prompt_tokens)
+            believed = min(1.0, self.place.cached_tokens / prompt_tokens)
+            found = min(1.0, usage.cached_tokens / usage.prompt_tokens)
+            self._table.confirm(self.live, believed, found)
 
     def failed(self, broke: UpstreamBroke) -> None:
-        """The answer was not whole: evidence about the endpoint."""
-        if not self._told:
-            self._told = True
+        """Record an incomplete answer, which is evidence about the endpoint.
+
+        Only the first report counts.
+        """
+        if not self._is_reported:
+            self._is_reported = True
             self._table.broke(self.live, broke)
 
     def __enter__(self) -> Booking:
@@ -118,19 +154,20 @@ class Booking:
         if self._awaited:
             self.live.speed.dropped(self._awaited)
             self._awaited = 0
-        if not self._computed:
+        if not self._is_computed:
             self._unlearn()
 
     def _unlearn(self) -> None:
-        """The prompt was never computed there: believe no more than before the pick."""
+        """Take back what the prefix index learned from the pick: the prompt was never computed."""
         if self._fingerprint is not None:
-            self._table.unlearn(self._fingerprint, self.live, self.place.cached_tokens, self.request.prompt_tokens)
+            cached_tokens, prompt_tokens = self.place.cached_tokens, self.request.prompt_tokens
+            self._table.unlearn(self._fingerprint, self.live, cached_tokens, prompt_tokens)
 
 
 class Reservation(Booking):
-    """A decode place of a split request: KV for all of its prompt from the start, and nothing to prefill there.
+    """A decode place of a split request, which holds the prompt's KV and prefills nothing.
 
-    It is taken before the prefill is sent: nobody waits between the legs (engines.md 0.7).
+    It is taken before the prefill is sent, so that no request queues between its two legs.
     """
 
     __slots__ = ()
@@ -138,14 +175,20 @@ class Reservation(Booking):
     _prefills = False
 
     def recompute(self) -> None:
-        """Nothing usable was handed over: the prompt is computed here after all."""
+        """Add the prompt to the endpoint's backlog, because no usable KV was handed over."""
         self.place.recompute(monotonic())
 
     def handed_over(self) -> None:
-        """The prompt is computed and its KV on the way. An answer that comes whole tells of nothing until its end."""
+        """Record that the prompt is computed and its KV is on the way; only for plain answers.
+
+        A plain answer shows nothing until its end, whereas a stream shows its first token.
+        """
         if not self.place.told:
             self.place.handed_over(monotonic())
 
     def served(self, usage: Usage) -> None:
-        """The answer was whole. What it says of cached tokens is the transfer, and no news for the index."""
+        """Record a complete answer.
+
+        Its cached tokens are the transferred KV, so they teach the index nothing.
+        """
         super().served(Usage(completion_tokens=usage.completion_tokens))

@@ -1,23 +1,24 @@
-"""The one mutable record of a request: what happened to it, when, and why. It belongs to the request's own task."""
+"""The one mutable record of a request: what happened to it, when and why.
+
+It belongs to the request's own task. Accounting reads it when the request is over.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from policies.model import Ask, Pick
+from policies.model import Ask, Candidate, Pick
 
 if TYPE_CHECKING:
     from gateway.answer import GatewayError
     from gateway.booking import Booking
-    from gateway.canary import Side
-    from gateway.explain import Before
     from gateway.gate import Gate, Room
-    from gateway.hedge import Race
     from gateway.meters import Histogram
     from gateway.openai import Api, Call
-    from gateway.relay import Relay
+    from gateway.relay import Relay, UpstreamBroke
     from gateway.resume.ledger import Ledger
     from gateway.trace import Trace
     from policies.fingerprint import Fingerprint
@@ -25,26 +26,53 @@ if TYPE_CHECKING:
 
 
 class Sent(Protocol):
-    """A request that left for an engine; its bytes can be let go of once they are not needed again."""
+    """A request that was sent to an engine."""
 
     def release(self) -> None: ...
 
 
-class SplitRecord:
-    """What was decided about splitting, and how it went. Stamps are monotonic seconds; None: not reached.
+class Countable(Protocol):
+    """The side of a canary that counts the outcome of a request (canary.py)."""
 
-    reason              why it was split or not, in policies.split's word
-    prefill, dialect    who prefilled and how it was handed over; empty when it was not split
-    prefill_sent_at     the prefill request left     prefilled_at   its answer was whole
-    handed_over_at      the decode request left
-    cached_tokens       of the prompt at the prefiller, as it says: the decoder cannot know
-    predicted_ttft_s    as expected when both were picked; None before a handoff between them was measured
-    transport           how the KV travelled, when an engine said so
+    def count(self, x: Exchange) -> None: ...
+
+
+class Explainable(Protocol):
+    """The state of the candidates before a pick was booked (explain.py)."""
+
+    def of(self, ask: Ask, kept: Sequence[Candidate]) -> Mapping[str, Mapping[str, float]]: ...
+
+
+class SecondAttempt(Protocol):
+    """A hedge: a second attempt that runs beside the first one (hedge.py)."""
+
+    is_over: bool
+    loser: str
+
+    def close(self) -> None: ...
+    async def finish(self, problem: UpstreamBroke) -> UpstreamBroke | None: ...
+
+
+class SplitRecord:
+    """Whether a request was split, and how the split went.
+
+    Times are monotonic seconds; None: not reached.
+
+    reason            why it was split or not, one of policies.split.Reason
+    prefill, dialect  name of the prefill endpoint, and the handoff's dialect; "" when it was not
+                      split
+    prefill_sent_at   the prefill request was sent
+    prefilled_at      the prefill answer was complete
+    handed_over_at    the decode request was sent
+    cached_tokens     of the prompt, as the prefiller reports: the decoder counts the transfer as
+                      cached
+    predicted_ttft_s  as expected at the pick; None before a handoff of the pair has been measured
+    transport         how the KV travelled; None if no engine reported it
     """
 
     __slots__ = (
-        *("cached_tokens", "dialect", "handed_over_at", "predicted_ttft_s", "prefill", "prefill_sent_at"),
-        *("prefilled_at", "reason", "transport"),
+        *("cached_tokens", "dialect", "handed_over_at", "predicted_ttft_s", "prefill"),
+        *("prefill_sent_at", "prefilled_at", "reason", "transport"),
     )
 
     def __init__(self, reason: str) -> None:
@@ -59,42 +87,51 @@ class SplitRecord:
 
 
 class Exchange:
-    """Stamps are monotonic seconds; None means that the stage was not reached.
+    """One request, from its head to its account.
 
-    accepted_at   the head was parsed          received_at   the body was complete
-    parsed_at     the call was understood      admitted_at   a Permit was given (the rest was waiting)
-    picked_at     an endpoint was chosen       sent_at       the request left for it
+    Times are monotonic seconds; None means that the stage was not reached.
+
+    accepted_at   the head was parsed
+    received_at   the body was complete
+    parsed_at     the body was understood
+    admitted_at   a Permit was given; the time since parsed_at is the wait in the queue
+    picked_at     an endpoint was picked
+    sent_at       the first request to an engine was sent
     outcome       served | refused | client_gone | interrupted | internal_error
     reason        the short cause when the outcome is not served
-    retries       endpoints that failed this request, in order
-    unsent        how many of the retries never saw the request: no connection, so no attempt counts
-    retrying      it holds a turn of the fleet's retry budget
-    body_bytes    of the body      holder  whose memory it still takes; None once that is given back
-    asked         the question that its first pick answered; None until it was booked
-    room          that hears how it ends: the one that let it in, if it listens or had to be asked; None otherwise
-    tier          the smaller model that serves it in place of the one it asked for; "" for nearly all
     detail        the numbers behind a refusal, in words
-    fingerprint   of its prompt; None where the policy does not read prefixes
-    kept          what became of its promise, in kept.py's word; "" when it cannot be told
-    ttft_s, tpot_s   as its client saw them; predicted_*  as expected when it was picked
-    before        how the best two candidates stood at the pick, for a policy that can explain itself
-    split         whether and how it was split; None for models that are not
-    trace         its place in a trace; None for one that is not traced, as nearly all
-    gaps          where the times between its pieces are counted; None unless it is looked at
-    quota         of its tenant that it was taken from; None where the tenant has no limits
-    side          of a canary that it is on; None where its pool has none
-    hedge         the race with a second attempt; None for nearly all
-    proxy_request_id  what a trusted proxy called it in x-request-id; "" without one
-    ledger        of what its client was shown, for continuing it elsewhere; None for what could not be
+    retries       names of the endpoints that failed this request, in order
+    unsent        how many of the retries never received the request, and so are no attempts
+    retrying      it holds a turn of the fleet's retry budget
+    body_bytes    memory taken for the body
+    holder        the gate that the memory was taken from; None once it is given back
+    asked         the question that the first pick answered; None until a place was booked
+    room          the room to report the outcome to; None if the room does not need it
+    tier          name of the smaller model that serves it instead of the one requested; "" usually
+    fingerprint   of the prompt; None where the policy does not read prefixes
+    kept          whether its SLO was met, one of kept.py's words; "" when that is unknown
+    ttft_s, tpot_s  as the client saw them; predicted_*: as expected at the pick
+    before        the best two candidates as they were at the pick; None if the policy has no terms
+                  to explain
+    split         whether and how it was split; None for models without a split
+    trace         its place in a distributed trace; None for a request that is not traced
+    gaps          histogram of the times between its chunks; None for most requests, which are not
+                  sampled
+    quota         the tenant's quota that it was taken from; None for a tenant without limits
+    side          the side of a canary that counts it; None in a pool without a canary
+    hedge         its second attempt; None if there was none
+    proxy_request_id  the x-request-id of a trusted proxy; ""  without one
+    ledger        the tokens of its answer, for continuing it elsewhere; None if that is not
+                  possible
     """
 
     __slots__ = (
-        *("accepted_at", "admitted_at", "api", "asked", "before", "body_bytes", "booking", "call", "client"),
-        *("detail", "fingerprint", "gaps", "hedge", "holder", "id", "kept", "ledger", "model", "outcome", "parsed_at"),
-        "proxy_request_id",
-        *("pick", "picked_at", "predicted_tpot_s", "predicted_ttft_s", "quota", "reason", "received_at", "relay"),
-        *("retries", "retrying", "room", "sent", "sent_at", "side", "split", "status", "tenant", "tier", "tpot_s"),
-        *("trace", "ttft_s", "unsent"),
+        *("accepted_at", "admitted_at", "api", "asked", "before", "body_bytes", "booking", "call"),
+        *("client", "detail", "fingerprint", "gaps", "hedge", "holder", "id", "kept", "ledger"),
+        *("model", "outcome", "parsed_at", "pick", "picked_at", "predicted_tpot_s"),
+        *("predicted_ttft_s", "proxy_request_id", "quota", "reason", "received_at", "relay"),
+        *("retries", "retrying", "room", "sent", "sent_at", "side", "split", "status", "tenant"),
+        *("tier", "tpot_s", "trace", "ttft_s", "unsent"),
     )
 
     def __init__(self, request_id: str, api: Api, client: str, accepted_at: float) -> None:
@@ -126,23 +163,23 @@ class Exchange:
         self.tpot_s: float | None = None
         self.predicted_ttft_s: float | None = None
         self.predicted_tpot_s: float | None = None
-        self.before: Before | None = None
+        self.before: Explainable | None = None
         self.split: SplitRecord | None = None
         self.fingerprint: Fingerprint | None = None
         self.trace: Trace | None = None
         self.gaps: Histogram | None = None
-        self.side: Side | None = None
+        self.side: Countable | None = None
         self.quota: Quota | None = None
         self.ledger: Ledger | None = None
-        self.hedge: Race | None = None
+        self.hedge: SecondAttempt | None = None
 
     @property
     def attempts(self) -> int:
-        """Failed attempts that count: endpoints that failed after the request was sent to them."""
+        """Count of the endpoints that failed after the request was sent to them."""
         return len(self.retries) - self.unsent
 
     def booked(self, room: Room, ask: Ask, pick: Pick) -> None:
-        """A place is taken for it. The room that let it in hears of the first one, if it listens."""
+        """Note that a place was booked; report the first one to the room, if the room listens."""
         if self.asked is None:
             self.asked = ask
             if room.listens:
@@ -150,18 +187,24 @@ class Exchange:
                 room.booked(ask, pick)
 
     def hold(self, gate: Gate, body_bytes: int) -> None:
-        """Take memory for a body of so many bytes, in place of what was taken before. Raises GatewayError."""
+        """Take memory for a body of this size, including what was taken before.
+
+        Raises GatewayError.
+        """
         self.body_bytes += gate.hold(body_bytes - self.body_bytes)
         self.holder = gate
 
     def let_go(self) -> None:
-        """Its body takes no memory any more. May be told again."""
+        """Give back the body's memory. No-op if that was done before."""
         holder, self.holder = self.holder, None
         if holder is not None:
             holder.release(self.body_bytes)
 
     def first_token(self) -> None:
-        """The prompt is computed and nothing can be retried: give back its place in the backlog, and its bytes."""
+        """Give back the prompt's place in the backlog and the request's bytes.
+
+        The answer has begun, so no retry can need them any more.
+        """
         if self.booking is not None:
             self.booking.first_token()
         call, sent = self.call, self.sent
@@ -169,46 +212,58 @@ class Exchange:
             call.release()
         if sent is not None and sent is not call:
             sent.release()
-        self.let_go()
+        holder = self.holder
+        if holder is not None:
+            self.holder = None
+            holder.release(self.body_bytes)
 
     def end_retry(self, gate: Gate) -> None:
-        """Give back its turn of the retry budget, if it holds one."""
+        """Give back the turn of the retry budget, if it holds one."""
         if self.retrying:
             self.retrying = False
             gate.give_back_turn()
 
     def refused(self, error: GatewayError) -> None:
-        self.status, self.outcome, self.reason, self.detail = error.status, "refused", error.reason, error.message
+        """Note that the gateway refused the request."""
+        self.status, self.outcome = error.status, "refused"
+        self.reason, self.detail = error.reason, error.message
 
     def interrupted(self, reason: str) -> None:
-        """The answer broke after its first byte; its status had gone out as 200."""
+        """Note that the answer broke after its first byte, when its status had gone out as 200."""
         self.status, self.outcome, self.reason = 200, "interrupted", reason
 
     def forget(self) -> None:
-        """Let go of all that is heavy or a client's own; what is left tells how it went."""
-        if self.ttft_s is None and self.call is not None:  # else it was let go of at the first token
+        """Drop what is large or client data; the times, outcome and pick stay for explanations."""
+        if self.ttft_s is None and self.call is not None:  # otherwise released at the first token
             self.call.release()
-        self.sent = self.booking = self.relay = self.room = self.fingerprint = self.ledger = self.hedge = None
-        if self.asked is not None and self.asked.fingerprint is not None:  # of a long prompt it takes 128 KiB
+        self.sent = self.booking = self.relay = self.room = None
+        self.fingerprint = self.ledger = self.hedge = None
+        # The fingerprint of a long prompt takes 128 KiB.
+        if self.asked is not None and self.asked.fingerprint is not None:
             self.asked = msgspec.structs.replace(self.asked, fingerprint=None)
 
     def gone(self) -> None:
-        """The client left. 499 is nginx's number for it; nobody receives it."""
+        """Note that the client left.
+
+        The status 499, nginx's number for it, appears in the log alone.
+        """
         self.status, self.outcome, self.reason = 499, "client_gone", self.stage
 
     def broken(self) -> None:
+        """Note that the gateway itself failed."""
         self.status, self.outcome, self.reason = 500, "internal_error", "internal_error"
 
     @property
     def committed(self) -> bool:
-        """A byte of the answer has gone to the client: nothing can be retried any more."""
+        """Whether a byte of the answer has gone to the client, so that it cannot be retried."""
         return self.relay is not None and self.relay.committed
 
     @property
     def stage(self) -> str:
-        """Where the request is now, in a word."""
+        """The stage that the request is in: parse, queue, prefill, transfer or decode."""
         if self.relay is not None and self.relay.first_token_at is not None:
             return "decode"
         if self.sent_at is not None:
-            return "prefill" if self.split is None or self.split.prefilled_at is None else "transfer"
+            is_prefilled = self.split is not None and self.split.prefilled_at is not None
+            return "transfer" if is_prefilled else "prefill"
         return "queue" if self.parsed_at is not None else "parse"

@@ -1,13 +1,13 @@
-"""One leg: a booked endpoint gets the request and its answer flows to the client.
+"""One attempt at a booked endpoint: the request that it receives, and what its answer means.
 
-The engine sees a request of ours: a fixed path, our length, an allow-list of the client's headers, its own key.
+The request is built by the gateway: a fixed path, its own length, an allow-list of the client's
+headers, and the endpoint's key. Not here: picking and booking (attempts.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from gateway.answer import reshaped
 from gateway.booking import Booking
@@ -21,103 +21,114 @@ from gateway.trace import passed_on
 from kvtransfer.dialects import known_members
 from policies.model import EngineKind
 
-if TYPE_CHECKING:
-    from gateway.snapshot import Route
-
-TRTLLM = EngineKind.TRTLLM  # asking an Enum for a member takes ten times as long
-OWN_TROUBLE = frozenset({401, 403, 407, 408, 429})  # our key for it, its queue: nothing the client could mend
-
-
-async def single(route: Route, x: Exchange, call: Call, client: Client, booking: Booking) -> None:
-    """Serve the exchange from the booked endpoint. Raises UpstreamBroke when another endpoint might do better."""
-    head, sent, relay = prepare(route, x, call, client, booking, x.first_token)
-    x.booking, x.relay, x.sent = booking, relay, sent
-    x.sent_at = monotonic()
-    await booking.upstream.send(head, sent, relay, client)
-    settle(x, client, relay, booking)
+TRTLLM = EngineKind.TRTLLM  # a local name: Enum attribute access is slow before Python 3.12
+# 4xx statuses about the gateway's key for the engine or the engine's queue, which the client cannot
+# fix.
+OWN_TROUBLE = frozenset({401, 403, 407, 408, 429})
 
 
 def prepare(
-    route: Route, x: Exchange, call: Call, client: Client, booking: Booking, on_first: Callable[[], None]
+    exchange: Exchange,
+    call: Call,
+    client: Client,
+    booking: Booking,
+    on_first: Callable[[], None],
 ) -> tuple[bytes, Call, Relay]:
-    """The head and the body for the booked endpoint, and the relay of its answer."""
+    """Build the head and the body for a booked endpoint, and the relay of its answer."""
     endpoint = booking.endpoint
-    served = endpoint.served_model or route.name
-    sent = call
-    if served != call.request.model or endpoint.engine is TRTLLM:  # no lookup: an Enum's hash is slow
-        sent = call.fitted(served, known_members(endpoint.engine, chat=call.api is Api.CHAT))
+    served = endpoint.served_model or exchange.model
+    body = call
+    # No lookup in a mapping by engine: hashing an Enum is slow.
+    if served != call.request.model or endpoint.engine is TRTLLM:
+        body = call.fitted(served, known_members(endpoint.engine, chat=call.api is Api.CHAT))
     if call.salt and endpoint.salt_member:
-        sent = sent.salted(call.salt_member(endpoint.salt_member))
+        body = body.salted(call.salt_member(endpoint.salt_member))
     relay = Relay(
-        answer_headers(x, client, endpoint.name),
+        answer_headers(exchange, client, endpoint.name),
         on_first,
         client.http_1_0,
         Renamer(served, call.asked_model) if served != call.asked_model else None,
-        gaps=x.gaps,
+        gaps=exchange.gaps,
         choices=call.request.choices,
     )
-    head = booking.upstream.head(x.api) + request_headers(x, client.headers, len(sent.body), endpoint.name)
-    return head, sent, relay
+    head = booking.upstream.head(exchange.api) + request_headers(
+        exchange, client.headers, len(body.body), endpoint.name
+    )
+    return head, body, relay
 
 
-def settle(x: Exchange, client: Client, relay: Relay, booking: Booking) -> None:
-    """The answer is over. Raises UpstreamBroke when it was trouble of the engine's own."""
+def settle_failure(exchange: Exchange, client: Client, relay: Relay, booking: Booking) -> None:
+    """End an exchange whose answer is a refusal, or a stream that ended with an error event.
+
+    Raises UpstreamBroke when the engine itself failed before the client received anything.
+    """
     if relay.refused:
-        pass_on(x, client, relay, booking.endpoint.name)
-    elif relay.failed_in_stream:
-        x.interrupted("engine_error")
-        booking.failed(UpstreamBroke("engine_error", "error event in the stream"))
+        pass_on(exchange, client, relay, booking.endpoint.name)
     else:
-        x.status = 200
-        booking.served(relay.usage)
+        exchange.interrupted("engine_error")
+        booking.failed(UpstreamBroke("engine_error", "error event in the stream"))
 
 
-def pass_on(x: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
-    """The 4xx of an engine is about the request, so it goes to the client. Raises UpstreamBroke for what is not."""
+def pass_on(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
+    """Send an engine's 4xx to the client, since it is about the request.
+
+    Raises UpstreamBroke for other statuses.
+    """
     status = refusal(relay)
-    x.status, x.outcome, x.reason = status, "refused", "engine"
-    told = [("x-request-id", x.id), ("x-should-retry", "false"), ("x-penstock-endpoint", endpoint)]
-    client.answer(status, reshaped(status, relay.refusal), told)
+    exchange.status, exchange.outcome, exchange.reason = status, "refused", "engine"
+    headers = [
+        ("x-request-id", exchange.id),
+        ("x-should-retry", "false"),
+        ("x-penstock-endpoint", endpoint),
+    ]
+    client.answer(status, reshaped(status, relay.refusal), headers)
 
 
 def refusal(relay: Relay) -> int:
-    """The status of an engine's word about the request; UpstreamBroke when it is trouble of the engine's own."""
+    """Return the status of an engine's refusal.
+
+    Raises UpstreamBroke when the engine itself failed.
+    """
     status = relay.status
     if not 400 <= status < 500 or status in OWN_TROUBLE:
         raise UpstreamBroke(f"status_{status}", f"the engine answered {status}")
     return status
 
 
-def answer_headers(x: Exchange, client: Client, endpoint: str) -> bytes:
-    """What the client is told besides the answer."""
-    tier = f"x-penstock-tier: {x.tier}\r\n" if x.tier else ""
-    last = "connection: close\r\n" if client.closes else ""
-    return (
-        f"x-request-id: {x.id}\r\nx-penstock-endpoint: {endpoint}\r\n{tier}{last}"
+def answer_headers(exchange: Exchange, client: Client, endpoint: str) -> bytes:
+    """Return the response headers that the gateway adds, without status line and framing."""
+    lines = (
+        f"x-request-id: {exchange.id}\r\nx-penstock-endpoint: {endpoint}\r\n"
         "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
-    ).encode()
+    )
+    if exchange.tier:
+        lines += f"x-penstock-tier: {exchange.tier}\r\n"
+    if client.closes:
+        lines += "connection: close\r\n"
+    return lines.encode()
 
 
-def request_headers(x: Exchange, headers: Mapping[str, str], length: int, endpoint: str) -> bytes:
-    """The lines that are this request's own, and the blank one."""
-    passed = _passed(headers) if x.trace is None else forwarded(headers) + x.trace.leg("whole", endpoint, monotonic())
-    lines = f"x-request-id: {x.id}\r\ncontent-length: {length}\r\n{passed}\r\n"
-    return lines.encode("utf-8", "surrogateescape")
-
-
-def _passed(headers: Mapping[str, str]) -> str:
-    """The lines of the client's own that engines see. Requests on a connection mostly share their headers, which then
-    remember the lines."""
-    if not isinstance(headers, Fields):
-        return forwarded(headers) + passed_on(headers)
-    lines = headers.passed
-    if lines is None:
-        lines = headers.passed = forwarded(headers) + passed_on(headers)
-    return lines
+def request_headers(
+    exchange: Exchange, headers: Mapping[str, str], length: int, endpoint: str
+) -> bytes:
+    """Return the gateway's own header lines of a request, and the blank line after them."""
+    if exchange.trace is not None:
+        passed = forwarded(headers) + exchange.trace.leg("whole", endpoint, monotonic())
+    elif not isinstance(headers, Fields):
+        passed = forwarded(headers) + passed_on(headers)
+    else:  # one object for most requests of a connection, which caches the lines
+        lines = headers.passed
+        if lines is None:
+            lines = headers.passed = forwarded(headers) + passed_on(headers)
+        passed = lines
+    head = f"x-request-id: {exchange.id}\r\ncontent-length: {length}\r\n{passed}\r\n"
+    return head.encode("utf-8", "surrogateescape")
 
 
 def forwarded(headers: Mapping[str, str]) -> str:
-    """What of a client's headers an engine gets to see, as lines: it recognises a conversation. The trace's context is
-    trace.py's."""
+    """Return the client's session header as a line; "" without one.
+
+    An engine recognises a conversation by it. The trace context is added separately (trace.py).
+    """
     session = headers.get(SESSION)
     return "" if session is None else f"{SESSION}: {session}\r\n"

@@ -1,6 +1,7 @@
-"""Before a request is refused: a smaller model that may serve it, if the configuration names one.
+"""A smaller model that may serve a request instead of a refusal, if the configuration names one.
 
-Which one is policies.tiers' to say, whether it may enter there its own room's. Not here: how the answer tells.
+policies/tiers.py ranks the models, and the room of each decides whether the request may enter. Not
+here: how the answer names the model.
 """
 
 from __future__ import annotations
@@ -11,34 +12,40 @@ from msgspec.structs import replace
 
 from gateway.endpoints import EndpointTable
 from gateway.openai import Call
-from gateway.snapshot import Route
+from gateway.route import Route
 from policies.model import Ask
 from policies.tiers import Tier, alternatives
 
 
-def into(endpoints: EndpointTable, routes: Mapping[str, Route], route: Route, call: Call) -> Route | None:
-    """The route to a smaller tier whose room has just given a Permit; None when nobody takes it.
+def into(
+    endpoints: EndpointTable, routes: Mapping[str, Route], route: Route, call: Call
+) -> Route | None:
+    """Return the route of a smaller model whose room has given a Permit; None if none has.
 
-    Nobody waits there: who overflows goes after those who asked for the smaller model.
+    There is no waiting in a smaller model's room: its own requests go first.
     """
     if not route.overflow:
         return None
-    tiers = [Tier(name, routes[name].candidates, penalty) for name, penalty in route.overflow if name in routes]
+    overflow = [(name, penalty) for name, penalty in route.overflow if name in routes]
+    tiers = [Tier(name, routes[name].candidates, penalty) for name, penalty in overflow]
     ask = endpoints.ask(call.request, None, ())
     for tier, _ in alternatives(ask, tiers):
-        other = routes[tier.name]
-        if _fits(other, call) and other.room.enter_now(_lessened(ask, tier)):
-            return other
+        smaller = routes[tier.name]
+        if _fits_context(smaller, call) and smaller.room.enter_now(_discount(ask, tier)):
+            return smaller
     return None
 
 
-def _fits(route: Route, call: Call) -> bool:
-    needed = call.request.prompt_tokens + call.request.output_tokens
-    return route.context_tokens is None or needed <= route.context_tokens
+def _fits_context(route: Route, call: Call) -> bool:
+    needed_tokens = call.request.prompt_tokens + call.request.output_tokens
+    return route.context_tokens is None or needed_tokens <= route.context_tokens
 
 
-def _lessened(ask: Ask, tier: Tier) -> Ask:
-    """The question as the tier hears it: the request is worth less there, and hears of no refusal."""
+def _discount(ask: Ask, tier: Tier) -> Ask:
+    """Return the question for a smaller model, where the request is worth less.
+
+    A refusal there is not final, so no Retry-After is promised for it.
+    """
     slo = ask.request.slo
     slo = replace(slo, weight=slo.weight * (1.0 - tier.penalty))
     return replace(ask, request=replace(ask.request, slo=slo), returns=False)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from policies.model import Candidate, Role
 
 if TYPE_CHECKING:
-    from gateway.serve import Gateway
-    from gateway.snapshot import Route
+    from gateway.route import Gateway, Route
     from policies.split import Group
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from gateway.config.source import number_if_substituted
 from gateway.config.values import Count, Duration, Name, Parameters, Section, setting
@@ -88,11 +88,3 @@ class Model(Section):
     active_parameters: Parameters | None = setting(
         None, "Parameters used for one token; all of them by default."
     )
-
-    @model_validator(mode="after")
-    def _is_not_both(self) -> Model:
-        if self.split is not None and self.resume is not None:
-            raise ValueError(
-                "a model cannot have both split and resume: split streams are not continued"
-            )
-        return self

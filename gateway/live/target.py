@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from gateway.metrics import Metrics
     from gateway.reload.reloader import Reloader
     from gateway.reload.swap import Swap
-    from gateway.serve import Gateway
+    from gateway.route import Gateway
 
 
 class AdminTarget(Protocol):

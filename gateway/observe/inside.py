@@ -5,8 +5,9 @@ Lives here: these families and where their numbers are found. Not here: what is 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gateway.build import is_compiled, own_version
 from gateway.meters import Counter, Family, Gauge, Label, Merge, Meters, Pools, Section
@@ -15,7 +16,6 @@ from policies.health import State
 
 if TYPE_CHECKING:
     from gateway.roster import LiveEndpoint
-    from gateway.serve import Gateway
 
 STATE = Label("state", len(State) + 1)
 LIMIT = Label("limit", 4)
@@ -23,10 +23,19 @@ LISTENER = Label("listener", 2)
 BUILD = (Label("version", 2), Label("compiled", 2))
 
 
-def pools(gateway: Gateway) -> Pools:
+class PooledModel(Protocol):
+    """A model name and the pool that serves it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def pool(self) -> str: ...
+
+
+def pools(models: Iterable[PooledModel], endpoints: Iterable[LiveEndpoint]) -> Pools:
     """The pool of every endpoint and model, for the labels of a scrape."""
-    found = {("model", route.name): route.pool for route in gateway.snapshot.routes.values()}
-    for live in gateway.endpoints.all():
+    found = {("model", model.name): model.pool for model in models}
+    for live in endpoints:
         found["endpoint", live.endpoint.name] = found["prefill", live.endpoint.name] = live.endpoint.pool
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from weakref import ref
 
-from gateway.snapshot import Snapshot
+from gateway.route import Snapshot
 
 
 class Generations:

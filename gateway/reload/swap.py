@@ -17,8 +17,8 @@ from gateway.metrics import Metrics
 from gateway.reload.generations import Generations
 from gateway.reload.reachability import unreachable_pool
 from gateway.roster import LiveEndpoint
-from gateway.serve import Gateway
-from gateway.snapshot import Plan, Snapshot, build
+from gateway.route import Gateway, Snapshot
+from gateway.snapshot import Plan, build
 from gateway.watch.watcher import Watcher
 from policies import run
 from policies.model import Ask, Request

@@ -28,7 +28,7 @@ from policies.saved_state import Blocks
 if TYPE_CHECKING:
     from gateway.gate import Gate
     from gateway.roster import LiveEndpoint
-    from gateway.serve import Gateway
+    from gateway.route import Gateway
 
 log = logging.getLogger("penstock")
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from gateway.config import Config
     from gateway.restart.sockets import Sockets
-    from gateway.serve import Gateway
+    from gateway.route import Gateway
 
 log = logging.getLogger("penstock")
 

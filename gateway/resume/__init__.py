@@ -1,5 +1,5 @@
-"""Streams that outlive their engine: what was said so far is continued elsewhere, token for token, or not at all.
+"""Continue a broken stream on another endpoint, token for token, or not at all.
 
-terms.py says whether a request can be continued, ledger.py keeps what was said and shows it to the client, going_on.py
-asks the next endpoint for the rest.
+terms.py decides whether a request can be continued, ledger.py records the tokens that the client
+has received, and going_on.py asks the next endpoint for the rest.
 """

@@ -1,85 +1,86 @@
-"""Going on elsewhere: a stream that its engine broke off is continued by another, as if nothing had happened.
+"""Continue a broken stream on another endpoint, token for token, without the client noticing.
 
-single()  one leg, in place of legs.single(): the engine is asked to tell the ids of its tokens
-go_on()   what follows when a leg breaks after its first byte: the rest, from somebody else, or an error event
+prepare_recorded()  an attempt whose engine reports token ids, in place of legs.prepare()
+continue_stream()   what follows when a stream breaks after its first byte: its rest, or an error
+                    event
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from time import monotonic
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from gateway import legs
-from gateway.attempts import break_off, check_chosen
+from gateway.attempts import attempts, break_off
 from gateway.booking import Booking
 from gateway.client import Client
+from gateway.config import Resume
 from gateway.exchange import Exchange
 from gateway.framing import LAST_CHUNK, chunk
 from gateway.openai import Api, Call
-from gateway.relay import STOPPED, UpstreamBroke
+from gateway.relay import STOPPED, Relay, UpstreamBroke
 from gateway.resume.ledger import Continuation, Ledger, Recorded, Recorder
 from gateway.resume.terms import telling, terms_of
+from gateway.route import Gateway, Route
 from policies import run
-from policies.model import Candidate, EngineKind, Pick
-
-if TYPE_CHECKING:
-    from gateway.serve import Gateway
-    from gateway.snapshot import Route
+from policies.model import EngineKind, Pick
 
 RESUMED, CLOSED, BROKE = "resumed", "closed", "broke"
 
 
-async def single(route: Route, x: Exchange, call: Call, client: Client, booking: Booking) -> None:
-    """Serve the exchange from the booked endpoint, and keep a ledger of what its client is shown. Raises UpstreamBroke.
+def prepare_recorded(
+    resume: Resume,
+    exchange: Exchange,
+    call: Call,
+    client: Client,
+    booking: Booking,
+    on_first: Callable[[], None],
+) -> tuple[bytes, Call, Relay]:
+    """Build an attempt as legs.prepare() does, and record the tokens that the client receives.
 
-    What cannot be continued exactly is served as everywhere else.
+    `exchange.ledger` is None afterwards if the answer could not be continued exactly. Such a
+    request is sent as usual.
     """
-    resume, terms = route.resume, terms_of(call) if booking.endpoint.engine is EngineKind.VLLM else None
-    if resume is None or terms is None:
-        x.ledger = None
-        await legs.single(route, x, call, client, booking)
-        return
-    served = booking.endpoint.served_model or route.name
-    sent = telling(call, served, booking.endpoint.salt_member)
-    ledger = x.ledger = Ledger(terms, resume.tokens)
+    endpoint = booking.endpoint
+    terms = terms_of(call) if endpoint.engine is EngineKind.VLLM else None
+    if terms is None:
+        exchange.ledger = None
+        return legs.prepare(exchange, call, client, booking, on_first)
+    served = endpoint.served_model or exchange.model
+    body = telling(call, served, endpoint.salt_member)
+    ledger = exchange.ledger = Ledger(terms, resume.tokens)
     recorder = Recorder(ledger, ledger.first, served, call.asked_model)
-    headers = legs.answer_headers(x, client, booking.endpoint.name)
-    # Before its first token it may still be asked anew, whole: a role that was shown would stand in the way.
-    relay = Recorded(headers, x.first_token, client.http_1_0, recorder, patient=True, gaps=x.gaps)
-    head = booking.upstream.head(x.api) + legs.request_headers(x, client.headers, len(sent.body), booking.endpoint.name)
-    x.booking, x.relay, x.sent = booking, relay, sent
-    x.sent_at = monotonic()
-    await booking.upstream.send(head, sent, relay, client)
-    if relay.refused:
-        legs.pass_on(x, client, relay, booking.endpoint.name)
-    else:
-        x.status = 200
-        booking.served(relay.usage)
+    headers = legs.answer_headers(exchange, client, endpoint.name)
+    # Patient: until its first token the request may be retried whole, which a role already shown
+    # would prevent.
+    relay = Recorded(headers, on_first, client.http_1_0, recorder, patient=True, gaps=exchange.gaps)
+    head = booking.upstream.head(exchange.api)
+    head += legs.request_headers(exchange, client.headers, len(body.body), endpoint.name)
+    return head, body, relay
 
 
-async def go_on(gateway: Gateway, x: Exchange, client: Client, route: Route, call: Call, broke: UpstreamBroke) -> None:
-    """An answer broke after its first byte. The rest comes from another endpoint, and from yet another if need be,
-    within the fleet's budget for retries; where that cannot be, the client is told in-stream."""
-    if x.ledger is None:
-        break_off(x, client, broke)
+async def continue_stream(
+    gateway: Gateway,
+    exchange: Exchange,
+    client: Client,
+    route: Route,
+    call: Call,
+    problem: UpstreamBroke,
+) -> None:
+    """Finish an answer that broke after its first byte: from other endpoints, or with an error.
+
+    Attempts are limited by `resume.attempts` and take turns of the fleet's retry budget.
+    """
+    if exchange.ledger is None:
+        break_off(exchange, client, problem)
         return
-    rest = _Rest(gateway, x, client, route, call, x.ledger)
-    problem = broke
-    while True:
-        result, following = await rest.attempt(problem)
-        gateway.accounts.resumed(problem.kind, result)
-        if following is None:
-            break
-        problem = following
-    if result in (RESUMED, CLOSED):
-        x.status = 200
-    else:
-        break_off(x, client, UpstreamBroke(STOPPED, "the gateway stops") if result == STOPPED else problem)
+    rest = RestPlan(gateway, exchange, client, route, call, exchange.ledger)
+    if await rest.may_retry(problem):
+        await attempts(rest, exchange.retries)
+    rest.finish()
 
 
 class _Body:
-    """The body that asks for the rest of an answer; its bytes go once the engine has begun."""
+    """The request for the rest of an answer; its bytes are released once the engine has begun."""
 
     __slots__ = ("body",)
 
@@ -87,81 +88,149 @@ class _Body:
         self.body = body
 
 
-class _Rest:
-    """The rest of one answer, tried at one endpoint after the other. It writes where the first relay stopped."""
+class RestPlan:
+    """The rest of one broken stream, attempted at one endpoint after another.
 
-    __slots__ = ("_call", "_client", "_gateway", "_ledger", "_relay", "_route", "_x")
+    The rest is a completion whose prompt is the ids of the original prompt and of the tokens that
+    the client has. Any endpoint that serves whole requests can compute it, also where the stream
+    came from a prefill and decode pair.
 
-    def __init__(self, gateway: Gateway, x: Exchange, client: Client, route: Route, call: Call, ledger: Ledger) -> None:
-        assert isinstance(x.relay, Recorded)
-        self._gateway, self._x, self._client, self._route, self._call = gateway, x, client, route, call
+    result    how it ended, a label of penstock_resumes_total; "" while an attempt is due
+    _problem  how the newest attempt but this one broke
+    _relay    the relay that began the answer
+    """
+
+    __slots__ = (
+        *("_call", "_client", "_ledger", "_problem", "_relay", "_route", "exchange", "gateway"),
+        "result",
+    )
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        exchange: Exchange,
+        client: Client,
+        route: Route,
+        call: Call,
+        ledger: Ledger,
+    ) -> None:
+        assert isinstance(exchange.relay, Recorded)
+        self.gateway, self.exchange, self._client = gateway, exchange, client
+        self._route, self._call = route, call
         self._ledger = ledger
-        self._relay = x.relay
+        self._relay = exchange.relay
+        self.result = ""
 
-    async def attempt(self, problem: UpstreamBroke) -> tuple[str, UpstreamBroke | None]:
-        """What came of it in a word, and what broke if another attempt is due."""
-        x, endpoints, obstacle = self._x, self._gateway.endpoints, self._ledger.standing
-        if problem.kind == STOPPED:
-            return STOPPED, None
-        assert x.pick is not None
-        x.retries.append(x.pick.candidate.endpoint.name)
-        x.unsent += not problem.sent
-        if not obstacle and self._ledger.whole:
-            self._close()
-            return CLOSED, None
-        obstacle = obstacle or await self._leave()
-        pick = None if obstacle else self._pick(await check_chosen(self._gateway, x, self._choose))
-        if pick is None:
-            return obstacle or "nobody", None
-        x.pick = pick
-        with endpoints.book(pick, self._call.request, x.fingerprint) as booking:
+    # The plan's part of the attempt loop
+
+    def choose(self, left_out: Sequence[str]) -> Pick | None:
+        exchange, route, split = self.exchange, self._route, self._route.split
+        endpoints = self.gateway.endpoints
+        ask = endpoints.ask(self._call.request, exchange.fingerprint, left_out)
+        serving = route.candidates if split is None else split.pools.alone
+        able = [candidate for candidate in serving if candidate.endpoint.engine is EngineKind.VLLM]
+        pick = run.pick(route.policy, ask, able)
+        if pick is None and split is not None:
+            # Pairs take two places for one permit, so all endpoints may be at their caps.
+            pick = run.pick(split.splitter.crowded, ask, able)
+        return pick
+
+    async def attempt(self, pick: Pick) -> UpstreamBroke | None:
+        exchange, request = self.exchange, self._call.request
+        exchange.pick = pick
+        with self.gateway.endpoints.book(pick, request, exchange.fingerprint) as booking:
             try:
-                return await self._leg(booking), None
+                result = await self._send(booking)
             except UpstreamBroke as broke:
                 booking.failed(broke)
-                return BROKE, broke.with_traceback(None)  # that leads back to who keeps it: a cycle
+                self._count(BROKE)
+                # Its traceback leads to this frame and its callers: a reference cycle.
+                return broke.with_traceback(None)
+        self._end(result)
+        return None
 
-    async def _leave(self) -> str:
-        """Why there is no leave for another attempt; "" where there is. A turn of the budget is for a prefill."""
-        x, resume, gate = self._x, self._route.resume, self._gateway.gate
-        if resume is None or x.attempts >= resume.attempts:
+    async def may_retry(self, problem: UpstreamBroke) -> bool:
+        self._problem = problem
+        result = await self._obstacle(problem)
+        if result:
+            self._end(result)
+        return not result
+
+    def give_up(self, problem: UpstreamBroke | None) -> None:
+        self._end("nobody")
+
+    def finish(self) -> None:
+        """End the exchange as the attempts came out."""
+        if self.result in (RESUMED, CLOSED):
+            self.exchange.status = 200
+            return
+        problem = self._problem
+        if self.result == STOPPED:
+            problem = UpstreamBroke(STOPPED, "the gateway stops")
+        break_off(self.exchange, self._client, problem)
+
+    # Results
+
+    def _end(self, result: str) -> None:
+        self.result = result
+        self._count(result)
+
+    def _count(self, result: str) -> None:
+        self.gateway.accounts.resumed(self._problem.kind, result)
+
+    async def _obstacle(self, problem: UpstreamBroke) -> str:
+        """Return the result that ends the plan; "" if another attempt is permitted."""
+        exchange, ledger = self.exchange, self._ledger
+        if problem.kind == STOPPED:
+            return STOPPED
+        assert exchange.pick is not None
+        name = exchange.pick.candidate.endpoint.name
+        if name not in exchange.retries:  # a pair has recorded its failed endpoints itself
+            exchange.retries.append(name)
+        exchange.unsent += not problem.sent
+        obstacle = ledger.standing
+        if not obstacle and ledger.whole:
+            self._close()
+            return CLOSED
+        return obstacle or await self._budget_obstacle()
+
+    async def _budget_obstacle(self) -> str:
+        """Wait for a turn of the retry budget; return why none is permitted, "" otherwise."""
+        exchange, resume, gate = self.exchange, self._route.resume, self.gateway.gate
+        if resume is None or exchange.attempts >= resume.attempts:
             return "attempts"
-        x.retrying = x.retrying or await gate.retry_turn()
+        exchange.retrying = exchange.retrying or await gate.retry_turn()
         if gate.stopping:
             return STOPPED
-        return "" if x.retrying else "budget"
+        return "" if exchange.retrying else "budget"
 
-    def _choose(self, left_out: Sequence[str]) -> Sequence[Candidate]:
-        pick = self._pick(left_out)
-        return () if pick is None else (pick.candidate,)
+    # One attempt
 
-    def _pick(self, left_out: Sequence[str]) -> Pick | None:
-        x, route = self._x, self._route
-        ask = self._gateway.endpoints.ask(self._call.request, x.fingerprint, left_out)
-        able = [each for each in route.candidates if each.endpoint.engine is EngineKind.VLLM]
-        return run.pick(route.policy, ask, able)
+    async def _send(self, booking: Booking) -> str:
+        """Send the request for the rest and relay it; return the result.
 
-    async def _leg(self, booking: Booking) -> str:
-        """What came of it, unless it broke: an engine may have a word against the request itself."""
-        x, ledger, asked = self._x, self._ledger, self._call.asked_model
+        Raises UpstreamBroke when it breaks again.
+        """
+        exchange, ledger, asked = self.exchange, self._ledger, self._call.asked_model
         ledger.resume()
         served = booking.endpoint.served_model or self._route.name
         member, salt = booking.endpoint.salt_member, self._call.salt.decode()
-        more = {member: salt} if member and salt else {}
-        sent = _Body(ledger.terms.rest(served, ledger.prompt, ledger.said, more))
+        salts = {member: salt} if member and salt else {}
+        body = _Body(ledger.terms.rest(served, ledger.prompt, ledger.said, salts))
 
-        def began() -> None:
+        def on_first_token() -> None:
             booking.first_token()
-            sent.body = b""
+            body.body = b""
             ledger.resumed += 1
-            x.end_retry(self._gateway.gate)
+            exchange.end_retry(self.gateway.gate)
 
         recorder = Recorder(ledger, ledger.rest, served, asked)
-        relay = Continuation(b"", began, self._client.http_1_0, recorder)
-        own = legs.request_headers(x, self._client.headers, len(sent.body), booking.endpoint.name)
-        head = booking.upstream.head(Api.COMPLETIONS) + own
+        relay = Continuation(b"", on_first_token, self._client.http_1_0, recorder)
+        length, name = len(body.body), booking.endpoint.name
+        head = booking.upstream.head(Api.COMPLETIONS)
+        head += legs.request_headers(exchange, self._client.headers, length, name)
         try:
-            await booking.upstream.send(head, sent, relay, self._client)
+            await booking.upstream.send(head, body, relay, self._client)
         finally:
             self._relay.continued(relay, ledger.usage)
         if relay.refused:
@@ -170,6 +239,6 @@ class _Rest:
         return RESUMED
 
     def _close(self) -> None:
-        """Nothing is missing but the end."""
+        """Write the end of an answer that lacks nothing else."""
         closing = self._ledger.closing()
         self._client.write(closing if self._client.http_1_0 else chunk(closing) + LAST_CHUNK)

@@ -1,8 +1,8 @@
-"""The ledger of a stream: which tokens its client has been shown, and the stream as the client is shown it.
+"""The ledger of a stream: the tokens and events that its client has received.
 
-Sans-IO. An engine that is asked to says the ids of its tokens beside their text; the client did not ask and does not
-see them. When the engine breaks, what was shown is known by its ids, and another engine's words for the rest are put
-into the clothes of the first one's.
+Sans-IO. An engine that is asked to reports the ids of its tokens beside their text. The client did
+not ask for them and does not see them. When the engine breaks, its tokens are known by their ids,
+and another engine's chunks for the rest are rewritten in the form of the first engine's.
 """
 
 from __future__ import annotations
@@ -20,66 +20,83 @@ from gateway.told import Usage
 
 MOST_EVENT = 8 * 1024 * 1024
 """Bytes of one event. The longest has the ids of the prompt, about seven bytes each."""
-_SEAM = 2  # bytes of an event's end that do not show that it is one
+_SEAM = 2  # bytes at the end of a read that may be the first part of an event's end
 _DONE = b"[DONE]"
-_LOST = frozenset(("abort", "error"))  # an engine's word for an end that it did not choose
-_SHOWN = frozenset(("role", "content"))
+_LOST = frozenset(
+    ("abort", "error")
+)  # finish reasons of a generation that the engine did not complete
+_PLAIN_DELTA = frozenset(("role", "content"))
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class Ledger:
-    """What one client has been shown of its answer.
+    """What one client has received of its answer.
 
-    prompt     token ids of the prompt, as the engine rendered it; empty until it was told
-    said       ids of the tokens whose text the client has
-    made       tokens of the answer so far, those included whose text is still to come; prompt_tokens  of the prompt
-    finish     why generation ended; None while it goes on; done  the client has the last event
-    obstacle   why this answer cannot be continued exactly; "" while it can
-    resumed    how often it was continued
+    prompt         token ids of the prompt, as the engine rendered it; empty until they were
+                   reported
+    said           ids of the tokens whose text the client has
+    made           tokens generated so far, including those whose text is still to come
+    prompt_tokens  tokens of the prompt
+    cached_tokens  of the prompt, for the client to see; None: as the engine reports it
+    finish         why generation ended; None while it goes on
+    done           the client has the last event
+    obstacle       why this answer cannot be continued exactly; "" while it can
+    resumed        how often it was continued
 
-    An id may come before its text does: part of a character, a special token. Such ids wait, and are not part of what
-    is continued: their text was not shown, so they may be drawn again. Where a piece of text came with several ids at
-    once nobody knows which of them it already shows, until one comes alone.
+    An id may arrive before its text does: part of a character, or a special token. Such ids wait
+    and are not part of the prompt for the rest: their text was not shown, so they may be drawn
+    again. Where one piece of text came with several ids, it is unknown which of them it shows,
+    until a piece comes with one id.
+
+    _is_aligned  the newest piece of text came with one id
+    _before      tokens that earlier engines generated, which this engine does not count
+    _details     `prompt_tokens_details` of the engine that began the answer
+    _envelope    members of the first chunk, for all chunks of the rest
     """
 
     __slots__ = (
-        *("_alone", "_before", "_counted", "_details", "_envelope", "_most", "_saved", "_waiting", "done", "finish"),
-        *("made", "obstacle", "prompt", "prompt_tokens", "resumed", "said", "terms"),
+        *("_before", "_details", "_envelope", "_has_counts", "_is_aligned", "_most", "_saved"),
+        *("_waiting", "cached_tokens", "done", "finish", "made", "obstacle", "prompt"),
+        *("prompt_tokens", "resumed", "said", "terms"),
     )
 
     def __init__(self, terms: Terms, most_tokens: int) -> None:
-        """`most_tokens` of prompt and answer are kept; a longer one cannot be continued."""
+        """`most_tokens` of prompt and answer are kept; a longer answer cannot be continued."""
         self.terms = terms
         self.prompt, self.said = array("I"), array("I")
         self.finish: str | None = None
         self.obstacle = ""
+        self.cached_tokens: int | None = None
         self.resumed = self.made = self.prompt_tokens = 0
         self._most = most_tokens
         self._waiting: list[int] = []
-        self._alone = True
-        self._counted = self.done = False
+        self._is_aligned = True
+        self._has_counts = self.done = False
         self._before = 0
-        self._details: dict[str, Any] | None = None  # of the prompt, from the engine that began
+        self._details: dict[str, Any] | None = None
         self._envelope: dict[str, Any] = {}
         self.mark()
 
-    # What came
+    # What arrived
 
     def mark(self) -> None:
-        """What follows may have to be taken back."""
-        known = (self.made, self._alone, self._counted, self.done, self.finish)
-        self._saved = len(self.said), tuple(self._waiting), known
+        """Remember the present state, so that take_back() can return to it."""
+        state = (self.made, self._is_aligned, self._has_counts, self.done, self.finish)
+        self._saved = len(self.said), tuple(self._waiting), state
 
     def take_back(self) -> None:
-        """What came since mark() was not shown."""
-        length, waiting, known = self._saved
-        self.made, self._alone, self._counted, self.done, self.finish = known
+        """Return to the state of the newest mark(): what arrived since was not shown."""
+        length, waiting, state = self._saved
+        self.made, self._is_aligned, self._has_counts, self.done, self.finish = state
         del self.said[length:]
         self._waiting = list(waiting)
 
     def note(self, chunk: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
-        """Take a chunk's ids out of it and keep them. Its text, and its choice if it has one. Raises UpstreamBroke."""
+        """Move ids and counts from a chunk to the ledger; return its text and its choice.
+
+        The choice is None for a chunk without one. Raises UpstreamBroke when the engine gave up.
+        """
         if "error" in chunk:
             raise UpstreamBroke("engine_error", "the engine broke off with an error event")
         prompt, usage = chunk.pop("prompt_token_ids", None), chunk.pop("usage", None)
@@ -96,11 +113,13 @@ class Ledger:
         text = shown.get("content" if shown is not choice else "text") or ""
         self.finish = choice.get("finish_reason") or self.finish
         self._take(ids, text, usage)
-        if shown is not choice and any(value for name, value in shown.items() if name not in _SHOWN):
+        is_chat = shown is not choice
+        if is_chat and any(value for name, value in shown.items() if name not in _PLAIN_DELTA):
             self.spoil("parsed")
         return text, choice
 
     def _take(self, ids: Sequence[int], text: str, usage: dict[str, Any] | None) -> None:
+        """Add the ids of a chunk, and compare their number with the engine's own count."""
         self.made += len(ids)
         if self.obstacle:
             return
@@ -108,7 +127,7 @@ class Ledger:
         if text:
             self.said.extend(self._waiting)
             self._waiting.clear()
-            self._alone = len(ids) == 1
+            self._is_aligned = len(ids) == 1
         counted = None if usage is None else usage.get("completion_tokens")
         if counted != self.made - self._before:
             self.spoil("uncounted")
@@ -116,42 +135,44 @@ class Ledger:
             self.spoil("too_long")
 
     def spoil(self, obstacle: str) -> None:
-        """It cannot be continued any more, and the ids are let go of."""
+        """Note that this answer cannot be continued any more, and free the ids."""
         self.obstacle = self.obstacle or obstacle
         self.prompt, self.said = array("I"), array("I")
         self._waiting.clear()
 
-    # What follows
+    # What follows a break
 
     @property
     def standing(self) -> str:
-        """Why it cannot be continued as it stands; "" when it can."""
+        """Why the answer cannot be continued from where it stands; "" when it can."""
         if self.obstacle or not self.prompt:
             return self.obstacle or "untold"
         if self.terms.chat and not self.said and self.finish is None:
-            return "untold"  # whether thoughts come first, only the chat's own parser knows; a completion has none
-        return "" if self._alone or self.finish else "seam"
+            # Only the chat's own parser knows whether a chat begins with reasoning; a completion
+            # never does.
+            return "untold"
+        return "" if self._is_aligned or self.finish else "seam"
 
     @property
     def whole(self) -> bool:
-        """Nothing is left to be generated."""
+        """Whether nothing is left to generate."""
         return self.finish is not None or self.terms.most == len(self.said)
 
     def resume(self) -> None:
-        """Another engine is asked to go on after what was said."""
+        """Prepare for another engine, which continues after the tokens that the client has."""
         self._waiting.clear()
         self.made = self._before = len(self.said)
 
     @property
     def usage(self) -> Usage:
-        """Tokens of the whole answer."""
+        """Token counts of the whole answer."""
         cached = None if self._details is None else self._details.get("cached_tokens")
         return Usage(self.prompt_tokens, self.made, cached if type(cached) is int else None)
 
-    # As the client is shown it
+    # The stream as the client sees it
 
     def first(self, chunk: dict[str, Any]) -> bytes:
-        """A chunk of the engine that began."""
+        """Return the client's event for a chunk of the engine that began the answer."""
         usage = chunk.get("usage")
         _, choice = self.note(chunk)
         if usage and self._details is None:
@@ -159,15 +180,15 @@ class Ledger:
         if not self._envelope:
             self._envelope = {name: value for name, value in chunk.items() if name != "choices"}
         if choice is None:
-            return self._told(chunk | {"usage": usage})
-        return _event(self._dressed(chunk))
+            return self._counts_event(chunk | {"usage": self._with_cached_tokens(usage)})
+        return _event(self._with_usage_member(chunk))
 
     def rest(self, chunk: dict[str, Any]) -> bytes:
-        """A chunk of a completion that goes on, in the clothes of the answer's first chunk."""
+        """Return the client's event for a chunk of the rest; b"" for none."""
         usage = chunk.get("usage")
         text, choice = self.note(chunk)
         if choice is None:
-            return self._told(self._envelope | {"choices": [], "usage": self._sums(usage)})
+            return self._counts_event(self._envelope | {"choices": [], "usage": self._sums(usage)})
         reason = choice.get("finish_reason")
         if not text and reason is None:
             return b""
@@ -175,43 +196,62 @@ class Ledger:
             stop = {"stop_reason": choice["stop_reason"]} if "stop_reason" in choice else {}
             delta = {"content": text} if text else {}
             choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason} | stop
-        return _event(self._dressed(self._envelope | {"choices": [choice]}))
+        return _event(self._with_usage_member(self._envelope | {"choices": [choice]}))
 
     def closing(self) -> bytes:
-        """The end of an answer of which nothing but its end is missing."""
+        """Return the events that end an answer whose text is complete."""
         if self.done:
             return b""
-        last = b""
+        last = counts = b""
         if self.finish is None:
             self.finish = "length"
             choice = {"index": 0, "delta": {}} if self.terms.chat else {"index": 0, "text": ""}
-            last = _event(self._dressed(self._envelope | {"choices": [choice | {"finish_reason": self.finish}]}))
-        usage = b"" if self._counted else self._told(self._envelope | {"choices": [], "usage": self._sums(None)})
-        return last + usage + b"data: " + _DONE + b"\n\n"
+            chunk = self._envelope | {"choices": [choice | {"finish_reason": self.finish}]}
+            last = _event(self._with_usage_member(chunk))
+        if not self._has_counts:
+            counts = self._counts_event(self._envelope | {"choices": [], "usage": self._sums(None)})
+        return last + counts + b"data: " + _DONE + b"\n\n"
 
-    def _dressed(self, chunk: dict[str, Any]) -> dict[str, Any]:
+    def _with_usage_member(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """Return the chunk with a null usage, if the client wants counts at the end."""
         return chunk | {"usage": None} if self.terms.shows_usage else chunk
 
-    def _told(self, chunk: dict[str, Any]) -> bytes:
-        """The event of the counts, for who wants it."""
-        self._counted = True
+    def _counts_event(self, chunk: dict[str, Any]) -> bytes:
+        """Return the event with the counts, for a client that wants them; b"" otherwise."""
+        self._has_counts = True
         return _event(chunk) if self.terms.shows_usage else b""
 
-    def _sums(self, ended: dict[str, Any] | None) -> dict[str, Any]:
-        """Counts of the whole. Of the prompt's details, those of the engine that began hold.
+    def _sums(self, last_usage: dict[str, Any] | None) -> Any:
+        """Return the counts of the whole answer, given those of the last engine.
 
-        If it did not report them before it broke, the last engine's hold, with no more cached tokens than the prompt
-        has: that engine was also given the part of the answer which the client already had.
+        The prompt's details are those of the engine that began. If it broke before it reported
+        them, they are the last engine's, with `cached_tokens` limited to the prompt: that engine
+        also cached a part of the answer.
         """
         prompt, made = self.prompt_tokens, self.made
-        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
-        if self._details is None and ended is not None and ended.get("prompt_tokens_details") is not None:
-            last: dict[str, Any] = ended["prompt_tokens_details"]
-            cached = last.get("cached_tokens")
-            self._details = last | ({"cached_tokens": min(cached, prompt)} if cached else {})
-        if self._details is not None or (ended is not None and "prompt_tokens_details" in ended):
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+        }
+        has_details = last_usage is not None and "prompt_tokens_details" in last_usage
+        details = None if last_usage is None else last_usage.get("prompt_tokens_details")
+        if self._details is None and details is not None:
+            cached = details.get("cached_tokens")
+            limited = {"cached_tokens": min(cached, prompt)} if cached else {}
+            self._details = details | limited
+        if self._details is not None or has_details:
             usage["prompt_tokens_details"] = self._details
-        return usage
+        return self._with_cached_tokens(usage)
+
+    def _with_cached_tokens(self, usage: dict[str, Any] | None) -> Any:
+        """Return the counts with the ledger's `cached_tokens` in place of the engine's."""
+        if self.cached_tokens is None or not usage:
+            return usage
+        details = usage.get("prompt_tokens_details")
+        if not isinstance(details, dict) or type(details.get("cached_tokens")) is not int:
+            return usage
+        return usage | {"prompt_tokens_details": details | {"cached_tokens": self.cached_tokens}}
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
@@ -219,20 +259,25 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 
 class Recorder(Renamer):
-    """Where a relay shows what it passes on: every event goes through the ledger."""
+    """Passes every event of a relay through the ledger."""
 
-    def __init__(self, ledger: Ledger, show: Callable[[dict[str, Any]], bytes], served: str, asked: str) -> None:
-        """`show` is the ledger's first or rest."""
+    def __init__(
+        self, ledger: Ledger, show: Callable[[dict[str, Any]], bytes], served: str, asked: str
+    ) -> None:
+        """`show` is the ledger's first() or rest()."""
         super().__init__(served, asked)
         self.ledger = ledger
         self._asked = asked
         self._show = show
         self._unfinished: list[bytes] = []  # pieces of an event
         self._unfinished_bytes = 0
-        self._seam = b""  # the last bytes of it: the end of an event may be cut
+        self._seam = b""  # its last bytes: the end of an event may be cut by a read
 
     def feed(self, payload: bytes, *, sse: bool, ended: bool) -> bytes:
-        """Whole events in, the client's events out. When one of them breaks the answer, none of them was shown."""
+        """Return the client's events for the events that are complete.
+
+        When one of them breaks the answer, none of them counts as shown. Raises UpstreamBroke then.
+        """
         if not sse:
             return super().feed(payload, sse=sse, ended=ended)
         self.ledger.mark()
@@ -244,7 +289,10 @@ class Recorder(Renamer):
             raise
 
     def _whole_events(self, payload: bytes, *, ended: bool) -> bytes:
-        """The events that end in this payload, with what came of the first before. Looks at each byte once."""
+        """Return the events that end in this payload, the beginning of the first included.
+
+        Looks at each byte once. Raises UpstreamBroke for an event that is too long.
+        """
         seam = self._seam
         whole = len(payload) if ended else whole_events(seam + payload) - len(seam)
         if whole > 0 or ended:
@@ -259,10 +307,15 @@ class Recorder(Renamer):
             self._unfinished.append(payload)
             self._unfinished_bytes += len(payload)
         if self._unfinished_bytes > MOST_EVENT:
-            raise UpstreamBroke("framing", f"the engine sent an event of more than {MOST_EVENT} bytes")
+            message = f"the engine sent an event of more than {MOST_EVENT} bytes"
+            raise UpstreamBroke("framing", message)
         return ready
 
     def _event(self, event: bytes) -> bytes:
+        """Return the client's event for one of the engine's.
+
+        Raises UpstreamBroke for an event of another form.
+        """
         data = event.strip().removeprefix(b"data:").strip()
         if event.lstrip()[:1] == b":":
             return event + b"\n\n"
@@ -272,31 +325,38 @@ class Recorder(Renamer):
         try:
             chunk = _decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise UpstreamBroke("framing", f"the engine sent an event that is no JSON: {error}") from error
+            message = f"the engine sent an event that is no JSON: {error}"
+            raise UpstreamBroke("framing", message) from error
         if "model" in chunk:
             chunk["model"] = self._asked
         try:
             return self._show(chunk)
         except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
-            raise UpstreamBroke("framing", f"the engine sent an event of another shape: {error}") from error
+            message = f"the engine sent an event of another shape: {error}"
+            raise UpstreamBroke("framing", message) from error
 
 
 class Recorded(Relay):
-    """A relay whose stream may be continued elsewhere: what it cannot end itself it leaves to whoever goes on.
+    """A relay whose stream can be continued elsewhere.
 
-    Its client is shown whole events alone, so it stands between two at any time.
+    It raises UpstreamBroke where a plain relay would end the answer.
+
+    Its client receives complete events only, so another event may follow at any time.
     """
 
     __slots__ = ()
 
     @property
     def at_seam(self) -> bool:
-        """Whether an event could follow."""
+        """Whether an event could follow what the client has."""
         return self._sse and self.committed
 
     @property
     def _told_all(self) -> bool:
-        """As the ledger has it: what came last may have been taken back."""
+        """Whether the client has the last event, according to the ledger.
+
+        The relay may have seen events that were taken back.
+        """
         return self._recorder.ledger.done
 
     @property
@@ -312,12 +372,12 @@ class Recorded(Relay):
         return super()._end(out)
 
     def _closing(self) -> bytes | None:
-        """As the ledger has it, of the whole answer."""
+        """Return what is missing at the end of the whole answer, by the ledger."""
         ledger = self._recorder.ledger
         return None if ledger.finish is None else ledger.closing()
 
     def continued(self, rest: Relay, usage: Usage) -> None:
-        """Another relay went on where this one broke off: what both saw is the answer."""
+        """Add what another relay has passed on after this one broke, and the answer's counts."""
         self.bytes_out += rest.bytes_out
         self.events += rest.events
         self.last_at = rest.last_at or self.last_at
@@ -326,7 +386,7 @@ class Recorded(Relay):
 
 
 class Continuation(Recorded):
-    """What follows: the client has its head already."""
+    """The relay of an answer's rest: the client has its head already."""
 
     __slots__ = ()
 

@@ -1,4 +1,5 @@
-"""One request between two endpoints: the decision carried out, two legs, what is said on them and how it all ends.
+"""One request over a prefill and a decode endpoint, with every way in which it can end.
 
-Not here: whether to split and between whom (policies.split), and what each engine wants to hear (kvtransfer.dialects).
+Not here: whether to split and between which endpoints (policies.split), and the engines' handoffs
+(kvtransfer.dialects).
 """

@@ -1,6 +1,7 @@
-"""Asks the bootstrap server beside a prefill engine who the engine's ranks are: one query at a time, for all who wait.
+"""Asks the bootstrap server beside a prefill engine for the identities of the engine's ranks.
 
-Not here: what its page means (kvtransfer.dialects), and remembering it (handoffs.py).
+All attempts that need one server's answer share one query. Not here: what the page means
+(kvtransfer.dialects), and remembering it (handoffs.py).
 """
 
 from __future__ import annotations
@@ -14,25 +15,29 @@ from gateway.split.leg import Leg
 from gateway.upstream import Patience, Upstream
 from kvtransfer.dialects import Bootstrap
 
-ANSWER_S = 1.0  # connecting and all: the page is a few names long
+ANSWER_S = 1.0  # connecting included: the page is a few names long
 _PATIENCE = Patience(ANSWER_S, ANSWER_S, ANSWER_S)
 
-Told = Callable[[UpstreamBroke | None, bytes], None]
+Callback = Callable[[UpstreamBroke | None, bytes], None]
 
 
 class Bootstraps:
-    """The queries under way, by server. A server is asked seldom: no connection to it is kept."""
+    """The queries under way, by server. Queries are rare, so no connection to a server is kept."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
         self._queries: dict[str, Query] = {}
 
-    def ask(self, server: Bootstrap, told: Told) -> Query:
-        """`told` hears the page, or what broke, within ANSWER_S; unless it leaves before."""
-        at = server.netloc
-        query = self._queries.get(at)
+    def ask(self, server: Bootstrap, told: Callback) -> Query:
+        """Call `told` with the page, or with what broke, within ANSWER_S seconds.
+
+        No call follows once it has left the query.
+        """
+        netloc = server.netloc
+        query = self._queries.get(netloc)
         if query is None:
-            query = self._queries[at] = Query(at, self._outbox, lambda: self._queries.pop(at))
+            query = Query(netloc, self._outbox, lambda: self._queries.pop(netloc))
+            self._queries[netloc] = query
         query.join(told)
         return query
 
@@ -42,49 +47,53 @@ class Bootstraps:
 
 
 class Query:
-    """One `GET /query`, and who waits for its answer. It ends with its answer, in time, or with the last who leaves."""
+    """One `GET /query` and the callbacks that wait for it.
 
-    __slots__ = ("_inbox", "_leg", "_over", "_relay", "_server", "_timer", "_waiting")
+    It ends with its answer, when its time is up, or when the last callback leaves.
+    """
+
+    __slots__ = ("_callbacks", "_inbox", "_leg", "_over", "_relay", "_server", "_timer")
 
     def __init__(self, at: str, outbox: Outbox, over: Callable[[], object]) -> None:
-        """`over` is called once, before anybody is told."""
+        """`over` is called once, before the callbacks."""
         self._over: Callable[[], object] | None = over
-        self._waiting: list[Told] = []
+        self._callbacks: list[Callback] = []
         self._server = Upstream(f"http://{at}", None, _PATIENCE, outbox)
         self._relay, self._inbox = Relay(b"", http_1_0=True), Inbox()
         head = b"GET" + self._server.head("/query")[4:] + b"\r\n"
-        self._leg = Leg(self._server, head, b"", self._relay, self._inbox, self._ended)
-        self._timer = outbox.loop.call_later(ANSWER_S, self._overdue)
+        self._leg = Leg(self._server, head, b"", self._relay, self._inbox, self._on_ended)
+        self._timer = outbox.loop.call_later(ANSWER_S, self._on_timeout)
         self._leg.start()
 
-    def join(self, told: Told) -> None:
-        self._waiting.append(told)
+    def join(self, told: Callback) -> None:
+        """Add a callback for the answer."""
+        self._callbacks.append(told)
 
-    def leave(self, told: Told) -> None:
-        """It hears nothing any more."""
-        if told in self._waiting:
-            self._waiting.remove(told)
-            if not self._waiting:
+    def leave(self, told: Callback) -> None:
+        """Remove a callback, and end the query if it was the last one."""
+        if told in self._callbacks:
+            self._callbacks.remove(told)
+            if not self._callbacks:
                 self.close()
 
     def close(self) -> None:
-        """Nobody is told anything."""
+        """End the query without calling back."""
         over, self._over = self._over, None
         if over is not None:
             over()
-        self._waiting = []
+        self._callbacks = []
         self._timer.cancel()
         self._leg.close()
         self._server.close()
 
-    def _ended(self, _: Leg, problem: UpstreamBroke | None) -> None:
-        self._tell(problem, b"" if self._relay.refused else self._inbox.body)
+    def _on_ended(self, _: Leg, problem: UpstreamBroke | None) -> None:
+        self._call_back(problem, b"" if self._relay.refused else self._inbox.body)
 
-    def _overdue(self) -> None:
-        self._tell(UpstreamBroke("timeout", f"no answer within {ANSWER_S:g} s"), b"")
+    def _on_timeout(self) -> None:
+        self._call_back(UpstreamBroke("timeout", f"no answer within {ANSWER_S:g} s"), b"")
 
-    def _tell(self, problem: UpstreamBroke | None, page: bytes) -> None:
-        waiting = self._waiting
+    def _call_back(self, problem: UpstreamBroke | None, page: bytes) -> None:
+        callbacks = self._callbacks
         self.close()
-        for told in waiting:
-            told(problem, page)
+        for callback in callbacks:
+            callback(problem, page)

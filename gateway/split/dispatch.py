@@ -1,128 +1,132 @@
-"""A request of a model that is split: decide, attempt, and go on elsewhere until somebody has answered it.
+"""Plan of a request whose model is split: a prefill and decode pair, or one endpoint for all of it.
 
-The counterpart of serve.py's dispatch for models with a `split`; a pair's own affairs are pair.py's.
+policies/split.py decides per attempt which of the two. Not here: what happens inside a pair's
+attempt (pair.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING
 
-from gateway import legs
 from gateway.answer import Failure, GatewayError
-from gateway.attempts import break_off, nobody, retry
+from gateway.attempts import AttemptPlan, no_endpoint_error, permit_retry
 from gateway.client import Client
 from gateway.exchange import Exchange, SplitRecord
 from gateway.openai import Call
 from gateway.relay import UpstreamBroke
-from gateway.snapshot import Route
+from gateway.route import Gateway, Route
 from gateway.split.edit import shape
 from gateway.split.pair import PairAttempt
 from gateway.split.pairing import SplitRoute
-from gateway.split.words import Work
+from gateway.split.words import SplitContext
+from gateway.whole import WholePlan
 from policies import run
-from policies.model import Ask, Candidate, Pick
+from policies.model import Ask, Pick
 from policies.split import Decision, Pair, Reason
 
-if TYPE_CHECKING:
-    from gateway.serve import Gateway
+SplitAttempts = AttemptPlan[Pick | Pair]
+"""SplitPlan's type for the loop: a choice of two types is more than the type checker infers."""
+
+_UNSPLITTABLE = (Reason.CHOICES, Reason.PROMPTS, Reason.PROMPT_SCORES)
 
 
-async def dispatch(gateway: Gateway, split: SplitRoute, x: Exchange, client: Client, route: Route, call: Call) -> None:
-    """Serve it by a pair or whole, until somebody answers or nothing is left to try. Raises GatewayError then."""
-    fingerprint = x.fingerprint = x.fingerprint or gateway.endpoints.prefixes.of(call, route.name)
-    work = Work(gateway, route, split, x, client, call, fingerprint)
-    problem: UpstreamBroke | None = None
-    recompute = False
-    left_out: Sequence[str] = ()
-    try:
-        while True:
-            decision, ask = _decide(work, recompute, left_out)
-            if decision.pair is None:
-                problem = await _whole(work, ask, decision, problem)
-                recompute = False  # that was tried: a pair of others may do better than nobody
-            else:
-                problem, recompute = await _pair(work, ask, decision.pair)
-            if problem is None:
-                return None
-            if x.committed:
-                return break_off(x, client, problem)
-            left_out = await retry(gateway, x, problem, partial(_choose, work, recompute))
-    finally:
-        if x.retrying:
-            x.end_retry(gateway.gate)
+class SplitPlan:
+    """A request of a split model, attempted by pairs and single endpoints until its answer begins.
 
+    _whole      attempts the whole request at one endpoint
+    _ask, _decision  the question and the decision of the newest choice
+    _recompute  the next attempt should compute the whole request at one endpoint, because a handoff
+                failed
+    """
 
-def _decide(work: Work, recompute: bool, left_out: Sequence[str]) -> tuple[Decision, Ask]:
-    handoffs = work.gateway.handoffs
-    ask = work.gateway.endpoints.ask(work.call.request, work.fingerprint, left_out)
-    decision = _decision(work, ask, recompute)
-    handoffs.splitting[work.route.name] = decision.splitting
-    handoffs.decided(decision)
-    work.x.split = SplitRecord(decision.reason)
-    return decision, ask
+    __slots__ = ("_ask", "_context", "_decision", "_recompute", "_whole", "exchange", "gateway")
 
+    def __init__(
+        self,
+        gateway: Gateway,
+        exchange: Exchange,
+        client: Client,
+        route: Route,
+        call: Call,
+        split: SplitRoute,
+    ) -> None:
+        fingerprint = exchange.fingerprint
+        if fingerprint is None:
+            fingerprint = exchange.fingerprint = gateway.endpoints.prefixes.of(call, route.name)
+        self.gateway, self.exchange = gateway, exchange
+        self._context = SplitContext(gateway, route, split, exchange, client, call, fingerprint)
+        self._whole = WholePlan(gateway, exchange, client, route, call)
+        self._recompute = False
 
-def _decision(work: Work, ask: Ask, recompute: bool) -> Decision:
-    pools = work.split.pools
-    mode = work.gateway.handoffs.splitting.get(work.route.name, False)
-    if recompute and any(each.load.available for each in pools.alone):
-        return Decision(None, Reason.RECOMPUTE, mode)
-    return work.split.splitter.decide(pools, ask, shape(work.call.members), mode)
+    def choose(self, left_out: Sequence[str]) -> Pair | Pick | None:
+        context = self._context
+        endpoints, request = context.gateway.endpoints, context.call.request
+        ask = self._ask = endpoints.ask(request, context.fingerprint, left_out)
+        decision = self._decision = self._decide(ask)
+        return decision.pair or self._pick_alone(ask)
 
+    def _decide(self, ask: Ask) -> Decision:
+        context = self._context
+        pools, splitting = context.split.pools, context.gateway.handoffs.splitting
+        mode = splitting.get(context.route.name, False)
+        if self._recompute and any(candidate.load.available for candidate in pools.alone):
+            return Decision(None, Reason.RECOMPUTE, mode)
+        return context.split.splitter.decide(pools, ask, shape(context.call.members), mode)
 
-def _choose(work: Work, recompute: bool, left_out: Sequence[str]) -> Sequence[Candidate]:
-    """As the choice of an attempt, which it precedes: a pair, or one endpoint for all of it."""
-    ask = work.gateway.endpoints.ask(work.call.request, work.fingerprint, left_out)
-    pair = _decision(work, ask, recompute).pair
-    if pair is not None:
-        return pair.prefill.candidate, pair.decode.candidate
-    pick = _pick_alone(work, ask)
-    return () if pick is None else (pick.candidate,)
+    def _pick_alone(self, ask: Ask) -> Pick | None:
+        """Pick one endpoint for the whole request.
 
+        A pair takes two places for one permit, so a request with a permit may find all endpoints at
+        their caps.
+        """
+        split, route = self._context.split, self._context.route
+        alone = split.pools.alone
+        return run.pick(route.policy, ask, alone) or run.pick(split.splitter.crowded, ask, alone)
 
-def _pick_alone(work: Work, ask: Ask) -> Pick | None:
-    """A split request's permit is one and its places are two: one with a permit may find all below their cap taken."""
-    alone = work.split.pools.alone
-    return run.pick(work.route.policy, ask, alone) or run.pick(work.split.splitter.crowded, ask, alone)
+    async def attempt(self, choice: Pair | Pick) -> UpstreamBroke | None:
+        record, exchange = self._note_decision(), self.exchange
+        if isinstance(choice, Pair):
+            exchange.pick, exchange.picked_at = choice.decode, monotonic()
+            record.prefill = choice.prefill.candidate.endpoint.name
+            record.dialect = self._context.split.dialect.name
+            with PairAttempt(self._context, choice, record) as pair:
+                problem = await pair.run(self._ask)
+            self._recompute = pair.recompute
+            if problem is not None:
+                exchange.retries += pair.suspects
+            return problem
+        self._whole.ask = self._ask
+        problem = await self._whole.attempt(choice)
+        self._recompute = False  # that was done; a pair of other endpoints may still succeed
+        if problem is not None:
+            exchange.retries.append(choice.candidate.endpoint.name)
+        return problem
 
+    def _note_decision(self) -> SplitRecord:
+        """Count the decision, keep its mode, and return the exchange's record of it."""
+        context, decision = self._context, self._decision
+        handoffs = context.gateway.handoffs
+        handoffs.splitting[context.route.name] = decision.splitting
+        handoffs.decided(decision)
+        record = context.exchange.split = SplitRecord(decision.reason)
+        return record
 
-async def _whole(work: Work, ask: Ask, decision: Decision, problem: UpstreamBroke | None) -> UpstreamBroke | None:
-    """One endpoint for all of it; what broke, or None. `problem` is what broke before. Raises GatewayError when nobody
-    may."""
-    x, route, endpoints, request = work.x, work.route, work.gateway.endpoints, work.call.request
-    pick = x.pick = _pick_alone(work, ask)
-    if pick is None:
-        raise _nobody(work, ask, decision, problem)
-    x.picked_at = monotonic()
-    work.gateway.accounts.picked(x, route.policy, ask, pick)
-    with endpoints.book(pick, request, work.fingerprint) as booking:
-        x.booked(route.room, ask, pick)
-        try:
-            await legs.single(route, x, work.call, work.client, booking)
-            return None
-        except UpstreamBroke as broke:
-            booking.failed(broke)
-            x.retries.append(pick.candidate.endpoint.name)
-            return broke.with_traceback(None)  # that leads back here, and so to whoever keeps it: a cycle
+    async def may_retry(self, problem: UpstreamBroke) -> bool:
+        exchange = self.exchange
+        if exchange.committed:
+            return False
+        await permit_retry(self.gateway, exchange, problem)
+        return True
 
-
-def _nobody(work: Work, ask: Ask, decision: Decision, problem: UpstreamBroke | None) -> GatewayError:
-    if not work.split.pools.alone and decision.reason in (Reason.CHOICES, Reason.PROMPTS, Reason.PROMPT_SCORES):
-        message = f"Every request of model '{work.route.name}' is split, and this one cannot be ({decision.reason})."
-        return GatewayError(Failure.BAD_REQUEST, message)
-    return nobody(work.x, work.route, ask, problem)
-
-
-async def _pair(work: Work, ask: Ask, pair: Pair) -> tuple[UpstreamBroke | None, bool]:
-    """Two endpoints, both places taken in this turn of the loop; what broke, and whether to compute it all in one."""
-    x, record = work.x, work.x.split
-    assert record is not None
-    x.pick, x.picked_at = pair.decode, monotonic()
-    record.prefill, record.dialect = pair.prefill.candidate.endpoint.name, work.split.dialect.name
-    attempt = PairAttempt(work, pair, record)
-    problem = await attempt.run(ask)
-    x.retries += attempt.suspects if problem is not None else []
-    return problem, attempt.recompute
+    def give_up(self, problem: UpstreamBroke | None) -> None:
+        context = self._context
+        self._note_decision()
+        context.exchange.pick = None
+        if not context.split.pools.alone and self._decision.reason in _UNSPLITTABLE:
+            raise GatewayError(
+                Failure.BAD_REQUEST,
+                f"Every request of model '{context.route.name}' is split, and this one cannot be "
+                f"({self._decision.reason}).",
+            )
+        raise no_endpoint_error(context.exchange, context.route, self._ask, problem)

@@ -1,23 +1,23 @@
-"""A downstream that is nobody's connection: it keeps an answer, or lets it go by."""
+"""A downstream for answers to the gateway itself: it collects an answer, or discards it."""
 
 from __future__ import annotations
 
 from gateway.upstream import Connection
 
-MOST_BYTES = 16 * 1024 * 1024  # a million token ids, or block ids of far more
+MOST_BYTES = 16 * 1024 * 1024  # the ids of a million tokens, or of far more blocks
 
 
 class Inbox:
-    """What an engine answers to the gateway itself, as a relay for HTTP/1.0 clients writes it: a head, then the body.
+    """Collects what a relay for HTTP/1.0 clients writes: a head, then the body.
 
-    With `keep` False nothing is kept. Too long an answer is failed rather than kept.
+    With `keep` False everything is discarded. An answer that is too long fails its connection.
     """
 
-    __slots__ = ("_keep", "_kept", "_size", "source")
+    __slots__ = ("_keep", "_parts", "_size", "source")
 
     def __init__(self, *, keep: bool = True) -> None:
         self._keep = keep
-        self._kept: list[bytes] = []
+        self._parts: list[bytes] = []
         self._size = 0
         self.source: Connection | None = None
 
@@ -27,21 +27,24 @@ class Inbox:
 
     @property
     def body(self) -> bytes:
-        """The answer's body as far as it has come."""
-        kept = self._kept[0] if len(self._kept) == 1 else b"".join(self._kept)
-        at = kept.find(b"\r\n\r\n")
-        return kept[at + 4 :] if at >= 0 else b""
+        """The part of the answer's body that has arrived."""
+        answer = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        index = answer.find(b"\r\n\r\n")
+        return answer[index + 4 :] if index >= 0 else b""
 
     def write(self, data: bytes) -> None:
         if not self._keep:
             return
-        self._kept.append(data)
+        self._parts.append(data)
         self._size += len(data)
         if self._size > MOST_BYTES and self.source is not None:
             self.source.fail("framing", "the engine's answer to the gateway is too long")
 
     def call_off(self) -> None:
-        """Tell the engine that nobody asks any more, if it still answers."""
+        """Half-close the connection if the answer is still coming.
+
+        Engines treat that as an abort.
+        """
         if self.source is not None:
             self.source.call_off()
 

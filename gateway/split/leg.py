@@ -1,4 +1,4 @@
-"""A leg of a pair: one request to one engine, running beside its twin and telling once how it ended."""
+"""A leg of a pair: one request to one engine, which reports once how it ended."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ Ended = Callable[["Leg", UpstreamBroke | None], None]
 
 
 class Leg(Errand):
-    """start() it; `ended` hears its end, and of which leg, unless it is closed before. It is its own payload: so it
-    knows when it left.
+    """One request on its way: start() it, and `ended` is called once with what broke.
 
-    On a connection it is an errand without a coroutine: the answer's end steps it, and that is its own end. Only
-    connecting is a coroutine.
+    A leg that is closed before reports nothing. The leg is its own payload, so it learns when its
+    bytes are written. On a connection it is a task without a coroutine: the end of the answer steps
+    it, which is its own end. Only connecting needs a coroutine.
 
-    sent_at  when its bytes were asked for to be written; None: no engine has seen anything of it
+    sent_at  when its bytes were written; None: no engine has received anything of it
     """
 
     __slots__ = (
-        *("_body", "_connecting", "_connection", "_done", "_downstream", "_tell", "_leaving", "_on_sent", "_pooled"),
-        "head",
-        "relay",
-        "sent_at",
-        "upstream",
+        *("_body", "_connecting", "_connection", "_done", "_downstream", "_is_leaving"),
+        *("_on_ended", "_on_sent", "_pooled", "head", "relay", "sent_at", "upstream"),
     )
 
     def __init__(
-        self, upstream: Upstream, head: bytes, body: bytes, relay: Relay, downstream: Downstream, ended: Ended
+        self,
+        upstream: Upstream,
+        head: bytes,
+        body: bytes,
+        relay: Relay,
+        downstream: Downstream,
+        ended: Ended,
     ) -> None:
         self.upstream = upstream
         self.head = head
@@ -42,50 +45,54 @@ class Leg(Errand):
         self.sent_at: float | None = None
         self._body = body
         self._downstream = downstream
-        self._tell: Ended | None = ended
+        self._on_ended: Ended | None = ended
         self._on_sent: Callable[[], None] | None = None
-        self._leaving = False
+        self._is_leaving = False
         self._connecting: Errand | None = None
         self._connection: Connection | None = None
         self._done: Landing | None = None
         self._pooled = True
 
     def start(self, on_sent: Callable[[], None] | None = None) -> None:
-        """Send it now."""
+        """Send the request, on a pooled connection if there is one.
+
+        `on_sent` is called when it is written.
+        """
         self._on_sent = on_sent
         connection = self.upstream.pooled()
         if connection is not None:
-            self._ride(connection)
+            self._send_on(connection)
         else:
             self._connect()
 
     @property
     def body(self) -> bytes:
-        """What upstream writes after the head."""
+        """The bytes that upstream writes after the head."""
         if self.sent_at is None:
             self.sent_at = monotonic()
-            on_sent, self._on_sent = self._on_sent, None  # it knows the pair, which knows this: no ring may be left
+            # The callback leads to the attempt, which leads here: no reference cycle may be left.
+            on_sent, self._on_sent = self._on_sent, None
             if on_sent is not None:
                 on_sent()
         return self._body
 
     def release(self) -> None:
-        """Let go of the bytes: the engine has them and nobody will send them again."""
+        """Release the request's bytes: the engine has them, and they will not be sent again."""
         self._body = b""
 
     @property
     def over(self) -> bool:
-        """It has ended, or is about to be closed: nothing more will be heard of it."""
-        return self._tell is None or self._leaving
+        """Whether it has ended or is about to be closed, so that it reports nothing more."""
+        return self._on_ended is None or self._is_leaving
 
     def close(self) -> None:
-        """Close its connection if it is still open; nothing is heard of it any more."""
-        if self._tell is not None:
-            self._forget()
+        """Close the connection if it is still open, without a report."""
+        if self._on_ended is not None:
+            self._drop_callbacks()
             self.cancel()
 
     def cancel(self) -> None:
-        """Wherever it is: the connection is closed, or never made."""
+        """Close the connection, or stop connecting."""
         connection, done, connecting = self._connection, self._done, self._connecting
         self._connection = self._done = self._connecting = None
         if connecting is not None:
@@ -96,21 +103,25 @@ class Leg(Errand):
             connection.abort()
 
     def close_in(self, seconds: float, ended: Ended | None = None) -> None:
-        """As close(), but a little later. Until then it tells `ended` alone; without one its first token closes it."""
+        """Close the connection later.
+
+        Until then only `ended` is called; without it the first token closes too.
+        """
         if not self.over:
-            self._tell, self._leaving = ended or _nobody, True
-            self.relay.on_first = None if ended is not None else self._close_next
+            self._on_ended, self._is_leaving = ended or _ignore, True
+            self.relay.on_first = None if ended is not None else self._close_soon
             self.upstream.outbox.loop.call_later(max(0.0, seconds), self.close)
 
-    def _close_next(self) -> None:
-        """Not within the callback that brings the token."""
+    def _close_soon(self) -> None:
+        """Close after the callback that brings the token, not within it."""
         self.upstream.outbox.loop.call_soon(self.close)
 
-    def _ride(self, connection: Connection) -> None:
-        """Send it on this connection, and hear of the answer's end."""
+    def _send_on(self, connection: Connection) -> None:
+        """Send the request on this connection, and have the end of the answer step this leg."""
         self._connection = connection
         try:
-            done = self._done = connection.carry(self.head, self, self.relay, self._downstream)
+            done = connection.carry(self.head, self, self.relay, self._downstream)
+            self._done = done
         except Exception:
             log.exception("a leg failed inside the gateway")
             connection.abort()
@@ -122,7 +133,10 @@ class Leg(Errand):
             done.errand = self
 
     def step(self, error: BaseException | None = None) -> None:
-        """The answer is over. A pooled connection that turns out dead before a byte came back costs nothing."""
+        """Handle the end of the answer.
+
+        A pooled connection that was lost before a byte came back is replaced by a new one, once.
+        """
         done, connection = self._done, self._connection
         self._done = self._connection = None
         if done is None:
@@ -142,40 +156,41 @@ class Leg(Errand):
 
     def _connect(self) -> None:
         self._pooled = False
-        self._connecting = Errand(self._reach(), _nothing)
+        self._connecting = Errand(self._send_on_new(), _do_nothing)
         self._connecting.step()
 
-    async def _reach(self) -> None:
+    async def _send_on_new(self) -> None:
         try:
             connection = await self.upstream.connect()
         except UpstreamBroke as broke:
             broke.sent = self.sent_at is not None
-            self._end(broke.with_traceback(None))  # that leads back here, and so to whoever keeps it: a cycle
+            # Its traceback leads to this frame and its callers: a reference cycle.
+            self._end(broke.with_traceback(None))
         except Exception:
             log.exception("a leg failed inside the gateway")
             self._end(UpstreamBroke("internal", "the leg failed inside the gateway"))
         else:
             self._connecting = None
-            if self._tell is None:
+            if self._on_ended is None:
                 connection.abort()
             else:
-                self._ride(connection)
+                self._send_on(connection)
 
     def _end(self, problem: UpstreamBroke | None) -> None:
         self._connection = self._done = self._connecting = None
-        ended = self._tell
-        self._forget()
-        if ended is not None:
-            ended(self, problem)
+        on_ended = self._on_ended
+        self._drop_callbacks()
+        if on_ended is not None:
+            on_ended(self, problem)
 
-    def _forget(self) -> None:
-        """Whom it would tell of anything: they know the pair, which knows this, and no ring may be left."""
-        self._tell = self._on_sent = self.relay.on_first = None
-
-
-def _nobody(_: Leg, __: UpstreamBroke | None) -> None:
-    """Hears nothing."""
+    def _drop_callbacks(self) -> None:
+        """Drop the callbacks, which lead to the attempt and back here: a reference cycle."""
+        self._on_ended = self._on_sent = self.relay.on_first = None
 
 
-def _nothing() -> None:
-    """A leg tells its end itself."""
+def _ignore(_: Leg, __: UpstreamBroke | None) -> None:
+    """Ignore the end of a leg that is about to be closed."""
+
+
+def _do_nothing() -> None:
+    """End a connecting task: the leg reports its end itself."""

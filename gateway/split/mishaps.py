@@ -1,34 +1,33 @@
-"""What is due when a pair's attempt does not go its ordinary way: who is blamed, who else may decode, and who frees KV
-that nobody will read. Acts of life.py's table, each done at once, on the attempt that pair.py leads.
+"""What is due when a pair's attempt fails: blame, another decoder, and freeing the KV.
+
+These are acts of the table in life.py. Each is done at once, on the state of the attempt that
+pair.py runs.
 """
 
 from __future__ import annotations
 
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from gateway.attempts import is_unsent
+from gateway.booking import Booking
 from gateway.relay import UpstreamBroke
-from gateway.split.life import Event
+from gateway.roster import LiveEndpoint
+from gateway.split.attempt_state import AttemptState
+from gateway.split.leg import Leg
 from kvtransfer.dialects import Handover, read_answer
 from policies import run
-from policies.split import Pair
+from policies.split import Group, Pair
 
-if TYPE_CHECKING:
-    from gateway.booking import Booking
-    from gateway.roster import LiveEndpoint
-    from gateway.split.leg import Leg
-    from gateway.split.pair import PairAttempt
-
-# A decoder answers so when it could not load the KV (kv_load_failure_policy: fail): whose fault that was, nobody knows.
+# A decoder answers so when it could not load the KV (vLLM's kv_load_failure_policy: fail). Whether
+# the decoder or the prefiller caused that is unknown.
 KV_FAILURES = frozenset({"status_500", "engine_error"})
 
 
 # Blame
 
 
-def blame_prefill(attempt: PairAttempt) -> None:
-    """Only the guilty leg: its place ends with the failure, its engine may have been restarted."""
+def blame_prefill(attempt: AttemptState) -> None:
+    """Blame the prefiller, and forget its identity: its engine may have been restarted."""
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
     if attempt.prefill_place is not None:
@@ -37,29 +36,36 @@ def blame_prefill(attempt: PairAttempt) -> None:
     attempt.suspects.append(name)
 
 
-def blame_decode(attempt: PairAttempt) -> None:
-    """The decoder, unless it says that it could not load the KV."""
+def blame_decode(attempt: AttemptState) -> None:
+    """Blame the decoder, unless it reports that it could not load the KV."""
     problem = attempt.problem
     assert problem is not None
-    if attempt.handover is not None and problem.kind in KV_FAILURES and not attempt.x.committed:
-        blame_nobody(attempt)
+    is_kv_failure = attempt.handover is not None and problem.kind in KV_FAILURES
+    if is_kv_failure and not attempt.exchange.committed:
+        suspect_both(attempt)
     else:
         _blame_decoder(attempt, problem)
 
 
-def blame_nobody(attempt: PairAttempt) -> None:
-    """It may have been either. A decoder that can do without a prefiller is asked again and shows whether it was;
-    one that cannot is held to account: success with others clears an innocent one, and a broken one must leave."""
+def suspect_both(attempt: AttemptState) -> None:
+    """Have the whole request computed at one endpoint, because either endpoint may have failed.
+
+    A decoder that can serve whole requests gets the next attempt, which shows whether it was the
+    cause. Any other decoder is blamed: successes with other prefillers clear it again, and a broken
+    one has to be ejected.
+    """
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
     attempt.recompute = True
-    attempt.handoffs.forget(name)  # the decoder may have been told of the engine that it was before a restart
+    attempt.handoffs.forget(
+        name
+    )  # the decoder may have been given the identity from before a restart
     attempt.suspects.append(name)
     if not attempt.dialect.decode_alone:
         _blame_decoder(attempt, attempt.problem)
 
 
-def _blame_decoder(attempt: PairAttempt, problem: UpstreamBroke) -> None:
+def _blame_decoder(attempt: AttemptState, problem: UpstreamBroke) -> None:
     attempt.decode_place.failed(problem)
     attempt.suspects.append(attempt.pair.decode.candidate.endpoint.name)
 
@@ -67,99 +73,131 @@ def _blame_decoder(attempt: PairAttempt, problem: UpstreamBroke) -> None:
 # Another decoder
 
 
-def other_decode(attempt: PairAttempt) -> None:
-    """The KV waits for whoever asks with the handoff, and this one never reached a decoder: give it to another."""
-    work, x, problem, pair = attempt.work, attempt.x, attempt.problem, attempt.pair
+def book_other_decode(attempt: AttemptState) -> bool:
+    """Book another decoder for the same handoff; False if there is none.
+
+    The first decoder never received the request, so the KV still waits at the prefiller.
+    """
+    context, exchange, problem = attempt.context, attempt.exchange, attempt.problem
     assert problem is not None
-    x.retries += attempt.suspects  # it stays on record, whoever answers in the end
+    exchange.retries += attempt.suspects  # recorded now, whichever decoder answers in the end
     attempt.suspects = []
-    endpoints, request = work.gateway.endpoints, work.call.request
-    group = next(each for each in work.split.pools.groups if pair.decode.candidate in each.decodes)
-    others = [each for each in group.decodes if each is not pair.prefill.candidate]
-    pick = run.pick(work.split.splitter.decode, endpoints.ask(request, work.fingerprint, x.retries), others)
-    if pick is None or not is_unsent(work.gateway, x, problem):
-        attempt.post(Event.NOBODY)
-        return
+    endpoints, request, pair = context.gateway.endpoints, context.call.request, attempt.pair
+    decodes = _group_of(attempt).decodes
+    others = [candidate for candidate in decodes if candidate is not pair.prefill.candidate]
+    ask = endpoints.ask(request, context.fingerprint, exchange.retries)
+    pick = run.pick(context.split.splitter.decode, ask, others)
+    if pick is None or not is_unsent(context.gateway, exchange, problem):
+        return False
     attempt.decode_place.__exit__()
-    attempt.decode_place = endpoints.reserve(pick, request, work.fingerprint)
+    attempt.decode_place = endpoints.reserve(pick, request, context.fingerprint)
     attempt.pair = Pair(pair.prefill, pick)
     attempt.figures = attempt.handoffs.figures(attempt.pair)
-    x.pick = pick
-    attempt.send_decode()
+    exchange.pick = pick
+    return True
 
 
-# KV that nobody will read
+def _group_of(attempt: AttemptState) -> Group:
+    decode = attempt.pair.decode.candidate
+    return next(group for group in attempt.context.split.pools.groups if decode in group.decodes)
 
 
-def call_off_prefill(attempt: PairAttempt) -> None:
-    """An engine that is told to abort finishes its step first, and then holds KV that nobody knows of. So its
-    answer is waited for as long as a step may take; then it is called off, and what crosses that is still read."""
+# KV that is not needed any more
+
+
+def abort_prefill(attempt: AttemptState) -> None:
+    """Half-close the prefiller's connection after the time that its step may take.
+
+    An engine that is aborted during a step finishes it, and then keeps KV that no decoder knows
+    about. So its answer is awaited first. An answer that crosses the abort is read too: its KV is
+    freed by a release request.
+    """
     leg, inbox = attempt.prefill, attempt.inbox
     if leg is None or inbox is None or leg.over or leg.sent_at is None:
-        return  # it was still connecting: the attempt closes it as it ends
+        return  # still connecting: leaving the attempt closes it
     step_s = attempt.figures.step_s
-    leg.close_in(2 * step_s, lambda leg, problem: _too_late(attempt, leg, problem))
+    leg.close_in(2 * step_s, lambda leg, problem: _on_late_answer(attempt, leg, problem))
     attempt.handoffs.outbox.loop.call_later(step_s, inbox.call_off)
     attempt.handoffs.count(("prefill", "closed"))
 
 
-def _too_late(attempt: PairAttempt, leg: Leg, problem: UpstreamBroke | None) -> None:
+def _on_late_answer(attempt: AttemptState, leg: Leg, problem: UpstreamBroke | None) -> None:
     inbox = attempt.inbox
     if problem is not None or inbox is None or leg.relay.refused:
         return
-    meaning = attempt.words.meaning(read_answer(inbox.body), alone=True)
+    meaning = attempt.words.interpret(read_answer(inbox.body), alone=True)
     if isinstance(meaning, Handover):
-        _give_up(attempt, meaning, attempt.decode_place, "client_gone")
+        _release_kv(attempt, meaning, attempt.decode_place, "client_gone")
 
 
-def free_by_decode(attempt: PairAttempt) -> None:
-    """A decoder that was cut off before its engine saw the handoff, or before P was done, would tell P nothing."""
+def free_by_decode(attempt: AttemptState) -> None:
+    """Close the decoder's connection once its engine has the handoff and will free the KV.
+
+    A decoder that is cut off before, or before the prefiller is done, would not report to the
+    prefiller.
+    """
     leg, now = attempt.decode, monotonic()
     if leg is None or leg.over:
         return
-    if not _kv_may_stay(attempt):
+    if not _may_keep_kv(attempt):
         leg.close()
     elif leg.sent_at is None:
         leg.close()
         if attempt.handover is not None:
-            _give_up(attempt, attempt.handover, attempt.decode_place, "client_gone")
+            _release_kv(attempt, attempt.handover, attempt.decode_place, "client_gone")
     else:
         since = leg.sent_at if attempt.record.prefilled_at is not None else now
         leg.close_in(since + attempt.figures.seen_s - now)
     attempt.handoffs.count(("decode", "closed"))
 
 
-def _kv_may_stay(attempt: PairAttempt) -> bool:
-    """Whether P can be left with KV that only a decoder frees. If not, D would wait for what nobody sends."""
+def _may_keep_kv(attempt: AttemptState) -> bool:
+    """Return whether the prefiller may keep KV that only a decoder can have freed.
+
+    If not, a decode request must not stay open either: it would wait for KV that is never sent.
+    """
     prefill = attempt.prefill
     return prefill is not None and prefill.sent_at is not None and not attempt.dialect.abort_frees
 
 
-def free_by_refuser(attempt: PairAttempt) -> None:
-    """P had no word against the prompt: what D calls wrong is in what P was not asked (`max_tokens`, `logprobs`)."""
-    if attempt.handover is not None and _kv_may_stay(attempt):
-        _give_up(attempt, attempt.handover, attempt.decode_place, "refused")
+def free_by_refuser(attempt: AttemptState) -> None:
+    """Have the decoder that refused the request fetch the KV in a release request.
+
+    The prefiller accepted the prompt, so the refusal is about a member that it did not get
+    (max_tokens, logprobs).
+    """
+    if attempt.handover is not None and _may_keep_kv(attempt):
+        _release_kv(attempt, attempt.handover, attempt.decode_place, "refused")
 
 
-def free_elsewhere(attempt: PairAttempt) -> None:
-    """A decoder that is gone may have told P, or not. Another one is asked once the first has surely done with the KV,
-    should only its connection have broken. One that says it could not load the KV has found P gone."""
+def free_elsewhere(attempt: AttemptState) -> None:
+    """Have another decoder free the KV later, because the first one may not have done so.
+
+    It waits until the first decoder must be done with the KV, in case only its connection broke. A
+    decoder that could not load the KV found the prefiller gone, so there is nothing to free.
+    """
     handover, problem = attempt.handover, attempt.problem
     assert problem is not None
-    if handover is not None and attempt.dialect.apart and problem.kind not in KV_FAILURES:
-        attempt.handoffs.outbox.loop.call_later(attempt.figures.seen_s, _give_up_elsewhere, attempt, handover)
+    if handover is None or not attempt.dialect.apart or problem.kind in KV_FAILURES:
+        return
+    loop = attempt.handoffs.outbox.loop
+    loop.call_later(attempt.figures.seen_s, _release_elsewhere, attempt, handover)
 
 
-def _give_up_elsewhere(attempt: PairAttempt, handover: Handover) -> None:
-    """Whether there is room for another request does not matter: it is one token."""
-    work, pair = attempt.work, attempt.pair
-    group = next(each for each in work.split.pools.groups if pair.decode.candidate in each.decodes)
-    asked = (pair.prefill.candidate.load, pair.decode.candidate.load)
-    able = [each.load for each in group.decodes if each.load.available and each.load not in asked]
-    other = next((live for live in work.gateway.endpoints.all() if live.load in able), None)
+def _release_elsewhere(attempt: AttemptState, handover: Handover) -> None:
+    """Send a release request to any other decoder of the group; one token needs no free place."""
+    pair = attempt.pair
+    used = (pair.prefill.candidate.load, pair.decode.candidate.load)
+    loads = [candidate.load for candidate in _group_of(attempt).decodes]
+    able = [load for load in loads if load.available and load not in used]
+    lives = attempt.context.gateway.endpoints.all()
+    other = next((live for live in lives if live.load in able), None)
     if other is not None:
-        _give_up(attempt, handover, other, "decoder_gone")
+        _release_kv(attempt, handover, other, "decoder_gone")
 
 
-def _give_up(attempt: PairAttempt, handover: Handover, place: Booking | LiveEndpoint, reason: str) -> None:
-    attempt.handoffs.give_up(place.upstream, attempt.words.farewell(place, handover), reason)
+def _release_kv(
+    attempt: AttemptState, handover: Handover, place: Booking | LiveEndpoint, reason: str
+) -> None:
+    request = attempt.words.release_request(place, handover)
+    attempt.handoffs.give_up(place.upstream, request, reason)

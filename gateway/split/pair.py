@@ -1,9 +1,9 @@
-"""One attempt of a pair at one request: two booked places, two legs, and the table of life.py between them.
+"""One attempt of a pair at one request: two legs, and the interpreter of the table in life.py.
 
-Legs only tell what happened to them; what follows stands in the table and is carried out at once, one event at a time.
-Whatever happens, both places are given back, both connections are closed or back in their pools, and KV that nobody
-will read is freed. Not here: what the legs' requests and answers say (words.py), and what is due when something went
-wrong (mishaps.py).
+A leg only reports how it ended. The table says what follows, which is done at once, one event at a
+time. At the end both places are given back, both connections are closed or back in their pools, and
+KV that is no longer needed is freed. Not here: what the legs' requests contain and what answers
+mean (words.py), and what is due after failures (mishaps.py).
 """
 
 from __future__ import annotations
@@ -15,77 +15,57 @@ from time import monotonic
 from types import MappingProxyType
 
 from gateway import legs
-from gateway.booking import Booking
-from gateway.errand import Landing, landing
-from gateway.exchange import Exchange, SplitRecord
+from gateway.errand import landing
+from gateway.exchange import Exchange
 from gateway.relay import Relay, UpstreamBroke
 from gateway.split import mishaps
-from gateway.split.bootstrap import Query
+from gateway.split.attempt_state import AttemptState
 from gateway.split.inbox import Inbox
 from gateway.split.leg import Leg
 from gateway.split.life import ENDS, LEG_ENDS, TABLE, Act, Event, Row, State
-from gateway.split.words import Words, Work, one_token
 from gateway.told import Usage
 from kvtransfer.dialects import Answer, Finished, Handover, Needs, Order, Unusable, read_answer
 from policies.model import Ask
-from policies.split import Pair
 
 log = logging.getLogger("penstock")
 
-# Before Python 3.12 an Enum finds its members slowly: those that every split request passes are at hand.
-_BOOKED, _RECOMPUTING, _FAILED = State.BOOKED, State.RECOMPUTING, State.FAILED
+# Local names: Enum attribute access is slow before Python 3.12, and every split request uses these.
+_RECOMPUTING, _FAILED = State.RECOMPUTING, State.FAILED
 _SEQUENTIAL, _START_PREFILL = Order.SEQUENTIAL, Event.START_PREFILL
-_SENT, _PREFILLED, _FIRST_TOKEN, _DECODED = Event.SENT, Event.PREFILLED, Event.FIRST_TOKEN, Event.DECODED
+_SENT, _PREFILLED, _FIRST_TOKEN = Event.SENT, Event.PREFILLED, Event.FIRST_TOKEN
+_DECODED = Event.DECODED
 
 
-class PairAttempt:
-    """run() it once. Afterwards `suspects` names those who should not be tried again, `recompute` whether the whole
-    request had better be computed in one place.
+class PairAttempt(AttemptState):
+    """One attempt of a pair: enter it once and run() it once.
 
-    prefill, inbox, prefill_place  P's leg, what it has answered, and its place until the prompt is computed
-    decode, handover, decode_place  D's leg, what it is told, and its place
-    problem  what broke
+    Leaving it gives back both places and closes what is open.
     """
 
-    __slots__ = (
-        *("_acting", "_bug", "_events", "_finished", "_number", "_query", "_refused", "_waiting"),
-        *("decode", "decode_place", "dialect", "figures", "handoffs", "handover", "inbox", "pair", "prefill"),
-        *("prefill_place", "problem", "recompute", "record", "state", "suspects", "words", "work", "x"),
-    )
+    __slots__ = ()
 
-    def __init__(self, work: Work, pair: Pair, record: SplitRecord) -> None:
-        endpoints, request = work.gateway.endpoints, work.call.request
-        handoffs = self.handoffs = work.gateway.handoffs
-        figures = self.figures = handoffs.figures(pair)
-        self.x: Exchange = work.x
-        self.work, self.record, self.pair = work, record, pair
-        self.dialect = work.split.dialect
-        self.prefill: Leg | None = None
-        self.inbox: Inbox | None = None
-        self.decode: Leg | None = None
-        self.handover: Handover | None = None
-        self.problem: UpstreamBroke | None = None
-        self.state = _BOOKED
-        self.suspects: list[str] = []
-        self.recompute = self._acting = False
-        self._events: list[Event] = []
-        self._bug: Exception | None = None
-        self._query: Query | None = None
-        self._finished: Finished | None = None
-        self._refused: Relay | None = None
-        self._waiting: Landing | None = None
-        place = endpoints.book(pair.prefill, one_token(request), work.fingerprint)
-        self.prefill_place: Booking | None = place
-        self.decode_place = endpoints.reserve(pair.decode, request, work.fingerprint)
-        record.predicted_ttft_s = figures.expected_s(place.place.predicted_ttft_s)
-        self._number = handoffs.number()
+    def __enter__(self) -> PairAttempt:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_transfer_timer()
+        self._stop_asking()
+        self._close_prefill()
+        self._close_decode()
+        self._leave_prefill()
+        self.decode_place.__exit__()
+        self.handoffs.give_back(self._number)
+        relay = self.exchange.relay
+        self.handoffs.ended(self.pair, self.figures, self.state, self.record, relay)
 
     async def run(self, ask: Ask) -> UpstreamBroke | None:
-        """None when the client has been answered, whatever the answer; else what broke. `ask` led to the pair."""
-        work, prefill = self.work, self.pair.prefill
+        """Serve the request; return what broke, or None when the client has an answer.
+
+        `ask` led to the pair.
+        """
+        self.begin()
+        self.exchange.booked(self.context.route.room, ask, self.pair.prefill)
         try:
-            self.words = Words(work, self.record, prefill.candidate.endpoint, self._number)
-            self.x.booked(work.route.room, ask, prefill)
             self.post(self._start())
             if self.state not in ENDS:
                 self._waiting = landing(self.handoffs.outbox.loop)
@@ -95,25 +75,31 @@ class PairAttempt:
         except CancelledError:
             self.post(Event.CLIENT_GONE)
             raise
-        finally:
-            self._leave()
         return self.problem if self.state is _FAILED else None
 
     def _start(self) -> Event:
-        dialect, known = self.dialect, self.words.terms.identity is not None
-        if dialect.order is _SEQUENTIAL or (dialect.needs is Needs.FIRST_ANSWER and not known):
+        dialect, is_known = self.dialect, self.words.terms.identity is not None
+        if dialect.order is _SEQUENTIAL:
             return _START_PREFILL
-        return Event.START_ASKING if dialect.needs is Needs.QUERY and not known else Event.START_BOTH
+        if is_known:
+            return Event.START_BOTH
+        if dialect.needs is Needs.FIRST_ANSWER:
+            return _START_PREFILL
+        return Event.START_ASKING if dialect.needs is Needs.QUERY else Event.START_BOTH
 
     # Events
 
     def post(self, event: Event) -> None:
-        """Something has happened. What follows is done at once, in the callback that brought the news; the line, which
-        only waits for the end, goes on when it has come. The one interpreter of the table."""
-        if self._acting:
+        """Take an event through the table, in the callback that brought it.
+
+        This is the table's one interpreter.
+
+        The request's coroutine only waits for an end state.
+        """
+        if self._is_acting:
             self._events.append(event)
             return
-        self._acting = True
+        self._is_acting = True
         try:
             while True:
                 self.state, end, acts = _ROWS[self.state][event]
@@ -124,19 +110,24 @@ class PairAttempt:
                 if not self._events:
                     break
                 event = self._events.pop(0)
-        except Exception as bug:  # it must not end in the callback of a leg, with the line waiting for ever
+        except (
+            Exception
+        ) as bug:  # raised in run(): in this callback it would leave run() waiting for ever
             self._bug, self.state = bug, State.FAILED
-        self._acting = False
+        self._is_acting = False
         if self.state in ENDS:
             self._end_wait()
 
-    def _hear(self, leg: Leg, problem: UpstreamBroke | None) -> None:
-        """A leg has ended."""
+    def _on_leg_ended(self, leg: Leg, problem: UpstreamBroke | None) -> None:
         try:
-            event = self._prefilled(leg, problem) if leg is self.prefill else self._decoded(leg, problem)
+            event = (
+                self._on_prefill_ended(leg, problem)
+                if leg is self.prefill
+                else self._on_decode_ended(leg, problem)
+            )
         except Exception as bug:  # as in post()
             self._bug, self.state = bug, State.FAILED
-            if not self._acting:
+            if not self._is_acting:
                 self._end_wait()
         else:
             self.post(event)
@@ -145,16 +136,16 @@ class PairAttempt:
         if self._waiting is not None:
             self._waiting.land()
 
-    def _watch(self) -> None:
-        self.handoffs.transfers[self] = monotonic() + self.work.split.transfer_timeout_s
+    def _start_transfer_timer(self) -> None:
+        self.handoffs.transfers[self] = monotonic() + self.context.split.transfer_timeout_s
 
-    def _watch_no_more(self) -> None:
+    def _stop_transfer_timer(self) -> None:
         self.handoffs.transfers.pop(self, None)
 
     def overdue(self) -> None:
-        """Fetching KV has lasted too long: told once by the sweep."""
-        if self.x.committed:
-            return  # it flows: what the relay does not know for a token is one all the same
+        """Fail the transfer because it takes too long. The sweep calls it once."""
+        if self.exchange.committed:
+            return  # the answer flows: the relay may not recognise a token in it
         self.problem = UpstreamBroke("transfer_timeout", f"{self.state} for too long")
         self.post(Event.OVERDUE)
 
@@ -163,19 +154,20 @@ class PairAttempt:
     def _ask(self) -> None:
         bootstrap = self.words.terms.bootstrap
         assert bootstrap is not None
-        self._query = self.handoffs.bootstraps.ask(bootstrap, self._told)
+        self._query = self.handoffs.bootstraps.ask(bootstrap, self._on_bootstrap_answer)
 
     def _stop_asking(self) -> None:
         if self._query is not None:
-            self._query.leave(self._told)
+            self._query.leave(self._on_bootstrap_answer)
 
-    def _told(self, problem: UpstreamBroke | None, page: bytes) -> None:
-        found = self.dialect.identify(page)
-        if problem is None and found:
-            self.words.introduced(found)
+    def _on_bootstrap_answer(self, problem: UpstreamBroke | None, page: bytes) -> None:
+        identities = self.dialect.identify(page)
+        if problem is None and identities:
+            self.words.set_identity(identities)
             self.post(Event.KNOWN)
         else:
-            self.problem = UpstreamBroke("bootstrap_failed", f"no engine id from the bootstrap server: {problem}")
+            message = f"no engine id from the bootstrap server: {problem}"
+            self.problem = UpstreamBroke("bootstrap_failed", message)
             self.post(Event.PREFILL_BROKE)
 
     def _send_prefill(self) -> None:
@@ -183,137 +175,162 @@ class PairAttempt:
         assert place is not None
         head, body = self.words.prefill(place)
         inbox = self.inbox = Inbox(keep=self.dialect.reads_answer)
-        leg = self.prefill = Leg(place.upstream, head, body, Relay(b"", http_1_0=True), inbox, self._hear)
+        relay = Relay(b"", http_1_0=True)
+        leg = self.prefill = Leg(place.upstream, head, body, relay, inbox, self._on_leg_ended)
         self.record.prefill_sent_at = now = monotonic()
-        self.x.sent_at = self.x.sent_at or now
+        self.exchange.sent_at = self.exchange.sent_at or now
         leg.start()
 
-    def _prefilled(self, leg: Leg, problem: UpstreamBroke | None) -> Event:
+    def _on_prefill_ended(self, leg: Leg, problem: UpstreamBroke | None) -> Event:
         leg.release()
         relay = leg.relay
         if problem is None and relay.refused:
-            problem = self._judged(relay)
+            problem = self._judge_refusal(relay)
         elif problem is None and relay.failed_in_stream:
             problem = UpstreamBroke("engine_error", "error event in the stream")
         if problem is not None:
             self.problem = problem
             return Event.PREFILL_BROKE
-        return Event.PREFILL_REFUSED if self._refused is not None else self._computed(relay)
+        if self._refused is not None:
+            return Event.PREFILL_REFUSED
+        return self._on_prefilled(relay)
 
-    def _judged(self, relay: Relay) -> UpstreamBroke | None:
-        """An engine's refusal: kept for the client, or trouble of the engine's own."""
+    def _judge_refusal(self, relay: Relay) -> UpstreamBroke | None:
+        """Keep an engine's refusal for the client; return what broke if the engine failed."""
         try:
             status = legs.refusal(relay)
         except UpstreamBroke as broke:
-            return broke.with_traceback(None)  # that leads back here, and so to whoever keeps it: a cycle
-        if self.x.committed:
-            return UpstreamBroke(f"status_{status}", f"the engine answered {status} after its twin had begun")
+            # Its traceback leads to this frame and its callers: a reference cycle.
+            return broke.with_traceback(None)
+        if self.exchange.committed:
+            message = f"the engine answered {status} after the other leg had begun"
+            return UpstreamBroke(f"status_{status}", message)
         self._refused = relay
         return None
 
-    def _computed(self, relay: Relay) -> Event:
-        """The prompt is computed: its place is free again, and its KV waits, or not."""
+    def _on_prefilled(self, relay: Relay) -> Event:
+        """Free the prefill place, and read whether the KV waits for the decoder."""
         place, inbox = self.prefill_place, self.inbox
         assert place is not None
         assert inbox is not None
         self.record.prefilled_at = monotonic()
         answer = read_answer(inbox.body) if self.dialect.reads_answer else None
+        usage = relay.usage
+        if isinstance(answer, Answer):
+            usage = Usage(answer.prompt_tokens, 1, answer.cached_tokens)
         place.first_token()
-        place.served(
-            Usage(answer.prompt_tokens, 1, answer.cached_tokens) if isinstance(answer, Answer) else relay.usage
-        )
+        place.served(usage)
         self._leave_prefill()
         if answer is None:
-            self.words.prefilled(relay.usage)
-        meaning = None if answer is None else self.words.meaning(answer, alone=self.decode is None)
+            self.words.note_usage(usage)
+            meaning = None
+        else:
+            meaning = self.words.interpret(answer, alone=self.decode is None)
         if isinstance(meaning, Finished):
             self._finished = meaning
             return Event.FINISHED
         if isinstance(meaning, Unusable):
-            return self._unusable(meaning)
+            return self._on_unusable(meaning)
         self.handover = meaning or self.handover
         self.decode_place.handed_over()
         return _PREFILLED
 
-    def _unusable(self, answer: Unusable) -> Event:
-        log.warning("endpoint %s handed over nothing usable: %s", self.pair.prefill.candidate.endpoint.name, answer.why)
-        if not self.x.committed or self.state is State.DECODING:
+    def _on_unusable(self, answer: Unusable) -> Event:
+        name = self.pair.prefill.candidate.endpoint.name
+        log.warning("endpoint %s handed over nothing usable: %s", name, answer.why)
+        if not self.exchange.committed or self.state is State.DECODING:
             return Event.UNUSABLE
         self.problem = UpstreamBroke("prefill_unusable", answer.why)
         return Event.PREFILL_BROKE
 
     # Decode
 
-    def send_decode(self) -> None:
-        """With the handoff that there is, or the one that needs no answer of P's."""
+    def _send_decode(self) -> None:
+        """Send the decode request with its handoff.
+
+        A concurrent dialect's handoff does not depend on the prefill answer.
+        """
         handover = self.handover
         if handover is None:
-            found = self.dialect.decode(self.words.terms, None)
-            assert isinstance(found, Handover), found  # what it needs was learnt before
-            handover = self.handover = found
+            result = self.dialect.decode(self.words.terms, None)
+            assert isinstance(result, Handover), result  # what it needs was learned before
+            handover = self.handover = result
         self._decode_with(handover)
 
+    def _send_to_other_decode(self) -> None:
+        if mishaps.book_other_decode(self):
+            self._send_decode()
+        else:
+            self.post(Event.NO_OTHER_DECODE)
+
     def _send_whole(self) -> None:
-        self.record.cached_tokens = None  # what P had cached is of no use: D's own word holds
+        self.record.cached_tokens = (
+            None  # the prefiller's cache is of no use: the decoder's count is right
+        )
         self.decode_place.recompute()
         self._decode_with(None)
 
     def _decode_with(self, handover: Handover | None) -> None:
-        x, place, client = self.x, self.decode_place, self.work.client
+        exchange, place, client = self.exchange, self.decode_place, self.context.client
         head, body = self.words.decode(place, handover)
         relay = self.words.relay(place.endpoint, handover)
-        relay.on_first = self._first_token
-        x.booking, x.relay = place, relay
-        leg = x.sent = self.decode = Leg(place.upstream, head, body, relay, client, self._hear)
+        relay.on_first = self._on_first_token
+        exchange.booking, exchange.relay = place, relay
+        leg = Leg(place.upstream, head, body, relay, client, self._on_leg_ended)
+        self.decode = exchange.sent = leg
         self.record.handed_over_at = now = monotonic()
-        x.sent_at = x.sent_at or now
-        leg.start(self._sent)
+        exchange.sent_at = exchange.sent_at or now
+        leg.start(self._on_sent)
 
-    def _sent(self) -> None:
+    def _on_sent(self) -> None:
         self.post(_SENT)
 
-    def _first_token(self) -> None:
+    def _on_first_token(self) -> None:
         if self.state is not _RECOMPUTING:
-            self.figures.travelled(self.pair, self.work.call.request.prompt_tokens)
-        self.x.first_token()
+            self.figures.travelled(self.pair, self.context.call.request.prompt_tokens)
+        self.exchange.first_token()
         self.words.forget()
         self.post(_FIRST_TOKEN)
 
-    def _decoded(self, leg: Leg, problem: UpstreamBroke | None) -> Event:
+    def _on_decode_ended(self, leg: Leg, problem: UpstreamBroke | None) -> Event:
         relay, place = leg.relay, self.decode_place
         if problem is None and relay.refused:
-            problem = self._judged(relay)
+            problem = self._judge_refusal(relay)
         if problem is not None:
             self.problem = problem
             return Event.UNREACHED if leg.sent_at is None else Event.DECODE_BROKE
         if self._refused is not None:
             return Event.DECODE_REFUSED
         if relay.failed_in_stream:
-            self.x.interrupted("engine_error")
+            self.exchange.interrupted("engine_error")
             place.failed(UpstreamBroke("engine_error", "error event in the stream"))
         else:
-            self.x.status = 200
+            self.exchange.status = 200
             place.served(relay.usage)
         return _DECODED
 
     # The answer without a decoder
 
     def _answer(self) -> None:
-        """The prefill answer goes through a relay like any other, as if the engine had been asked for just this."""
+        """Relay the prefill answer to the client as the answer to its own request."""
         assert self._finished is not None
-        x: Exchange = self.x  # deploy/classes.py reads here whose first_token() is handed on
-        client = self.work.client
-        x.pick, x.booking = self.pair.prefill, None
-        relay = x.relay = self.words.relay(self.pair.prefill.candidate.endpoint, None)
-        relay.on_first = x.first_token
+        exchange: Exchange = (
+            self.exchange
+        )  # the annotation tells deploy/classes.py whose method is passed on
+        client, prefill = self.context.client, self.pair.prefill
+        exchange.pick, exchange.booking = prefill, None
+        relay = exchange.relay = self.words.relay(prefill.candidate.endpoint, None)
+        relay.on_first = exchange.first_token
         client.write(relay.feed(self.words.finished(self._finished), monotonic()))
-        x.status = 200
+        exchange.status = 200
 
     def _pass_on(self) -> None:
-        refused, first = self._refused, self.prefill
+        refused, prefill = self._refused, self.prefill
         assert refused is not None
-        pick = self.pair.prefill if first is not None and first.relay is refused else self.pair.decode
-        legs.pass_on(self.x, self.work.client, refused, pick.candidate.endpoint.name)
+        is_prefill = prefill is not None and prefill.relay is refused
+        pick = self.pair.prefill if is_prefill else self.pair.decode
+        name = pick.candidate.endpoint.name
+        legs.pass_on(self.exchange, self.context.client, refused, name)
 
     # The end
 
@@ -332,16 +349,6 @@ class PairAttempt:
             self.prefill_place.__exit__()
             self.prefill_place = None
 
-    def _leave(self) -> None:
-        self._watch_no_more()
-        self._stop_asking()
-        self._close_prefill()
-        self._close_decode()
-        self._leave_prefill()
-        self.decode_place.__exit__()
-        self.handoffs.give_back(self._number)
-        self.handoffs.ended(self.pair, self.figures, self.state, self.record, self.x.relay)
-
 
 Do = Callable[[PairAttempt], None]
 
@@ -350,34 +357,36 @@ _DO: Mapping[Act, Do] = MappingProxyType(
         Act.ASK: PairAttempt._ask,
         Act.STOP_ASKING: PairAttempt._stop_asking,
         Act.SEND_PREFILL: PairAttempt._send_prefill,
-        Act.SEND_DECODE: PairAttempt.send_decode,
+        Act.SEND_DECODE: PairAttempt._send_decode,
         Act.SEND_WHOLE: PairAttempt._send_whole,
-        Act.OTHER_DECODE: mishaps.other_decode,
+        Act.OTHER_DECODE: PairAttempt._send_to_other_decode,
         Act.ANSWER: PairAttempt._answer,
         Act.PASS_ON: PairAttempt._pass_on,
         Act.CLOSE_PREFILL: PairAttempt._close_prefill,
         Act.CLOSE_DECODE: PairAttempt._close_decode,
-        Act.CALL_OFF_PREFILL: mishaps.call_off_prefill,
+        Act.ABORT_PREFILL: mishaps.abort_prefill,
         Act.FREE_BY_DECODE: mishaps.free_by_decode,
         Act.FREE_BY_REFUSER: mishaps.free_by_refuser,
         Act.FREE_ELSEWHERE: mishaps.free_elsewhere,
         Act.BLAME_PREFILL: mishaps.blame_prefill,
         Act.BLAME_DECODE: mishaps.blame_decode,
-        Act.BLAME_NOBODY: mishaps.blame_nobody,
+        Act.SUSPECT_BOTH: mishaps.suspect_both,
     }
 )
 
 
 def _due(before: State, row: Row) -> tuple[Do, ...]:
-    """What a row asks for, in order, with the watch over the KV's way."""
+    """Return what a row asks for, in order, with the transfer timer's start or stop."""
     acts = tuple(_DO[act] for act in row.acts)
     if before is row.state or State.TRANSFERRING not in (before, row.state):
         return acts
-    return (PairAttempt._watch if row.state is State.TRANSFERRING else PairAttempt._watch_no_more, *acts)
+    if row.state is State.TRANSFERRING:
+        return (PairAttempt._start_transfer_timer, *acts)
+    return (PairAttempt._stop_transfer_timer, *acts)
 
 
-# The table by state, with everything looked up once: the next state, the leg's end that the event is, and what is due.
-# Nothing follows an end.
+# The table by state, with everything looked up once: the next state, the end of a leg that the
+# event is, and what is due. Nothing follows an end state.
 _ROWS: dict[State, dict[Event, tuple[State, tuple[str, str] | None, tuple[Do, ...]]]] = {
     state: dict.fromkeys(Event, (state, None, ())) if state in ENDS else {} for state in State
 }

@@ -1,6 +1,7 @@
-"""Who may be paired with whom for a model, and in which dialect: what a Route knows about splitting.
+"""Which endpoints of a model can be paired, and in which dialect.
 
-Lives here: groups of endpoints whose KV fits, from configuration. Not here: choosing among them (policies.split).
+Here: groups of endpoints with compatible KV, from the configuration. Not here: choosing among them
+(policies.split).
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ NEED_BOOTSTRAP = (Needs.ADDRESS, Needs.QUERY)
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the configuration says of a prefill endpoint: its host, and its bootstrap server if it has one. `header` is
-    the line that names it to a client."""
+    """Configured facts of a prefill endpoint.
+
+    host       of its URL
+    bootstrap  its bootstrap server; None if it has none
+    header     the response header line that names the endpoint to clients
+    """
 
     host: str
     bootstrap: Bootstrap | None
@@ -41,12 +46,17 @@ class SplitRoute(msgspec.Struct, frozen=True):
 
 
 def whole(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Those who may be asked for whole requests."""
-    return tuple(each for each in candidates if each.endpoint.role is not Role.PREFILL)
+    """Return the endpoints that serve whole requests."""
+    return tuple(
+        candidate for candidate in candidates if candidate.endpoint.role is not Role.PREFILL
+    )
 
 
 def split_route(model: Model, policy: Policy, candidates: Sequence[Candidate]) -> SplitRoute | None:
-    """How to split the model's requests; None when it says nothing of it, or nobody can prefill for another."""
+    """Return how to split a model's requests; None if they are not split.
+
+    They are not without a `split` section, or if no two endpoints can be paired.
+    """
     if model.split is None:
         return None
     dialect = dialects.named(model.split.dialect)
@@ -56,44 +66,51 @@ def split_route(model: Model, policy: Policy, candidates: Sequence[Candidate]) -
     rule = SplitRule(model.split.threshold_tokens, model.split.hysteresis)
     return SplitRoute(
         dialect,
-        _among(splitter(rule, policy), candidates),
-        Pools(groups, tuple(each for each in candidates if _serves_alone(dialect, each))),
-        {each.endpoint.name: _facts(each) for group in groups for each in group.prefills},
+        _with_applicable_filters(splitter(rule, policy), candidates),
+        Pools(
+            groups,
+            tuple(candidate for candidate in candidates if _serves_alone(dialect, candidate)),
+        ),
+        {prefill.endpoint.name: _facts(prefill) for group in groups for prefill in group.prefills},
         model.split.transfer_timeout,
     )
 
 
-def _among(made: Splitter, candidates: Sequence[Candidate]) -> Splitter:
-    """The splitter as requests to these meet it: its policies without the filters that can keep out none of them."""
+def _with_applicable_filters(splitter: Splitter, candidates: Sequence[Candidate]) -> Splitter:
+    """Return the splitter without the filters that can reject none of the endpoints."""
 
-    def told(policy: Policy) -> Policy:
+    def reduced(policy: Policy) -> Policy:
         return msgspec.structs.replace(policy, filters=telling(policy.filters, candidates))
 
     return msgspec.structs.replace(
-        made, prefill=told(made.prefill), decode=told(made.decode), crowded=told(made.crowded)
+        splitter,
+        prefill=reduced(splitter.prefill),
+        decode=reduced(splitter.decode),
+        crowded=reduced(splitter.crowded),
     )
 
 
 def _groups(model: str, dialect: Dialect, candidates: Sequence[Candidate]) -> tuple[Group, ...]:
     by_compat: dict[str, list[Candidate]] = {}
-    for each in candidates:
-        endpoint = each.endpoint
+    for candidate in candidates:
+        endpoint = candidate.endpoint
         if endpoint.engine == dialect.engine:
             key = compat(endpoint.engine, endpoint.served_model or model, endpoint.labels)
-            by_compat.setdefault(key, []).append(each)
+            by_compat.setdefault(key, []).append(candidate)
     groups = []
     for key, members in by_compat.items():
-        prefills = tuple(each for each in members if _prefills(dialect, each))
-        decodes = tuple(each for each in members if each.endpoint.role is not Role.PREFILL)
+        prefills = tuple(member for member in members if _can_prefill(dialect, member))
+        decodes = whole(members)
         if prefills and decodes and len({*prefills, *decodes}) > 1:
             groups.append(Group(key, prefills, decodes))
     return tuple(groups)
 
 
-def _prefills(dialect: Dialect, candidate: Candidate) -> bool:
+def _can_prefill(dialect: Dialect, candidate: Candidate) -> bool:
     endpoint = candidate.endpoint
-    introduced = dialect.needs not in NEED_BOOTSTRAP or endpoint.bootstrap is not None
-    return endpoint.role is not Role.DECODE and introduced
+    if dialect.needs in NEED_BOOTSTRAP and endpoint.bootstrap is None:
+        return False
+    return endpoint.role is not Role.DECODE
 
 
 def _serves_alone(dialect: Dialect, candidate: Candidate) -> bool:
@@ -103,7 +120,9 @@ def _serves_alone(dialect: Dialect, candidate: Candidate) -> bool:
 
 def _facts(candidate: Candidate) -> Facts:
     endpoint = candidate.endpoint
-    at = urlsplit(f"//{endpoint.bootstrap}") if endpoint.bootstrap is not None else None
-    bootstrap = Bootstrap(at.hostname or "", at.port or 0) if at is not None else None
+    bootstrap = None
+    if endpoint.bootstrap is not None:
+        address = urlsplit(f"//{endpoint.bootstrap}")
+        bootstrap = Bootstrap(address.hostname or "", address.port or 0)
     header = b"x-penstock-prefill: %b\r\n" % endpoint.name.encode()
     return Facts(urlsplit(endpoint.url).hostname or "", bootstrap, header)

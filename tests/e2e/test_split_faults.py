@@ -35,7 +35,7 @@ def long(number: int, **members: Any) -> dict[str, Any]:
         ("decode", "refuse"),
     ],
 )
-async def test_whoever_fails_the_client_gets_the_right_answer_and_nothing_stays_held(
+async def test_whichever_endpoint_fails_the_client_gets_the_right_answer_and_nothing_stays_held(
     dialect: str, role: str, what: str
 ) -> None:
     async with split_house(dialect, kv=FAST, split=SPLIT) as house:
@@ -86,7 +86,7 @@ async def test_a_frozen_prefiller_is_noticed_and_the_request_computed_elsewhere(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_storm_of_clients_that_leave_at_the_first_byte_leaves_nothing_and_harms_nobody(dialect: str) -> None:
+async def test_a_storm_of_clients_that_leave_at_the_first_byte_leaves_nothing_behind(dialect: str) -> None:
     async with split_house(dialect, speed=50.0) as house:
 
         async def leave_at_first_byte(number: int) -> None:

@@ -23,7 +23,7 @@ PROMPT = [7, 8, 9]
 
 
 def token(number: int) -> str:
-    """The text of the token with this id: every fifth has none of its own, and is told with the next."""
+    """The text of the token with this id: every fifth has none of its own, and comes with the next."""
     return "" if number % 5 == 4 else f" w{number - 1}w{number}" if number % 5 == 0 and number else f" w{number}"
 
 
@@ -134,7 +134,7 @@ def test_what_the_client_reads_is_the_whole_answer_wherever_its_engines_break(
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_where_several_ids_came_at_once_nobody_knows_which_are_shown(chat: bool) -> None:
+def test_where_several_ids_came_at_once_it_is_unknown_which_are_shown(chat: bool) -> None:
     ledger = Ledger(terms(chat, False, 9), 1000)
     for ids, text, standing in (([1], "a", ""), ([2, 3], "b", "seam"), ([4], "", "seam"), ([5], "c", "")):
         part = {"delta": {"content": text}} if chat else {"text": text}
@@ -211,7 +211,7 @@ def test_an_answer_that_breaks_with_its_first_events_was_not_begun(end: bytes) -
     with pytest.raises(UpstreamBroke):
         relay.feed(HEAD + chunk(first) + end, 1.0)
     assert not relay.committed
-    assert not told  # what the request is made of is let go of then, and it is to be asked again
+    assert not told  # the request's bytes are released then, and a retry needs them
 
 
 @pytest.mark.parametrize("chat", [True, False])

@@ -1,4 +1,4 @@
-"""What a client is told when nobody is left to be asked: how the last one failed, and whether to ask again."""
+"""The refusal when no endpoint is left: how the last attempt failed, and whether to retry."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ def whole(engines: Sequence[Script], **options: Any) -> AbstractAsyncContextMana
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-async def test_when_the_last_engine_that_there_is_was_silent_the_client_hears_of_a_timeout(engines: int) -> None:
+async def test_a_request_whose_last_engine_was_silent_is_refused_as_a_timeout(engines: int) -> None:
     async with whole([holds] * engines, timeouts={"first_byte": "100ms"}) as running:
         reply = await running.ask(words=3)
         assert (reply.status, reply.json["error"]["code"]) == (504, "upstream_timeout")
         await running.at_rest()
 
 
-async def test_what_no_engine_takes_is_too_long_and_not_to_be_asked_again() -> None:
+async def test_a_prompt_that_fits_no_engine_is_too_long_and_not_to_be_retried() -> None:
     async with whole([decodes] * 2, contexts=[SHORT, SHORT]) as running:
         reply = await running.ask(words=400)
         assert (reply.status, reply.json["error"]["code"]) == (400, "context_length_exceeded")
         assert reply.headers["x-should-retry"] == "false"
 
 
-async def test_what_only_an_engine_takes_that_failed_is_not_too_long() -> None:
+async def test_a_prompt_that_fits_only_an_engine_that_failed_is_not_too_long() -> None:
     async with whole([decodes, refuses(500)], contexts=[SHORT, LONG]) as running:
         reply = await running.ask(words=400)
         assert (reply.status, reply.json["error"]["code"]) == (502, "upstream_failed")
 
 
-async def test_what_only_an_engine_takes_that_is_away_may_be_asked_again() -> None:
+async def test_a_prompt_that_fits_only_a_drained_engine_may_be_retried() -> None:
     async with whole([decodes, decodes], contexts=[SHORT, LONG]) as running:
         endpoints = running.app.gateway.endpoints
         endpoints.drain(next(each for each in endpoints.all() if each.endpoint.context_tokens == LONG), wanted=True)
@@ -49,6 +49,6 @@ async def test_what_only_an_engine_takes_that_is_away_may_be_asked_again() -> No
         assert (await running.ask(words=3)).status == 200
 
 
-async def test_a_split_request_that_no_engine_takes_is_too_long() -> None:
+async def test_a_split_request_that_fits_no_engine_is_too_long() -> None:
     async with front("vllm_nixl", [], [decodes] * 2, decode_role="both", contexts=[SHORT, SHORT]) as running:
         assert (await running.ask(words=400)).status == 400

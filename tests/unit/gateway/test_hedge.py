@@ -240,7 +240,7 @@ async def test_the_first_requests_of_a_gateway_may_be_hedged_and_later_ones_pay_
         assert hedger.allowed == 0.05 * CREDIT
         for _ in range(4):
             await running.ask(words=3)
-        hedger.sweep(running.app.gateway, monotonic())
+        hedger.sweep(0.05, monotonic())
         assert hedger.allowed == 0.05 * CREDIT
 
 

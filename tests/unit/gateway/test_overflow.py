@@ -1,4 +1,4 @@
-"""Before a refusal: how a smaller model hears of a request that overflows into it."""
+"""Overflow into a smaller model: the question that its room is asked."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
+from gateway import legs
 from gateway.config import WaitingRoom
 from gateway.endpoints import EndpointTable
 from gateway.gate import Room
 from gateway.openai import Call
 from gateway.overflow import into
-from gateway.snapshot import Route
+from gateway.route import Route
 from policies import registry
 from policies.admission import Cap, RoomView, Verdict
 from policies.model import Ask, Candidate
@@ -21,17 +22,17 @@ from tests.replaced import stand_in
 from tests.unit.policies.builders import ask, candidate
 
 
-class Listening(Cap):
-    """The cap, with what it was asked."""
+class RecordingCap(Cap):
+    """A cap that records what it was asked."""
 
-    __slots__ = ("heard",)
+    __slots__ = ("asks",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[Ask] = []
+        self.asks: list[Ask] = []
 
     def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-        self.heard.append(ask)
+        self.asks.append(ask)
         return super().judge(ask, candidates, room)
 
 
@@ -39,18 +40,19 @@ def route(name: str, judge: Cap, **fields: Any) -> Route:
     room, candidates = Room(name), (candidate(0, 1),)
     room.govern(judge, {})
     room.configure(WaitingRoom(), candidates)
-    return Route(name, name, None, registry.build("round_robin", {}), candidates, room, **fields)
+    policy = registry.build("round_robin", {})
+    return Route(name, name, None, policy, candidates, room, legs.prepare, **fields)
 
 
-def test_the_smaller_model_s_room_hears_a_lesser_worth_and_of_nobody_who_would_come_back() -> None:
-    listening, question = Listening(), ask()
-    small = route("small", listening)
+def test_a_smaller_model_is_asked_for_less_worth_and_without_a_client_that_returns() -> None:
+    recording, question = RecordingCap(), ask()
+    small = route("small", recording)
     big = route("big", Cap(), overflow=(("small", 0.4),))
     endpoints = stand_in(EndpointTable, SimpleNamespace(ask=lambda *_: question))
     call = cast(Call, SimpleNamespace(request=question.request))
     assert into(endpoints, {"small": small, "big": big}, big, call) is small
     assert into(endpoints, {"small": small, "big": big}, big, call) is None  # its one place is taken
     slo = replace(question.request.slo, weight=0.6)
-    heard = replace(question, request=replace(question.request, slo=slo), returns=False)
-    assert [listening.heard[0], listening.heard[1]] == [heard, heard]
+    expected = replace(question, request=replace(question.request, slo=slo), returns=False)
+    assert [recording.asks[0], recording.asks[1]] == [expected, expected]
     assert question.returns

@@ -20,8 +20,8 @@ from gateway.reload.follow import Follow
 from gateway.reload.generations import Generations
 from gateway.reload.trial import Tally, Trial, tallied, worse
 from gateway.reload.versions import KEEP, Versions, made
+from gateway.route import Snapshot
 from gateway.slo import Levels
-from gateway.snapshot import Snapshot
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
 

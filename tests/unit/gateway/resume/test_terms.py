@@ -26,7 +26,7 @@ def call(body: dict[str, Any]) -> Call:
         {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 3, "repetition_penalty": 1.1},
         {"n": 1, "logprobs": False, "tools": None, "stop": [], "tool_choice": "none", "presence_penalty": 0},
         {"logprobs": None, "top_logprobs": 0, "parallel_tool_calls": False, "unheard_of": None},
-        {"response_format": {"type": "text"}, "stream_options": {"include_usage": True}, "user": "somebody"},
+        {"response_format": {"type": "text"}, "stream_options": {"include_usage": True}, "user": "ann"},
         {"max_completion_tokens": 9, "min_tokens": 3, "stop_token_ids": [7], "ignore_eos": True},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": 'say {"type": "image_url"}'}]}]},
     ],
@@ -62,7 +62,7 @@ def test_what_depends_on_tokens_alone_can_be_continued(more: dict[str, Any]) -> 
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
     ],
 )
-def test_what_depends_on_more_or_nobody_knows_on_what_cannot(more: dict[str, Any]) -> None:
+def test_what_depends_on_more_than_tokens_or_is_unknown_cannot_be_continued(more: dict[str, Any]) -> None:
     assert terms_of(call(CHAT | more)) is None
 
 

@@ -1,4 +1,4 @@
-"""Scripted halves of an engine, in the test's own loop: each writes down what it is asked and answers as it is told.
+"""Scripted prefill and decode engines in the test's own loop: each records its requests and follows a script.
 
 Every connection of the gateway is served; what is said on it is up to `script`, a coroutine that gets the request and
 may answer, hold, refuse or hang up. A health probe or a list of models is answered by itself.
@@ -103,7 +103,7 @@ class Half:
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def stop(self) -> None:
-        """Nobody listens any more, and whoever was talking is cut off."""
+        """Stop listening and cut all connections."""
         assert self._server is not None
         self._server.close()
         self._abort()
@@ -214,7 +214,7 @@ async def begins(asked: Asked) -> None:
 
 
 async def sings(asked: Asked) -> None:
-    """Events of a kind that nobody here knows, and then nothing more."""
+    """Events of an unknown kind, and then nothing more."""
     asked.open_stream()
     for note in range(6):
         asked.event({"choices": [{"index": 0, "delta": {"audio": f"note {note}"}}]})
@@ -273,7 +273,7 @@ class Front:
         self._asked = 0
 
     async def ask(self, words: int = 400, *, path: str = "/v1/chat/completions", **members: Any) -> Reply:
-        """One request: a prompt nobody has seen, `words` long, unless it says what it asks."""
+        """One request: a new prompt of `words` words, unless the members contain one."""
         self._asked += 1
         body = {"model": MODEL, "max_tokens": 8, **members}
         if "messages" not in body and "prompt" not in body:

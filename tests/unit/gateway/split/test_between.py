@@ -18,7 +18,7 @@ WHOLE = "".join(TEXT)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_decoder_whose_first_token_nobody_will_see_decodes_from_the_handover_on(stream: bool) -> None:
+async def test_a_decoder_whose_first_token_stays_unseen_decodes_from_the_handover_on(stream: bool) -> None:
     gate = asyncio.Event()
     async with front(NIXL, [prefills()], [after(gate, decodes)]) as f:
         asking = asyncio.ensure_future(f.ask(stream=stream))

@@ -69,11 +69,11 @@ async def test_the_decoder_is_asked_without_waiting_for_the_prefill() -> None:
     async with sglang([holds], [decodes]) as f:
         reply = await f.ask(stream=True)
         assert reply.text == WHOLE
-        await within(1, f.prefill[0].asked[0].closed.wait())  # nobody needs its answer any more
+        await within(1, f.prefill[0].asked[0].closed.wait())  # its answer is not needed any more
         await f.at_rest()
 
 
-async def test_short_requests_are_split_where_nobody_serves_them_alone() -> None:
+async def test_short_requests_are_split_where_no_endpoint_serves_them_alone() -> None:
     async with sglang([decodes], [decodes]) as f:
         assert (await f.ask(words=1, max_tokens=1)).status == 200
         assert len(f.prefill[0].asked) == 1
@@ -176,7 +176,7 @@ async def test_a_client_that_leaves_takes_both_legs_along(stage: str) -> None:
 
 
 class Connecting:
-    """Connections to these halves do not come about; `begun` once somebody waits for each of them."""
+    """Connecting to these engines never ends; `begun` once a request waits for each of them."""
 
     def __init__(self, f: Front, monkeypatch: pytest.MonkeyPatch, *halves: Half) -> None:
         held = {live.upstream for live in f.app.gateway.endpoints.all() if live.endpoint.url in {h.url for h in halves}}
@@ -197,7 +197,7 @@ class Connecting:
         await self._all_begun.wait()
 
 
-async def test_a_decoder_is_sent_to_no_room_that_nobody_enters_when_the_client_leaves(
+async def test_a_decoder_is_not_sent_to_a_room_without_a_prefiller_when_the_client_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SGLang's P gives up the KV of a request that is closed: a D sent to free it would wait for minutes."""
@@ -339,7 +339,7 @@ async def test_a_decoder_that_fails_every_handoff_and_cannot_do_without_one_is_h
             if f.blamed(f.decode[0]) == 3:
                 break
         broken = next(live for live in f.app.gateway.endpoints.all() if live.endpoint.name == f.decode[0].name)
-        assert not broken.load.available, "three failures in a row, then nobody asks it"
+        assert not broken.load.available, "three failures in a row, then it is ejected"
         assert f.blamed(f.decode[1]) == f.blamed(f.prefill[0]) == f.blamed(f.prefill[1]) == 0
         await f.at_rest()
 
@@ -430,7 +430,7 @@ async def test_a_push_that_its_prefiller_does_not_promise_is_computed_by_the_dec
         await f.at_rest()
 
 
-async def test_a_push_that_is_not_promised_when_its_decoder_has_begun_is_nobodys_fault() -> None:
+async def test_a_push_that_is_not_promised_after_its_decoder_has_begun_blames_no_endpoint() -> None:
     gate = asyncio.Event()
 
     async def token_then_rest(asked: Asked) -> None:
@@ -453,7 +453,7 @@ async def test_a_push_that_is_not_promised_when_its_decoder_has_begun_is_nobodys
 
 
 async def test_a_push_that_is_not_promised_when_bytes_have_flowed_ends_the_answer() -> None:
-    """Nothing is computed anew behind what the client has."""
+    """Nothing is computed again after the client has tokens."""
     gate = asyncio.Event()
 
     prefill = each(prefills(PUSHED), after(gate, prefills(None)))

@@ -46,7 +46,7 @@ async def test_kv_of_a_prefiller_that_has_no_other_decoder_waits_for_its_lease(m
 async def test_a_client_that_leaves_before_the_decode_request_left_has_the_kv_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The decoder is connecting: it gets the handoff all the same, for one token, so that it fetches and tells P."""
+    """The decoder is connecting: it still gets the handoff, for one token, so that P frees the KV."""
     async with front(NIXL, [prefills()], [decodes]) as f:
         connecting, upstream = asyncio.Event(), f.app.gateway.endpoints.all()[1].upstream
         connect, go = Upstream.connect, asyncio.Event()

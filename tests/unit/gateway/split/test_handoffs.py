@@ -1,4 +1,4 @@
-"""What outlives a split request: numbers, figures per pair, who is told that a transfer is overdue, KV given up."""
+"""What outlives a split request: numbers, figures per pair, overdue transfers, release requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pair(prefill: str = "p", decode: str = "d") -> Any:
     return SimpleNamespace(prefill=pick(prefill), decode=pick(decode))
 
 
-# ---- KV that nobody will read
+# ---- KV that is not needed any more
 
 
 async def test_a_request_that_frees_kv_is_done_with_when_it_has_ended() -> None:
@@ -69,7 +69,7 @@ async def test_with_the_gateway_they_end() -> None:
 
 
 class Moving:
-    """A transfer. The first that is told takes `takes` along."""
+    """A transfer. When it is overdue it removes the transfers in `takes`."""
 
     def __init__(self, handoffs: Handoffs, takes: Moving | None = None) -> None:
         self.handoffs, self.takes, self.told = handoffs, takes, 0

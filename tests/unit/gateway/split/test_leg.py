@@ -1,4 +1,4 @@
-"""A leg tells its end once, to whom it is to tell it, and is gone when it was closed: wherever it is."""
+"""A leg reports its end once, and reports nothing after it was closed, in whatever state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.unit.gateway.split.wires import There, Told, Wire, leg_to
 
 
-async def test_it_tells_its_end_and_then_knows_nobody() -> None:
+async def test_it_reports_its_end_and_then_keeps_no_callbacks() -> None:
     wire, told = Wire(), Told()
     leg = leg_to(There(wire), told)
     leg.start()
@@ -99,7 +99,7 @@ async def test_left_alone_it_is_closed_by_its_first_token_but_not_within_that_ca
     assert told.ends == []
 
 
-async def test_left_alone_with_somebody_to_tell_it_goes_on_until_its_time_is_over() -> None:
+async def test_closed_later_with_a_callback_it_goes_on_until_its_time_is_over() -> None:
     wire, told, other = Wire(), Told(), Told()
     there = There(wire)
     leg = leg_to(there, told)

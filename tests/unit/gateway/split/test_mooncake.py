@@ -47,7 +47,7 @@ async def test_without_an_introduction_the_decoder_computes_for_itself(nonsense:
         await f.at_rest()
 
 
-async def test_a_bootstrap_server_that_nobody_runs_does_not_stop_the_request() -> None:
+async def test_a_bootstrap_server_that_does_not_run_does_not_stop_the_request() -> None:
     async with front("mooncake", [prefills(None)], [decodes], bootstrap="127.0.0.1:1") as f:
         assert (await f.ask()).text == WHOLE
         assert f.blamed(f.prefill[0]) == 1
@@ -79,7 +79,7 @@ async def test_a_client_may_leave_while_the_bootstrap_server_is_asked() -> None:
         assert not f.decode[0].asked
 
 
-async def test_requests_that_come_together_ask_the_bootstrap_server_once_whoever_leaves() -> None:
+async def test_concurrent_requests_ask_the_bootstrap_server_once_whichever_client_leaves() -> None:
     gate = asyncio.Event()
     async with (
         bootstrap_server([page("one")], gate) as (address, asked),

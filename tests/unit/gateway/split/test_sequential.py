@@ -271,7 +271,7 @@ async def test_a_stream_that_fails_after_its_role_is_computed_without_the_handof
         await f.at_rest()
 
 
-async def test_events_that_nobody_here_knows_are_not_held_back_for_ever() -> None:
+async def test_events_of_an_unknown_kind_are_not_held_back_for_ever() -> None:
     async with front(NIXL, [prefills()], [sings], split={"transfer_timeout": "100ms"}) as f:
         async with f.listen() as answer:
             assert b"note 3" in await answer.readany()
@@ -354,7 +354,7 @@ async def test_a_prefill_is_a_success_of_its_engine() -> None:
         await f.at_rest()
 
 
-async def test_the_bytes_of_a_prefill_are_let_go_of_while_its_decoder_works() -> None:
+async def test_the_bytes_of_a_prefill_are_released_while_its_decoder_works() -> None:
     gate = asyncio.Event()
     async with front(NIXL, [prefills()], [after(gate, decodes)]) as f:
         asking = asyncio.ensure_future(f.ask())
@@ -367,7 +367,7 @@ async def test_the_bytes_of_a_prefill_are_let_go_of_while_its_decoder_works() ->
         assert (await asking).text == WHOLE
 
 
-async def test_nobody_left_is_a_502() -> None:
+async def test_a_request_with_no_endpoint_left_is_a_502() -> None:
     async with front(NIXL, [resets], [resets]) as f:
         reply = await f.ask()
         assert reply.status == 502
@@ -461,7 +461,7 @@ async def test_a_pair_that_fails_at_its_booking_leaves_nothing_behind(monkeypatc
         assert (await f.ask()).text == WHOLE
 
 
-@pytest.mark.parametrize("name", ["meaning", "relay"])
+@pytest.mark.parametrize("name", ["interpret", "relay"])
 async def test_a_pair_that_fails_at_an_answer_of_one_of_them_ends_and_leaves_nothing_behind(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

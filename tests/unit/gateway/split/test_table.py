@@ -43,7 +43,7 @@ def test_every_state_is_reached_and_an_end_is_reached_from_everywhere() -> None:
 def test_a_client_may_leave_at_any_moment_and_every_open_leg_is_closed(state: State) -> None:
     row = TABLE[state, Event.CLIENT_GONE]
     assert row.state is State.GONE
-    closes = {Act.STOP_ASKING, Act.CLOSE_PREFILL, Act.CALL_OFF_PREFILL, Act.CLOSE_DECODE, Act.FREE_BY_DECODE}
+    closes = {Act.STOP_ASKING, Act.CLOSE_PREFILL, Act.ABORT_PREFILL, Act.CLOSE_DECODE, Act.FREE_BY_DECODE}
     closes &= set(row.acts)
     assert len(closes) == (2 if state in (State.PAIRED, State.DECODING) else 1)
 
@@ -51,9 +51,9 @@ def test_a_client_may_leave_at_any_moment_and_every_open_leg_is_closed(state: St
 def test_kv_under_a_lease_is_freed_wherever_it_is_not_read() -> None:
     for state in (State.PAIRED, State.HANDED_OVER, State.TRANSFERRING):
         assert Act.FREE_BY_DECODE in TABLE[state, Event.CLIENT_GONE].acts
-    assert TABLE[State.PREFILLING, Event.CLIENT_GONE].acts == (Act.CALL_OFF_PREFILL,)
+    assert TABLE[State.PREFILLING, Event.CLIENT_GONE].acts == (Act.ABORT_PREFILL,)
     for state, event in [
-        (State.HANDED_OVER, Event.NOBODY),
+        (State.HANDED_OVER, Event.NO_OTHER_DECODE),
         (State.TRANSFERRING, Event.DECODE_BROKE),
         (State.TRANSFERRING, Event.UNREACHED),
     ]:

@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 
-from gateway import begin
-from gateway.begin import GAPS_EVERY, Beginning
+from gateway import serve
 from gateway.client import Client
 from gateway.exchange import Exchange
 from gateway.metrics import Metrics
 from gateway.openai import Api
-from gateway.serve import Gateway
+from gateway.route import Gateway
+from gateway.serve import GAPS_EVERY, Beginning
 from tests.replaced import stand_in
 
 CLIENT = cast(Client, SimpleNamespace(address="10.0.0.7", headers={"traceparent": "theirs"}, closes=False))
@@ -21,7 +21,7 @@ CLIENT = cast(Client, SimpleNamespace(address="10.0.0.7", headers={"traceparent"
 
 def begun(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Exchange]:
     """So many exchanges of one process, as the line gets them."""
-    patch.setattr(begin, "serve", lambda gateway, x, client: x)
+    patch.setattr(serve, "serve", lambda gateway, x, client: x)
     gateway = stand_in(Gateway, SimpleNamespace(accounts=SimpleNamespace(tracer=tracer)))
     beginning = Beginning(gateway, Metrics().itl_seconds)
     return [cast(Exchange, beginning.serve(CLIENT, Api.CHAT)) for _ in range(number)]

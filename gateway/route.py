@@ -1,0 +1,178 @@
+"""What the request path works with: routes, the snapshot and the gateway's live parts.
+
+Only values and references live here. snapshot.py builds snapshots from a configuration,
+reload/swap.py puts them in force, and serve.py takes a request along its route.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from gateway.account import Accounts
+from gateway.answer import Failure, GatewayError
+from gateway.booking import Booking
+from gateway.cache_salts import CacheSalts
+from gateway.canary import Chosen, Sides
+from gateway.client import Client
+from gateway.config import Config, Resume
+from gateway.endpoints import EndpointTable
+from gateway.exchange import Exchange
+from gateway.gate import Gate, Room
+from gateway.hedge import Hedger
+from gateway.openai import Call
+from gateway.relay import Relay
+from gateway.shadow import Shadows
+from gateway.slo import Levels
+from gateway.split.handoffs import Handoffs
+from gateway.split.pairing import SplitRoute
+from policies.contract import Policy
+from policies.model import STANDARD, Candidate, Request, Slo
+
+Prepare = Callable[[Exchange, Call, Client, Booking, Callable[[], None]], tuple[bytes, Call, Relay]]
+"""Builds the head, the body and the answer's relay of one attempt at a booked endpoint.
+
+The last argument is called once, at the first generated token.
+"""
+
+
+class Route(msgspec.Struct, frozen=True):
+    """Where the requests for one model name go.
+
+    name          the canonical model name, also for aliases
+    candidates    the endpoints that serve whole requests
+    prepare       builds an attempt at a whole request
+    fingerprints  prompts are fingerprinted: the policy reads prefixes, or the access log has blocks
+    watched       predictions for these endpoints are in use, so every pick is noted
+    slo           the service class of requests that name none
+    low_first     the engines treat a low number in a body's `priority` as urgent
+    overflow      names and penalties of the smaller models that may serve instead of a refusal
+    split         how requests are split between prefill and decode; None: never
+    shadows       policies that are asked the same question without effect; None: there are none
+    canary        the route that serves a part of the requests; None: there is none
+    resume        how broken streams are continued on another endpoint; None: they are not
+    sequences     the largest product of prompts and choices in one request
+    """
+
+    name: str
+    pool: str
+    context_tokens: int | None
+    policy: Policy
+    candidates: tuple[Candidate, ...]
+    room: Room
+    prepare: Prepare
+    fingerprints: bool = False
+    watched: bool = False
+    slo: Slo = STANDARD
+    low_first: bool = False
+    overflow: tuple[tuple[str, float], ...] = ()
+    split: SplitRoute | None = None
+    shadows: Shadows | None = None
+    canary: CanaryRoute | None = None
+    resume: Resume | None = None
+    sequences: int = 256
+
+    @property
+    def served_model(self) -> str:
+        """The model name in upstream requests, unless the endpoint has its own."""
+        return self.name
+
+
+class CanaryRoute(msgspec.Struct, frozen=True):
+    """A second route for a part of a route's requests, which differs from it in the policy."""
+
+    sampler: Chosen
+    route: Route
+    arms: Sides
+
+    def choose(self, exchange: Exchange, request: Request, primary: Route) -> Route:
+        """Return the route that serves the request, and count the exchange on its side."""
+        if self.sampler.takes(request):
+            exchange.side = self.arms.canary
+            return self.route
+        exchange.side = self.arms.primary
+        return primary
+
+
+class PoolTrials(msgspec.Struct, frozen=True):
+    """The policies that a pool tries beside the one that serves: its shadows and its canary."""
+
+    shadows: Shadows | None = None
+    canary: Policy | None = None
+    sides: Sides | None = None
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        shadows = (
+            () if self.shadows is None else tuple(part.policy for part in self.shadows.policies)
+        )
+        return shadows if self.canary is None else (*shadows, self.canary)
+
+    @property
+    def reads_beliefs(self) -> bool:
+        """Whether a trial needs predictions; shadow results always do."""
+        return self.shadows is not None or (self.canary is not None and self.canary.reads_beliefs)
+
+
+class Snapshot(msgspec.Struct, frozen=True, weakref=True):
+    """One immutable generation of configuration, topology and policies.
+
+    routes    by every name that a client may use, aliases included
+    tenants   by SHA-256 of the key; empty when no key is required
+    policies, tried  by pool
+
+    Only requests may hold a snapshot, so that an unreferenced one is known to be out of use.
+    """
+
+    generation: int
+    config: Config
+    routes: Mapping[str, Route]
+    tenants: Mapping[bytes, str]
+    policies: Mapping[str, Policy]
+    levels: Levels
+    tried: Mapping[str, PoolTrials] = {}
+    salts: CacheSalts | None = None
+
+    def authenticate(self, headers: Mapping[str, str]) -> str:
+        """Return the tenant of a request; "" when no key is required.
+
+        Raises GatewayError for a wrong key.
+
+        The digest of the key is looked up, which takes the same time for any wrong key.
+        """
+        if not self.tenants:
+            return ""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        tenant = self.tenants.get(digest)
+        if tenant is None or scheme.lower() != "bearer":
+            raise GatewayError(
+                Failure.BAD_KEY, "Incorrect API key provided: send 'Authorization: Bearer <key>'."
+            )
+        return tenant
+
+
+class Gateway:
+    """The parts that every request uses.
+
+    A reload replaces `snapshot`; the other parts outlive it.
+    """
+
+    __slots__ = ("accounts", "endpoints", "gate", "handoffs", "hedger", "snapshot")
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        endpoints: EndpointTable,
+        gate: Gate,
+        accounts: Accounts,
+        handoffs: Handoffs,
+    ) -> None:
+        self.snapshot = snapshot
+        self.endpoints = endpoints
+        self.gate = gate
+        self.accounts = accounts
+        self.handoffs = handoffs
+        self.hedger = Hedger(endpoints, gate, accounts, snapshot.config.retries.hedge)
