@@ -48,7 +48,7 @@ def read_prompts(members: Mapping[str, msgspec.Raw], most: int) -> Prompts:
 def counted(numbers: Mapping[str, int], most: int) -> tuple[int, int]:
     """Return the number of choices in the response, and of prompts.
 
-    `numbers` holds the request's values of the members in MULTIPLE. Raises GatewayError for more
+    `numbers` holds the request's values of the SEQUENCE_MEMBERS. Raises GatewayError for more
     than `most` sequences.
     """
     prompts, choices = numbers.get(PROMPT, 1), numbers.get("n", 1)
