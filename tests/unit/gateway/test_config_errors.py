@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import ConfigError, load
+from gateway.config.file_reader import read_file
 from gateway.config.load import _build
 from gateway.config.source import FILE_CAP_BYTES, Source, parse
 
@@ -65,7 +66,7 @@ def test_invalid_yaml_is_rejected_at_the_place_of_the_error(
     raw: bytes, place: tuple[int, int], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(raw, "f.yaml", {})
+        parse(raw, "f.yaml", {}, read_file)
     (problem,) = caught.value.problems
     assert ((problem.line, problem.col), message in problem.message) == (place, True), problem
 
@@ -74,7 +75,7 @@ def test_an_alias_bomb_is_rejected_quickly() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     with pytest.raises(ConfigError, match="aliases expand to more than"):
-        parse("\n".join(lines).encode(), "f.yaml", {})
+        parse("\n".join(lines).encode(), "f.yaml", {}, read_file)
 
 
 def test_a_missing_file_is_reported_by_name(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_missing_file_is_reported_by_name(tmp_path: Path) -> None:
 @given(st.text(max_size=200))
 def test_any_text_is_parsed_or_rejected_with_config_error(text: str) -> None:
     with contextlib.suppress(ConfigError):
-        parse(text.encode("utf-8", "surrogatepass"), "f.yaml", {})
+        parse(text.encode("utf-8", "surrogatepass"), "f.yaml", {}, read_file)
 
 
 LEAVES = (
