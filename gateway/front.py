@@ -15,12 +15,13 @@ from aiohttp.tcp_helpers import tcp_keepalive
 
 from gateway.answer import GatewayError, new_id
 from gateway.config import Limits
+from gateway.connection_phase import BODY, CLOSING, HEAD, IDLE, SERVING
 from gateway.connections import ClientConnections, unread_too_large
 from gateway.errand import Errand, Landing, landing
 from gateway.head import Head, begins_head, read_head
 from gateway.lobby import Lobby
 from gateway.outbox import Outbox
-from gateway.talk import BODY, CLOSING, HEAD, IDLE, SERVING, Serve, Talk, add_piece
+from gateway.talk import Serve, Talk, add_piece
 
 # Bytes of pipelined requests buffered while one is served; the rest stays in the socket.
 MAX_AHEAD = 64 * 1024

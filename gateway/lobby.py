@@ -25,10 +25,11 @@ from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from gateway.answer import Failure, GatewayError, new_id
 from gateway.config import Limits
+from gateway.connection_phase import Phase
 from gateway.connections import ClientConnections, unread_too_large
 from gateway.openai import LINE
 from gateway.outbox import Outbox
-from gateway.talk import Phase, Serve, Talk, add_piece
+from gateway.talk import Serve, Talk, add_piece
 
 ALLOWED_METHODS = frozenset({"POST"})
 SUPPORTED_VERSIONS = (HttpVersion11, HttpVersion10)  # aiohttp's parser also accepts 0.9 and 2.0
