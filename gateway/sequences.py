@@ -41,7 +41,7 @@ def read_prompts(members: Mapping[str, msgspec.Raw], most: int) -> Prompts:
     embeds = members.get(EMBEDS)
     if embeds is not None and memoryview(embeds)[0] == _LIST:
         number = _checked(EMBEDS, _count_strings(bytes(embeds)), most)
-        return prompts._replace(number=prompts.number + number)
+        return Prompts(prompts.number + number, prompts.token_ids, prompts.longest)
     return prompts
 
 
