@@ -256,7 +256,7 @@ class LengthBody:
 
 
 class RawBody:
-    """A body that ends when the connection closes, so that a truncated one looks complete."""
+    """A body that ends when the connection closes, so truncation cannot be detected."""
 
     __slots__ = ("ended", "last_chunk", "partial", "surplus", "trailers")
     between = rested = True

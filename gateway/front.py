@@ -15,12 +15,13 @@ from aiohttp.tcp_helpers import tcp_keepalive
 
 from gateway.answer import GatewayError, new_id
 from gateway.config import Limits
+from gateway.connection_phase import BODY, CLOSING, HEAD, IDLE, SERVING
 from gateway.connections import ClientConnections, unread_too_large
 from gateway.errand import Errand, Landing, landing
 from gateway.head import Head, begins_head, read_head
 from gateway.lobby import Lobby
 from gateway.outbox import Outbox
-from gateway.talk import BODY, CLOSING, HEAD, IDLE, SERVING, Serve, Talk, add_piece
+from gateway.talk import Serve, Talk, add_piece
 
 # Bytes of pipelined requests buffered while one is served; the rest stays in the socket.
 MAX_AHEAD = 64 * 1024
@@ -32,14 +33,14 @@ MAX_READS = 16
 class Front(Talk, asyncio.Protocol):
     """A client connection that serves ordinary requests one after another, without aiohttp.
 
-    _unread         bytes that belong to no started request yet, from offset `_offset` on
-    _unread_counted how many of them are counted in the budget that all connections share
-    _is_turn_due    the first request in `_unread` is scheduled for the next loop iteration
-    _head           the newest request head; the next one usually differs only in its length
-    headers         the headers of the request being served
-    _pieces         the body received so far; `_missing` bytes of it are still to come
-    _reserve        reserves memory for the body while it is being received
-    _closed         resolves when the connection is lost; None until finish() is called
+    headers          the headers of the request being served
+    _unread          bytes that belong to no started request yet, from offset `_offset` on
+    _unread_counted  how many of them are counted in the budget that all connections share
+    _is_turn_due     the first request in `_unread` is scheduled for the next loop iteration
+    _head            the newest request head; the next one usually differs only in its length
+    _pieces          the body received so far; `_missing` bytes of it are still to come
+    _reserve         reserves memory for the body while it is being received
+    _closed          resolves when the connection is lost; None until close_when_idle() is called
     """
 
     __slots__ = (
@@ -215,7 +216,7 @@ class Front(Talk, asyncio.Protocol):
             self._count_unread()
 
     def _count_unread(self) -> None:
-        """Update the shared budget of unread bytes; pause reading while MAX_AHEAD is exceeded."""
+        """Update the shared budget of unread bytes; pause reading above MAX_UNREAD."""
         unread = len(self._unread) - self._offset
         if not unread and not self._unread_counted:
             return

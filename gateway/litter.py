@@ -41,7 +41,7 @@ class Litter:
         gc.set_threshold(10_000, 20, 50)
 
     def sweep(self, now: float, in_progress: int) -> None:
-        """Collect if EVERY_S have passed and load is low, or AT_LATEST_S in any case."""
+        """Collect after INTERVAL_S if load is low, and after MAX_INTERVAL_S in any case."""
         elapsed_s = now - self._collected_at
         if elapsed_s >= AT_LATEST_S or (elapsed_s >= EVERY_S and in_progress <= CALM):
             self._collected_at = now

@@ -25,16 +25,17 @@ from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from gateway.answer import Failure, GatewayError, new_id
 from gateway.config import Limits
+from gateway.connection_phase import Phase
 from gateway.connections import ClientConnections, unread_too_large
 from gateway.openai import LINE
 from gateway.outbox import Outbox
-from gateway.talk import Phase, Serve, Talk, add_piece
+from gateway.talk import Serve, Talk, add_piece
 
 ALLOWED_METHODS = frozenset({"POST"})
 SUPPORTED_VERSIONS = (HttpVersion11, HttpVersion10)  # aiohttp's parser also accepts 0.9 and 2.0
 CONTINUE = "100-continue"
 
-# Bytes. Different from MAX_FIELD, so that the parser's error shows which of the two was exceeded.
+# Bytes. Not equal to MAX_FIELD_BYTES, so that the parser's error shows which was exceeded.
 MAX_URI = 8190
 MAX_FIELD = 8192
 MAX_HEADERS = 128
@@ -153,7 +154,7 @@ class Lobby(Talk, RequestHandler):
     # asyncio.Protocol
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """Skip aiohttp's call after every body read unless reading is paused; it costs 6 us."""
+        """Do nothing unless reading is paused: aiohttp calls this after every read of a body."""
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
@@ -225,7 +226,7 @@ class Lobby(Talk, RequestHandler):
                 self._refuse_head(_head_too_long())
 
     def _count_unread(self) -> None:
-        """Update the shared budget of unread bytes; pause reading while MAX_AHEAD is exceeded."""
+        """Update the shared budget of unread bytes; pause reading above MAX_UNREAD."""
         waiting = len(self._unread) - self._offset
         unread = 0 if self._in_body() else waiting + self._head_bytes
         if unread or self._unread_counted:

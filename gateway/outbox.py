@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 TURN = 32  # writes per loop iteration, about a millisecond
 
-# Chunks that may be deferred. Beyond that they are relayed at once, since otherwise the gateway would
-# read from engines much faster than clients receive.
+# Chunks that may be deferred. Beyond that they are relayed at once, because otherwise the gateway
+# would read from engines much faster than clients receive.
 MOST = 1024
 
 

@@ -391,7 +391,7 @@ class Relay:
         return self.head.start + self.headers + framing
 
     def _notify_first_token(self) -> None:
-        """Call on_first_token once, and drop it: it refers to the exchange, a reference cycle."""
+        """Call on_first_token once, then drop it, because it would form a reference cycle."""
         on_first, self.on_first = self.on_first, None
         if on_first is not None:
             on_first()

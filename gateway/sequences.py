@@ -41,14 +41,14 @@ def read_prompts(members: Mapping[str, msgspec.Raw], most: int) -> Prompts:
     embeds = members.get(EMBEDS)
     if embeds is not None and memoryview(embeds)[0] == _LIST:
         number = _checked(EMBEDS, _count_strings(bytes(embeds)), most)
-        return prompts._replace(number=prompts.number + number)
+        return Prompts(prompts.number + number, prompts.token_ids, prompts.longest)
     return prompts
 
 
 def counted(numbers: Mapping[str, int], most: int) -> tuple[int, int]:
     """Return the number of choices in the response, and of prompts.
 
-    `numbers` holds the request's values of the members in MULTIPLE. Raises GatewayError for more
+    `numbers` holds the request's values of the SEQUENCE_MEMBERS. Raises GatewayError for more
     than `most` sequences.
     """
     prompts, choices = numbers.get(PROMPT, 1), numbers.get("n", 1)

@@ -8,13 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from gateway.answer import Failure, GatewayError
-from gateway.config import Config
+from gateway.config import Config, Tenant
 from policies.model import Slo
 
 CLASS = "x-slo-class"
@@ -72,8 +70,7 @@ class Wish(msgspec.Struct, frozen=True):
 
         Limited to what the tenant may claim.
         """
-        wanted = priority if self.priority is None else self.priority
-        return max(-MOST_PRIORITY, min(self.most_priority, wanted))
+        return _clamp(priority if self.priority is None else self.priority, self.most_priority)
 
 
 NOTHING = Wish()
@@ -105,12 +102,7 @@ class Levels:
             for name, section in config.slo.classes.items()
         }
         self._classes: Mapping[str, Slo] = MappingProxyType(classes)
-        self._tenants = {
-            tenant.name: _preferences(
-                self._classes.get(tenant.slo or ""), most_priority=tenant.priority
-            )
-            for tenant in config.tenants
-        }
+        self._tenants = {tenant.name: self._defaults(tenant) for tenant in config.tenants}
         self.default = classes[config.slo.default]
 
     def named(self, name: str | None) -> Slo:
@@ -135,16 +127,31 @@ class Levels:
         given = {name: value for name in NAMES if (value := headers.get(name)) is not None}
         if not given:
             return defaults
-        patience_s = _patience_s(given)
-        return _preferences(
-            self._class(given) or defaults.slo,
-            _budget_s(given, TTFT, LEAST_TTFT_MS),
-            _budget_s(given, TPOT, LEAST_TPOT_MS),
-            priority=_priority(given),
-            most_priority=defaults.most_priority,
+        slo, most_priority = self._class(given) or defaults.slo, defaults.most_priority
+        ttft_s = _budget_s(given, TTFT, LEAST_TTFT_MS)
+        tpot_s = _budget_s(given, TPOT, LEAST_TPOT_MS)
+        priority, patience_s = _priority(given), _patience_s(given)
+        return Wish(
+            slo,
+            ttft_s,
+            tpot_s,
+            priority,
+            most_priority,
             session=_session(given, tenant),
             patience_s=patience_s,
             hasty=patience_s is not None and patience_s < HASTY_S,
+            usual=slo is None and ttft_s is None and tpot_s is None,
+            ranked=_clamp(priority or 0, most_priority),
+        )
+
+    def _defaults(self, tenant: Tenant) -> Wish:
+        """Return the preferences of a tenant's requests without such headers."""
+        slo = self._classes.get(tenant.slo or "")
+        return Wish(
+            slo,
+            most_priority=tenant.priority,
+            usual=slo is None,
+            ranked=_clamp(0, tenant.priority),
         )
 
     def _class(self, given: Mapping[str, str]) -> Slo | None:
@@ -158,13 +165,8 @@ class Levels:
         return self._classes[name]
 
 
-def _preferences(
-    slo: Slo | None, ttft_s: float | None = None, tpot_s: float | None = None, **fields: Any
-) -> Wish:
-    """Create preferences with their derived fields, which are read much more often."""
-    wish = Wish(slo, ttft_s, tpot_s, **fields)
-    is_default = slo is None and ttft_s is None and tpot_s is None
-    return replace(wish, usual=is_default, ranked=wish.rank(0))
+def _clamp(priority: int, most: int) -> int:
+    return max(-MOST_PRIORITY, min(most, priority))
 
 
 def _budget_s(given: Mapping[str, str], names: tuple[str, ...], least_ms: float) -> float | None:

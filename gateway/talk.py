@@ -11,12 +11,25 @@ import select
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from enum import Enum, auto
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from gateway.answer import Failure, GatewayError, body_of, headers_of, new_id, phrase_of
 from gateway.config import Limits
+from gateway.connection_phase import (
+    BODY,
+    CLOSING,
+    HEAD,
+    IDLE,
+    SERVING,
+    Expiry,
+    Phase,
+    body_expiry,
+    closing_expiry,
+    head_expiry,
+    idle_expiry,
+    reader_expiry,
+)
 from gateway.openai import Api
 
 if TYPE_CHECKING:
@@ -27,25 +40,10 @@ if TYPE_CHECKING:
 
 # A body piece shorter than this is extended by the next piece instead of kept on its own.
 MIN_PIECE = 4 * 1024
-LINGER_S = 1.0  # how long a refused upload may keep arriving before the connection is aborted
 _POLLRDHUP = getattr(select, "POLLRDHUP", 0)  # Linux only; elsewhere only a reset is detected
 
 # Two bases with non-empty slots cannot be combined, so the subclasses declare the slots.
 _NO_SLOTS: tuple[str, ...] = ()
-
-
-class Phase(Enum):
-    """What a connection is waiting for, which determines its deadline."""
-
-    IDLE = auto()
-    HEAD = auto()
-    BODY = auto()
-    SERVING = auto()
-    CLOSING = auto()
-
-
-# Module-level names, because looking up an Enum member on its class is ten times slower.
-IDLE, HEAD, BODY, SERVING, CLOSING = Phase
 
 Serve = Callable[["Client", Api], Coroutine[Any, Any, None]]
 
@@ -182,30 +180,36 @@ class Talk(ABC):
         self.since = monotonic()
 
     def sweep(self, now: float) -> None:
-        """End the connection if a deadline has passed: idle, head, body, or a slow reader."""
-        limits, age = self._limits, now - self.since
-        if self.paused_at is not None and now - self.paused_at > limits.slow_reader:
+        """End the connection if a deadline has passed, or if the client left while not reading."""
+        expiry = self._expiry(now)
+        if expiry is Expiry.ABORT:
             self.cut()
-        elif self.phase is IDLE:
-            timeout = limits.idle_timeout
-            if age > timeout or (self._has_sent_nothing and age > limits.headers_timeout):
-                self._close_after_flush()
-        elif self.phase is HEAD:
-            if age > limits.headers_timeout:
-                self._time_out("The request's headers did not arrive in time.")
-        elif self.phase is BODY:
-            too_slow = age > 1 and self._body_received < (age - 1) * limits.body_min_rate
-            if age > limits.body_timeout or too_slow:
-                message = "The request's body did not arrive in time."
-                self._fail_body(GatewayError(Failure.REQUEST_TIMEOUT, message))
-        elif self.phase is SERVING:
-            if self._is_not_reading and self._has_hung_up:
-                self.cut()
-        elif self.phase is CLOSING and self.transport is not None:
-            # A closing transport only has a response left to send, which a slow client may read.
-            flushing = self.transport.is_closing()
-            if age > (limits.slow_reader if flushing else LINGER_S):
-                self.cut()
+        elif expiry is Expiry.CLOSE:
+            self._close_after_flush()
+        elif expiry is Expiry.HEAD_TIMEOUT:
+            self._time_out("The request's headers did not arrive in time.")
+        elif expiry is Expiry.BODY_TIMEOUT:
+            message = "The request's body did not arrive in time."
+            self._fail_body(GatewayError(Failure.REQUEST_TIMEOUT, message))
+        elif self.phase is SERVING and self._is_not_reading and self._has_hung_up:
+            self.cut()
+
+    def _expiry(self, now: float) -> Expiry | None:
+        """Return how the connection must end now; None while no deadline has passed."""
+        limits, phase, age_s = self._limits, self.phase, now - self.since
+        if self.paused_at is not None:
+            expiry = reader_expiry(now - self.paused_at, limits)
+            if expiry is not None:
+                return expiry
+        if phase is IDLE:
+            return idle_expiry(age_s, limits, has_sent_nothing=self._has_sent_nothing)
+        if phase is HEAD:
+            return head_expiry(age_s, limits)
+        if phase is BODY:
+            return body_expiry(age_s, self._body_received, limits)
+        if phase is CLOSING and self.transport is not None:
+            return closing_expiry(age_s, limits, is_flushing=self.transport.is_closing())
+        return None
 
     @property
     def _is_not_reading(self) -> bool:

@@ -18,7 +18,7 @@ SPACED_REASON = b'"finish_reason": "'
 LAST_WORD = b"[DONE]"
 ENDS = (b"\n\n", b"\r\n\r\n")
 """Ends of an event: engines write the first, proxies in front of them may write the second."""
-_DONE_MARKERS = tuple(LAST_WORD + end for end in ENDS)  # a line break cannot occur inside JSON
+_DONE_MARKERS = tuple(LAST_WORD + end for end in ENDS)  # JSON strings have no raw line breaks
 FIRST_EVENT, ERROR_HELD = 256, 1024 * 1024
 """Bytes of a stream to wait for to detect a leading error, and to receive that error as a whole:
 engines repeat a bad request in it."""

@@ -35,7 +35,7 @@ QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux only
 
 
 class Downstream(Protocol):
-    """Where the bytes of a response go: the client's connection."""
+    """The destination of a response: the client's connection, or a stand-in for it."""
 
     @property
     def writing_paused(self) -> bool: ...
@@ -51,7 +51,7 @@ class Payload(Protocol):
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """How long an engine may take to connect, to begin a response, and between two chunks."""
+    """Timeouts in seconds: for connecting, for the first byte, and between two chunks."""
 
     connect_s: float
     first_byte_s: float
@@ -142,7 +142,7 @@ class Connection:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the request was sent within the last FRESH_S seconds."""
+        """Whether the request was sent within the last RECENT_S seconds."""
         return monotonic() - self.heard_at < FRESH_S
 
     @property

@@ -1,7 +1,8 @@
 """Configuration: reads one YAML file into one immutable typed tree, with a place for every error.
 
-yaml_source.py reads text and keeps places; values.py, tree.py and the section modules are the
-types; checks.py and the rule modules compare values; load.py puts them together.
+file_reader.py reads files, and yaml_source.py parses their text and keeps places. values.py,
+tree.py and the section modules are the types. checks.py and the rule modules compare values.
+load.py puts all of it together.
 """
 
 from gateway.config.choices import AdmissionSpec, Canary, PolicySpec

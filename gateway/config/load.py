@@ -11,8 +11,9 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 
 from gateway.config import checks, tls_files
+from gateway.config.file_reader import raw_bytes, read_file
 from gateway.config.problems import ConfigError, Path, Problem, did_you_mean
-from gateway.config.source import Source, parse, raw_bytes
+from gateway.config.source import Source, parse
 from gateway.config.tls import FOLDER
 from gateway.config.tree import Config
 
@@ -50,16 +51,16 @@ def load(path: FilePath, env: Mapping[str, str]) -> Config:
 
 
 def examine(path: FilePath, env: Mapping[str, str]) -> Loaded:
-    """Load like load(), and keep the warnings that `penstock check` shows."""
+    """Load like load_config(), and keep the warnings that `penstock check` shows."""
     return examine_text(raw_bytes(path), str(path), env)
 
 
 def examine_text(text: bytes, file: str, env: Mapping[str, str]) -> Loaded:
-    """Load from text like examine().
+    """Load from text like load_with_warnings().
 
     `file` is its name in problems, and relative paths start at its folder.
     """
-    return _build(parse(text, file, env), text)
+    return _build(parse(text, file, env, read_file), text)
 
 
 def from_engines(urls: Sequence[str], policy: str, host: str, port: int, admin_port: int) -> Loaded:

@@ -1,7 +1,7 @@
 """Reads YAML 1.2 into plain data, keeps the place of every value, and fills in ${...} references.
 
-Enforces size limits, and rejects duplicate keys and alias bombs. What the values mean is up to
-tree.py.
+Enforces size limits, and rejects duplicate keys and alias bombs. Does no I/O: file_reader.py reads
+files. What the values mean is up to tree.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ _START = Mark(1, 1)
 _REFERENCE = re.compile(r"\$(\$)?\{([^{}]*)\}")
 _OPEN = re.compile(r"(?<!\$)\$\{")
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?", re.DOTALL)
+
+
+ReadFile = Callable[[FilePath, int], bytes]
+"""Reads a file up to one byte beyond a limit. Raises OSError or NotARegularFileError."""
+
+
+class NotARegularFileError(Exception):
+    """Raised for a path that is a folder, a pipe or a device."""
 
 
 def _int(text: str) -> int:
@@ -163,38 +171,28 @@ class Source:
         return self._digest.digest()
 
 
-def raw_bytes(path: FilePath) -> bytes:
-    """Read a file up to one byte beyond the limit. Raises ConfigError when it cannot be read."""
-    try:
-        if path.exists() and not path.is_file():  # opening a pipe would block until it is written
-            raise _invalid(str(path), _START, "is not a regular file")
-        with path.open("rb") as file:
-            return file.read(FILE_CAP_BYTES + 1)
-    except OSError as error:
-        raise _invalid(str(path), _START, f"cannot be read: {error.strerror}") from None
-
-
-def parse(raw: bytes, file: str, env: Mapping[str, str]) -> Source:
+def parse(raw: bytes, file: str, env: Mapping[str, str], read_file: ReadFile) -> Source:
     """Parse YAML 1.2. Raises ConfigError when it is not YAML; other problems are in the Source.
 
-    `file` is the name shown in problems; relative references start at its folder.
+    `file` is the name shown in problems; relative references start at its folder. `read_file` reads
+    the files that are referred to.
     """
     if len(raw) > FILE_CAP_BYTES:
         text = f"is larger than {FILE_CAP_BYTES >> 20} MiB; is it the right file?"
-        raise _invalid(file, _START, text)
+        raise invalid_file(file, text)
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
-        raise _invalid(file, Mark(line, column), "is not UTF-8 text") from None
+        raise invalid_file(file, "is not UTF-8 text", Mark(line, column)) from None
     node = _compose(text, file)
     if node is None:
         text = "is empty; the shortest configuration begins with `version: 1`"
-        raise _invalid(file, _START, text)
+        raise invalid_file(file, text)
     source = Source(file)
     source.depends_on(raw)
-    source.data = _Reader(source, env).value(node, ())
+    source.data = _Reader(source, env, read_file).value(node, ())
     return source
 
 
@@ -202,16 +200,17 @@ def _compose(text: str, file: str) -> Node | None:
     try:
         node: Node | None = YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
-        raise _invalid(file, *_syntax_error(error)) from None
+        place, problem = _syntax_error(error)
+        raise invalid_file(file, problem, place) from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
         problem = "contains a character that YAML does not allow"
-        raise _invalid(file, Mark(line, column), problem) from None
+        raise invalid_file(file, problem, Mark(line, column)) from None
     except RecursionError:
-        raise _invalid(file, _START, "is nested too deeply") from None
+        raise invalid_file(file, "is nested too deeply") from None
     except (YAMLError, ValueError) as error:
-        raise _invalid(file, _START, f"is not YAML: {error}") from None
+        raise invalid_file(file, f"is not YAML: {error}") from None
     return node
 
 
@@ -230,9 +229,10 @@ def _syntax_error(error: MarkedYAMLError) -> tuple[Mark, str]:
 class _Reader:
     """Converts a node tree to plain data. A limit on the number of values stops alias bombs."""
 
-    def __init__(self, source: Source, env: Mapping[str, str]) -> None:
+    def __init__(self, source: Source, env: Mapping[str, str], read_file: ReadFile) -> None:
         self._source = source
         self._env = env
+        self._read_file = read_file
         self._remaining = NODE_CAP
 
     def value(self, node: Node, path: Path) -> Any:
@@ -335,13 +335,12 @@ class _Reader:
         file_path = FilePath(self._source.file).parent / name
         self._source.references[file_path] = None
         try:
-            if file_path.exists() and not file_path.is_file():
-                self._source.fail(path, f"{name} is not a regular file")
-                return ""
-            with file_path.open("rb") as file:
-                raw = file.read(SECRET_CAP_BYTES + 1)
+            raw = self._read_file(file_path, SECRET_CAP_BYTES)
             self._source.depends_on(str(file_path).encode("utf-8", "surrogateescape"), raw)
             text = raw.decode()
+        except NotARegularFileError:
+            self._source.fail(path, f"{name} is not a regular file")
+            return ""
         except OSError as error:
             self._source.fail(path, f"{name} cannot be read: {error.strerror}")
             return ""
@@ -361,5 +360,6 @@ def _at(source: Source, mark: Mark, path: Path, message: str) -> Problem:
     return Problem(source.file, mark.line, mark.column, show_path(path), message)
 
 
-def _invalid(file: str, mark: Mark, message: str) -> ConfigError:
+def invalid_file(file: str, message: str, mark: Mark = _START) -> ConfigError:
+    """Create the error for a file that cannot be parsed at all."""
     return ConfigError([Problem(file, mark.line, mark.column, "", message)])

@@ -50,7 +50,7 @@ def certificates(config: Config, now: float) -> Iterator[Certificate]:
         try:
             times = tls.valid_times(pair)
         except (OSError, ValueError):
-            continue  # examine() reports it
+            continue  # check_files() reports it
         yield Certificate(
             show_path((*path, "certificate")), pair.certificate, times.not_after, times.doubt(now)
         )

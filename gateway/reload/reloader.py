@@ -16,7 +16,8 @@ import msgspec
 
 from gateway.config import ConfigError, Loaded, Problem, examine, examine_text
 from gateway.config.compare import Change, changes
-from gateway.config.source import parse, raw_bytes
+from gateway.config.file_reader import raw_bytes, read_file
+from gateway.config.source import parse
 from gateway.metrics import Metrics
 from gateway.reload import versions
 from gateway.reload.swap import CannotServe, Swap
@@ -263,7 +264,7 @@ class Reloader:
                 await self._swap.check_reachable(loaded.config)
             plan = self._swap.plan(loaded.config)
         except CannotServe as problem:
-            source = parse(loaded.text, loaded.file, self._env)
+            source = parse(loaded.text, loaded.file, self._env, read_file)
             raise ConfigError([source.problem(problem.path, str(problem))]) from problem
         if options.dry_run:
             return Outcome("dry_run", self.version, f"would be taken over: {_counted(found)}", found, (), bound)

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import time
 
 from gateway.config import ConfigError, Loaded, examine, examine_text
-from gateway.config.source import raw_bytes
+from gateway.config.file_reader import raw_bytes
 from gateway.reload.reloader import CHANGE, SENT, ChangeOptions, Say, do_nothing
 from gateway.reload.versions import Versions, made
 from gateway.workers.process import LOST, Answer, Worker

@@ -1,4 +1,4 @@
-"""Heads that the narrow grammar admits mean the same to aiohttp's parser, byte for byte."""
+"""Heads that the narrow grammar accepts mean the same to aiohttp's parser."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def heads(start: str, fields: list[tuple[str, str, str, str]]) -> bytes:
     True,
     b"{}",
 )
-def test_what_is_ordinary_is_read_alike_by_both_parsers(
+def test_an_ordinary_head_is_read_the_same_by_both_parsers(
     start: str, fields: list[tuple[str, str, str, str]], framed: bool, body: bytes
 ) -> None:
     if framed:
@@ -116,7 +116,7 @@ async def _agrees(data: bytes, headers: object, path: str, extent: tuple[int, in
     messages, upgraded, _ = parser.feed_data(data[: extent[0]])
     assert len(messages) == 1
     message, payload = messages[0]
-    assert not upgraded  # with h2c; another protocol would begin behind the body
+    assert not upgraded  # with h2c another protocol would follow the body
     assert (message.method, message.path, message.version) == ("POST", path, HttpVersion11)
     assert not any((message.should_close, message.chunked, message.compression))
     assert {name.lower(): value for name, value in message.headers.items()} == headers
@@ -139,7 +139,7 @@ async def _agrees(data: bytes, headers: object, path: str, extent: tuple[int, in
     ),
     st.data(),
 )
-def test_every_beginning_of_an_ordinary_head_may_become_one(
+def test_every_prefix_of_an_ordinary_head_is_recognised(
     fields: list[tuple[str, str]], data: st.DataObject
 ) -> None:
     named = dict(fields)
@@ -152,7 +152,7 @@ def test_every_beginning_of_an_ordinary_head_may_become_one(
     assert begins_head(head[: data.draw(st.integers(1, len(head) - 1))])
 
 
-def test_a_head_of_another_length_is_known_again_and_one_that_differs_is_not() -> None:
+def test_a_head_that_differs_only_in_its_length_is_recognised() -> None:
     first = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 7\r\nX-A: 1\r\n\r\n"
     head = read_head(first, 0)
     assert head is not None

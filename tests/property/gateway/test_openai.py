@@ -1,4 +1,4 @@
-"""The door on any JSON object in any formatting: what may pass does so unchanged, and only what must go is missing."""
+"""The request parser on any JSON object in any formatting: only what must change changes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Members = list[tuple[str, Any]]
 
 
 def written(value: object, rng: Random) -> str:
-    """JSON with blanks and escapes wherever the grammar allows them. An object is a list of pairs in a tuple."""
+    """Encode JSON with random blanks and escapes; a tuple of pairs is an object."""
     if isinstance(value, str):
         return '"' + "".join(_character(character, rng) for character in value) + '"'
     if isinstance(value, dict):
@@ -90,7 +90,7 @@ def _character(character: str, rng: Random) -> str:
 
 
 def chat(others: dict[str, Any], rng: Random, model: str = "demo") -> Members:
-    """The members of a chat in some order."""
+    """Return the members of a chat request in random order."""
     members: Members = [
         ("model", model),
         ("messages", [{"role": "user", "content": "hi"}]),
@@ -119,7 +119,7 @@ def as_bytes(members: Members, rng: Random, compact: bool) -> bytes:
 
 @settings(deadline=None)
 @given(OTHERS, RNG, st.booleans())
-def test_a_body_passes_byte_for_byte_when_nothing_must_change(
+def test_a_body_passes_unchanged_when_nothing_must_change(
     others: dict[str, Any], rng: Random, compact: bool
 ) -> None:
     body = as_bytes(chat(others, rng), rng, compact)
@@ -140,7 +140,7 @@ def test_exactly_the_engine_internal_members_are_dropped(
 
 @settings(deadline=None)
 @given(OTHERS, OTHERS, st.sets(st.sampled_from(sorted(ENGINE_INTERNAL))), RNG)
-def test_they_are_dropped_from_extra_arguments_as_well(
+def test_engine_internal_members_are_dropped_from_extra_arguments(
     others: dict[str, Any], extra: dict[str, Any], internal: set[str], rng: Random
 ) -> None:
     xargs = extra | dict.fromkeys(sorted(internal), "x")
@@ -152,7 +152,7 @@ def test_they_are_dropped_from_extra_arguments_as_well(
 
 @settings(deadline=None)
 @given(OTHERS, RNG, st.booleans())
-def test_only_the_models_name_changes_for_an_alias_or_an_engines_own_name(
+def test_an_alias_or_an_engines_own_name_changes_only_the_model(
     others: dict[str, Any], rng: Random, compact: bool
 ) -> None:
     members = chat(others, rng, model="other")
@@ -166,7 +166,7 @@ def test_only_the_models_name_changes_for_an_alias_or_an_engines_own_name(
 
 @settings(deadline=None)
 @given(OTHERS, RNG, st.booleans())
-def test_an_engine_that_refuses_strange_members_gets_those_it_knows_alone(
+def test_an_engine_that_rejects_unknown_members_gets_only_known_ones(
     others: dict[str, Any], rng: Random, compact: bool
 ) -> None:
     call = parsed(as_bytes(members := chat(others, rng), rng, compact))
@@ -182,7 +182,7 @@ def test_an_engine_that_refuses_strange_members_gets_those_it_knows_alone(
 
 @settings(max_examples=150, deadline=None)
 @given(OTHERS, RNG, st.data())
-def test_a_name_given_twice_is_refused_in_any_formatting_and_accepted_once(
+def test_a_duplicate_member_is_rejected_in_any_formatting(
     others: dict[str, Any], rng: Random, data: st.DataObject
 ) -> None:
     members = chat(others, rng)
@@ -190,14 +190,14 @@ def test_a_name_given_twice_is_refused_in_any_formatting_and_accepted_once(
     name, value = data.draw(st.sampled_from(members))
     again = data.draw(st.just(value) | VALUES)
     members.insert(data.draw(st.integers(0, len(members))), (name, again))
-    for body in (as_bytes(members, rng, compact=False), _compactly(members)):
+    for body in (as_bytes(members, rng, compact=False), _compact(members)):
         with pytest.raises(GatewayError) as refused:
             parsed(body)
         assert (refused.value.status, refused.value.param) == (400, name)
         assert "Duplicate" in refused.value.message
 
 
-def _compactly(members: Members) -> bytes:
+def _compact(members: Members) -> bytes:
     return (
         "{"
         + ",".join(f"{json.dumps(k)}:{json.dumps(v, separators=(',', ':'))}" for k, v in members)
@@ -226,7 +226,7 @@ def test_token_ids_are_counted_exactly(ids: list[int], rng: Random) -> None:
 @example(b"")
 @example(b"\xff")
 @example(b'{"model":"\\ud800"}')
-def test_any_bytes_are_refused_with_400_or_404_and_nothing_else(body: bytes) -> None:
+def test_any_bytes_are_rejected_with_400_or_404(body: bytes) -> None:
     with pytest.raises(GatewayError) as refused:
         parsed(body)
     assert refused.value.status in (400, 404)
@@ -236,7 +236,7 @@ def test_any_bytes_are_refused_with_400_or_404_and_nothing_else(body: bytes) -> 
 @given(
     OTHERS, RNG, st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=3)), min_size=1, max_size=4)
 )
-def test_a_damaged_body_is_refused_or_is_still_one_object_of_json(
+def test_a_damaged_body_is_rejected_or_still_a_json_object(
     others: dict[str, Any], rng: Random, damage: list[tuple[float, bytes]]
 ) -> None:
     body = as_bytes(chat(others, rng), rng, compact=False)

@@ -1,4 +1,4 @@
-"""Cache salts: which requests share one, what engines get, and that a client reaches no other tenant's."""
+"""Cache salts: which requests share one, what engines receive, and isolation between tenants."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def call(body: Mapping[str, Any], found: CacheSalts | None, tenant: str = "a") -
 
 
 @pytest.mark.parametrize("secret", [{"cache": SECRET}, {"shared": SHARED}, {}])
-def test_every_tenant_has_a_salt_that_is_the_same_on_every_gateway(secret: dict[str, Any]) -> None:
+def test_every_tenant_has_a_salt_that_is_equal_on_all_gateways(secret: dict[str, Any]) -> None:
     usual = salts(A, B, **secret).usual
     assert usual == salts(B, A, **secret).usual
     assert len(set(usual.values())) == 2
@@ -63,42 +63,44 @@ def test_every_tenant_has_a_salt_that_is_the_same_on_every_gateway(secret: dict[
         "vLLM takes 128 characters, none of @ / \\ NUL"
     )
     assert salts(A, B, C, **secret).usual["a"] == usual["a"], (
-        "a tenant that comes empties no other's cache"
+        "a new tenant does not empty the cache of another"
     )
 
 
-def test_other_secrets_are_other_salts() -> None:
+def test_different_secrets_give_different_salts() -> None:
     asked = [salts(A, **more).usual["a"] for more in ({}, {"shared": SHARED}, {"cache": SECRET})]
     asked.append(salts(A, cache={"secret": "another-secret-of-theirs"}).usual["a"])
     assert len(set(asked)) == 4
 
 
-def test_a_configured_secret_outlives_a_tenants_key_and_keys_alone_do_not() -> None:
+def test_a_configured_secret_keeps_salts_when_a_tenants_key_changes() -> None:
     renewed = A | {"key": "sk-new"}
     assert salts(renewed, cache=SECRET).usual == salts(A, cache=SECRET).usual
     assert salts(renewed).usual != salts(A).usual
     assert salts(A | {"keys": ["sk-new"]}).usual == salts(A).usual, (
-        "the new key is valid first, and taken over later"
+        "a further key does not change the salt"
     )
 
 
 @pytest.mark.parametrize("secret", [{"cache": SECRET}, {}])
-def test_tenants_of_one_group_share_and_no_name_is_taken_for_a_group(
+def test_tenants_of_one_group_share_a_salt_and_names_are_not_groups(
     secret: dict[str, Any],
 ) -> None:
     usual = salts(A | {"cache_group": "c"}, B | {"cache_group": "c"}, C, **secret).usual
     assert usual["a"] == usual["b"] != usual["c"]
 
 
-def test_where_nobody_is_to_be_isolated_tenants_get_no_salt() -> None:
+def test_without_isolation_tenants_get_no_salt() -> None:
     off = salts(A, B, cache={"isolate": "off"})
     assert off.usual == {}
     assert call(CHAT, off).salt == b""
-    assert off.salt("a", b"x") == off.salt("b", b"x"), "but a client's own holds, for all of them"
+    assert off.salt("a", b"x") == off.salt("b", b"x"), (
+        "a client's own salt still applies, equally for all tenants"
+    )
 
 
 @given(st.binary(max_size=64), st.binary(max_size=64))
-def test_a_clients_salt_divides_its_own_cache_and_reaches_no_other(
+def test_a_clients_salt_divides_its_own_cache_and_cannot_reach_another(
     one: bytes, other: bytes
 ) -> None:
     found = salts(A, B, cache=SECRET)
@@ -112,7 +114,7 @@ def test_a_clients_salt_divides_its_own_cache_and_reaches_no_other(
     )
 
 
-def test_the_index_shares_exactly_what_the_engines_share() -> None:
+def test_the_prefix_index_shares_exactly_what_engines_share() -> None:
     found, prefixes = (
         salts(A, B, C | {"cache_group": "g"}, cache=SECRET),
         Prefixes(b"0" * 16, 1 << 20, 64),
@@ -134,18 +136,18 @@ def test_the_index_shares_exactly_what_the_engines_share() -> None:
     assert keys() == asked[0]
 
 
-# What a client may say
+# Salts of clients
 
 
 @pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
 @pytest.mark.parametrize("value", ["", "x" * (MAX_CLIENT_SALT + 1), 1, ["a"], {"a": 1}, True])
-def test_a_salt_that_is_no_text_of_sensible_length_is_refused(name: str, value: object) -> None:
+def test_a_salt_must_be_text_of_limited_length(name: str, value: object) -> None:
     with pytest.raises(GatewayError) as refused:
         call(CHAT | {name: value}, salts(A))
     assert (refused.value.failure, refused.value.param) == (Failure.BAD_REQUEST, name)
 
 
-def test_a_clients_salt_is_never_sent_as_it_came() -> None:
+def test_a_clients_salt_is_never_sent_unchanged() -> None:
     found = salts(A, cache=SECRET)
     hostile = found.usual["a"].decode()
     asked = [
@@ -159,7 +161,7 @@ def test_a_clients_salt_is_never_sent_as_it_came() -> None:
     assert len({each.salt for each in asked}) == 3
 
 
-def test_without_tenants_and_salts_a_request_passes_untouched() -> None:
+def test_without_tenants_and_salts_a_request_passes_unchanged() -> None:
     raw = json.dumps(CHAT).encode()
     sent = parse(raw, Api.CHAT, {"demo": Model()}, Caller("req_1", "", NOTHING, 0.0, None, salts()))
     assert sent.body is raw
@@ -167,7 +169,7 @@ def test_without_tenants_and_salts_a_request_passes_untouched() -> None:
     assert call(CHAT | {"cache_salt": None}, salts(), "").salt == b""
 
 
-# What engines get
+# What engines receive
 
 
 def house(
@@ -202,7 +204,7 @@ async def ask(f: Front, key: str = "sk-a", words: int = 400, **members: Any) -> 
 @pytest.mark.parametrize(
     ("engine", "member"), [("vllm", "cache_salt"), ("sglang", "extra_key"), ("trtllm", None)]
 )
-async def test_an_engine_gets_the_tenants_salt_in_the_member_that_it_reads(
+async def test_an_engine_gets_the_tenants_salt_in_the_member_it_supports(
     engine: str, member: str | None
 ) -> None:
     async with whole(decodes, engine=engine) as f:
@@ -230,18 +232,18 @@ async def test_an_engine_gets_the_tenants_salt_in_the_member_that_it_reads(
         assert not member or all(member.encode() in asked.body for asked in f.decode[0].asked)
 
 
-async def test_another_engine_that_is_tried_gets_the_same_salt() -> None:
+async def test_a_retry_sends_the_same_salt() -> None:
     async with whole(refuses(503), refuses(503), decodes) as f:
         assert (await ask(f)).status == 200
         assert len({asked.json["cache_salt"] for half in f.decode for asked in half.asked}) == 1
         assert sum(len(half.asked) for half in f.decode) >= 1
 
 
-async def test_an_answer_that_is_resumed_elsewhere_keeps_its_salt() -> None:
+async def test_a_resumed_response_keeps_its_salt() -> None:
     shown, came = asyncio.Event(), list[Asked]()
 
     async def breaks_first(asked: Asked) -> None:
-        """Whichever is asked first tells the ids of its first token, and breaks once the client has read that."""
+        """On the first request, send one token with its ids, then break; later ones succeed."""
         came.append(asked)
         if len(came) > 1:
             await decodes(asked)
@@ -278,7 +280,7 @@ async def test_an_answer_that_is_resumed_elsewhere_keeps_its_salt() -> None:
         assert HEX.fullmatch(rest.json["cache_salt"])
 
 
-async def test_both_legs_of_a_split_request_have_one_salt() -> None:
+async def test_both_legs_of_a_split_request_have_the_same_salt() -> None:
     async with house([prefills()], [decodes]) as f:
         f.have_met()
         assert (await ask(f, cache_salt="mine")).status == 200
@@ -291,7 +293,7 @@ async def test_both_legs_of_a_split_request_have_one_salt() -> None:
         await f.at_rest()
 
 
-async def test_both_halves_of_sglang_have_one_extra_key() -> None:
+async def test_both_sglang_engines_of_a_pair_get_the_same_extra_key() -> None:
     async with house(
         [decodes], [decodes], dialect="sglang", engine="sglang", bootstrap="10.0.0.7:8998"
     ) as f:
@@ -301,7 +303,7 @@ async def test_both_halves_of_sglang_have_one_extra_key() -> None:
         assert "cache_salt" not in one.json
 
 
-async def test_either_key_of_a_tenant_is_its_own_while_one_is_replaced() -> None:
+async def test_all_keys_of_a_tenant_have_the_same_salt() -> None:
     renewing = A | {"keys": ["sk-new"]}
     async with whole(decodes, tenants=[renewing, B]) as f:
         assert [(await ask(f, key)).status for key in ("sk-a", "sk-new", "sk-newer")] == [
@@ -312,17 +314,17 @@ async def test_either_key_of_a_tenant_is_its_own_while_one_is_replaced() -> None
         assert len({asked.json["cache_salt"] for asked in f.decode[0].asked}) == 1
 
 
-# Engines that are reserved for tenants
+# Engines reserved for tenants
 
 
-async def test_an_engine_that_is_reserved_serves_its_tenants_and_no_other() -> None:
+async def test_a_reserved_engine_serves_only_its_tenants() -> None:
     async with whole(decodes, decodes, reserved=[["a"], ["b"]], policy="round_robin") as f:
         for key in ("sk-a", "sk-b", "sk-a", "sk-a"):
             assert (await ask(f, key)).status == 200
         assert [len(half.asked) for half in f.decode] == [3, 1]
 
 
-async def test_a_tenant_without_an_engine_is_told_so() -> None:
+async def test_a_tenant_without_an_engine_gets_an_error() -> None:
     async with whole(decodes, reserved=[["a"]]) as f:
         reply = await ask(f, "sk-b")
         assert (reply.status, reply.json["error"]["code"]) == (503, "no_capacity")
@@ -330,8 +332,8 @@ async def test_a_tenant_without_an_engine_is_told_so() -> None:
         assert (await ask(f)).status == 200
 
 
-async def test_a_tenants_full_engine_has_it_wait_rather_than_refuse_it() -> None:
-    """A permit is one of the pool: while another engine has room, the reserved one may be at its cap."""
+async def test_a_tenant_waits_for_its_reserved_engine_when_that_is_full() -> None:
+    """Permits belong to the pool, so the reserved engine may be full while another has capacity."""
     async with whole(decodes, decodes, reserved=[["a"], ["b"]], max_concurrency=1) as f:
         load = f.app.gateway.endpoints.all()[0].load
         load.in_flight += 1

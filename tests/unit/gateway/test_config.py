@@ -1,4 +1,4 @@
-"""A good file becomes one immutable tree: defaults, units, references, secrets, and the schema that says the same."""
+"""Valid configuration files: defaults, units, references, secrets, and the JSON schema."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_the_shortest_file_gets_every_default(tmp_path: Path) -> None:
     assert shortest.tenants == ()
 
 
-def test_everything_can_be_said_and_is_read_in_base_units(tmp_path: Path) -> None:
-    said = config(
+def test_every_setting_can_be_given_and_is_converted_to_base_units(tmp_path: Path) -> None:
+    loaded = config(
         tmp_path,
         SHORTEST
         + """\
@@ -87,7 +87,7 @@ timeouts: {connect: 250ms}
 limits: {body: 1.5MiB}
 """,
     )
-    (endpoint,) = said.pools["chat"].endpoints
+    (endpoint,) = loaded.pools["chat"].endpoints
     assert (endpoint.shown_name, endpoint.role, endpoint.engine) == (
         "one",
         Role.DECODE,
@@ -100,53 +100,54 @@ limits: {body: 1.5MiB}
         1,
     )
     assert (endpoint.labels["zone"], endpoint.kv_tokens) == ("a", 400_000)
-    assert dict(said.pools["chat"].policy.params) == {"fresh_s": 2.5}
-    assert said.pools["chat"].waiting_room.timeout == 90.0
-    assert said.models[0].aliases == ("default", "no"), "no is text since YAML 1.2"
-    assert said.models[0].context_tokens == 8192
-    assert (said.timeouts.connect, said.limits.body) == (0.25, 1572864)
+    assert dict(loaded.pools["chat"].policy.params) == {"fresh_s": 2.5}
+    assert loaded.pools["chat"].waiting_room.timeout == 90.0
+    assert loaded.models[0].aliases == ("default", "no"), "since YAML 1.2, no is text"
+    assert loaded.models[0].context_tokens == 8192
+    assert (loaded.timeouts.connect, loaded.limits.body) == (0.25, 1572864)
 
 
-def test_references_are_filled_from_environment_and_files(tmp_path: Path) -> None:
+def test_references_are_filled_in_from_the_environment_and_files(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("sk-from-file\n")
-    read = config(
+    loaded = config(
         tmp_path,
         "version: 1\n"
         "listeners: {api: {port: '${PORT}'}}\n"
         "retries: {budget: '${BUDGET:-0.5}'}\n"
         "pools: {chat: {endpoints: [{url: 'http://${HOST:-gpu1}:${ENGINE_PORT}'}],\n"
         "  policy: {name: least_loaded, parameters: {fresh_s: '${FRESH:-2.5}'}}}}\n"
-        "tenants: [{name: a, key: '${file:key}'}, {name: b, key: '${KEY}'}, {name: 'c$${x}', key: x}]\n",
+        "tenants: [{name: a, key: '${file:key}'}, {name: b, key: '${KEY}'},\n"
+        "  {name: 'c$${x}', key: x}]\n",
         {"PORT": "9999", "ENGINE_PORT": "8000", "KEY": "sk-env", "HOST": ""},
     )
-    assert read.listeners.api.port == 9999
-    assert read.pools["chat"].endpoints[0].url == "http://gpu1:8000"
-    assert [tenant.key.reveal() for tenant in read.tenants] == ["sk-from-file", "sk-env", "x"]
-    assert (read.retries.budget, read.pools["chat"].policy.params["fresh_s"]) == (0.5, 2.5)
-    assert read.tenants[2].name == "c${x}"
+    assert loaded.listeners.api.port == 9999
+    assert loaded.pools["chat"].endpoints[0].url == "http://gpu1:8000"
+    assert [tenant.key.reveal() for tenant in loaded.tenants] == ["sk-from-file", "sk-env", "x"]
+    assert (loaded.retries.budget, loaded.pools["chat"].policy.params["fresh_s"]) == (0.5, 2.5)
+    assert loaded.tenants[2].name == "c${x}"
 
 
-def test_a_secret_prints_nowhere(tmp_path: Path) -> None:
+def test_a_secret_is_never_printed(tmp_path: Path) -> None:
     text = SHORTEST + "        api_key: ${KEY}\ntenants: [{name: a, key: '${KEY}'}]\n"
-    read = config(tmp_path, text, {"KEY": "hunter2"})
+    loaded = config(tmp_path, text, {"KEY": "hunter2"})
     shown = (
-        repr(read),
-        str(read),
-        read.model_dump_json(),
-        str(read.model_dump()),
-        repr(read.tenants[0].key),
+        repr(loaded),
+        str(loaded),
+        loaded.model_dump_json(),
+        str(loaded.model_dump()),
+        repr(loaded.tenants[0].key),
     )
     assert not any("hunter2" in each for each in shown)
-    assert read.tenants[0].key == Secret("hunter2")
+    assert loaded.tenants[0].key == Secret("hunter2")
 
 
-def test_the_tree_cannot_be_changed(tmp_path: Path) -> None:
-    read = config(tmp_path, SHORTEST)
+def test_the_tree_is_immutable(tmp_path: Path) -> None:
+    loaded = config(tmp_path, SHORTEST)
     with pytest.raises(ValidationError, match="frozen"):
-        read.limits.body = 1  # type: ignore[misc]
+        loaded.limits.body = 1  # type: ignore[misc]
 
 
-def test_an_alias_is_read_as_often_as_it_is_used(tmp_path: Path) -> None:
+def test_a_yaml_alias_may_be_used_several_times(tmp_path: Path) -> None:
     text = (
         "version: 1\npools:\n"
         "  a: {endpoints: [{url: http://h:1, layout: &big {tp: 8}}]}\n"
@@ -170,7 +171,7 @@ def test_an_alias_is_read_as_often_as_it_is_used(tmp_path: Path) -> None:
         ("{tp: 8, pp: 2}", "{gpus: 16}", None),
     ],
 )
-def test_a_layout_that_is_probably_not_meant_is_warned_of(
+def test_an_unlikely_layout_causes_a_warning(
     tmp_path: Path, layout: str, hardware: str, message: str | None
 ) -> None:
     file = tmp_path / "gateway.yaml"
@@ -185,7 +186,7 @@ def test_a_layout_that_is_probably_not_meant_is_warned_of(
     assert message is None or message in str(warnings[0])
 
 
-def test_doubtful_things_are_warned_of_with_their_place(tmp_path: Path) -> None:
+def test_warnings_have_a_place(tmp_path: Path) -> None:
     file = tmp_path / "gateway.yaml"
     file.write_text(
         SHORTEST
@@ -199,28 +200,28 @@ def test_doubtful_things_are_warned_of_with_their_place(tmp_path: Path) -> None:
     assert "sk-plain" not in str(examine(file, {}).warnings)
 
 
-def test_engines_alone_make_a_configuration() -> None:
-    made = from_engines(
+def test_a_configuration_can_be_built_from_engine_urls() -> None:
+    built = from_engines(
         ["http://gpu1:8000", "http://gpu2:8000/"], "round_robin", "0.0.0.0", 9000, 9001
     ).config
-    (pool,) = made.pools.values()
+    (pool,) = built.pools.values()
     assert [endpoint.url for endpoint in pool.endpoints] == ["http://gpu1:8000", "http://gpu2:8000"]
     assert pool.policy.name == "round_robin"
-    assert (made.listeners.api.host, made.listeners.api.port, made.listeners.admin.port) == (
+    assert (built.listeners.api.host, built.listeners.api.port, built.listeners.admin.port) == (
         "0.0.0.0",
         9000,
         9001,
     )
-    assert made.models == (), "the models are those that the engines list"
+    assert built.models == (), "the engines list the models"
 
 
-def test_bad_engines_are_refused_by_the_same_rules() -> None:
+def test_invalid_engine_urls_are_rejected_by_the_same_rules() -> None:
     with pytest.raises(ConfigError) as caught:
         from_engines(["gpu1:8000"], "prefix_awre", "127.0.0.1", 8080, 8080)
     assert len(caught.value.problems) == 3
 
 
-def test_the_schema_has_units_as_text_and_refuses_unknown_keys() -> None:
+def test_the_schema_has_units_as_text_and_rejects_unknown_keys() -> None:
     schema = json_schema()
     assert schema["$defs"]["Timeouts"]["properties"]["connect"]["default"] == "1s"
     assert schema["$defs"]["Limits"]["properties"]["body"]["type"] == "string"
@@ -233,14 +234,14 @@ def test_the_schema_has_units_as_text_and_refuses_unknown_keys() -> None:
     assert "parameters" in schema["$defs"]["PolicySpec"]["properties"]
 
 
-def test_every_field_says_what_it_is() -> None:
+def test_every_field_has_a_description() -> None:
     schema = json_schema()
     for name, section in [("Config", schema), *schema["$defs"].items()]:
         for key, field in section.get("properties", {}).items():
             assert field.get("description") or "$ref" in field, f"{name}.{key}"
 
 
-def test_the_sample_file_is_good_and_begins_with_its_schema() -> None:
+def test_the_sample_file_is_valid_and_names_its_schema() -> None:
     sample = ROOT / "deploy" / "config" / "gateway.yaml"
     assert examine(sample, {"TEAM_A_KEY": "sk-1"}).warnings == ()
     first = sample.read_text().splitlines()[0]
@@ -248,7 +249,7 @@ def test_the_sample_file_is_good_and_begins_with_its_schema() -> None:
     assert json.loads((sample.parent / "gateway.schema.json").read_text()) == json_schema()
 
 
-def test_what_gateways_share_a_secret_by_comes_from_files_and_is_doubted_in_clear(
+def test_shared_secrets_may_come_from_files_and_cause_warnings_in_clear(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "fleet").write_text("sixteen-characters-and-more\n")
@@ -266,7 +267,7 @@ def test_what_gateways_share_a_secret_by_comes_from_files_and_is_doubted_in_clea
 def secrets_of(
     annotation: Any, path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[str | int, ...]]:
-    """Where the tree has secrets: in a list as its first item, in a mapping under "any"."""
+    """Yield the paths of secrets in the tree, with index 0 in lists and key "any" in mappings."""
     if isinstance(annotation, type) and issubclass(annotation, Secret):
         yield path
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -279,14 +280,14 @@ def secrets_of(
 
 
 def put(data: Any, path: tuple[str | int, ...], value: str) -> None:
-    """A value at a path of plain data, in whose lists there is one item."""
+    """Set the value at a path in plain data, creating mappings and lists of one item."""
     for part, after in pairwise(path):
         new: Any = [{}] if after == 0 else {}
         data = data[part] if part == 0 else data.setdefault(part, new)
     data[path[-1]] = value
 
 
-def test_every_secret_of_the_tree_is_known_to_the_rules_about_secrets() -> None:
+def test_the_rules_about_secrets_know_every_secret_of_the_tree() -> None:
     data: dict[str, Any] = {}
     found = set(secrets_of(Config))
     assert ("tenants", 0, "key") in found
@@ -295,7 +296,9 @@ def test_every_secret_of_the_tree_is_known_to_the_rules_about_secrets() -> None:
     assert set(checks.secrets_in_clear(data)) == found
 
 
-def test_a_collectors_key_comes_from_a_file_and_is_doubted_in_clear(tmp_path: Path) -> None:
+def test_a_collectors_key_may_come_from_a_file_and_causes_a_warning_in_clear(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "token").write_text("by-file\n")
     traces = (
         "observability: {{traces: {{endpoint: 'http://127.0.0.1:4318/v1/traces', key: '{0}'}}}}\n"
@@ -309,39 +312,39 @@ def test_a_collectors_key_comes_from_a_file_and_is_doubted_in_clear(tmp_path: Pa
     assert clear.in_clear
 
 
-def test_a_reference_may_lead_to_any_number_however_deep(tmp_path: Path) -> None:
-    read = config(
+def test_a_reference_may_resolve_to_a_number_at_any_depth(tmp_path: Path) -> None:
+    loaded = config(
         tmp_path,
         SHORTEST
-        + "    admission: {name: priced, parameters: {bend: '${BEND}', sessions: {start: '${START}'}, "
-        + "weights: {a: '${SHARE}'}}}\n"
+        + "    admission: {name: priced, parameters: {bend: '${BEND}', "
+        + "sessions: {start: '${START}'}, weights: {a: '${SHARE}'}}}\n"
         + "tenants: [{name: a, key: '${KEY}', priority: '${LOW}'}]\n",
         {"BEND": "0.5", "START": "0.8", "SHARE": "2", "KEY": "sk", "LOW": "-3"},
     )
-    params = read.pools["chat"].admission.params
+    params = loaded.pools["chat"].admission.params
     assert params == {"bend": 0.5, "sessions": {"start": 0.8}, "weights": {"a": 2}}
-    assert read.tenants[0].priority == -3
+    assert loaded.tenants[0].priority == -3
 
 
-def test_a_literal_brace_is_no_open_reference_and_neither_is_one_in_a_value(tmp_path: Path) -> None:
+def test_escaped_braces_and_braces_in_values_are_not_references(tmp_path: Path) -> None:
     text = (
         SHORTEST
         + "tenants: [{name: '$${A}', key: '$${', slo: standard}, {name: b, key: '${KEY}'}]\n"
     )
-    read = config(tmp_path, text, {"KEY": "a${b"})
-    assert [tenant.key.reveal() for tenant in read.tenants] == ["$${", "a${b"]
-    assert read.tenants[0].name == "${A}"
+    loaded = config(tmp_path, text, {"KEY": "a${b"})
+    assert [tenant.key.reveal() for tenant in loaded.tenants] == ["$${", "a${b"]
+    assert loaded.tenants[0].name == "${A}"
 
 
 @pytest.mark.parametrize("url", ["http://H:80", "http://h/", "http://h"])
-def test_an_endpoint_may_have_the_name_that_it_would_have_anyway(tmp_path: Path, url: str) -> None:
+def test_an_endpoints_name_may_equal_its_default_name(tmp_path: Path, url: str) -> None:
     endpoints = f"[{{url: '{url}', name: 'h:80'}}, {{url: 'http://g:80'}}]"
-    read = config(tmp_path, f"version: 1\npools: {{chat: {{endpoints: {endpoints}}}}}\n")
-    assert [endpoint.shown_name for endpoint in read.pools["chat"].endpoints] == ["h:80", "g:80"]
+    loaded = config(tmp_path, f"version: 1\npools: {{chat: {{endpoints: {endpoints}}}}}\n")
+    assert [endpoint.shown_name for endpoint in loaded.pools["chat"].endpoints] == ["h:80", "g:80"]
 
 
-def test_the_least_that_is_allowed_is_allowed(tmp_path: Path) -> None:
-    read = config(
+def test_minimum_values_are_accepted(tmp_path: Path) -> None:
+    loaded = config(
         tmp_path,
         SHORTEST
         + "    discover: {dns: 'engines:8000', interval: 10ms}\n    admission: priced\n"
@@ -349,6 +352,8 @@ def test_the_least_that_is_allowed_is_allowed(tmp_path: Path) -> None:
         + "tenants: [{name: a, key: '${KEY}', weight: 1.0e-6}]\n",
         {"KEY": "sk"},
     )
-    PrefixIndex(read.prefix.index)
-    build_admission("priced", {"weights": {tenant.name: tenant.weight for tenant in read.tenants}})
-    assert read.health.interval == read.scrape.interval == 0.01
+    PrefixIndex(loaded.prefix.index)
+    build_admission(
+        "priced", {"weights": {tenant.name: tenant.weight for tenant in loaded.tenants}}
+    )
+    assert loaded.health.interval == loaded.scrape.interval == 0.01

@@ -1,7 +1,7 @@
-"""A request leaves no reference cycles behind, however it ends: the collector, which seldom looks, has nothing to find.
+"""A request leaves no reference cycles behind, however it ends.
 
-What a cycle holds is a body, an answer, and the configuration that the request began with: an endpoint that a reload
-removed would stay until the collector came by.
+A cycle would keep a body, a response and the configuration that the request began with, so that an
+endpoint that a reload removed would stay until the rare next garbage collection.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LONG = {
 
 
 @contextmanager
-def nothing_left(*of: str) -> Iterator[None]:
-    """AssertionError when the collector finds what belonged to a request, or something `of` these modules."""
+def no_garbage(*of: str) -> Iterator[None]:
+    """Assert that no garbage is left of the gateway's objects, or of the given modules."""
     gc.collect()
     gc.disable()
     try:
@@ -44,16 +44,16 @@ def nothing_left(*of: str) -> Iterator[None]:
         gc.enable()
 
 
-async def served(running: House) -> None:
+async def succeeds(running: House) -> None:
     assert (await running.ask()).fate == "ok"
     assert (await running.ask(stream=False)).fate == "ok"
 
 
-async def refused(running: House) -> None:
+async def is_rejected(running: House) -> None:
     assert (await running.ask(tokens=0)).status == 400
 
 
-async def left_before_the_answer(running: House) -> None:
+async def disconnects_before_the_response(running: House) -> None:
     for group in running.groups:
         group.faults.set("stall:after=0")
     with suppress(TimeoutError):
@@ -61,31 +61,31 @@ async def left_before_the_answer(running: House) -> None:
             await running.ask()
 
 
-async def left_within_the_answer(running: House) -> None:
+async def disconnects_within_the_response(running: House) -> None:
     async with running.http.post(f"{running.app.url}/v1/chat/completions", json=LONG) as answer:
         await answer.content.readany()
 
 
-async def broke_and_was_retried(running: House) -> None:
+async def breaks_and_is_retried(running: House) -> None:
     running.groups[0].faults.set("reset-before-headers")
     for _ in range(2):
         assert (await running.ask()).fate == "ok"
 
 
-async def broke_within_the_answer(running: House) -> None:
+async def breaks_within_the_response(running: House) -> None:
     for group in running.groups:
         group.faults.set("reset-mid-stream:after=3")
     assert (await running.ask()).fate == "error_event"
 
 
-async def broke_and_went_on_elsewhere(running: House) -> None:
+async def breaks_and_is_resumed(running: House) -> None:
     running.groups[0].faults.set("reset-mid-stream:after=3")
     fates = [(await running.ask()).fate for _ in range(2)]
     assert fates == ["ok", "ok"]
     assert running.metric("penstock_resumes_total") > 0
 
 
-async def nobody_answered(running: House) -> None:
+async def all_engines_fail(running: House) -> None:
     for group in running.groups:
         group.faults.set("5xx")
     assert (await running.ask()).status == 502
@@ -94,25 +94,25 @@ async def nobody_answered(running: House) -> None:
 @pytest.mark.parametrize(
     "way",
     [
-        *(served, refused, left_before_the_answer, left_within_the_answer),
+        *(succeeds, is_rejected, disconnects_before_the_response, disconnects_within_the_response),
         *(
-            broke_and_was_retried,
-            broke_within_the_answer,
-            broke_and_went_on_elsewhere,
-            nobody_answered,
+            breaks_and_is_retried,
+            breaks_within_the_response,
+            breaks_and_is_resumed,
+            all_engines_fail,
         ),
     ],
 )
-async def test_a_request_that_ends_in_any_way_leaves_nothing_for_the_collector(
+async def test_a_request_leaves_no_reference_cycle_however_it_ends(
     way: Callable[[House], Awaitable[None]],
 ) -> None:
     models = [
         {"name": "demo-8b", "pool": "main"}
-        | ({"resume": {}} if way is broke_and_went_on_elsewhere else {})
+        | ({"resume": {}} if way is breaks_and_is_resumed else {})
     ]
     async with house(speed=20.0, models=models) as running:
         await running.ask()
-        with nothing_left():
+        with no_garbage():
             await way(running)
             for group in running.groups:
                 group.faults.set("")
@@ -120,14 +120,14 @@ async def test_a_request_that_ends_in_any_way_leaves_nothing_for_the_collector(
             await running.at_rest()
 
 
-async def split_left(running: SplitHouse, body: dict[str, object]) -> None:
+async def split_disconnects(running: SplitHouse, body: dict[str, object]) -> None:
     for after_s in (0.01, 0.2):
         with suppress(TimeoutError):
             async with asyncio.timeout(after_s):
                 await running.ask(body | {"max_tokens": 4000})
 
 
-async def split_broke(running: SplitHouse, body: dict[str, object]) -> None:
+async def split_breaks(running: SplitHouse, body: dict[str, object]) -> None:
     for member, fault in (
         (running.prefill[0], "5xx"),
         (running.decode[0], "5xx"),
@@ -139,7 +139,7 @@ async def split_broke(running: SplitHouse, body: dict[str, object]) -> None:
         member.faults.set("")
 
 
-async def split_died(running: SplitHouse, body: dict[str, object]) -> None:
+async def split_decoders_die(running: SplitHouse, body: dict[str, object]) -> None:
     for member in running.decode:
         member.faults.set("die-mid-decode:after=3")
     asked = body | {"model": MODEL, "stream": True}
@@ -150,27 +150,27 @@ async def split_died(running: SplitHouse, body: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["vllm_nixl", "sglang"])
-@pytest.mark.parametrize("way", [split_left, split_broke, split_died])
-async def test_neither_does_one_that_was_split(
+@pytest.mark.parametrize("way", [split_disconnects, split_breaks, split_decoders_die])
+async def test_a_split_request_leaves_no_reference_cycle_however_it_ends(
     dialect: str, way: Callable[[SplitHouse, dict[str, object]], Awaitable[None]]
 ) -> None:
     body = {"prompt": SENTENCE * 20, "max_tokens": 12}
     soon_s = 0.5 * pace()
     async with split_house(dialect, kv={"wait_s": soon_s, "lease_s": soon_s}, speed=2.0) as running:
         await running.right(body)
-        with nothing_left():
+        with no_garbage():
             await way(running, body)
             await running.at_rest(within_s=7.5 + soon_s)
 
 
 @pytest.mark.parametrize("fault", ["refuse", "freeze"])
-async def test_neither_does_a_probe_that_fails(fault: str) -> None:
+async def test_a_failing_probe_leaves_no_reference_cycle(fault: str) -> None:
     async with house(
         1, health={"interval": "1h", "timeout": "50ms"}, scrape={"interval": "1h"}
     ) as running:
         live, watcher = running.app.gateway.endpoints.all()[0], running.app._watcher
         running.groups[0].faults.set(fault)
-        with nothing_left(
+        with no_garbage(
             "aiohttp.client",
             "builtins.traceback",
             "builtins.ConnectionRefused",

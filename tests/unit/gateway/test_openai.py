@@ -1,4 +1,4 @@
-"""The door, case by case: limits as a table, what a refusal says, what is counted and what reads as a stream."""
+"""The request parser: limits, errors, token counts and streaming."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refusal(
 
 
 @pytest.mark.parametrize("name", sorted(LIMITS))
-def test_a_guarded_number_is_taken_up_to_its_limit_and_refused_beyond(name: str) -> None:
+def test_a_limited_number_is_accepted_up_to_its_limit(name: str) -> None:
     for good in (1, LIMITS[name], None):
         parsed({**CHAT, name: good})
     wrong: tuple[Any, ...] = (
@@ -77,7 +77,7 @@ def test_a_guarded_number_is_taken_up_to_its_limit_and_refused_beyond(name: str)
 
 
 @pytest.mark.parametrize("name", sorted(SIZES))
-def test_a_guarded_list_is_taken_up_to_its_bytes_and_refused_beyond(name: str) -> None:
+def test_a_limited_member_is_accepted_up_to_its_size(name: str) -> None:
     fits = "x" * (SIZES[name] - 2)
     parsed({**CHAT, name: fits})
     error = refusal({**CHAT, name: fits + "x"})
@@ -86,7 +86,7 @@ def test_a_guarded_list_is_taken_up_to_its_bytes_and_refused_beyond(name: str) -
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["small body", "large body"])
-def test_members_are_counted_and_their_names_measured(large: bool) -> None:
+def test_the_number_of_members_and_the_length_of_names_are_limited(large: bool) -> None:
     messages = [{"role": "user", "content": "x" * (SMALL_BODY if large else 1)}]
     room = MAX_MEMBERS - 2
     parsed({**CHAT, "messages": messages} | {f"k{i}": 0 for i in range(room)})
@@ -98,12 +98,12 @@ def test_members_are_counted_and_their_names_measured(large: bool) -> None:
     assert "name" in refusal({**CHAT, "messages": messages, "k" * (MAX_NAME + 1): 0}).message
 
 
-def test_a_name_of_megabytes_in_a_compact_body_needs_no_pattern_and_passes() -> None:
+def test_a_huge_name_in_a_compact_body_passes() -> None:
     body = json.dumps({**CHAT, "k" * 2**20: 0}, separators=(",", ":")).encode()
     assert parsed(body).body is body
 
 
-def test_a_number_may_have_so_many_digits_and_no_more() -> None:
+def test_the_number_of_digits_is_limited() -> None:
     def body(digits: int) -> bytes:
         return json.dumps(CHAT)[:-1].encode() + b',"seed":' + b"1" * digits + b"}"
 
@@ -113,7 +113,7 @@ def test_a_number_may_have_so_many_digits_and_no_more() -> None:
     assert parsed({**CHAT, "user": "1" * (MAX_DIGITS + 1)})
 
 
-def test_a_huge_bound_is_not_taken_for_a_plan_but_sent_on_as_it_is() -> None:
+def test_a_huge_bound_is_forwarded_but_not_expected() -> None:
     call = parsed({**CHAT, "max_tokens": 1_000_000})
     assert call.request.output_tokens == EXPECTED_CEILING
     assert b"1000000" in call.body
@@ -129,7 +129,7 @@ def test_a_huge_bound_is_not_taken_for_a_plan_but_sent_on_as_it_is() -> None:
         ({"max_tokens": None, "n": None}, DEFAULT_OUTPUT_TOKENS),
     ],
 )
-def test_output_is_estimated_by_what_the_client_allows(
+def test_the_expected_output_is_limited_by_the_client(
     body: dict[str, Any], output_tokens: int
 ) -> None:
     assert parsed({**CHAT, **body}).request.output_tokens == output_tokens
@@ -149,7 +149,7 @@ def test_prompt_tokens_are_counted_for_ids_and_estimated_for_text(prompt: Any, t
     assert parsed({**COMPLETION, "prompt": prompt}, Api.COMPLETIONS).request.prompt_tokens == tokens
 
 
-def test_everything_rendered_before_the_conversation_belongs_to_the_prompt_in_that_order() -> None:
+def test_the_prompt_includes_what_is_rendered_before_the_conversation() -> None:
     call = parsed(
         {"messages": [1], "tools": [2], "model": "demo", "chat_template": "t", "documents": [3]}
     )
@@ -159,14 +159,14 @@ def test_everything_rendered_before_the_conversation_belongs_to_the_prompt_in_th
 @pytest.mark.parametrize(
     ("value", "stream"), [("true", True), (" true ", True), ("false", False), ("null", False)]
 )
-def test_a_stream_is_what_says_so(value: str, stream: bool) -> None:
+def test_a_request_streams_only_if_stream_is_true(value: str, stream: bool) -> None:
     assert (
         parsed(json.dumps(CHAT)[:-1].encode() + f',"stream":{value}}}'.encode()).request.stream
         is stream
     )
 
 
-def test_what_cannot_fit_the_context_by_any_count_is_refused_with_both_numbers() -> None:
+def test_a_request_that_exceeds_the_context_is_rejected_with_both_numbers() -> None:
     parsed({**COMPLETION, "prompt": [1] * 60, "max_tokens": 4}, Api.COMPLETIONS, context_tokens=64)
     error = refusal(
         {**COMPLETION, "prompt": [1] * 60, "max_tokens": 5}, Api.COMPLETIONS, context_tokens=64
@@ -176,7 +176,7 @@ def test_what_cannot_fit_the_context_by_any_count_is_refused_with_both_numbers()
     assert "65 (60 in the prompt, 5 to be generated)" in error.message
 
 
-def test_of_several_prompts_each_must_fit_the_context_by_itself() -> None:
+def test_each_of_several_prompts_must_fit_the_context() -> None:
     fit, too_long = [[1] * 60, [2] * 59], [[1] * 3, [2] * 61, [3] * 60]
     parsed({**COMPLETION, "prompt": fit, "max_tokens": 4}, Api.COMPLETIONS, context_tokens=64)
     error = refusal(
@@ -185,7 +185,7 @@ def test_of_several_prompts_each_must_fit_the_context_by_itself() -> None:
     assert "65 (61 in the prompt" in error.message
 
 
-def test_text_that_may_fit_is_left_to_the_engine_to_count() -> None:
+def test_text_is_never_rejected_for_its_length() -> None:
     assert parsed({**COMPLETION, "prompt": "x" * 10_000}, Api.COMPLETIONS, context_tokens=64)
 
 
@@ -207,22 +207,22 @@ def test_an_unknown_model_is_shown_short_and_without_control_characters(
 
 
 @pytest.mark.parametrize("model", [None, 1, ["demo"], {"demo": 1}, True, 1e300])
-def test_a_model_is_a_string(model: Any) -> None:
+def test_the_model_must_be_a_string(model: Any) -> None:
     assert refusal({**CHAT, "model": model}).param == "model"
 
 
 @pytest.mark.parametrize(("api", "missing"), [(Api.CHAT, "messages"), (Api.COMPLETIONS, "prompt")])
-def test_a_call_without_its_prompt_names_what_is_missing(api: Api, missing: str) -> None:
+def test_a_missing_prompt_is_named(api: Api, missing: str) -> None:
     assert refusal({"model": "demo"}, api).param == missing
 
 
 @pytest.mark.parametrize(
     "value", ["[" + "[]," * 1000 + "[]]", "{" + ",".join(f'"{n}":1' for n in range(1000)) + "}"]
 )
-def test_a_list_where_a_number_or_a_word_is_due_is_not_read(
+def test_a_list_in_place_of_a_scalar_is_not_decoded(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A million objects would hold everybody up."""
+    """Decoding a million objects would block the event loop."""
     read: list[int] = []
     decode = json_members._decode_any
 
@@ -244,7 +244,7 @@ def test_a_list_where_a_number_or_a_word_is_due_is_not_read(
     assert max(read) < 100
 
 
-def test_extra_arguments_are_counted_before_they_are_read() -> None:
+def test_extra_arguments_are_limited_before_they_are_decoded() -> None:
     many = b",".join(b'"%d":%d' % (number, 10**9) for number in range(40_000))
     assert (
         "'vllm_xargs' has more than 256 members"
@@ -260,7 +260,7 @@ def test_a_released_call_holds_no_bytes() -> None:
     assert (call.body, call.prompt) == (b"", ())
 
 
-def test_an_answer_without_a_bound_is_expected_to_be_as_long_as_others_were() -> None:
+def test_a_response_without_a_bound_is_expected_to_be_as_long_as_earlier_ones() -> None:
     lengths = OutputLengths()
     caller = Caller("req_1", "acme", NOTHING, 0.0, lengths)
 

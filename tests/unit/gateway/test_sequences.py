@@ -1,4 +1,4 @@
-"""Each prompt of a list counts: towards the limit of one request, its choices, and its tenant's quota."""
+"""Each prompt of a list counts towards the request's limit, its choices and the tenant's quota."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_every_prompt_of_a_list_is_a_sequence(prompt: Any, prompts: int) -> None
 
 
 @pytest.mark.parametrize("prompt", [["a"], [[1]]])
-def test_as_many_sequences_as_the_limit_pass_and_one_more_is_refused(prompt: list[Any]) -> None:
+def test_sequences_are_limited_over_prompts_and_choices(prompt: list[Any]) -> None:
     assert parsed(prompt * MOST).request.choices == MOST
     assert refusal(prompt * (MOST + 1)).param == "prompt"
     assert parsed(prompt * 64, n=4).request.choices == MOST
@@ -96,13 +96,13 @@ def test_as_many_sequences_as_the_limit_pass_and_one_more_is_refused(prompt: lis
     assert refusal(prompt * 64, best_of=5).param == "prompt"
 
 
-def test_choices_of_one_prompt_count_as_well() -> None:
+def test_choices_of_a_single_prompt_are_limited() -> None:
     assert parsed("a", most=8, n=8).request.choices == 8
     assert refusal("a", most=8, n=9).param == "n"
     assert refusal("a", most=8, best_of=9).param == "best_of"
 
 
-def test_embeddings_of_prompts_count_beside_the_prompts() -> None:
+def test_prompt_embeddings_count_in_addition_to_prompts() -> None:
     assert parsed(["a"], prompt_embeds=["x"] * 3).request.prompts == 4
     assert parsed("a", prompt_embeds="x").request.prompts == 1
     assert refusal("a", prompt_embeds=["x"] * MOST).param == "prompt"
@@ -111,7 +111,7 @@ def test_embeddings_of_prompts_count_beside_the_prompts() -> None:
 @pytest.mark.parametrize(
     "prompt", [[[]] * 257, [{"a": "b"}] * 129, [1, *["a"] * 257], [["a"] * 257]]
 )
-def test_a_list_that_no_engine_takes_counts_as_well(prompt: list[Any]) -> None:
+def test_an_invalid_list_is_limited_too(prompt: list[Any]) -> None:
     assert refusal(prompt).param == "prompt"
 
 
@@ -124,7 +124,7 @@ def test_a_list_that_no_engine_takes_counts_as_well(prompt: list[Any]) -> None:
     ],
     ids=["strings", "lists", "escaped quotes"],
 )
-def test_millions_of_prompts_are_refused_without_decoding_them(prompt: bytes) -> None:
+def test_millions_of_prompts_are_rejected_without_decoding(prompt: bytes) -> None:
     took = Stopwatch()
     refusal(prompt)
     assert took.fair_s < 0.5 * pace()

@@ -1,4 +1,4 @@
-"""What headers, tenants, models and the configuration promise a request, and what is refused."""
+"""Preferences from headers, tenants and models, and rejected headers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TENANTS = [
 
 
 class Model:
-    """What parse() asks of a model."""
+    """The model info that parse_call() needs."""
 
     def __init__(self, slo: Slo, low_first: bool = True) -> None:
         self.served_model, self.context_tokens, self.slo, self.low_first = (
@@ -54,42 +54,42 @@ def call(
     )
 
 
-def refused(headers: Mapping[str, str]) -> GatewayError:
+def rejection(headers: Mapping[str, str]) -> GatewayError:
     with pytest.raises(GatewayError) as wrong:
         levels().wish(headers, "")
     assert wrong.value.failure is Failure.BAD_REQUEST
     return wrong.value
 
 
-def test_three_classes_come_with_the_house_and_the_default_is_standard() -> None:
-    house = levels()
-    assert (house.named("interactive").ttft_s, house.named("interactive").weight) == (1.0, 4.0)
-    assert house.named("batch").tpot_s == 0.5
-    assert house.named(None) == Slo()
+def test_there_are_three_classes_by_default() -> None:
+    classes = levels()
+    assert (classes.named("interactive").ttft_s, classes.named("interactive").weight) == (1.0, 4.0)
+    assert classes.named("batch").tpot_s == 0.5
+    assert classes.named(None) == Slo()
 
 
-def test_own_classes_take_the_place_of_all_three() -> None:
-    house = levels(
+def test_configured_classes_replace_the_default_ones() -> None:
+    classes = levels(
         slo={"default": "gold", "classes": {"gold": {"ttft": "2s", "tpot": "20ms", "weight": 9}}}
     )
-    assert house.named(None) == Slo("gold", 2.0, 0.02, 9.0)
+    assert classes.named(None) == Slo("gold", 2.0, 0.02, 9.0)
     with pytest.raises(GatewayError, match="must be one of gold, not 'standard'"):
-        house.wish({"x-slo-class": "standard"}, "")
+        classes.wish({"x-slo-class": "standard"}, "")
 
 
-def test_headers_that_say_nothing_of_it_make_no_wish() -> None:
+def test_unrelated_headers_give_no_preferences() -> None:
     assert levels().wish({"host": "x", "user-agent": "y"}, "") is NOTHING
 
 
-def test_the_headers_class_counts_before_the_tenants_and_the_tenants_before_the_models() -> None:
-    house, usual = levels(tenants=TENANTS), levels().named("standard")
-    assert house.wish({}, "plain").of(usual).name == "standard"
-    assert house.wish({}, "acme").of(usual).name == "batch"
-    assert house.wish({"x-slo-class": "interactive"}, "acme").of(usual).name == "interactive"
+def test_the_class_of_the_header_precedes_the_tenants_and_the_models() -> None:
+    classes, usual = levels(tenants=TENANTS), levels().named("standard")
+    assert classes.wish({}, "plain").of(usual).name == "standard"
+    assert classes.wish({}, "acme").of(usual).name == "batch"
+    assert classes.wish({"x-slo-class": "interactive"}, "acme").of(usual).name == "interactive"
 
 
 @pytest.mark.parametrize("prefix", ["x-slo-", "x-llm-d-slo-"])
-def test_a_budget_of_its_own_replaces_one_of_the_class_and_leaves_the_rest(prefix: str) -> None:
+def test_a_budget_in_a_header_replaces_only_that_of_the_class(prefix: str) -> None:
     wish = levels().wish({f"{prefix}ttft-ms": "250", "x-slo-class": "interactive"}, "")
     assert wish.of(Slo()) == Slo("interactive", 0.25, 0.05, 4.0)
     wish = levels().wish({f"{prefix}tpot-ms": "12.5"}, "")
@@ -97,7 +97,7 @@ def test_a_budget_of_its_own_replaces_one_of_the_class_and_leaves_the_rest(prefi
 
 
 @pytest.mark.parametrize("header", ["x-llm-d-inference-objective", "x-gateway-inference-objective"])
-def test_an_objective_is_a_class_if_there_is_one_of_its_name(header: str) -> None:
+def test_an_objective_selects_a_class_of_the_same_name(header: str) -> None:
     assert levels().wish({header: "batch"}, "").of(Slo()).name == "batch"
     assert levels().wish({header: "somebody-elses"}, "").of(Slo()).name == "standard"
 
@@ -107,8 +107,8 @@ def test_an_objective_is_a_class_if_there_is_one_of_its_name(header: str) -> Non
     ["0", "-1", "abc", "1e3", "nan", "inf", "", " 5", "5ms", "86400001", "9" * 40, "1_0", "٣"],
 )
 @pytest.mark.parametrize("header", ["x-slo-ttft-ms", "x-slo-tpot-ms", "x-llm-d-slo-ttft-ms"])
-def test_a_budget_that_is_none_is_refused_by_name(header: str, value: str) -> None:
-    error = refused({header: value})
+def test_an_invalid_budget_is_rejected_by_header_name(header: str, value: str) -> None:
+    error = rejection({header: value})
     assert error.param == header
     assert header in error.message
 
@@ -117,57 +117,59 @@ def test_a_budget_that_is_none_is_refused_by_name(header: str, value: str) -> No
     ("header", "least", "less"),
     [("x-slo-ttft-ms", "1", "0.999"), ("x-slo-tpot-ms", "0.1", "0.099")],
 )
-def test_a_budget_that_no_engine_could_keep_is_refused_with_the_least_there_is(
+def test_a_budget_below_the_minimum_is_rejected_with_the_minimum(
     header: str, least: str, less: str
 ) -> None:
     wish = levels().wish({header: least}, "")
     assert (wish.ttft_s or wish.tpot_s) == float(least) / 1000
-    assert f"from {least} to 86400000, not '{less}'" in refused({header: less}).message
+    assert f"from {least} to 86400000, not '{less}'" in rejection({header: less}).message
 
 
 @pytest.mark.parametrize("value", ["9", "-9", "high", "1.5", "", "999999999999"])
-def test_a_priority_out_of_range_is_refused_by_name(value: str) -> None:
-    assert refused({"x-priority": value}).param == "x-priority"
+def test_a_priority_out_of_range_is_rejected_by_header_name(value: str) -> None:
+    assert rejection({"x-priority": value}).param == "x-priority"
 
 
-def test_what_a_refusal_repeats_of_a_header_is_short_and_printable() -> None:
-    message = refused({"x-slo-class": "\x1b[31m" + "a" * 9000}).message
+def test_an_error_repeats_only_a_short_printable_part_of_a_header() -> None:
+    message = rejection({"x-slo-class": "\x1b[31m" + "a" * 9000}).message
     assert len(message) < 300
     assert message.isprintable()
 
 
-def test_a_session_id_has_a_length() -> None:
+def test_the_length_of_a_session_id_is_limited() -> None:
     assert levels().wish({"x-session-id": "s" * MAX_SESSION}, "").session == "s" * MAX_SESSION
-    assert refused({"x-session-id": "s" * (MAX_SESSION + 1)}).param == "x-session-id"
+    assert rejection({"x-session-id": "s" * (MAX_SESSION + 1)}).param == "x-session-id"
 
 
-def test_two_tenants_never_share_a_session() -> None:
-    house = levels(tenants=TENANTS)
-    one, other = (house.wish({"x-session-id": "s"}, tenant).session for tenant in ("acme", "plain"))
+def test_sessions_of_different_tenants_differ() -> None:
+    classes = levels(tenants=TENANTS)
+    one, other = (
+        classes.wish({"x-session-id": "s"}, tenant).session for tenant in ("acme", "plain")
+    )
     assert one != other
     assert call(NOTHING, b',"prompt_cache_key":"s"', tenant="acme").request.session == one
 
 
 @pytest.mark.parametrize("value", ["", "soon", "-3", "0", "nan", "9" * 40])
-def test_a_timeout_of_an_sdk_that_makes_no_sense_is_passed_over(value: str) -> None:
+def test_an_invalid_sdk_timeout_is_ignored(value: str) -> None:
     assert call(levels().wish({"x-stainless-read-timeout": value}, "")).request.deadline_s is None
 
 
 @pytest.mark.parametrize("header", ["x-stainless-read-timeout", "x-stainless-timeout"])
-def test_a_deadline_counts_from_the_last_byte_of_the_request(header: str) -> None:
+def test_a_deadline_is_measured_from_the_end_of_the_request(header: str) -> None:
     request = call(levels().wish({header: "12.5"}, ""), arrived_s=100.0).request
     assert (request.arrived_s, request.deadline_s) == (100.0, 112.5)
 
 
-def test_only_a_short_timeout_is_hasty() -> None:
+def test_only_a_short_timeout_is_a_short_deadline() -> None:
     assert levels().wish({"x-stainless-read-timeout": "2"}, "").hasty
     assert not levels().wish({"x-stainless-read-timeout": "600"}, "").hasty
 
 
-def test_a_tenant_may_lower_its_priority_and_raise_it_to_what_it_may_claim() -> None:
-    house = levels(tenants=TENANTS)
+def test_a_tenants_priority_is_limited_from_above() -> None:
+    classes = levels(tenants=TENANTS)
     claims = [("acme", "8"), ("acme", "-8"), ("plain", "1"), ("plain", "-1")]
-    ranks = [house.wish({"x-priority": asked}, tenant).rank(0) for tenant, asked in claims]
+    ranks = [classes.wish({"x-priority": asked}, tenant).rank(0) for tenant, asked in claims]
     assert ranks == [3, -8, 0, -1]
 
 
@@ -183,7 +185,7 @@ def test_a_tenant_may_lower_its_priority_and_raise_it_to_what_it_may_claim() -> 
         (b',"priority":null', False, 0),
     ],
 )
-def test_the_bodys_priority_is_read_as_its_engines_read_it(
+def test_the_bodys_priority_is_interpreted_like_the_engine_does(
     body: bytes, low_first: bool, expected: int
 ) -> None:
     parsed = call(NOTHING, body, low_first)
@@ -191,11 +193,11 @@ def test_the_bodys_priority_is_read_as_its_engines_read_it(
     assert b"priority" not in parsed.body
 
 
-def test_the_headers_priority_counts_before_the_bodys() -> None:
+def test_the_headers_priority_precedes_the_bodys() -> None:
     assert call(levels().wish({"x-priority": "5"}, ""), b',"priority":2').request.priority == 5
 
 
-def test_the_header_names_the_session_before_the_body_does() -> None:
+def test_the_headers_session_precedes_the_bodys() -> None:
     body = b',"prompt_cache_key":"conversation"'
     assert call(NOTHING, body).request.session == "conversation"
     assert call(levels().wish({"x-session-id": "mine"}, ""), body).request.session == "mine"
@@ -203,7 +205,7 @@ def test_the_header_names_the_session_before_the_body_does() -> None:
     assert call(NOTHING, b',"user":"somebody"').request.session == ""
 
 
-def test_the_same_headers_are_read_once_for_each_configuration() -> None:
+def test_headers_are_read_once_per_configuration() -> None:
     fields, before, after = (
         Fields([("x-slo-class", "batch")]),
         levels(),

@@ -1,4 +1,4 @@
-"""TLS settings: what `check` says of certificate files, and contexts made of them."""
+"""TLS settings: problems of certificate files, and the contexts created from them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def problems(file: Path) -> list[str]:
     return [f"{each.line}:{each.col} {each.path} {each.message}" for each in caught.value.problems]
 
 
-def test_relative_paths_start_from_the_folder_of_the_configuration(
+def test_relative_paths_start_at_the_folder_of_the_configuration(
     tmp_path: Path, good: Files
 ) -> None:
     section = examine(written(tmp_path), {}).config.listeners.api.tls
@@ -86,12 +86,12 @@ def test_an_expired_certificate_is_a_warning_with_its_date(
 ) -> None:
     authority.issue("server", "localhost", expired=True)
     (warning,) = examine(written(tmp_path), {}).warnings
-    told = "expired on 2020-01-02 00:00 UTC; its peers refuse it"
+    message = "expired on 2020-01-02 00:00 UTC; its peers refuse it"
     assert (warning.line, warning.col, warning.path) == (5, 20, "listeners.api.tls.certificate")
-    assert warning.message == told
+    assert warning.message == message
 
 
-def test_certificates_are_listed_with_their_ends_and_doubts(
+def test_certificates_are_listed_with_their_expiry_and_problems(
     tmp_path: Path, authority: Authority
 ) -> None:
     authority.issue("server", "localhost", expired=True)
@@ -109,7 +109,7 @@ def test_certificates_are_listed_with_their_ends_and_doubts(
 
 
 def listener(file: Path) -> tuple[TlsListener, Callable[[], None]]:
-    """A listener of the configuration, and what reads the file again."""
+    """Return a listener for the configuration, and a function that reloads the file."""
 
     def section() -> ListenerTls:
         found = examine(file, {}).config.listeners.api.tls
@@ -132,7 +132,7 @@ def test_a_listener_starts_with_an_expired_certificate_and_logs_its_date(
     assert made.not_after > time.time()
 
 
-def test_a_valid_certificate_in_use_is_not_exchanged_for_an_expired_one(
+def test_a_valid_certificate_is_not_replaced_by_an_expired_one(
     tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     authority.issue("server", "localhost")
@@ -145,13 +145,14 @@ def test_a_valid_certificate_in_use_is_not_exchanged_for_an_expired_one(
 
 
 @pytest.mark.usefixtures("good")
-def test_files_that_hold_something_else_are_errors(tmp_path: Path) -> None:
+def test_files_with_other_content_are_errors(tmp_path: Path) -> None:
     (tmp_path / "text.pem").write_text("text")
     assert problems(written(tmp_path, certificate="text.pem")) == [
         "5:20 listeners.api.tls.certificate holds no certificate in PEM form"
     ]
     assert problems(written(tmp_path, key="text.pem")) == [
-        "6:12 listeners.api.tls.key is not a private key in PEM form, or key_password does not decrypt it"
+        "6:12 listeners.api.tls.key is not a private key in PEM form, "
+        "or key_password does not decrypt it"
     ]
     assert problems(written(tmp_path, more="      client_ca: text.pem\n")) == [
         "7:18 listeners.api.tls.client_ca holds no certificate in PEM form"
@@ -165,9 +166,7 @@ def test_unknown_ciphers_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("good")
-def test_an_exchanged_file_is_a_change_that_needs_no_restart(
-    tmp_path: Path, authority: Authority
-) -> None:
+def test_a_replaced_file_is_a_change_without_restart(tmp_path: Path, authority: Authority) -> None:
     before = examine(written(tmp_path), {})
     authority.issue("server", "localhost")
     after = examine(written(tmp_path), {})
@@ -181,14 +180,14 @@ def test_an_exchanged_file_is_a_change_that_needs_no_restart(
 
 
 @pytest.mark.usefixtures("good")
-def test_tls_that_comes_or_goes_needs_a_restart(tmp_path: Path) -> None:
+def test_enabling_or_disabling_tls_needs_a_restart(tmp_path: Path) -> None:
     encrypted = examine(written(tmp_path), {})
     file = tmp_path / "plain.yaml"
     file.write_text("version: 1\npools: {main: {endpoints: [{url: 'http://a:1'}]}}\n")
     assert _bound(changes(encrypted, examine(file, {}))) == ("listeners.api.tls",)
 
 
-def test_every_file_is_followed_even_when_it_is_missing(tmp_path: Path, good: Files) -> None:
+def test_missing_files_are_watched_too(tmp_path: Path, good: Files) -> None:
     assert {good.certificate, good.key} <= set(examine(written(tmp_path), {}).references)
     with pytest.raises(ConfigError) as caught:
         examine(written(tmp_path, key="none.key"), {})
@@ -204,7 +203,8 @@ def test_a_key_password_is_used_and_never_shown(tmp_path: Path, good: Files) -> 
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, sealed),
     )
     assert problems(written(tmp_path)) == [
-        "6:12 listeners.api.tls.key is not a private key in PEM form, or key_password does not decrypt it"
+        "6:12 listeners.api.tls.key is not a private key in PEM form, "
+        "or key_password does not decrypt it"
     ]
     file = written(tmp_path, more="      key_password: ${WORD}\n")
     loaded = examine(file, {"WORD": "open sesame"})
@@ -214,7 +214,7 @@ def test_a_key_password_is_used_and_never_shown(tmp_path: Path, good: Files) -> 
     )
 
 
-def test_valid_times_are_those_of_the_certificate(authority: Authority) -> None:
+def test_the_validity_period_is_that_of_the_certificate(authority: Authority) -> None:
     files = authority.issue("old", "old.example.org", "*.old.example.org", expired=True)
     times = tls.valid_times(tls.KeyPair(str(files.certificate), str(files.key)))
     assert times.not_after - times.not_before == 86400
@@ -239,14 +239,14 @@ def test_a_listener_accepts_tls_1_2_and_later_with_forward_secrecy_only(good: Fi
         ),
     ],
 )
-def test_a_client_that_verifies_nothing_is_warned_of(tmp_path: Path, tail: str, path: str) -> None:
+def test_disabled_verification_causes_a_warning(tmp_path: Path, tail: str, path: str) -> None:
     file = tmp_path / "penstock.yaml"
     file.write_text(f"version: 1\npools:\n  main:\n    endpoints:\n{tail}")
     loaded: Loaded = examine(file, {})
     assert [each.path for each in loaded.warnings] == [path]
 
 
-def test_a_plain_listener_gets_its_http_protocols_with_nothing_between() -> None:
+def test_a_plain_listener_uses_its_http_protocols_directly() -> None:
     nothing: Any = None
     assert (
         TlsListeners(nothing, nothing, nothing).wrap("api", None, asyncio.Protocol)
@@ -257,7 +257,8 @@ def test_a_plain_listener_gets_its_http_protocols_with_nothing_between() -> None
 def test_tls_of_an_endpoint_needs_an_https_url(tmp_path: Path) -> None:
     file = tmp_path / "penstock.yaml"
     file.write_text(
-        "version: 1\npools:\n  main:\n    endpoints:\n      - {url: 'http://a', tls: {verify: false}}\n"
+        "version: 1\npools:\n  main:\n    endpoints:\n"
+        "      - {url: 'http://a', tls: {verify: false}}\n"
     )
     assert problems(file) == [
         "5:9 pools.main.endpoints[0] tls needs a url that begins with https://"

@@ -1,0 +1,25 @@
+"""Reads the configuration file and the files that it refers to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gateway.config.source import FILE_CAP_BYTES, NotARegularFileError, invalid_file
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """Read a file up to one byte beyond `limit`. Raises OSError or NotARegularFileError."""
+    if path.exists() and not path.is_file():  # opening a pipe would block until it is written
+        raise NotARegularFileError(path)
+    with path.open("rb") as file:
+        return file.read(limit + 1)
+
+
+def raw_bytes(path: Path) -> bytes:
+    """Read the configuration file. Raises ConfigError when that is impossible."""
+    try:
+        return read_file(path, FILE_CAP_BYTES)
+    except NotARegularFileError:
+        raise invalid_file(str(path), "is not a regular file") from None
+    except OSError as error:
+        raise invalid_file(str(path), f"cannot be read: {error.strerror}") from None
