@@ -1,4 +1,4 @@
-"""`penstock mock`: TP groups without a GPU, on consecutive ports, until interrupted."""
+"""`penstock mock`: TP groups without a GPU on consecutive ports, until interrupted."""
 
 from __future__ import annotations
 
@@ -49,15 +49,13 @@ def mock(
         int, typer.Option(min=1, max=256, help="TP groups to serve, one port each.")
     ] = 1,
     model: Annotated[
-        str, typer.Option(help="Served name; a known short or full model name.")
+        str, typer.Option(help="Model to serve, by its short or full name.")
     ] = "demo-8b",
     gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")] = "h100",
     tp: Tp = None,
     role: Annotated[str, typer.Option(help="both, prefill or decode.")] = "both",
-    speed: Annotated[
-        str, typer.Option(help="10: ten times as fast. 0 or inf: no waiting at all.")
-    ] = "1",
-    seed: Annotated[int, typer.Option(help="Seed of the chances of faults.")] = 0,
+    speed: Annotated[str, typer.Option(help="10: ten times as fast. 0 or inf: no waiting.")] = "1",
+    seed: Annotated[int, typer.Option(help="Random seed for faults with a chance.")] = 0,
     fault: Annotated[
         str, typer.Option(help="Faults from the start, e.g. '5xx@0.1,stall:after=3'.")
     ] = "",
@@ -65,18 +63,20 @@ def mock(
     profile: Annotated[
         str, typer.Option(help="Software generation: 2026, 2023 or harbor.")
     ] = "2026",
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences running at once.")] = 256,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Maximum number of running sequences.")
+    ] = 256,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens per step: the prefill chunk.")
+        int, typer.Option(min=1, help="Maximum tokens per step: the prefill chunk.")
     ] = 8192,
     kv_tokens: KvTokens = None,
     max_queued: Annotated[
-        int | None, typer.Option(min=1, help="Answer 503 above so many waiting requests.")
+        int | None, typer.Option(min=1, help="Answer 503 above this many waiting requests.")
     ] = None,
     keep_alive: Annotated[
         float, typer.Option(help="Seconds before an idle connection is closed.")
     ] = KEEP_ALIVE_S,
-    cached_details: Annotated[bool, typer.Option(help="Tell cached_tokens in usage.")] = True,
+    cached_details: Annotated[bool, typer.Option(help="Report cached_tokens in usage.")] = True,
     dialect: DialectName = None,
     kv_transport: KvTransport = "auto",
     kv_port: KvPort = 0,
@@ -95,7 +95,7 @@ def mock(
         bool, typer.Option("--json", help="Print one JSON object per group.")
     ] = False,
 ) -> None:
-    """Serve believable TP groups without a GPU, in vLLM's dialect."""
+    """Serve mock TP groups without a GPU, with vLLM's API."""
     try:
         _check_ports(
             groups, {"--port": port, "--kv-port": kv_port, "--bootstrap-port": bootstrap_port}
@@ -122,16 +122,16 @@ def mock(
                 kv_lease,
                 handoff_timeout,
             )
-            more: dict[str, Any] = {
+            handoff_options: dict[str, Any] = {
                 "bootstrap_port": bootstrap_port,
                 "wire_faults": wire_faults,
                 "tls": _tls(kv_tls),
             }
-            more |= {
+            handoff_options |= {
                 "recompute": _recompute(kv_load_failure_policy),
                 "version": _version(engine_version),
             }
-            specs = _halves(spec, legs, groups, **more)
+            specs = _halves(spec, legs, groups, **handoff_options)
         uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, chaos_port, as_json))
     except (ValueError, FaultError) as error:
         typer.echo(f"error: {error}", err=True)
@@ -142,16 +142,16 @@ def mock(
 
 
 def _check_ports(groups: int, firsts: dict[str, int]) -> None:
-    """ValueError when the groups' consecutive ports would run over the last one there is."""
+    """Raise ValueError if the groups' consecutive ports exceed 65535."""
     for option, first in firsts.items():
         if first and first + groups - 1 > 65535:
             raise ValueError(
-                f"{option} {first}: {groups} groups need the ports up to {first + groups - 1}"
+                f"{option} {first}: {groups} groups need ports up to {first + groups - 1}"
             )
 
 
 def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: str) -> GroupSpec:
-    """The options that need looking up or checking. ValueError says which is wrong."""
+    """Build a spec from the options that need a lookup or a check. Raises ValueError."""
     shape, card = model_named(model), gpu_named(gpu)
     if role not in ("both", "prefill", "decode"):
         raise ValueError(f"unknown role {role!r}: known are both, prefill, decode")
@@ -167,7 +167,9 @@ def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: 
 
 
 def _tls(directory: str | None) -> TlsFiles | None:
-    """The files as Kubernetes mounts a TLS secret. An empty name would mean the working directory by accident."""
+    """Return the files of a Kubernetes TLS secret. "" is refused: it would mean the working
+    directory.
+    """
     if directory is None:
         return None
     if not directory:
@@ -192,7 +194,10 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def _halves(spec: GroupSpec, transfer: Transfer, groups: int, **more: Any) -> list[GroupSpec]:
-    """The groups of a fleet: ports of agents and bootstrap servers follow one another. ValueError for bad options."""
+    """Return one spec per group, with consecutive ports of agents and bootstrap servers.
+
+    Raises ValueError for invalid options.
+    """
     transfer = msgspec.structs.replace(transfer, **more).checked()
     return [
         msgspec.structs.replace(
@@ -229,7 +234,7 @@ async def _serve(
             typer.echo(_ready(member, as_json))
         if chaos_port is not None:
             opened = await stack.enter_async_context(open_door(members, chaos_port))
-            typer.echo(f"faults may be set at 127.0.0.1:{opened}", err=True)
+            typer.echo(f"set faults at 127.0.0.1:{opened}", err=True)
         await stop.wait()
 
 
@@ -242,9 +247,10 @@ def _ready(member: Member, as_json: bool) -> str:
             {"ready": member.url} | facts | {"kv_tokens": spec.capacity_tokens} | half
         ).decode()
     shape = f"{spec.model.name} on {spec.tp} x {spec.gpu.name}"
-    return f"ready {member.url} model={spec.served_name} ({shape}, {spec.capacity_tokens:,} tokens of KV)"
+    size = f"{spec.capacity_tokens:,} tokens of KV"
+    return f"ready {member.url} model={spec.served_name} ({shape}, {size})"
 
 
 def main() -> None:
-    """`python -m mockgpu`."""
+    """Run `python -m mockgpu`."""
     typer.run(mock)

@@ -34,7 +34,7 @@ SMALL = KvLayout(layers=4, kv_heads=8, head_dim=16, dtype=KvDtype.BF16, block_to
 def cell(
     layout: KvLayout, rank: int, layer: int, part: int, head: int, block: int, token: int
 ) -> int | None:
-    """Where the row of a head and token begins in a rank's region; None if that rank does not hold it."""
+    """Where the row of a head and token begins in a rank's region; None if that rank does not contain it."""
     stage, tp_rank = divmod(rank, layout.tp)
     first = stage * layout.layers // layout.pp
     last = (stage + 1) * layout.layers // layout.pp

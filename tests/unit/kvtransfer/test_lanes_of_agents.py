@@ -94,7 +94,7 @@ async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(
         seek(self, dialling)
         under_way.append(self._dials)
 
-    monkeypatch.setattr(Switchboard, "_seek", counted)
+    monkeypatch.setattr(Switchboard, "_start_dial", counted)
     async with with_lanes() as (source, sink):
         assert under_way == [1] * LANES
         assert first_of(source).session.budget_bytes == LANES * sink.agent.options.budget_bytes

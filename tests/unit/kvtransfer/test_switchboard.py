@@ -109,8 +109,8 @@ def test_a_peer_with_another_key_is_not_dialled_again() -> None:
     transport = Mock(dial=Mock(return_value=link))
     made, heard = switchboard(transport)
     made.dial("h:1")
-    made.lose(link, Reason.WRONG_KEY, "the seal does not hold")
-    assert heard == [("h:1", Reason.WRONG_KEY, "the seal does not hold")]
+    made.lose(link, Reason.WRONG_KEY, "invalid seal")
+    assert heard == [("h:1", Reason.WRONG_KEY, "invalid seal")]
     assert not dial_again(made)
 
 
@@ -134,7 +134,7 @@ def test_a_lane_is_of_a_link_by_its_own_transport_and_of_no_stranger_that_repeat
     assert made._lane_error(lane) is None
     assert len(made) == 2
     lane.link.transport = "rdma"
-    assert made._lane_error(lane) == (Reason.LINK_LOST, "a lane of no link that is here")
+    assert made._lane_error(lane) == (Reason.LINK_LOST, "a lane of an unknown link")
 
 
 def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(

@@ -211,7 +211,7 @@ def test_frames_of_shared_memory_have_no_place_on_tcp(
     sock, owner, _ = stranger
     link_of(owner).secure(bytes(32))
     sock.sendall(frame(kind, bytes(41)))
-    assert "no place on tcp" in str(owner.wait("lost")[0])
+    assert "not allowed on tcp" in str(owner.wait("lost")[0])
 
 
 def test_a_reset_is_a_loss_at_once(stranger: tuple[socket.socket, Owner, Region]) -> None:
