@@ -381,8 +381,8 @@ def _limit(prompts: list[bytes], requested: int | None, context: int) -> int:
         message = (
             f"This model's maximum context length is {context} tokens. However, you requested "
             f"{at_least} output tokens and your prompt contains {longest} input tokens, for a "
-            f"total of {longest + at_least} tokens. Please reduce the length of the input prompt or the "
-            f"number of requested output tokens."
+            f"total of {longest + at_least} tokens. Please reduce the length of the input prompt or "
+            f"the number of requested output tokens."
         )
         raise ApiError(400, message, "input_tokens")
     return context - longest if requested is None else at_least

@@ -76,3 +76,24 @@ BootstrapPort = Annotated[
         help="Port of the first group's bootstrap server (Mooncake, SGLang). 0: free ports.",
     ),
 ]
+Groups = Annotated[int, typer.Option(min=1, max=256, help="TP groups to serve, one port each.")]
+ModelName = Annotated[str, typer.Option(help="Model to serve, by its short or full name.")]
+GpuName = Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")]
+Role = Annotated[str, typer.Option(help="both, prefill or decode.")]
+Speed = Annotated[str, typer.Option(help="10: ten times as fast. 0 or inf: no waiting.")]
+Seed = Annotated[int, typer.Option(help="Random seed for faults with a chance.")]
+FaultSpec = Annotated[
+    str, typer.Option(help="Faults from the start, e.g. '5xx@0.1,stall:after=3'.")
+]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+ProfileName = Annotated[str, typer.Option(help="Software generation: 2026, 2023 or harbor.")]
+MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Maximum number of running sequences.")]
+MaxNumBatchedTokens = Annotated[
+    int, typer.Option(min=1, help="Maximum tokens per step: the prefill chunk.")
+]
+MaxQueued = Annotated[
+    int | None, typer.Option(min=1, help="Answer 503 above this many waiting requests.")
+]
+KeepAlive = Annotated[float, typer.Option(help="Seconds before an idle connection is closed.")]
+CachedDetails = Annotated[bool, typer.Option(help="Report cached_tokens in usage.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per group.")]

@@ -196,7 +196,7 @@ class MockServer:
                 self.group.abort(choice.job)
 
     async def _read(self, request: web.Request, chat: bool) -> Ask:
-        """Parse a request. If a decode leg is refused, its prefill group is told to free the KV."""
+        """Parse a request. If a decode leg is refused, tell its prefill group to free the KV."""
         if request.content_type != JSON:
             raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
         raw = await request.read()

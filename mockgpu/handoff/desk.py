@@ -65,7 +65,7 @@ class UnknownPeerError(Exception):
 
 
 class Desk:
-    """Offers the KV of `PrefillLeg` jobs, fetches that of `DecodeLeg` jobs, and reports the ends."""
+    """Offers the KV of `PrefillLeg` jobs, fetches that of `DecodeLeg` jobs, and reports ends."""
 
     def __init__(
         self,

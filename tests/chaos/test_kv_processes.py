@@ -84,9 +84,9 @@ async def under_way(
             )
             source.say("ready", ready_layers)
             await until(
-                lambda: landing.end or sink.agent.figures()["reservations"]["moving"],
+                lambda: landing.end or sink.agent.figures()["reservations"]["moving"],  # noqa: B023
                 "nothing moves",
-            )  # noqa: B023
+            )
             if landing.end is None:
                 yield source, landing
                 return

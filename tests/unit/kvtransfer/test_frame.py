@@ -81,7 +81,7 @@ def test_a_windows_frame_is_its_head_in_a_frame() -> None:
 def test_a_head_that_does_not_fit_or_is_too_short_is_an_error() -> None:
     with pytest.raises(FrameError, match="does not fit"):
         pack_head(WindowHead(-1, 0, 0, 0, 0, 0))
-    with pytest.raises(FrameError, match="not a window.s header"):
+    with pytest.raises(FrameError, match="not a window's header"):
         unpack_head(pack_head(HEAD)[:-1])
 
 

@@ -13,7 +13,7 @@ from gateway.cli import app
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--port", "65535", "--groups", "2"), "--port 65535: 2 groups need the ports up to 65536"),
+        (("--port", "65535", "--groups", "2"), "--port 65535: 2 groups need ports up to 65536"),
         (("--port", "70000"), "65535"),
         (("--port", "0", "--kv-port", "80000"), "65535"),
         (("--port", "0", "--kv-port", "65530", "--groups", "9"), "--kv-port 65530"),
@@ -52,7 +52,7 @@ def test_a_port_of_a_half_that_is_taken_exits_1(options: tuple[str, ...]) -> Non
     [
         (["--kv-tls", ""], "needs a directory"),
         (["--kv-tls", "/no/such"], "/no/such/tls.crt"),
-        (["--kv-tls", "x", "--kv-transport", "shm"], "not for shm"),
+        (["--kv-tls", "x", "--kv-transport", "shm"], "not shm"),
     ],
     ids=["nothing", "missing files", "no TCP"],
 )
