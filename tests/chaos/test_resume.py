@@ -1,4 +1,6 @@
-"""Streams continued elsewhere, on real sockets: exact, within budgets, and an error event where it cannot be."""
+"""Streams continued on another endpoint over real sockets: exact, within budgets, or an error
+event.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def asked(number: int, tokens: int) -> dict[str, Any]:
 
 
 async def read(home: House, body: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    """How a stream ended in a word, and its events."""
+    """Return how a stream ended, and its events."""
     async with home.http.post(
         f"{home.app.url}/v1/chat/completions", json=body | {"stream": True}
     ) as answer:
@@ -50,7 +52,7 @@ def text_of(events: list[dict[str, Any]]) -> str:
 
 
 async def streams(home: House, count: int, tokens: int, **more: Any) -> Counter[str]:
-    """The fates of so many streams; what is whole has every word that an undisturbed one would have had."""
+    """Return the results of this many streams. Complete ones must equal an undisturbed stream."""
 
     async def one(number: int) -> str:
         body = asked(number, tokens)
@@ -64,7 +66,7 @@ async def streams(home: House, count: int, tokens: int, **more: Any) -> Counter[
 
 
 async def only_silent_ones_left(home: House, count: int) -> None:
-    """Return when the last answers under way are so many, and the other group has none of them."""
+    """Wait until this many answers are left, none of them on the other group."""
     async with asyncio.timeout(PATIENCE_S):
         while home.metric("penstock_requests_total") < count or home.groups[1].group.in_flight:
             await asyncio.sleep(0.005)

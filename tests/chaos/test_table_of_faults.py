@@ -1,4 +1,4 @@
-"""Each fault an engine can have, and what the client reads of it: the rows of the one error table, on real sockets."""
+"""Each engine fault and what the client reads: the rows of the error table, on real sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def fates(home: House, requests: int, *, stream: bool) -> Counter[str]:
 
 
 async def all_but(count: int, asking: list[asyncio.Task[Answer]]) -> None:
-    """Return when all but so many have been answered: those whose engine is silent."""
+    """Wait until all requests but `left` are answered: those whose engine is silent."""
     async with asyncio.timeout(PATIENCE_S):
         while sum(not task.done() for task in asking) > count:
             await asyncio.sleep(0.005)

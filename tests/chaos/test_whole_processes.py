@@ -1,4 +1,4 @@
-"""Engines die, lose ranks and wedge under load; nobody whose answer was not begun may notice, and nobody may hang."""
+"""Engines die, lose ranks and hang under load: unstarted answers are unaffected, and none hangs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def scene(running: Processes) -> AsyncIterator[Stage]:
 
 
 async def served(clients: Clients, more: int) -> None:
-    """Until so many more answers were whole."""
+    """Wait until this many more answers are complete."""
     goal = clients.fates["ok"] + more
     async with asyncio.timeout(WITHIN_S):
         while clients.fates["ok"] < goal:
@@ -34,7 +34,7 @@ async def served(clients: Clients, more: int) -> None:
 
 
 def nobody_noticed(clients: Clients) -> None:
-    """Begun streams may break, visibly; whoever had not read a byte has a whole answer."""
+    """Assert that only started streams broke, visibly; all others are complete."""
     print(dict(clients.fates), f"slowest {clients.slowest_s:.1f} s")
     assert clients.fates["failed"] == 0, clients.problems
     assert clients.fates["silent"] == 0, clients.problems

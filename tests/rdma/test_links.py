@@ -85,7 +85,7 @@ def test_bytes_that_are_not_what_the_source_read_are_corrupt(
 def test_a_write_after_the_fence_is_refused_by_the_device_and_other_transfers_go_on(
     ends: Ends,
 ) -> None:
-    """The source has its keys, has looked at its generations, and only then is the transfer fenced at the sink."""
+    """The source has keys and has checked its generations when the sink fences the transfer."""
     late, other = runs(range(8), range(8)), runs(range(20, 28), range(20, 28))
     ends.reserve(1, late, range(8))
     ends.reserve(2, other, range(20, 28))

@@ -1,4 +1,4 @@
-"""What the device itself refuses: the ground that the fence stands on."""
+"""What the device itself refuses, on which the fence relies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE = 4096
 
 
 class Bench:
-    """A writer and a sink on one device, joined; each has a domain and memory of its own."""
+    """A writer and a sink on one device, connected, each with its own domain and memory."""
 
     def __init__(self) -> None:
         self.device = Device()
@@ -48,7 +48,7 @@ class Bench:
         return memory
 
     def write(self, at: int, length: int, key: int) -> list[Completion]:
-        """Write the source's beginning to `at` of the sink's memory; what the writer is told, and the sink."""
+        """Write the source's beginning to offset `at` at the sink. Returns both completions."""
         piece = Piece(self.source.address, length, self.near.key_of(self.source))
         self.sink.expect()
         self.completions.arm()

@@ -1,4 +1,6 @@
-"""What two agents promise, over every transport: every byte, once, with leave; or a named end and no trace."""
+"""The contract of two agents over every transport: every byte once, or a named end without
+traces.
+"""
 
 from __future__ import annotations
 
@@ -253,7 +255,7 @@ async def test_only_so_many_invitations_may_wait(transport: str) -> None:
 
 
 async def test_an_invitation_waits_only_so_long(transport: str) -> None:
-    """Nothing has to happen before its time is over, however slow the machine is."""
+    """No step must happen before the time is over, however slow the machine is."""
     hasty = msgspec.structs.replace(PATIENT, patience_s=0.1)
     async with groups(transport, SMALL, SMALL, options=[hasty]) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "r", [0], 16, timeout_s=10 * PATIENCE_S)
@@ -361,7 +363,7 @@ async def test_who_gives_up_and_asks_again_before_there_is_a_link_is_served(tran
 
 
 async def seconds_to_cancel(source: Group, sink: Group, name: str) -> float:
-    """Until both sides have ended what is under way. The least of some is what it takes: a machine may stop us."""
+    """Return the least time until both sides have ended, because a machine may stop the process."""
     offer = source.agent.offer(name, [0], 16, ready_layers=0, public=True)
     landing = sink.agent.fetch(source.agent.address, name, [5], 16)
     await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")

@@ -1,4 +1,4 @@
-"""What every transport promises (kvtransfer/transports/base.py), held over each of them with real bytes."""
+"""The contract of every transport (kvtransfer/transports/base.py), with real bytes."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_window_whose_blocks_changed_hands_is_stale(
     said = chain(answers, repeat(answers[-1]))
 
     def current() -> bool:
-        """As blocks that change hands right after the question: their generations grow, and the next answer is no."""
+        """Return True once: the blocks change owner right after the first check."""
         pair.out_of.bump(range(BLOCKS))
         return next(said)
 

@@ -1,4 +1,6 @@
-"""Who may not, cannot: strangers, liars and noise on every transport. They are out, counted, and nothing is held."""
+"""Unauthorised peers, lying peers and noise on every transport are refused, counted and cleaned
+up.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 class Stranger:
-    """Somebody with a socket, and perhaps with the key."""
+    """A peer with a socket and possibly with the key."""
 
     def __init__(self, link: Link, owner: Owner, key: bytes) -> None:
         self.link, self.owner = link, owner
@@ -54,7 +56,7 @@ class Stranger:
         return await asyncio.to_thread(self.owner.wait, kind, count)
 
     async def greet(self) -> None:
-        """Prove the key, or at least act as if."""
+        """Prove the key, or pretend to."""
         self.link.send(self.session.hello())
         (welcome,) = await self.hear("message")
         assert isinstance(welcome, bytes)
@@ -73,7 +75,7 @@ class Stranger:
 
 
 class Town:
-    """An agent that offers, and somewhere for strangers to come from."""
+    """An agent that offers, and a source of unproven connections."""
 
     def __init__(self, transport: str, agent_options: object = None) -> None:
         self._clock = ThreadClock()
@@ -90,7 +92,7 @@ class Town:
         return Stranger(await asyncio.to_thread(end.dial, self.source.agent.address), owner, key)
 
     async def still_works(self) -> None:
-        """Whatever was done to it: a peer that behaves is served, and nothing is held."""
+        """Assert that a well-behaved peer is served, and that nothing is in use."""
         peer = group("d", SMALL, [self._make()], options=PATIENT)
         await peer.agent.start()
         offer = self.source.agent.offer("proof", [0], 16)
@@ -228,7 +230,7 @@ async def test_who_has_the_key_and_lies_is_out_with_all_it_claimed(
 
 
 async def test_conversations_of_nonsense_hold_nothing(transport: str) -> None:
-    """A proven peer says anything, in any order; then noise breaks in."""
+    """A proven peer sends any message in any order, and then noise."""
     rng = Random(7)
     rounds = 60 if transport != "rdma" else 5
     async with town(transport) as here:

@@ -1,4 +1,4 @@
-"""How two agents come to the best way that both have, and what they do when it does not open."""
+"""How two agents choose the best common transport, and what happens if it does not come up."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.fair_time import within
 
 
 class Shut(Shm):
-    """Shared memory that answers nobody's dialling."""
+    """Shared memory that refuses to be dialled."""
 
     def dial(self, address: str) -> Link:
         raise TransportError("permission denied")
 
 
 class Mute(Shm):
-    """Shared memory whose listener never says a word."""
+    """Shared memory whose listener never answers."""
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
         class Deaf:
@@ -55,7 +55,7 @@ async def two(
 
 
 async def way(source: Group, sink: Group, name: str = "r") -> str:
-    """How one request's KV came, which was checked byte by byte."""
+    """Return the transport of one request's KV, after checking every byte."""
     cache = Cache(SMALL, 32, seed=4)
     cache.write(SMALL, source.regions, [1, 2])
     offer = source.agent.offer(name, [1, 2], 32)

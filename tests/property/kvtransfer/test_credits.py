@@ -1,4 +1,4 @@
-"""Credits and turns under any order of events: nothing is lost, nothing starves."""
+"""Credits and transfer order under any order of events: nothing is lost, nothing starves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def test_what_is_under_way_is_always_what_was_taken_and_not_given_back(
 def test_nobody_starves_behind_a_stream_of_the_urgent(
     klass: Klass, deadline: float, rivals_per_s: int
 ) -> None:
-    """Every rival is new and has a second of slack: within the promotion time and that slack, ours is served."""
+    """Every rival is new and has a second of slack. Ours is served within that and the promotion
+    time.
+    """
     turns, now, number = Turns(promote_s=0.5), 0.0, 1
     turns.add(0, klass, deadline, now)
     while (first := turns.next(now)) != 0:

@@ -1,4 +1,4 @@
-"""Tickets under any text and any fields: leave is given for exactly what was minted, and to nothing else."""
+"""Tickets under any text and fields: exactly the minted tickets are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The agent's own part: refusing what cannot be, closing whatever the transports do, one bell for loops and others."""
+"""The agent itself: refusing invalid arguments, closing whatever transports do, and
+notifications.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from tests.contract.kvtransfer.groups import KEY, SMALL, groups
 
 
 class Book:
-    """A bell that writes down."""
+    """A listener that records changes."""
 
     def __init__(self) -> None:
         self.rung: list[tuple[str, bool]] = []
@@ -41,7 +43,7 @@ class Book:
 
 
 def regions() -> list[Region]:
-    """Of plain memory: nobody maps it."""
+    """Return regions of plain memory, which peers cannot map."""
     size = SMALL.rank_block_bytes(0)
     return [Region.over(bytearray(8 * size), size, name="r") for _ in range(SMALL.ranks)]
 
@@ -127,7 +129,7 @@ def test_an_agent_needs_a_region_for_every_rank_and_a_way() -> None:
 
 
 class Absent(Inproc):
-    """As RDMA on a machine without a card."""
+    """A transport that is not available, as RDMA on a machine without a card."""
 
     name = "absent"
 
@@ -160,7 +162,9 @@ def test_a_better_way_that_does_not_start_is_left_out_and_the_first_must(
 
 
 def test_who_dials_while_an_agent_starts_finds_all_of_it() -> None:
-    """Its better ways may take a while; until they stand nobody reaches it, for the first way is the last to begin."""
+    """The better transports may start slowly. The first one starts last, so no peer arrives
+    before.
+    """
     clock, begun = VirtualClock(), list[str]()
     wire = Wire(clock)
 
@@ -200,7 +204,7 @@ def test_an_agent_that_cannot_be_reached_leaves_no_way_open() -> None:
             closed.append(self.name)
 
     class Late(Inproc):
-        """The second time its port is free."""
+        """A transport whose port is free at the second attempt."""
 
         def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
             if not closed:
@@ -235,7 +239,7 @@ def test_what_is_no_address_at_all_is_unreachable_at_once() -> None:
 def test_tokens_may_be_numpys_integers_and_nothing_else_and_seconds_any_number(
     seconds: float,
 ) -> None:
-    """What no peer could read would end the link for all that is on it."""
+    """An unencodable value would end the link for all its transfers."""
     clock, source, sink, _ = in_simulation()
     offer = source.offer("r", [1], np.int64(16), ttl_s=seconds, public=True)  # type: ignore[arg-type]
     assert offer.renew(seconds)
@@ -290,7 +294,7 @@ async def test_an_agent_that_cannot_start_keeps_no_doorbell(
 
 
 def test_an_engine_gives_up_with_whatever_words() -> None:
-    """Names of clients and files get into them, and not all of that is text that a message can carry."""
+    """Details contain names of clients and files, which may not be valid text."""
     clock, source, sink, _ = in_simulation()
     offer = source.offer("r", [1], 16, ready_layers=0, public=True)
     landing = sink.fetch(source.address, "r", [2], 16)
@@ -321,7 +325,7 @@ def test_a_closed_agents_timers_do_not_keep_simulated_time_busy() -> None:
 async def test_a_fence_that_never_answers_does_not_hold_up_closing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When the transports have ended, with their threads, nobody can write, whatever they said."""
+    """After all transports and their threads have ended, nothing can write."""
     monkeypatch.setattr(agent_module, "_FENCES_S", 0.05)
     monkeypatch.setattr(InprocLink, "fence", lambda link, transfer: None)
     async with groups("inproc", SMALL, SMALL) as (source, sink):

@@ -1,4 +1,4 @@
-"""Clocks: calls in order of time and of asking, none before its time, none after it was cancelled."""
+"""Clocks: calls in order of time and scheduling, none early, none after its cancellation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Credits, turns and bandwidth: who may send how much when."""
+"""Credits, transfer order and bandwidth."""
 
 from __future__ import annotations
 

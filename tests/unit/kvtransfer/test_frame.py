@@ -1,4 +1,4 @@
-"""Frames: what was packed is what is read, and nothing else is taken for a frame."""
+"""Frames: encoding and decoding are inverse, and anything else is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invitations that wait for their offers: one to a name, for as long as was said and no longer."""
+"""Invitations that wait for their offers: one per name, for a bounded time."""
 
 from __future__ import annotations
 

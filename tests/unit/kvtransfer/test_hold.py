@@ -1,4 +1,4 @@
-"""The agent's lock: what is put aside under it is done by its holder, with nothing held."""
+"""AgentLock: deferred work runs in the releasing thread, without the lock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtransfer.hold import Hold
 
 
 def free(hold: Hold) -> bool:
-    """Whether another thread may have it."""
+    """Return whether another thread can take the lock."""
     taken = threading.Event()
 
     def take() -> None:

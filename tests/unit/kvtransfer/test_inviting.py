@@ -1,4 +1,4 @@
-"""Invitations over links whose sink registers memory first: aside, in order, and only while they are wanted."""
+"""Invitations whose memory is registered first: on another thread, in order, only while wanted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtransfer.transports.base import TransportError
 
 
 class Slow:
-    """A link whose card takes as long as `go` is not set, knows no transfer 3, and fails at 2 as no card should."""
+    """A link whose grants wait for `go`. Transfer 3 is unknown, and transfer 2 raises."""
 
     peer = "p"
 

@@ -1,4 +1,4 @@
-"""Arrivals: any order, each once, nothing that is not in the plan."""
+"""ReceiveTracker: any order, each run once, nothing outside the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV layouts: sizes of known models, and what may not be mixed."""
+"""KV layouts: sizes of known models, and incompatible layouts."""
 
 from __future__ import annotations
 

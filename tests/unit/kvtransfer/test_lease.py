@@ -1,4 +1,4 @@
-"""Leases: the good path, every illegal step, and what any history keeps."""
+"""Leases: the normal course, every illegal step, and invariants of any history."""
 
 from __future__ import annotations
 

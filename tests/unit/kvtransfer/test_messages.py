@@ -1,4 +1,4 @@
-"""What agents say: it reads back as it was, and whatever else comes is a ProtocolError and nothing worse."""
+"""Messages: encoding and decoding are inverse, and anything else is a ProtocolError."""
 
 from __future__ import annotations
 

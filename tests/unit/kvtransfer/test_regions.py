@@ -1,4 +1,4 @@
-"""Regions: real memory files, real seals, generations."""
+"""Regions and memory files: real files, real seals, generations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who does not have the key, or repeats, leaves out, turns round or alters what was said, is not believed."""
+"""A peer without the key, or one that repeats, drops, reorders or alters messages, is refused."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_another_version_is_told_not_guessed() -> None:
 
 
 def test_a_hello_is_such_as_every_version_reads() -> None:
-    """Who cannot read it would say that the link is broken, which is tried again, and not that versions differ."""
+    """An undecodable Hello would look like a broken link, which is retried."""
     sink, _ = pair()
     assert len(msgspec.msgpack.decode(sink.hello())) == 5
 
@@ -154,7 +154,7 @@ def test_a_lane_greets_with_its_links_nonce() -> None:
 def test_whatever_is_done_to_the_stream_is_found_out_at_the_first_harm(
     kind: int, rng: Random
 ) -> None:
-    """Altered, repeated, left out, turned round."""
+    """Altered, repeated, dropped and reordered messages."""
     sink, source = shaken()
     said = [sink.seal(Credit(number, number)) for number in range(6)]
     at = rng.randrange(5)

@@ -1,4 +1,4 @@
-"""The source's book, by example: what an offer's own word forbids, whichever of the two came first."""
+"""TransferSource by example: what an offer forbids, whether it or the invitation comes first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may stand at the door, for how long, and whether a better way leads to the same peer."""
+"""Which links are accepted, for how long, and whether a better transport leads to the same peer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.contract.kvtransfer.links import PATIENCE_S
 
 
 class FakeLink:
-    """As much of a link as a line looks at."""
+    """The part of a link that LinkManager uses."""
 
     transport, peer, received_bytes, window_bytes, one_sided = "fake", "x", 0, 1 << 20, False
 
@@ -49,7 +49,7 @@ def test_who_has_proven_nothing_buys_no_time_by_a_byte_now_and_then() -> None:
 
 
 def switchboard(transport: object) -> tuple[Switchboard, list[tuple[str, Reason, str]]]:
-    """One whose sink's book writes down what it hears of links that did not come up."""
+    """Return a LinkManager whose sink records failed links."""
     heard: list[tuple[str, Reason, str]] = []
     book = Mock()
     book.unlinked = lambda address, reason, detail, now: (
@@ -80,7 +80,7 @@ def test_a_link_that_ends_before_its_dialler_knows_it_is_no_silence() -> None:
 
 
 def dial_again(made: Switchboard) -> int:
-    """Run the dials that were put off, and those that these put off. Returns how many there were."""
+    """Run the postponed dials, and those that they postpone. Returns their number."""
     count, timers = 0, made._clock.call_at
     while timers.call_args_list:  # type: ignore[attr-defined]
         calls = list(timers.call_args_list)  # type: ignore[attr-defined]
@@ -167,7 +167,7 @@ def proven(peer: Card, lane_of: bytes = b"") -> Session:
 
 
 def test_lanes_are_sought_for_a_link_that_is_to_stay_alone() -> None:
-    """Not for one that may yet be exchanged for a better way."""
+    """A link that may be replaced by a better one gets no lanes."""
     transport = Mock(dial=Mock(side_effect=TransportError("no")))
     made, _ = switchboard(transport)
     line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
@@ -180,7 +180,7 @@ def test_lanes_are_sought_for_a_link_that_is_to_stay_alone() -> None:
 
 
 def test_while_a_lane_is_on_its_way_no_other_is_sought() -> None:
-    """When the time has come to try one again that was lost."""
+    """The time to retry a lost lane may come while another is being dialled."""
     transport = Mock(dial=Mock(side_effect=TransportError("no")))
     made, _ = switchboard(transport)
     line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
@@ -209,7 +209,7 @@ def test_lanes_that_cannot_be_dialled_are_given_up_in_the_end() -> None:
 def test_a_lane_by_which_nothing_comes_is_lost_and_its_link_with_it_if_it_was_used(
     used: bool,
 ) -> None:
-    """What is between may take bytes, acknowledge them, and pass none on."""
+    """A device in between may acknowledge bytes and drop them."""
     made, _ = switchboard(Mock())
     first, lane = up(made, proven(made.card)), up(made, proven(made.card, b"g" * 16))
     lane.first, lane.link.used = first, used  # type: ignore[attr-defined]
@@ -290,7 +290,7 @@ def test_a_stall_of_our_own_is_no_credit_for_the_silence_that_follows() -> None:
 
 
 class Misled(Shm):
-    """Shared memory that tells peers the address of another agent, as 127.0.0.1 on another host would."""
+    """Shared memory that reports another agent's address, as 127.0.0.1 of another host would."""
 
     def __init__(self, address: str) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ async def test_a_better_way_that_leads_to_another_agent_is_not_taken() -> None:
 
 
 class Late(Shm):
-    """Shared memory whose first dial takes until `go` is set, and then perhaps fails."""
+    """Shared memory whose first dial waits for `go`, and then may fail."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ class Late(Shm):
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_better_way_that_comes_of_a_link_that_was_lost_is_nobodys(fails: bool) -> None:
-    """Whoever waited for it has been told, and whoever waits by now waits for another."""
+    """Transfers that waited for it have ended; later ones wait for another link."""
     late = Late(fails)
     source, sink = await started("p", Tcp(), Shm()), await started("d", Tcp(), late)
     source.agent.offer("r", [1], 16, public=True)
@@ -364,7 +364,7 @@ async def test_a_better_way_that_comes_of_a_link_that_was_lost_is_nobodys(fails:
 async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up(
     sink_loses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The beat's thread finds it silent, and the last word of the handshake is in its own thread's hands."""
+    """The heartbeat finds it silent while its thread handles the last handshake message."""
     answer, hit = Session.answer, threading.Event()
     async with groups("inproc", SMALL, SMALL, options=[PATIENT, PATIENT]) as (source, sink):
         here = (sink if sink_loses else source).agent
@@ -434,7 +434,7 @@ async def test_a_heart_that_missed_a_beat_beats_on(monkeypatch: pytest.MonkeyPat
 async def test_where_there_is_no_thread_for_a_link_the_next_is_taken_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process at its limit of threads must not go deaf for good."""
+    """A process at its thread limit must keep accepting later."""
     start, refused = threading.Thread.start, threading.Event()
 
     def no_more(thread: threading.Thread) -> None:

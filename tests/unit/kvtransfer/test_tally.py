@@ -1,4 +1,4 @@
-"""What is counted by peer is bounded: whoever dials in chooses a name."""
+"""Counters by peer are bounded, because peers choose their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tickets: what an honest one says, and that nothing else is honoured."""
+"""Tickets: the content of a valid one, and the refusal of all others."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_text_that_is_no_ticket_is_refused_before_it_is_read(text: str) -> None:
 
 @pytest.mark.parametrize("offer", ["r", "rr", "rrr"])
 def test_a_ticket_has_one_spelling(offer: str) -> None:
-    """Where the last character has bits to spare, only one of its spellings is taken; and no padding is."""
+    """If the last character has spare bits, only one spelling is accepted, and no padding."""
     text = mint(KEY, replace(TICKET, offer=offer))
     alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
     for last in alphabet.replace(text[-1], ""):

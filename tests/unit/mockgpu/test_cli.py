@@ -1,4 +1,4 @@
-"""What `penstock mock` refuses before it serves anything, and that it says so in one line."""
+"""What `penstock mock` refuses at its start, with an error of one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaping over decode steps is stepping through them: the same jobs at the same ticks, times within 0.1 %."""
+"""Advancing many decode steps at once equals stepping: same jobs and ticks, times within 0.1 %."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ job_shapes = st.lists(
 
 
 def jobs_of(shapes: list[tuple[int, int, int]]) -> list[tuple[int, Job]]:
-    """(tick of arrival, job); some share prefixes, and their keys go on into the answers."""
+    """Return (tick of arrival, job). Some share prefixes."""
     return [
         (
             tick,
@@ -82,7 +82,7 @@ def jobs_of(shapes: list[tuple[int, int, int]]) -> list[tuple[int, Job]]:
 def trail(
     shapes: list[tuple[int, int, int]], blocks: int, leaping: bool
 ) -> list[tuple[int, str, int, int, int]]:
-    """What happened at which tick: firsts and ends with what was cached, made, preempted."""
+    """Return what happened at which tick: first tokens, ends, cached tokens and preemptions."""
     scheduler = Scheduler(BlockPool(blocks, 4), max_num_seqs=6, max_num_batched_tokens=24)
     pending = sorted(
         (

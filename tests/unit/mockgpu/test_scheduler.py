@@ -1,4 +1,4 @@
-"""Continuous batching on paper: who runs when, in what pieces, with which cached tokens."""
+"""Continuous batching by example: which jobs run, in what chunks, with which cached tokens."""
 
 from __future__ import annotations
 

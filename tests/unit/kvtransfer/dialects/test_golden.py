@@ -1,4 +1,4 @@
-"""The words of every dialect, to the letter: what each leg's request gets, for chat and completions."""
+"""The exact requests of every dialect, for chat and completions."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_what_is_no_answer_is_unusable(raw: bytes) -> None:
     ],
 )
 def test_an_answer_of_no_text_or_with_counts_that_nobody_counts_is_unusable(raw: bytes) -> None:
-    """What is in it goes into the decode request, into metrics and to the client."""
+    """Its content would go into the decode request, into metrics and to the client."""
     assert isinstance(read_answer(raw), Unusable)
 
 

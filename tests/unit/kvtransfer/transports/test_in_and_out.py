@@ -1,4 +1,4 @@
-"""What goes into one end of a stream comes out at the other, in its place; what is wrong with it is noticed."""
+"""Bytes that enter one end of a stream leave the other in place, and errors are detected."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def piped(proof: str):
 
 
 def wire(made: Pipe) -> bytearray:
-    """Everything that the source sends, taken off the wire."""
+    """Return everything that the source sends."""
     data = bytearray()
     while not made.out.idle:
         made.out.pump()
@@ -54,7 +54,7 @@ def wire(made: Pipe) -> bytearray:
 
 
 def feed(made: Pipe, data: bytes | bytearray) -> None:
-    """Let the sink read these bytes, and then the end of the stream. Raises what the sink raises."""
+    """Let the sink read these bytes and then the end of the stream. Raises what the sink raises."""
     view = memoryview(data)
     while view:
         with contextlib.suppress(BlockingIOError):

@@ -1,4 +1,4 @@
-"""Lanes: windows that go by several connections at once, and nothing that this could bring into disorder."""
+"""Lanes: windows over several connections at once, without loss of order."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def pair() -> Iterator[Pair]:
 
 
 def blocks(count: int, first: int = 0) -> dict[WindowHead, Runs]:
-    """So many windows of a block each, of transfer 1."""
+    """Return this many windows of one block each, of transfer 1."""
     at = np.arange(first, first + count) * BLOCK_BYTES
     runs = [Runs(at[i : i + 1], at[i : i + 1], np.array([BLOCK_BYTES])) for i in range(count)]
     return {window(1, each, first=first + i): each for i, each in enumerate(runs)}
 
 
 def begun(pair: Pair, more: int) -> dict[WindowHead, Runs]:
-    """A transfer of which the sink has taken one window in, and said so, with so many more to come."""
+    """Return a transfer whose first window the sink has acknowledged, with more to come."""
     windows = blocks(more + 1)
     pair.expect(windows)
     pair.admit(1)
@@ -108,7 +108,7 @@ def test_lanes_that_sleep_are_called_when_windows_may_spread(pair: Pair) -> None
 
 
 def test_a_lane_is_called_also_while_it_goes_to_sleep(pair: Pair) -> None:
-    """Whoever calls cannot know whether it looks at the queue once more."""
+    """The caller cannot know whether the lane checks its queue once more."""
     lanes = lanes_of(pair.source)
     with standing(pair.source, *lanes):
         laned(pair.source)._out.share(1)
@@ -135,7 +135,7 @@ def test_a_lane_that_is_called_does_not_go_to_sleep(pair: Pair, spins: bool) -> 
 def test_who_queues_a_window_looks_at_the_first_of_those_that_wait_alone(
     pair: Pair, before: int, found: bool
 ) -> None:
-    """It holds the agent's lock meanwhile."""
+    """The caller holds the agent's lock meanwhile."""
     ((head, runs),) = blocks(1).items()
     out = laned(pair.source)._out
     with standing(pair.source, *lanes_of(pair.source)):
@@ -149,7 +149,7 @@ def test_who_queues_a_window_looks_at_the_first_of_those_that_wait_alone(
 
 
 def test_what_has_just_gone_another_way_is_missed_by_nobody(pair: Pair) -> None:
-    """A lane may take the last window between the look at the queue and the reach for it."""
+    """A lane may take the last window between the check of the queue and the removal."""
     out = laned(pair.source)._out
 
     class Taken:
@@ -205,7 +205,7 @@ def test_of_a_dropped_transfer_no_lane_takes_a_window(pair: Pair) -> None:
 
 
 def test_who_drops_a_transfer_looks_at_nothing_that_waits(pair: Pair) -> None:
-    """It holds the agent's lock, and may have thousands to drop."""
+    """The caller holds the agent's lock, and may drop thousands."""
 
     class Waiting(deque[object]):
         def __iter__(self) -> NoReturn:
@@ -275,7 +275,7 @@ def test_a_lane_that_has_ended_keeps_no_fence_waiting_and_needs_no_thread_for_it
 
 
 def test_a_lane_writes_no_more_into_what_is_fenced(pair: Pair) -> None:
-    """Its window is half there when the fence comes."""
+    """Half of its window has arrived when the fence comes."""
     ((head, runs),) = blocks(1).items()
     pair.expect({head: runs})
     data = pair.out_of.bytes[:BLOCK_BYTES].tobytes()

@@ -1,4 +1,4 @@
-"""The halves of an RDMA link without a device: keys, work requests, trailers, what the ends say to each other."""
+"""The halves of an RDMA link without a device: keys, work requests, trailers, control messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCK, BLOCKS = 64, 32
 
 
 class Key:
-    """`stuck`: so often the device does not let go of it."""
+    """A memory key. `stuck`: how often the device fails to release it."""
 
     def __init__(self, number: int) -> None:
         self.remote_key, self.open, self.stuck = number, True, 0
@@ -44,7 +44,7 @@ class Key:
 
 
 class Registry:
-    """A device that writes down what it was asked to register, and refuses after `room` keys."""
+    """A device that records registrations, and refuses them after `room` keys."""
 
     def __init__(self, room: int = 1 << 30) -> None:
         self.keys: list[Key] = []
@@ -61,7 +61,7 @@ class Registry:
 
 
 class Wire:
-    """A queue pair that writes at once, into what the registry's keys cover."""
+    """A queue pair that writes at once to what the registry's keys cover."""
 
     def __init__(self) -> None:
         self.posted: list[tuple[int, list[Piece], tuple[int, int], bool, int | None]] = []
@@ -269,7 +269,7 @@ def test_a_source_cannot_make_us_remember_without_end(half: str) -> None:
 
 
 class Source:
-    """Departures over a Wire, with one region of memory and a grant for transfer 1."""
+    """An RdmaSender over a Wire, with one region and a grant for transfer 1."""
 
     def __init__(self, blocks: Sequence[int] = range(8)) -> None:
         self.memory, self.ended = region("out"), list[Departure]()

@@ -1,4 +1,4 @@
-"""RDMA links over real sockets and a device that is made up: what strangers get, and what a device that fails costs."""
+"""RDMA links over real sockets and a fake device: unproven peers, and failing devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CARD = Card(1, 2, "::1", 0, 5)
 
 
 class Completions:
-    """A device that never has anything to tell."""
+    """A completion queue that stays empty."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -40,7 +40,7 @@ class Completions:
 
 
 class Pairs:
-    """Queue pairs that connect at once. `stuck`: so often the device does not let go of one."""
+    """Queue pairs that connect at once. `stuck`: how often the device fails to release one."""
 
     stuck = 0
 
@@ -70,7 +70,7 @@ class Pairs:
 
 
 class Domain(Registry):
-    """A domain, and in one the device that it is of."""
+    """A protection domain together with its device."""
 
     gather, pairs = 16, 0
 
@@ -92,7 +92,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Door:
-    """A transport that listens, and whoever knocks."""
+    """A transport that listens, and a peer that dials it."""
 
     def __init__(self, **options: Any) -> None:
         self.owner, self.end = Owner(), Rdma(options=RdmaOptions(**options))
@@ -123,14 +123,14 @@ def door() -> Iterator[Door]:
 
 
 def say_all(caller: socket.socket, sayings: Iterable[Saying]) -> None:
-    """Until the other end hangs up."""
+    """Send until the other end closes."""
     with suppress(OSError):
         for saying in sayings:
             caller.sendall(encode(saying))
 
 
 def hung_up(caller: socket.socket) -> bool:
-    """Whatever was said before, the other end closes."""
+    """Return whether the other end closes, whatever it sends before."""
     try:
         while caller.recv(1 << 16):
             continue
@@ -222,7 +222,7 @@ def test_a_listener_outlives_a_call_that_came_to_nothing(monkeypatch: pytest.Mon
 
 
 class Dialled:
-    """A link that has dialled, proven and at work, with one grant."""
+    """A dialled, proven and running link with one grant."""
 
     def __init__(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0))

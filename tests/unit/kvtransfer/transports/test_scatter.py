@@ -1,4 +1,6 @@
-"""Pieces of memory in calls: in order, whole, and no more at once than a digest finds in a cache."""
+"""Pieces of memory in calls: in order, complete, and at most a cache-full per call with a
+digest.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared memory: who may read it, what is looked at before it is mapped, and staleness that the sink sees by itself."""
+"""Shared memory: access, checks before mapping, and staleness that the sink detects itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEAD = WindowHead(1, 0, 0, 0, 2, 3100)
 
 
 class Source:
-    """A peer that a test speaks for: the socket that a Shm has dialled, and memory to share over it."""
+    """A peer played by the test: the socket that a Shm has dialled, and memory to share."""
 
     def __init__(self, sock: socket.socket, hears: Owner, into: Region) -> None:
         self.sock, self.hears, self.into = sock, hears, into

@@ -1,4 +1,4 @@
-"""Links over TLS: who may connect, with which certificate, and what the wire shows."""
+"""Links over TLS: who may connect, with which certificate, and what is visible on the wire."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def two(
 
 
 def exchange(source: TlsFiles | None, sink: TlsFiles | None) -> Link:
-    """A message each way. Raises TransportError or AssertionError if the link does not come up."""
+    """Exchange a message each way. Raises TransportError or AssertionError if the link fails."""
     with two(source, sink) as (_, gives, other, hears, address):
         link = other.dial(address)
         link.send(b"ping")
@@ -306,7 +306,7 @@ def test_no_byte_of_a_window_or_message_is_seen_on_the_wire(agent: TlsFiles) -> 
 
 @contextmanager
 def relay(address: str, hear: object) -> Iterator[str]:
-    """Passes one connection on and has all its bytes heard."""
+    """Relay one connection and record all its bytes."""
     host, _, port = address.rpartition(":")
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -342,7 +342,9 @@ def relay(address: str, hear: object) -> Iterator[str]:
 def test_windows_dropped_before_a_slow_reader_end_as_stale_and_the_link_goes_on(
     runs_of: int,
 ) -> None:
-    """The socket is full in the middle of a record when the source's memory is replaced by zeros."""
+    """The socket is full in the middle of a record when the source's memory is replaced by
+    zeros.
+    """
     count = SIZE // runs_of
     starts = np.arange(count) * runs_of
     runs = Runs(starts, starts, np.full(count, runs_of))
