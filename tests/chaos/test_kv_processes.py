@@ -94,7 +94,7 @@ async def under_way(
     raise AssertionError(f"nothing moves: {ends}")
 
 
-async def test_the_two_processes_can_do_it_at_all(transport: str) -> None:
+async def test_two_processes_can_transfer(transport: str) -> None:
     async with (
         agent(transport, PATIENT) as sink,
         peer(transport, "source", misses=PATIENT) as source,

@@ -87,14 +87,14 @@ def late_writes(pair: Pair, seed: int) -> Iterator[bool]:
         yield bool((probe != 7).any())
 
 
-def test_what_is_fenced_is_not_written_into_whichever_way_it_came() -> None:
+def test_fenced_blocks_are_not_written_over_any_lane() -> None:
     with linked_pair("lanes", BLOCK_BYTES) as pair:
         assert not any(islice(late_writes(pair, seed=1), 200))
         assert isinstance(pair.source, LanedLink)
         assert all(lane.used for lane in pair.source._lane_links)
 
 
-def test_a_fence_that_heeds_no_lane_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_that_ignores_lanes_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         LanedLink, "_fenced", lambda link, transfer: link._owner.fenced(link, transfer)
     )

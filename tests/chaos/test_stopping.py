@@ -37,7 +37,7 @@ async def stopped_while_it_waits(home: House, fault: str) -> Answer:
 
 
 @pytest.mark.parametrize("fault", ["5xx", "reset-before-headers"])
-async def test_a_request_that_waits_for_a_retry_is_told_to_ask_again_when_the_gateway_stops(
+async def test_a_request_that_waits_for_a_retry_gets_503_when_the_gateway_stops(
     fault: str,
 ) -> None:
     async with house(2, **ONE_TURN) as home:

@@ -41,7 +41,7 @@ def nobody_noticed(clients: Clients) -> None:
     assert clients.fates["error_event"] + clients.fates["broken"] <= USERS
 
 
-async def test_a_killed_group_costs_nobody_an_answer_that_had_not_begun(scene: Stage) -> None:
+async def test_a_killed_group_loses_no_answer_that_had_not_begun(scene: Stage) -> None:
     victim = scene.mocks[1]
     async with scene.clients().working(USERS) as clients:
         await served(clients, 100)
@@ -60,7 +60,7 @@ async def test_a_killed_group_costs_nobody_an_answer_that_had_not_begun(scene: S
 @pytest.mark.parametrize(
     ("spec", "number", "within_s"), [("lost-rank", 2, 5.0), ("lost-rank:hang", 3, 10.0)]
 )
-async def test_a_group_that_lost_a_rank_leaves_and_nobody_hangs(
+async def test_a_group_that_lost_a_rank_is_removed_and_no_request_hangs(
     scene: Stage, spec: str, number: int, within_s: float
 ) -> None:
     victim = scene.mocks[number]

@@ -61,7 +61,7 @@ def test_messages_keep_their_order_among_windows(ends: Ends) -> None:
     ends.source.wait("message", b"back")
 
 
-def test_a_window_of_blocks_that_changed_hands_while_it_was_read_is_stale(ends: Ends) -> None:
+def test_a_window_whose_blocks_change_owner_while_it_is_read_is_stale(ends: Ends) -> None:
     pieces = runs(range(4), range(4))
     ends.reserve(1, pieces, range(4))
     answers = iter([True, False])
@@ -146,11 +146,11 @@ def test_a_peer_that_closes_is_lost_and_a_fence_is_answered_after_it(ends: Ends)
     assert ends.source.count("lost") == 0
 
 
-def test_an_address_where_nobody_listens_is_a_transport_error(ends: Ends) -> None:
+def test_an_address_without_a_listener_is_a_transport_error(ends: Ends) -> None:
     with pytest.raises(TransportError, match="cannot reach"):
         ends.transports[1].dial("127.0.0.1:1")
 
 
-def test_a_device_is_there() -> None:
+def test_an_rdma_device_is_available() -> None:
     assert Rdma.unavailable() is None
     assert Rdma.unavailable("mlx5_77") is not None

@@ -94,7 +94,7 @@ def outcomes() -> list[Outcome]:
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_whatever_breaks_nothing_wrong_lands_over_verbs(
+def test_under_any_fault_nothing_wrong_lands_over_verbs(
     outcomes: list[Outcome], batch: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = len(outcomes)

@@ -135,7 +135,7 @@ async def town(transport: str, **changes: object) -> AsyncIterator[Town]:
     ],
     ids=["empty", "zero", "http", "nested", "ready", "beat", "long"],
 )
-async def test_noise_in_place_of_a_greeting_ends_the_link(transport: str, noise: bytes) -> None:
+async def test_noise_instead_of_a_greeting_ends_the_link(transport: str, noise: bytes) -> None:
     if transport == "rdma" and not noise:
         pytest.skip("an empty message is none")
     async with town(transport) as here:
@@ -152,7 +152,7 @@ async def test_silence_is_not_waited_for(transport: str) -> None:
         here.source.agent._board.options = PATIENT  # a member may take longer
 
 
-async def test_only_so_many_may_stand_at_the_door(transport: str) -> None:
+async def test_unproven_links_are_limited(transport: str) -> None:
     async with town(transport, most_strangers=2) as here:
         strangers = []
         for _ in range(5):
@@ -213,9 +213,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_who_has_the_key_and_lies_is_out_with_all_it_claimed(
-    transport: str, lie: str
-) -> None:
+async def test_a_proven_peer_that_lies_loses_its_link_and_claims(transport: str, lie: str) -> None:
     async with town(transport) as here:
         offer = here.source.agent.offer("r", [0], 16, ready_layers=0, public=True)
         stranger = await here.stranger()

@@ -101,7 +101,7 @@ async def test_the_oldest_connection_is_dropped_and_the_others_stay() -> None:
                     sock.recv(1)
 
 
-async def test_what_is_held_of_connections_without_the_key_is_bounded() -> None:
+async def test_memory_for_connections_without_the_key_is_bounded() -> None:
     """Each sends all of a long message except its end."""
     unfinished = frame(Kind.MESSAGE, bytes(STRANGER_BYTES))[:-1]
     async with besieged(100, HOSTS["several addresses"], unfinished) as (source, sink):
@@ -123,7 +123,7 @@ def ended(sock: socket.socket) -> bool:
         return True
 
 
-async def test_members_that_have_greeted_are_dropped_for_no_other() -> None:
+async def test_links_that_showed_the_key_are_not_dropped_for_others() -> None:
     """They wait for their proof, as on a slow network, while connections without the key arrive."""
     async with groups("tcp", SMALL, options=[DEFAULTS]) as (source,):
         with ExitStack() as stack:

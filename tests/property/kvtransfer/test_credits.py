@@ -14,7 +14,7 @@ events = st.lists(
 
 
 @given(events=events, budget=st.integers(1, 100))
-def test_what_is_under_way_is_always_what_was_taken_and_not_given_back(
+def test_bytes_in_flight_are_what_was_taken_and_not_returned(
     events: list[tuple[str, int, int]], budget: int
 ) -> None:
     credits, held = Credits(budget), dict.fromkeys(range(5), 0)
@@ -36,7 +36,7 @@ def test_what_is_under_way_is_always_what_was_taken_and_not_given_back(
 
 
 @given(klass=st.sampled_from(Klass), deadline=st.floats(0, 5), rivals_per_s=st.integers(1, 20))
-def test_nobody_starves_behind_a_stream_of_the_urgent(
+def test_no_transfer_starves_behind_a_stream_of_urgent_ones(
     klass: Klass, deadline: float, rivals_per_s: int
 ) -> None:
     """Every rival is new and has a second of slack. Ours is served within that and the promotion

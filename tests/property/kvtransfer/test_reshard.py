@@ -158,7 +158,7 @@ def some_blocks(draw: st.DrawFn, count: int, spare: int) -> list[int]:
 
 @settings(max_examples=50, deadline=None)
 @given(layouts=layout_pairs())
-def test_source_ranks_that_hold_the_same_are_asked_for_as_much(
+def test_source_ranks_with_the_same_heads_send_equal_shares(
     layouts: tuple[KvLayout, KvLayout],
 ) -> None:
     """Equal if the layers of a stage, one group each, divide evenly; else within one layer."""

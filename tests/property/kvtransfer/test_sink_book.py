@@ -346,9 +346,7 @@ def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.integers(0, 1 << 32), st.integers(1, 200))
-def test_told_anything_in_any_order_it_ends_every_landing_once_behind_its_fence(
-    seed: int, steps: int
-) -> None:
+def test_every_landing_ends_once_behind_its_fence_under_any_events(seed: int, steps: int) -> None:
     world = World(seed)
     for _ in range(steps):
         world.step()

@@ -100,7 +100,7 @@ def test_the_longest_unused_content_is_evicted_first_and_tails_before_heads() ->
     assert (pool.hits([1, 2], 2), pool.hits([3, 4], 2)) == (0, 2)
 
 
-def test_content_nobody_named_is_evicted_before_cached_content() -> None:
+def test_unregistered_content_is_evicted_before_cached_content() -> None:
     pool = BlockPool(2)
     named, plain = pool.take(), pool.take()
     pool.seal(named, 7)

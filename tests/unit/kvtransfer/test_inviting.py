@@ -50,9 +50,7 @@ class Host:
             self.inviting.put(SendInvite(self.link, invite, np.zeros(0, np.int64)))  # type: ignore[arg-type]
 
 
-def test_grants_take_their_time_without_the_lock_and_are_said_in_order_whatever_the_card_does() -> (
-    None
-):
+def test_grants_run_without_the_lock_and_are_sent_in_order() -> None:
     clock = ThreadClock()
     host = Host(clock)
     for transfer in (1, 2, 3, 4):
@@ -63,7 +61,7 @@ def test_grants_take_their_time_without_the_lock_and_are_said_in_order_whatever_
     clock.close()
 
 
-def test_without_a_thread_to_be_had_an_invitation_fails_at_once() -> None:
+def test_without_a_thread_an_invitation_fails_at_once() -> None:
     class Busy:
         def aside(self, call: Callable[[], None]) -> None:
             raise RuntimeError("can't start new thread")

@@ -101,7 +101,7 @@ async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(
         await moved(source, sink, "b")
 
 
-async def test_no_lane_is_dialled_before_the_source_has_said_something() -> None:
+async def test_no_lane_is_dialled_before_the_source_has_sent_a_message() -> None:
     """A lane could overtake the proof on the first link, and belong to an unknown link."""
     silent = msgspec.structs.replace(PATIENT, beat_s=60.0)
     async with groups("lanes", SMALL, SMALL, options=(silent, silent)) as (source, sink):
@@ -133,7 +133,7 @@ def greets(monkeypatch: pytest.MonkeyPatch, lane_of: Callable[[Session], bytes])
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("itself", [True, False])
-async def test_a_lane_of_no_other_link_that_is_there_is_refused_and_missed_by_nobody(
+async def test_a_lane_of_an_unknown_link_is_refused_and_the_link_survives(
     itself: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is retried a few times, each time with a log line at the sink."""
@@ -181,7 +181,7 @@ async def test_a_lane_of_a_lane_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(first_of(source).lanes) == 1
 
 
-async def test_a_source_takes_no_more_lanes_than_there_may_be(
+async def test_a_source_refuses_lanes_beyond_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(switchboard, "MOST_LANES", LANES - 1)
@@ -229,7 +229,7 @@ async def test_beats_go_by_lanes_as_by_links() -> None:
 
 
 @pytest.mark.usefixtures("soon")
-async def test_who_says_anything_else_on_a_lane_loses_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_any_other_message_on_a_lane_closes_it(caplog: pytest.LogCaptureFixture) -> None:
     async with with_lanes() as (source, sink):
         first_of(source).lanes[0].say(Stop(1, Reason.CANCELLED))
         await until(lambda: sink.agent.figures()["faults"] == {"protocol": 1})
@@ -242,7 +242,7 @@ async def test_who_says_anything_else_on_a_lane_loses_it(caplog: pytest.LogCaptu
 
 
 @pytest.mark.usefixtures("soon")
-async def test_a_lane_that_was_not_used_yet_is_missed_by_nobody_and_sought_again(
+async def test_an_unused_lane_that_is_lost_is_redialled_and_the_link_survives(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with with_lanes() as (source, sink):
@@ -278,7 +278,7 @@ async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> No
         await moved(source, sink, "c")
 
 
-async def test_what_is_asked_for_when_a_used_lane_is_lost_goes_by_a_new_link() -> None:
+async def test_transfers_started_after_a_used_lane_is_lost_use_a_new_link() -> None:
     """The old link ends later, with its transfers, so that its last messages arrive."""
     async with with_lanes() as (source, sink):
         old = first_of(sink)
@@ -296,7 +296,7 @@ async def test_what_is_asked_for_when_a_used_lane_is_lost_goes_by_a_new_link() -
 
 
 @pytest.mark.usefixtures("soon")
-async def test_a_lane_that_takes_its_first_window_as_it_is_given_up_was_used() -> None:
+async def test_a_lane_that_takes_its_first_window_while_closing_counts_as_used() -> None:
     async with with_lanes() as (source, sink):
         (line, *_), board = first_of(source).lanes, source.agent._board
         with board._lock:
@@ -305,7 +305,7 @@ async def test_a_lane_that_takes_its_first_window_as_it_is_given_up_was_used() -
         await until(lambda: not lines(source) and not lines(sink))
 
 
-async def test_last_words_on_the_link_count_though_its_lanes_have_ended_before() -> None:
+async def test_the_links_last_messages_count_after_its_lanes_have_ended() -> None:
     async with with_lanes() as (source, sink):
         offer = source.agent.offer("b", [1], 16, ready_layers=0)
         landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)

@@ -167,7 +167,7 @@ def test_a_group_is_large_enough_to_keep_a_link_busy() -> None:
 @pytest.mark.parametrize(
     "change", [{"layers": 5}, {"dtype": KvDtype.FP16}, {"head_dim": 4}, {"kv_heads": 2}]
 )
-def test_what_can_never_fit_is_refused_in_words(change: dict[str, int]) -> None:
+def test_impossible_fetches_are_refused_with_a_reason(change: dict[str, int]) -> None:
     with pytest.raises(LayoutMismatch, match=f"{next(iter(change))} differs"):
         plan(SMALL, replace(SMALL, **change), [0], [0], 16)
 
@@ -196,7 +196,7 @@ def test_blocks_that_cannot_hold_the_tokens_are_refused(
         plan(SMALL, SMALL, src_blocks, dst_blocks, tokens, skip_tokens=skip)
 
 
-def test_what_is_not_in_the_plan_cannot_be_asked_for() -> None:
+def test_groups_and_pairs_outside_the_plan_are_index_errors() -> None:
     made = plan(SMALL, SMALL, [5, 3], [1, 7], 32)
     for ask in (
         lambda: made.runs(1, 0),

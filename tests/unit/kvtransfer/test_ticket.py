@@ -31,7 +31,7 @@ def refusal(
     return caught.value.reason
 
 
-def test_a_ticket_says_what_was_minted_in_plain_ascii() -> None:
+def test_a_minted_ticket_is_ascii_and_decodes_to_the_same() -> None:
     text = mint(KEY, TICKET)
     assert check(KEY, text, 100.0, epoch=EPOCH) == TICKET
     assert text.isascii()
@@ -52,7 +52,7 @@ def test_a_ticket_ends_on_the_second() -> None:
     assert refusal(mint(KEY, replace(TICKET, not_after=float("nan")))) is Refusal.EXPIRED
 
 
-def test_a_ticket_of_an_earlier_life_or_of_another_agent_is_refused() -> None:
+def test_a_ticket_of_an_earlier_epoch_or_another_agent_is_refused() -> None:
     assert refusal(mint(KEY, TICKET), epoch=b"f" * 16) is Refusal.WRONG_EPOCH
     assert refusal(mint(KEY, TICKET), key=b"K" * 32) is Refusal.FORGED
 
@@ -96,7 +96,7 @@ def test_names_that_are_too_long_are_not_minted_and_weak_keys_not_used() -> None
         mint(b"short", TICKET)
 
 
-def test_a_digest_tells_blocks_their_order_and_their_generations() -> None:
+def test_a_digest_depends_on_blocks_their_order_and_their_generations() -> None:
     seen = {
         TICKET.digest,
         digest_of(BLOCKS[::-1], GENERATIONS),
@@ -109,7 +109,7 @@ def test_a_digest_tells_blocks_their_order_and_their_generations() -> None:
     )
 
 
-def test_a_ticket_is_good_once() -> None:
+def test_a_ticket_is_valid_once() -> None:
     used = Used()
     used.spend(TICKET, 100.0)
     with pytest.raises(Refused) as caught:

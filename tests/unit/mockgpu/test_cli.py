@@ -28,7 +28,7 @@ from gateway.cli import app
         (("--port", "0", "--dialect", "vllm_nixl", "--tp", "3"), "3 ranks"),
     ],
 )
-def test_wrong_usage_exits_2_and_says_what_is_wrong(options: tuple[str, ...], said: str) -> None:
+def test_wrong_usage_exits_with_2_and_a_reason(options: tuple[str, ...], said: str) -> None:
     result = CliRunner().invoke(app, ["mock", *options])
     assert result.exit_code == 2
     assert said in " ".join(result.output.replace("│", " ").split())

@@ -121,7 +121,7 @@ def taking(name: str) -> Job:
 @pytest.mark.parametrize(
     "beside", [taking("b"), Job(40, 5)], ids=["one that wants KV too", "one that is computed"]
 )
-async def test_the_death_of_a_group_that_asks_for_kv_leaves_none_of_the_step_s_jobs_holding_blocks(
+async def test_a_group_that_dies_while_fetching_kv_leaves_no_job_with_blocks(
     group: TpGroup, beside: Job
 ) -> None:
     doomed, sinks = taking("a"), [Sink(), Sink()]

@@ -117,13 +117,13 @@ def trail(
 
 @given(shapes=job_shapes, blocks=st.integers(20, 60))
 @settings(max_examples=150, deadline=None)
-def test_leaping_makes_the_same_firsts_ends_hits_and_preemptions_as_stepping(
+def test_advancing_gives_the_same_first_tokens_ends_hits_and_preemptions_as_stepping(
     shapes: list[tuple[int, int, int]], blocks: int
 ) -> None:
     assert trail(shapes, blocks, leaping=True) == trail(shapes, blocks, leaping=False)
 
 
-def test_nobody_leaps_while_a_prompt_is_computed_or_the_queue_may_move() -> None:
+def test_no_steps_are_skipped_while_a_prompt_is_computed_or_the_queue_may_move() -> None:
     scheduler = Scheduler(BlockPool(100, 4), max_num_batched_tokens=256)
     scheduler.add(Job(8, 50))
     plan = scheduler.step()

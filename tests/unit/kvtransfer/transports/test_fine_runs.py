@@ -74,7 +74,7 @@ def test_only_many_and_short_runs_are_fine() -> None:
     assert [fine(runs, runs.n_bytes) for runs in (cells(65), few, long)] == [True, False, False]
 
 
-def test_a_window_of_many_short_runs_arrives_where_the_plan_says() -> None:
+def test_a_window_of_many_short_runs_arrives_as_planned() -> None:
     with linked_pair("tcp") as pair:
         moves = cells()
         head = window(1, moves)
@@ -122,7 +122,7 @@ def test_short_runs_that_are_not_what_was_sent_are_not_put_into_place(
     assert not region.bytes.any()
 
 
-def test_short_runs_on_their_way_are_thrown_away_behind_a_fence(
+def test_short_runs_in_flight_are_discarded_after_a_fence(
     stranger: tuple[socket.socket, Owner, Region],
 ) -> None:
     sock, owner, region = stranger
