@@ -56,16 +56,16 @@ class Choice(msgspec.Struct, eq=False):
 
     def spoil(self, taint: int) -> None:
         """Replace the answer by other tokens of the same number, as a model with wrong KV would."""
-        given = self.job.leg.first if isinstance(self.job.leg, Take) else b""
-        before = self.prompt + given
+        given_tokens = self.job.leg.first if isinstance(self.job.leg, Take) else b""
+        context = self.prompt + given_tokens
         speech = speak(
-            before,
-            block_keys(before),
-            self.output_tokens - token_count(given),
+            context,
+            block_keys(context),
+            self.output_tokens - token_count(given_tokens),
             False,
             self.vary ^ taint,
         )
-        self.tokens = given + speech.tokens
+        self.tokens = given_tokens + speech.tokens
         self.text = self.tokens.decode("utf-8", "replace")[: len(self.text)]
         self.keys = speech.keys
         self.job.keys = salted(speech.keys, self.salt)
@@ -107,15 +107,15 @@ def _choice(
 
 def _generate(ask: Ask, prompt: bytes, prompt_keys: Sequence[int], vary: int) -> Speech:
     """Generate what follows the prompt and the tokens that another group has already made."""
-    given = ask.leg.first if isinstance(ask.leg, Take) else b""
-    if not given:
+    given_bytes = ask.leg.first if isinstance(ask.leg, Take) else b""
+    if not given_bytes:
         return speak(prompt, prompt_keys, ask.limit, ask.may_end, vary, ask.body.min_tokens)
-    before, given_tokens = prompt + given, token_count(given)
+    context, given_tokens = prompt + given_bytes, token_count(given_bytes)
     least = max(1, ask.body.min_tokens - given_tokens)
     remaining = speak(
-        before, block_keys(before), ask.limit - given_tokens, ask.may_end, vary, least
+        context, block_keys(context), ask.limit - given_tokens, ask.may_end, vary, least
     )
-    return Speech(given + remaining.tokens, remaining.keys, remaining.ended)
+    return Speech(given_bytes + remaining.tokens, remaining.keys, remaining.ended)
 
 
 def _first_stop(text: str, stops: Sequence[str], min_tokens: int) -> tuple[int, str] | None:

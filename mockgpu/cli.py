@@ -199,12 +199,14 @@ def _version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _halves(spec: GroupSpec, transfer: Transfer, groups: int, **more: Any) -> list[GroupSpec]:
+def _halves(
+    spec: GroupSpec, transfer: Transfer, groups: int, **further_options: Any
+) -> list[GroupSpec]:
     """Return one spec per group, with consecutive ports of agents and bootstrap servers.
 
     Raises ValueError for invalid options.
     """
-    transfer = msgspec.structs.replace(transfer, **more).checked()
+    transfer = msgspec.structs.replace(transfer, **further_options).checked()
     return [
         msgspec.structs.replace(
             spec,

@@ -265,11 +265,15 @@ class Chunks:
             | self._running_usage(self.made if token else 0, cached)
         )
 
-    def _running_usage(self, made: int, cached: int | None) -> dict[str, Any]:
+    def _running_usage(self, output_tokens: int, cached: int | None) -> dict[str, Any]:
         options = self._ask.body.stream_options
         if options is None or not options.include_usage:
             return {}
-        return {"usage": usage(self._ask, made, cached) if options.continuous_usage_stats else None}
+        return {
+            "usage": usage(self._ask, output_tokens, cached)
+            if options.continuous_usage_stats
+            else None
+        }
 
 
 def chunk(ask: Ask, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -168,19 +168,21 @@ class Scheduler:
         self.tick += 1
         self._context += decoded
         ended = list(self._ends.pop(self.tick, ()))
-        began = [
+        first_token_jobs = [
             chunk.job for chunk in plan.chunks if chunk.last and chunk.job.state is State.PREFILL
         ]
-        for job in began:
+        for job in first_token_jobs:
             self._begin(job)
             if job.made == job.output_tokens:
                 ended.append(job)
         for job in ended:
             self._remove(job, job.keep)
             job.state = State.DONE
-        self.totals.prompt_tokens += sum(job.prompt_tokens for job in began if job.made == 1)
-        self.totals.output_tokens += decoded + len(began)
-        return Outcome(began, decoded, ended)
+        self.totals.prompt_tokens += sum(
+            job.prompt_tokens for job in first_token_jobs if job.made == 1
+        )
+        self.totals.output_tokens += decoded + len(first_token_jobs)
+        return Outcome(first_token_jobs, decoded, ended)
 
     def quiet(self, most: int) -> int:
         """Return how many steps from the planned one on only decode, without ends or preemptions.

@@ -169,9 +169,9 @@ class Trtllm:
             token_bytes(body.prompt_token_ids) if body.prompt_token_ids else None,
         )
 
-    def _params(self, given: Any) -> Params:
+    def _params(self, value: Any) -> Params:
         try:
-            params = msgspec.convert(given, Params)
+            params = msgspec.convert(value, Params)
         except msgspec.ValidationError as error:
             raise MalformedHandoffError(f"{FIELD}: {error}", status=400) from None
         if params.request_type not in ("context_only", "generation_only", "context_and_generation"):
