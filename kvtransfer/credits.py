@@ -149,9 +149,9 @@ class Bandwidth:
 
     def all(self) -> dict[tuple[str, str], float]:
         """Return every measured rate."""
-        return {way: n_bytes / seconds for way, (n_bytes, seconds) in self._decayed.items()}
+        return {pair: n_bytes / seconds for pair, (n_bytes, seconds) in self._decayed.items()}
 
     def forget(self, peer: str) -> None:
         """Drop the rates of a peer that is gone for good."""
-        for way in [way for way in self._decayed if way[0] == peer]:
-            del self._decayed[way]
+        for pair in [pair for pair in self._decayed if pair[0] == peer]:
+            del self._decayed[pair]

@@ -126,9 +126,9 @@ def opening(data: memoryview, limits: FrameLimits) -> Opening:
     return Opening(_KINDS[kind], _PROOFS[proof], header_bytes, payload_bytes, checksum)
 
 
-def verify(whole: memoryview, announced: Opening) -> None:
+def verify(data: memoryview, announced: Opening) -> None:
     """Raise FrameError unless the preamble and header match their checksum."""
-    if xxhash.xxh3_64_intdigest(whole[_CHECKED.size :]) != announced.checksum:
+    if xxhash.xxh3_64_intdigest(data[_CHECKED.size :]) != announced.checksum:
         raise FrameError("the frame is damaged: checksum differs")
 
 

@@ -99,7 +99,7 @@ class LandingKeeper(Protocol):
 class Offer(Handle):
     """KV that one sink may fetch once.
 
-    `ticket` is ASCII text for the sink. Keep it secret from others: whoever presents it may fetch.
+    `ticket` is ASCII text for the sink. Keep it secret: any agent that presents it may fetch.
     """
 
     def __init__(self, keeper: OfferKeeper, number: int, name: str) -> None:

@@ -18,7 +18,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     unwanted offer is remembered most_waiting           invitations that may wait here, in total
     most_strangers         links whose peer has not shown the key; one more drops the oldest
     unproven_per_address   such links from one IPv4 address or IPv6 /64 family                 what
-    must be equal on both sides besides the layout: weights, quantisation host
+    must be equal on both sides, like the layout: weights, quantisation host
     equal exactly for agents that can share memory; None: detect, "": never
     """
 

@@ -101,8 +101,8 @@ class Flow:
     A period ends when no bytes are in flight, or after `most_s`, when the next one starts.
     """
 
-    def __init__(self, seen: Callable[[int, float], None], most_s: float = 0.1) -> None:
-        self._seen, self._most_s = seen, most_s
+    def __init__(self, on_measured: Callable[[int, float], None], most_s: float = 0.1) -> None:
+        self._seen, self._most_s = on_measured, most_s
         self._since: float | None = None
         self._bytes = 0
 
@@ -135,7 +135,7 @@ class Outlet:
         card: Card,
         budget_bytes: int,
         regions: list[Region],
-        seen: Callable[[int, float], None],
+        on_measured: Callable[[int, float], None],
     ) -> None:
         self.card = card
         self.claimed: dict[int, Offer] = {}
@@ -143,7 +143,7 @@ class Outlet:
         self.credits = Credits(max(1, budget_bytes))
         self._link, self._regions = link, regions
         self._turns = Turns()
-        self._flow = Flow(seen)
+        self._flow = Flow(on_measured)
 
     def take(self, offer: Offer, transfer: int) -> None:
         """Assign the offer to this peer's transfer, before its plan is computed."""

@@ -313,5 +313,5 @@ def _common_heads(src: KvLayout, dst: KvLayout, band: int) -> Iterator[tuple[int
                 yield src_tp, dst_tp, heads
 
 
-def _overlap(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
+def _overlap(first: range, second: range) -> range:
+    return range(max(first.start, second.start), min(first.stop, second.stop))

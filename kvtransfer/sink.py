@@ -364,10 +364,10 @@ class SinkBook:
         """
         wish = reservation.wish
         assert reservation.layout is not None
-        ours = fingerprint_of(reservation.layout, self._layout)
-        if message.layouts != ours:
-            theirs = message.layouts or "none"
-            return f"the source plans with other layouts: {ours} here, {theirs} there"
+        fingerprint = fingerprint_of(reservation.layout, self._layout)
+        if message.layouts != fingerprint:
+            source_fingerprint = message.layouts or "none"
+            return f"the source plans with other layouts: {fingerprint} here, {source_fingerprint} there"
         if message.window_bytes > self._options.window_bytes:
             return f"windows of {message.window_bytes} bytes are too large"
         try:

@@ -157,11 +157,11 @@ class SourceBook:
         """Add a peer that dialled this agent and has proven its identity."""
         pair = (card.agent, link.transport)
 
-        def seen(n_bytes: int, seconds: float) -> None:
+        def on_measured(n_bytes: int, seconds: float) -> None:
             self.bandwidth.seen(*pair, n_bytes, seconds)
             self._tally.sent(pair, n_bytes, seconds)
 
-        self._outlets[link] = Outlet(link, card, budget_bytes, list(self._regions), seen)
+        self._outlets[link] = Outlet(link, card, budget_bytes, list(self._regions), on_measured)
 
     def lost(self, link: Link, reason: Reason, detail: str, now: float) -> list[Command]:
         """End every transfer of a lost link. Its blocks are free at once."""

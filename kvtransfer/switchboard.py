@@ -445,8 +445,8 @@ class Switchboard:
             or dialling.redials >= _MAX_REDIALS
         ):
             return self._on_dial_failed(dialling, reason, detail)
-        again = msgspec.structs.replace(dialling, redials=dialling.redials + 1)
-        self._later(_REDIAL_S * 2**dialling.redials, lambda: self._start_dial(again))
+        repeated = msgspec.structs.replace(dialling, redials=dialling.redials + 1)
+        self._later(_REDIAL_S * 2**dialling.redials, lambda: self._start_dial(repeated))
         return []
 
     def _on_dial_failed(self, dialling: Dialling, reason: Reason, detail: str) -> list[Command]:

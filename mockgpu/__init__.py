@@ -1,5 +1,5 @@
-"""A believable TP group without a GPU: roofline, continuous batching, paged KV, and vLLM's HTTP dialect.
+"""A mock TP group without a GPU: roofline, continuous batching, paged KV, and vLLM's HTTP API.
 
-Nothing here knows the gateway; the gateway's command line imports `mockgpu.cli` lazily, the planner imports
-the pure parts.
+Nothing here imports the gateway. The gateway's command line imports `mockgpu.cli` lazily, and the
+planner imports the pure parts.
 """

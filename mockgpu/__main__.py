@@ -1,4 +1,4 @@
-"""`python -m mockgpu`: the same as `penstock mock`."""
+"""Run `python -m mockgpu`, the same as `penstock mock`."""
 
 from mockgpu.cli import main
 

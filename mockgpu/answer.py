@@ -1,6 +1,6 @@
-"""Sinks: how one request's tokens reach its socket, streamed or whole, and what a fault does to them on the way.
+"""Sinks that write one request's tokens to its socket, with the faults injected on the way.
 
-Written straight to the transport within the engine's step: no task and no await per token.
+They write to the transport within the engine's step: no task and no await per token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KEEP_ALIVE = framed(b": keep-alive\n\n")
 
 
 class Answer:
-    """One request's completion: resolved when all choices have ended, or with the ApiError of the first to fail."""
+    """One request's response: resolved when all choices have ended, or with the first error."""
 
     __slots__ = ("_open", "done")
 
@@ -27,19 +27,19 @@ class Answer:
         self.done: asyncio.Future[ApiError | None] = loop.create_future()
 
     def choice_ended(self) -> None:
-        """One choice more is complete."""
+        """Count a completed choice."""
         self._open -= 1
         if not self._open and not self.done.done():
             self.done.set_result(None)
 
     def failed(self, error: ApiError) -> None:
-        """The engine lost a choice: the whole answer fails."""
+        """Fail the whole response, because the engine lost a choice."""
         if not self.done.done():
             self.done.set_result(error)
 
 
 class WholeSink:
-    """group.Sink of a non-streaming choice: only its end matters; where `stalled`, it never comes."""
+    """Sink of a non-streaming choice. If `stalled`, it never reports the end."""
 
     __slots__ = ("_answer", "_stalled", "failed")
 
@@ -49,16 +49,16 @@ class WholeSink:
         self.failed = answer.failed
 
     def token(self) -> None:
-        """Nothing to send yet."""
+        """No-op: tokens are sent together at the end."""
 
     def ended(self) -> None:
-        """Tell the answer."""
+        """Report the end of the choice."""
         if not self._stalled:
             self._answer.choice_ended()
 
 
 class StreamSink:
-    """group.Sink of a streamed choice: every token is written to the transport as it is made."""
+    """Sink of a streamed choice: writes each token to the transport when it is made."""
 
     __slots__ = ("_answer", "_cached", "_chunks", "_job", "_transport", "failed")
 
@@ -73,18 +73,22 @@ class StreamSink:
         self.failed = answer.failed
 
     def token(self) -> None:
-        """Write the next token's events; to nobody, where the client has left and the abort is still on its way."""
+        """Write the next token's events. Discard them if the client has left and the abort is
+        pending.
+        """
         data = self._chunks.next(self._job.cached if self._cached else None)
         if not self._transport.is_closing():
             self._transport.write(data)
 
     def ended(self) -> None:
-        """Tell the answer."""
+        """Report the end of the choice."""
         self._answer.choice_ended()
 
 
 class FaultySink(StreamSink):
-    """A StreamSink that a fault befalls: after some tokens it breaks off, or it writes what a relay must cope with."""
+    """A StreamSink with a fault: it breaks off after some tokens, or writes what a relay must
+    handle.
+    """
 
     __slots__ = ("_broken", "_fault", "_made")
 
@@ -103,13 +107,13 @@ class FaultySink(StreamSink):
         self._broken = False
 
     def token(self) -> None:
-        """Write the next token, unless its turn has come to fail."""
+        """Write the next token, unless the fault is due."""
         self._made += 1
         if self._transport.is_closing() or self._broken:
             return
         kind = self._fault.kind
         if kind is FaultKind.SPLIT:
-            self._write_torn(self._chunks.next(self._job.cached if self._cached else None))
+            self._write_split(self._chunks.next(self._job.cached if self._cached else None))
         elif kind is FaultKind.COMMENTS:
             self._transport.write(KEEP_ALIVE)
             super().token()
@@ -119,25 +123,28 @@ class FaultySink(StreamSink):
             self._broken = True
             break_off(self._transport, kind, b"0\r\n\r\n")
 
-    def _write_torn(self, events: bytes) -> None:
-        """The same bytes as HTTP chunks of seven: no event and no character can be hoped to arrive whole."""
-        size, _, rest = events.partition(b"\r\n")
+    def _write_split(self, events: bytes) -> None:
+        """Write the same bytes in HTTP chunks of seven, so that events and characters are split."""
+        size, _, remaining = events.partition(b"\r\n")
         while size:
             length = int(size, 16)
-            data, rest = rest[:length], rest[length + 2 :]
+            data, remaining = remaining[:length], remaining[length + 2 :]
             for start in range(0, length, 7):
                 piece = data[start : start + 7]
                 self._transport.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-            size, _, rest = rest.partition(b"\r\n")
+            size, _, remaining = remaining.partition(b"\r\n")
 
     def ended(self) -> None:
-        """What was broken off never ends."""
+        """Report the end, unless the stream was broken off."""
         if not self._broken:
             super().ended()
 
 
 def break_off(transport: asyncio.Transport, kind: FaultKind, last: bytes = b"") -> None:
-    """Leave an answer unfinished: by a reset, by a quiet end after the bytes `last`, or (a stall) by doing nothing."""
+    """Leave a response unfinished.
+
+    By a reset, by a clean close after the bytes `last`, or (a stall) by doing nothing.
+    """
     if kind is FaultKind.CUT and not transport.is_closing():
         transport.write(last)
         transport.close()
@@ -146,7 +153,7 @@ def break_off(transport: asyncio.Transport, kind: FaultKind, last: bytes = b"") 
 
 
 def reset(transport: asyncio.Transport) -> None:
-    """Close a connection the hard way: the peer reads a reset, not an end."""
+    """Close a connection so that the peer gets a reset instead of an end."""
     if transport.is_closing():
         return
     peer = transport.get_extra_info("socket")

@@ -1,6 +1,6 @@
-"""A request as vLLM's OpenAI server reads it: JSON bytes in, a checked Ask out, ApiError with vLLM's status where not.
+"""Request parsing as in vLLM's OpenAI server: JSON bytes in, a checked request or an ApiError out.
 
-What is answered is dialect.py's, what the words are is text.py's.
+Not here: responses (dialect.py), or the text of prompts and answers (text.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mockgpu.text import render_chat, token_bytes, token_count
 
 MAX_PROMPTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
-# Answers are made up whole before the first token is sent, about 1 us a token on the event loop: more than some seconds
-# of that would stop every group of the process.
+# Answers are generated completely before the first token is sent, about 1 us per token on the event
+# loop. A longer answer would stop every group of the process for seconds.
 MOST_TOKENS_MADE_UP = 1 << 22
 
-# Fields and headers by which one leg of a split request is told of the other. A gateway must not let a client's
-# through; to a group that is no half of a pair, any of them means that somebody upstream is at fault.
+# Fields and headers that tell one leg of a split request about the other. A gateway must not pass a
+# client's through. In a group that is no half of a pair, any of them is an upstream error.
 HANDOFF_FIELDS = (
     "kv_transfer_params",
     "ec_transfer_params",
@@ -47,7 +47,9 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than 2xx, in vLLM's shape: `{"error": {message, type, param, code}}` with the status as code."""
+    """An error response in vLLM's format: `{"error": {message, type, param, code}}`, code =
+    status.
+    """
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -57,11 +59,11 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """The error's type in words."""
+        """The error type in vLLM's words."""
         return _TYPES.get(self.status, "InternalServerError")
 
     def body(self) -> bytes:
-        """The JSON body."""
+        """Return the JSON body."""
         error = {
             "message": self.message,
             "type": self.kind,
@@ -72,9 +74,9 @@ class ApiError(Exception):
 
 
 class MalformedHandoffError(ApiError):
-    """A request that carries handoff fields this engine never asked for, or some that it cannot bear.
+    """A request with unexpected or unusable handoff fields.
 
-    `fatal`: the engine does not answer, it dies of them (engines.md B.0).
+    `fatal`: the real engine does not answer but dies (engines.md B.0).
     """
 
     def __init__(self, what: str, fatal: bool = False, status: int = 500) -> None:
@@ -98,7 +100,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class Body(msgspec.Struct, frozen=True):
-    """The fields of a chat or completion request that this mock reads or checks; others are ignored."""
+    """The fields of a chat or completion request that are read or checked. Others are ignored."""
 
     model: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -141,10 +143,11 @@ class Body(msgspec.Struct, frozen=True):
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """What a dialect makes of a request's handoff fields: the leg it is, if any.
+    """The handoff fields of a request as its dialect interprets them.
 
-    `prompt`: the prompt as tokens, where the other leg has rendered it already. `one_token`: the engine stops this leg
-    after its first token, whatever the request says.
+    leg         the leg that the request is; None: a whole request prompt      the prompt as tokens,
+    if the other leg has already rendered it one_token   the engine stops this leg after its first
+    token, whatever the request says
     """
 
     leg: Give | Take | None = None
@@ -173,14 +176,14 @@ class Ask(msgspec.Struct, frozen=True):
 
     @property
     def stream(self) -> bool:
-        """Whether the answer is server-sent events."""
+        """Whether the response is server-sent events."""
         return bool(self.body.stream)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer carries log probabilities (a completion's `logprobs: 0` does)."""
-        asked = self.body.logprobs
-        return bool(asked) if self.chat else asked is not None and asked is not False
+        """Whether the response has log probabilities (a completion's `logprobs: 0` means yes)."""
+        logprobs = self.body.logprobs
+        return bool(logprobs) if self.chat else logprobs is not None and logprobs is not False
 
     @property
     def prompt_tokens(self) -> int:
@@ -189,7 +192,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 def decoded(raw: bytes, kind: type[Kind]) -> Kind:
-    """A body's JSON as that kind of object. ApiError 400 when it is none."""
+    """Decode a JSON body as an object of this type. Raises ApiError 400 if it is invalid."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -199,7 +202,9 @@ def decoded(raw: bytes, kind: type[Kind]) -> Kind:
 
 
 def check_rank(headers: Mapping[str, str]) -> None:
-    """The data-parallel rank a caller pins: there is rank 0 only. ApiError 400 for another; no integer is ignored."""
+    """Raise ApiError 400 for a data-parallel rank other than 0. A value that is no integer is
+    ignored.
+    """
     rank = headers.get("X-data-parallel-rank", "0")
     if re.fullmatch("-?[0-9]*[1-9][0-9]*", rank):
         raise ApiError(
@@ -208,12 +213,14 @@ def check_rank(headers: Mapping[str, str]) -> None:
 
 
 def request_name(headers: Mapping[str, str]) -> str:
-    """The caller's X-Request-Id, "" without one; bytes beyond ASCII are read as Latin-1, as engines' servers do."""
+    """Return the client's X-Request-Id, or "". Non-ASCII bytes are read as Latin-1, as in
+    engines.
+    """
     return headers.get("X-Request-Id", "").encode("utf-8", "surrogateescape").decode("latin-1")
 
 
 def check_handoff(body: Body, headers: Mapping[str, str]) -> None:
-    """Raise MalformedHandoffError when the request carries what only a P/D router may send."""
+    """Raise MalformedHandoffError for fields or headers that only a P/D router may send."""
     for field in HANDOFF_FIELDS:
         if getattr(body, field) is not None:
             raise MalformedHandoffError(field)
@@ -231,14 +238,14 @@ def ask_of(
     request_id: str,
     reading: Reading = NO_LEG,
 ) -> Ask:
-    """A checked request of a body whose handoff fields have been read. Raises ApiError."""
+    """Check a request whose handoff fields have been read. Raises ApiError."""
     check_rank(headers)
     if body.model is not None and body.model != served:
         raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
     _check_combinations(body)
     prompts = [reading.prompt] if reading.prompt is not None else _all_prompts(body, chat)
-    asked = _asked(body, chat)
-    limit = _limit(prompts, asked, context)
+    requested = _requested_tokens(body, chat)
+    limit = _limit(prompts, requested, context)
     if body.min_tokens > limit:
         raise ApiError(
             400,
@@ -247,11 +254,11 @@ def ask_of(
     if isinstance(reading.leg, Take) and token_count(reading.leg.first) > limit:
         raise ApiError(
             400,
-            f"{token_count(reading.leg.first)} tokens were made already, but at most {limit} asked for",
+            f"{token_count(reading.leg.first)} tokens exist already, but the limit is {limit}",
         )
-    may_end = asked is None and not body.ignore_eos
+    may_end = requested is None and not body.ignore_eos
     if isinstance(reading.leg, Give) and not reading.one_token:
-        # The one token that it was asked for may be the end, unless it was told to make one at least.
+        # The requested token may end the answer, unless at least one token is required.
         may_end = not body.ignore_eos and not body.min_tokens
     n, stops, tool = body.n or 1, _stops(body), _forced_tool(body) if chat else None
     if reading.one_token:
@@ -259,7 +266,7 @@ def ask_of(
     if not may_end and len(prompts) * n * limit > MOST_TOKENS_MADE_UP:
         raise ApiError(
             400,
-            f"this mock makes up at most {MOST_TOKENS_MADE_UP} tokens for one request",
+            f"this mock generates at most {MOST_TOKENS_MADE_UP} tokens per request",
             "max_tokens",
         )
     return Ask(
@@ -283,13 +290,13 @@ def _all_prompts(body: Body, chat: bool) -> list[bytes]:
 
 
 def prompt_of(raw: bytes) -> bytes:
-    """The prompt of a /tokenize body, chat or prompt form, as tokens. Raises ApiError."""
+    """Return the prompt of a /tokenize body, chat or completion, as tokens. Raises ApiError."""
     body = decoded(raw, Body)
     return render_chat(_chat_parts(body)) if body.messages is not None else _prompts(body.prompt)[0]
 
 
 def _check_combinations(body: Body) -> None:
-    """What vLLM refuses although each field alone is well-formed."""
+    """Refuse combinations that vLLM refuses although each field is valid."""
     if body.stream_options is not None and not body.stream:
         raise ApiError(
             400, "Stream options can only be defined when `stream=True`.", "stream_options"
@@ -332,7 +339,7 @@ def _chat_parts(body: Body) -> dict[str, Any]:
 
 
 def _prompts(prompt: str | list[Any] | None) -> list[bytes]:
-    """A completion's prompt in its four forms: text, ids, a list of either."""
+    """Return a completion's prompts from its four forms: text, ids, or a list of either."""
     if not prompt:
         raise ApiError(
             400, "Either prompt or prompt_embeds must be provided and non-empty.", "prompt"
@@ -354,9 +361,11 @@ def _one_prompt(part: object) -> bytes:
     return token_bytes(part)
 
 
-def _asked(body: Body, chat: bool) -> int | None:
-    """The most tokens that each answer may have; None: what the context leaves, as a chat that names no bound, or a
-    completion with a bound of null. A completion without one gets 16."""
+def _requested_tokens(body: Body, chat: bool) -> int | None:
+    """Return the requested token limit; None: as many as the context leaves.
+
+    That is a chat without a limit, or a completion with null. A completion without a limit gets 16.
+    """
     if chat and body.max_completion_tokens is not None:
         return body.max_completion_tokens
     if body.max_tokens is msgspec.UNSET:
@@ -364,22 +373,23 @@ def _asked(body: Body, chat: bool) -> int | None:
     return body.max_tokens
 
 
-def _limit(prompts: list[bytes], asked: int | None, context: int) -> int:
-    """The most tokens each answer may have, as asked or as the context leaves."""
+def _limit(prompts: list[bytes], requested: int | None, context: int) -> int:
+    """Return the token limit of each answer. Raises ApiError if it exceeds the context."""
     longest = max(token_count(prompt) for prompt in prompts)
-    wanted = 1 if asked is None else asked
-    if longest + wanted > context:
+    at_least = 1 if requested is None else requested
+    if longest + at_least > context:
         message = (
-            f"This model's maximum context length is {context} tokens. However, you requested {wanted} output tokens "
-            f"and your prompt contains {longest} input tokens, for a total of {longest + wanted} tokens. Please reduce "
-            f"the length of the input prompt or the number of requested output tokens."
+            f"This model's maximum context length is {context} tokens. However, you requested "
+            f"{at_least} output tokens and your prompt contains {longest} input tokens, for a "
+            f"total of {longest + at_least} tokens. Please reduce the length of the input prompt or "
+            f"the number of requested output tokens."
         )
         raise ApiError(400, message, "input_tokens")
-    return context - longest if asked is None else wanted
+    return context - longest if requested is None else at_least
 
 
 def _forced_tool(body: Body) -> str | None:
-    """The tool that must be called: the one named, or the first of the list when one is required."""
+    """Return the tool that must be called: the named one, or the first if any is required."""
     choice = body.tool_choice
     names = [_function_name(tool) for tool in body.tools or ()]
     if isinstance(choice, dict):

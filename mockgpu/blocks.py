@@ -1,7 +1,8 @@
-"""Paged KV of one TP group: fixed blocks, reference counts, a prefix cache by chained keys, LRU eviction.
+"""Paged KV of one TP group: fixed blocks, reference counts, a prefix cache, and LRU eviction.
 
-A block is held (references > 0) or free; a free block keeps its key, and so its content, until it is taken for
-something else. Who gets blocks and when is the scheduler's; tokens are text.py's: here a block is known by its key.
+A block is in use (references > 0) or free. A free block keeps its key, and thus its content, until
+it is allocated again. Not here: who gets blocks (scheduler.py), or tokens (text.py); a block is
+identified by its chained key.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ BLOCK_TOKENS = 16
 
 
 def blocks_for(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
-    """Blocks that hold that many tokens."""
+    """Return the number of blocks that hold `tokens` tokens."""
     return -(-tokens // block_tokens)
 
 
@@ -28,31 +29,33 @@ class BlockPool:
         self._references = [0] * total
         self._keys: list[int | None] = [None] * total
         self._by_key: dict[int, int] = {}
-        # Free blocks, the least worth keeping first: never-keyed ones, then the longest unused.
+        # Free blocks in order of eviction: blocks without a key first, then the longest unused.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
         self._taken: list[int] | None = None
 
     def log_taken(self) -> None:
-        """From now on remember which blocks get new owners, for `newly_taken()`."""
+        """Start recording which blocks are allocated, for `pop_allocated()`."""
         self._taken = []
 
     def newly_taken(self) -> list[int]:
-        """Blocks that `take()` gave out since the last call."""
+        """Return the blocks that were allocated since the last call."""
         taken, self._taken = self._taken or [], []
         return taken
 
     @property
     def free(self) -> int:
-        """Blocks nobody holds; cached content in them counts as free, for it can be evicted."""
+        """The number of unreferenced blocks. Cached content counts as free, because it can be
+        evicted.
+        """
         return len(self._free)
 
     @property
     def usage(self) -> float:
-        """Share of the blocks held, 0 to 1."""
+        """The share of blocks in use, 0 to 1."""
         return 1 - len(self._free) / self.total
 
     def hits(self, keys: Sequence[int], limit: int) -> int:
-        """How many of the first `limit` keys, from the start without a gap, are cached."""
+        """Return how many of the first `limit` keys are cached, from the start without a gap."""
         by_key = self._by_key
         for i in range(min(limit, len(keys))):
             if keys[i] not in by_key:
@@ -60,11 +63,11 @@ class BlockPool:
         return min(limit, len(keys))
 
     def idle_hits(self, keys: Sequence[int], hits: int) -> int:
-        """How many of the first `hits` cached blocks nobody holds: taking them shrinks what is free."""
+        """Return how many of the first `hits` cached blocks are free. Using them shrinks `free`."""
         return sum(self._references[self._by_key[keys[i]]] == 0 for i in range(hits))
 
     def share(self, keys: Sequence[int], hits: int) -> list[int]:
-        """Take a reference on each of the first `hits` cached blocks; they must be cached (`hits()` said so)."""
+        """Reference the first `hits` cached blocks and return them. They must be cached."""
         blocks = [self._by_key[keys[i]] for i in range(hits)]
         for block in blocks:
             if self._references[block] == 0:
@@ -73,7 +76,9 @@ class BlockPool:
         return blocks
 
     def take(self) -> int:
-        """A block of one's own, evicting the oldest cached content. IndexError when none is free."""
+        """Allocate a block, evicting the oldest cached content. Raises IndexError if none is
+        free.
+        """
         if not self._free:
             raise IndexError("no free KV block")
         block, _ = self._free.popitem(last=False)
@@ -87,13 +92,18 @@ class BlockPool:
         return block
 
     def seal(self, block: int, key: int) -> None:
-        """Name a full block's content so that others may share it. The first block of a content keeps the name."""
+        """Register a full block's content for sharing. The first block with a content keeps its
+        key.
+        """
         if key not in self._by_key and self._keys[block] is None:
             self._by_key[key] = block
             self._keys[block] = key
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give references back, ends first: a prompt's tail is worth less than its head. ValueError if not held."""
+        """Return references, last block first, because a prompt's tail is worth less than its head.
+
+        Raises ValueError for a block that is not in use.
+        """
         for block in reversed(blocks):
             count = self._references[block] - 1
             if count < 0:
@@ -105,12 +115,12 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def forget(self) -> None:
-        """Drop the prefix cache; held blocks stay with their holders."""
+        """Clear the prefix cache. Blocks in use stay in use."""
         self._by_key.clear()
         self._keys = [None] * self.total
 
     def check(self) -> None:
-        """Assert the invariants: free = unreferenced, keys and blocks map to each other. For tests."""
+        """Assert the invariants: free means unreferenced, and keys and blocks match. For tests."""
         assert all(
             (count == 0) == (block in self._free) for block, count in enumerate(self._references)
         )

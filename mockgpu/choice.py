@@ -1,7 +1,7 @@
-"""One choice of an answer: what it says, cut at stop strings, and why it ends. Known whole before the first step runs.
+"""One choice of a response: its text, cut at stop strings, and its finish reason.
 
-Unless the KV it is drawn from turns out wrong: then it says something else at the same length. Bytes on the wire are
-dialect.py's.
+It is complete before the first step runs. If the KV that it depends on turns out wrong, its text is
+replaced at the same length. Not here: the bytes on the wire (dialect.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mockgpu.handoff.legs import Give, Take
 from mockgpu.job import Job
 from mockgpu.text import TOKEN_BYTES, Speech, block_keys, salted, speak, token_count, variation
 
-if TYPE_CHECKING:  # groups without real KV start without numpy and without kvtransfer's agents
+if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.kv import Words
 
 
 class Choice(msgspec.Struct, eq=False):
-    """A choice and the job that computes it (whose Content it can be). `text` is what the client sees, cut at a stop.
+    """A choice and the job that computes it. `text` is what the client gets, cut at a stop string.
 
     `keys` are the chained keys of prompt and answer without any cache salt.
     """
@@ -40,11 +40,11 @@ class Choice(msgspec.Struct, eq=False):
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated, those of a stop string included."""
+        """The generated tokens, including those of a stop string."""
         return token_count(self.tokens)
 
     def states(self, start: int, end: int) -> Words:
-        """The states of the tokens [start, end) of prompt and answer, for the KV."""
+        """Return the states of tokens [start, end) of prompt and answer, for the KV."""
         from mockgpu.kv import token_states
 
         if self.prompt_states is None:
@@ -55,43 +55,43 @@ class Choice(msgspec.Struct, eq=False):
         return token_states(self.prompt + self.tokens, self.keys)[start:end]
 
     def spoil(self, taint: int) -> None:
-        """Say something else, as a model does whose KV is not its own: as many tokens, but other ones."""
-        given = self.job.leg.first if isinstance(self.job.leg, Take) else b""
-        before = self.prompt + given
+        """Replace the answer by other tokens of the same number, as a model with wrong KV would."""
+        given_tokens = self.job.leg.first if isinstance(self.job.leg, Take) else b""
+        context = self.prompt + given_tokens
         speech = speak(
-            before,
-            block_keys(before),
-            self.output_tokens - token_count(given),
+            context,
+            block_keys(context),
+            self.output_tokens - token_count(given_tokens),
             False,
             self.vary ^ taint,
         )
-        self.tokens = given + speech.tokens
+        self.tokens = given_tokens + speech.tokens
         self.text = self.tokens.decode("utf-8", "replace")[: len(self.text)]
         self.keys = speech.keys
         self.job.keys = salted(speech.keys, self.salt)
 
 
 def choices_of(ask: Ask) -> list[Choice]:
-    """All choices of a request: `n` of each prompt, prompt by prompt."""
-    made: list[Choice] = []
+    """Build all choices of a request: `n` of each prompt, prompt by prompt."""
+    choices: list[Choice] = []
     for first, prompt in zip(range(0, len(ask.prompts) * ask.n, ask.n), ask.prompts, strict=True):
         keys = block_keys(prompt)
-        made.extend(_choice(ask, prompt, keys, first + i, i) for i in range(ask.n))
-    return made
+        choices.extend(_choice(ask, prompt, keys, first + i, i) for i in range(ask.n))
+    return choices
 
 
 def _choice(
     ask: Ask, prompt: bytes, prompt_keys: Sequence[int], index: int, variant: int
 ) -> Choice:
     vary = variation(ask.body.seed, variant)
-    speech = _said(ask, prompt, prompt_keys, vary)
+    speech = _generate(ask, prompt, prompt_keys, vary)
     tokens, text, stop = speech.tokens, speech.text, None
-    found = _first_stop(text, ask.stops, ask.body.min_tokens)
-    if found is not None:
-        at, stop = found
-        end = at + len(stop)
+    match = _first_stop(text, ask.stops, ask.body.min_tokens)
+    if match is not None:
+        position, stop = match
+        end = position + len(stop)
         tokens = tokens[: -(-end // TOKEN_BYTES) * TOKEN_BYTES]
-        text = text[: end if ask.body.include_stop_str_in_output else at]
+        text = text[: end if ask.body.include_stop_str_in_output else position]
     reason = "stop" if stop is not None or speech.ended else "length"
     if ask.tool is not None:
         reason = "tool_calls"
@@ -105,23 +105,27 @@ def _choice(
     return Choice(index, prompt, tokens, text, reason, stop, job, speech.keys, vary, salt)
 
 
-def _said(ask: Ask, prompt: bytes, prompt_keys: Sequence[int], vary: int) -> Speech:
-    """What follows the prompt; behind the tokens that another group has made already, where there are any."""
-    given = ask.leg.first if isinstance(ask.leg, Take) else b""
-    if not given:
+def _generate(ask: Ask, prompt: bytes, prompt_keys: Sequence[int], vary: int) -> Speech:
+    """Generate what follows the prompt and the tokens that another group has already made."""
+    given_bytes = ask.leg.first if isinstance(ask.leg, Take) else b""
+    if not given_bytes:
         return speak(prompt, prompt_keys, ask.limit, ask.may_end, vary, ask.body.min_tokens)
-    before, made = prompt + given, token_count(given)
-    least = max(1, ask.body.min_tokens - made)
-    rest = speak(before, block_keys(before), ask.limit - made, ask.may_end, vary, least)
-    return Speech(given + rest.tokens, rest.keys, rest.ended)
+    context, given_tokens = prompt + given_bytes, token_count(given_bytes)
+    least = max(1, ask.body.min_tokens - given_tokens)
+    remaining = speak(
+        context, block_keys(context), ask.limit - given_tokens, ask.may_end, vary, least
+    )
+    return Speech(given_bytes + remaining.tokens, remaining.keys, remaining.ended)
 
 
 def _first_stop(text: str, stops: Sequence[str], min_tokens: int) -> tuple[int, str] | None:
-    """Where the first stop string stands that ends after the minimum, and which it is."""
-    begin = [max(0, min_tokens * TOKEN_BYTES - len(stop) + 1) for stop in stops]
-    found = [
-        (at, stop)
-        for stop, start in zip(stops, begin, strict=True)
-        if (at := text.find(stop, start)) >= 0
+    """Return the first stop string that ends after the minimum, with its position; None: none
+    does.
+    """
+    starts = [max(0, min_tokens * TOKEN_BYTES - len(stop) + 1) for stop in stops]
+    matches = [
+        (position, stop)
+        for stop, start in zip(stops, starts, strict=True)
+        if (position := text.find(stop, start)) >= 0
     ]
-    return min(found) if found else None
+    return min(matches) if matches else None

@@ -1,13 +1,14 @@
-"""`penstock mock`: TP groups without a GPU, on consecutive ports, until interrupted."""
+"""`penstock mock`: TP groups without a GPU on consecutive ports, until interrupted."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import typer
@@ -22,11 +23,18 @@ from mockgpu.handoff.spec import DEFAULT_SCALE, KEY, Transfer
 from mockgpu.hardware import gpu_named
 from mockgpu.llm import kv_capacity_tokens, model_named
 from mockgpu.options import (
+    AsJson,
     BootstrapPort,
+    CachedDetails,
     ChaosPort,
     DialectName,
     EngineVersion,
+    FaultSpec,
+    GpuName,
+    Groups,
     HandoffTimeout,
+    Host,
+    KeepAlive,
     KvGbps,
     KvKey,
     KvLease,
@@ -36,7 +44,15 @@ from mockgpu.options import (
     KvTokens,
     KvTransport,
     LoadFailurePolicy,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    MaxQueued,
+    ModelName,
     Port,
+    ProfileName,
+    Role,
+    Seed,
+    Speed,
     Tp,
     WireFaults,
 )
@@ -45,38 +61,22 @@ from mockgpu.roofline import profile_named
 
 def mock(
     port: Port,
-    groups: Annotated[
-        int, typer.Option(min=1, max=256, help="TP groups to serve, one port each.")
-    ] = 1,
-    model: Annotated[
-        str, typer.Option(help="Served name; a known short or full model name.")
-    ] = "demo-8b",
-    gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")] = "h100",
+    groups: Groups = 1,
+    model: ModelName = "demo-8b",
+    gpu: GpuName = "h100",
     tp: Tp = None,
-    role: Annotated[str, typer.Option(help="both, prefill or decode.")] = "both",
-    speed: Annotated[
-        str, typer.Option(help="10: ten times as fast. 0 or inf: no waiting at all.")
-    ] = "1",
-    seed: Annotated[int, typer.Option(help="Seed of the chances of faults.")] = 0,
-    fault: Annotated[
-        str, typer.Option(help="Faults from the start, e.g. '5xx@0.1,stall:after=3'.")
-    ] = "",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    profile: Annotated[
-        str, typer.Option(help="Software generation: 2026, 2023 or harbor.")
-    ] = "2026",
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences running at once.")] = 256,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens per step: the prefill chunk.")
-    ] = 8192,
+    role: Role = "both",
+    speed: Speed = "1",
+    seed: Seed = 0,
+    fault: FaultSpec = "",
+    host: Host = "127.0.0.1",
+    profile: ProfileName = "2026",
+    max_num_seqs: MaxNumSeqs = 256,
+    max_num_batched_tokens: MaxNumBatchedTokens = 8192,
     kv_tokens: KvTokens = None,
-    max_queued: Annotated[
-        int | None, typer.Option(min=1, help="Answer 503 above so many waiting requests.")
-    ] = None,
-    keep_alive: Annotated[
-        float, typer.Option(help="Seconds before an idle connection is closed.")
-    ] = KEEP_ALIVE_S,
-    cached_details: Annotated[bool, typer.Option(help="Tell cached_tokens in usage.")] = True,
+    max_queued: MaxQueued = None,
+    keep_alive: KeepAlive = KEEP_ALIVE_S,
+    cached_details: CachedDetails = True,
     dialect: DialectName = None,
     kv_transport: KvTransport = "auto",
     kv_port: KvPort = 0,
@@ -91,48 +91,32 @@ def mock(
     bootstrap_port: BootstrapPort = 0,
     wire_faults: WireFaults = False,
     chaos_port: ChaosPort = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per group.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Serve believable TP groups without a GPU, in vLLM's dialect."""
-    try:
+    """Serve mock TP groups without a GPU, with vLLM's API."""
+    with _exit_on_error():
         _check_ports(
             groups, {"--port": port, "--kv-port": kv_port, "--bootstrap-port": bootstrap_port}
         )
         spec = _spec(model, gpu, tp, role, profile, speed)
-        spec = msgspec.structs.replace(
-            spec,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
-            kv_tokens=kv_tokens,
-            max_queued=max_queued,
-            cached_details=cached_details,
-        )
-        _ = spec.capacity_tokens
+        limits = (max_num_seqs, max_num_batched_tokens, kv_tokens, max_queued)
+        spec = _limited(spec, *limits, cached_details=cached_details)
         specs = [spec] * groups
         if dialect is not None:
-            legs = Transfer(
-                dialect,
-                kv_transport,
-                kv_port,
-                kv_key,
-                kv_scale,
-                kv_gbps or inf,
-                kv_lease,
-                handoff_timeout,
-            )
-            more: dict[str, Any] = {
-                "bootstrap_port": bootstrap_port,
-                "wire_faults": wire_faults,
-                "tls": _tls(kv_tls),
-            }
-            more |= {
-                "recompute": _recompute(kv_load_failure_policy),
-                "version": _version(engine_version),
-            }
-            specs = _halves(spec, legs, groups, **more)
+            link = (kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf)
+            transfer = Transfer(dialect, *link, kv_lease, handoff_timeout)
+            checked: dict[str, Any] = {"recompute": _recompute(kv_load_failure_policy)}
+            checked |= {"version": _version(engine_version), "tls": _tls(kv_tls)}
+            checked |= {"bootstrap_port": bootstrap_port, "wire_faults": wire_faults}
+            specs = _halves(spec, transfer, groups, **checked)
         uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, chaos_port, as_json))
+
+
+@contextmanager
+def _exit_on_error() -> Iterator[None]:
+    """Report an error in one line, and exit with 2 for wrong usage or 1 for a port in use."""
+    try:
+        yield
     except (ValueError, FaultError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
@@ -141,17 +125,39 @@ def mock(
         raise typer.Exit(1) from None
 
 
+def _limited(
+    spec: GroupSpec,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    kv_tokens: int | None,
+    max_queued: int | None,
+    *,
+    cached_details: bool,
+) -> GroupSpec:
+    """Return the spec with these limits. Raises ValueError if the model does not fit."""
+    spec = msgspec.structs.replace(
+        spec,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
+        kv_tokens=kv_tokens,
+        max_queued=max_queued,
+        cached_details=cached_details,
+    )
+    _ = spec.capacity_tokens
+    return spec
+
+
 def _check_ports(groups: int, firsts: dict[str, int]) -> None:
-    """ValueError when the groups' consecutive ports would run over the last one there is."""
+    """Raise ValueError if the groups' consecutive ports exceed 65535."""
     for option, first in firsts.items():
         if first and first + groups - 1 > 65535:
             raise ValueError(
-                f"{option} {first}: {groups} groups need the ports up to {first + groups - 1}"
+                f"{option} {first}: {groups} groups need ports up to {first + groups - 1}"
             )
 
 
 def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: str) -> GroupSpec:
-    """The options that need looking up or checking. ValueError says which is wrong."""
+    """Build a spec from the options that need a lookup or a check. Raises ValueError."""
     shape, card = model_named(model), gpu_named(gpu)
     if role not in ("both", "prefill", "decode"):
         raise ValueError(f"unknown role {role!r}: known are both, prefill, decode")
@@ -167,7 +173,9 @@ def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: 
 
 
 def _tls(directory: str | None) -> TlsFiles | None:
-    """The files as Kubernetes mounts a TLS secret. An empty name would mean the working directory by accident."""
+    """Return the files of a Kubernetes TLS secret. "" is refused: it would mean the working
+    directory.
+    """
     if directory is None:
         return None
     if not directory:
@@ -191,9 +199,14 @@ def _version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _halves(spec: GroupSpec, transfer: Transfer, groups: int, **more: Any) -> list[GroupSpec]:
-    """The groups of a fleet: ports of agents and bootstrap servers follow one another. ValueError for bad options."""
-    transfer = msgspec.structs.replace(transfer, **more).checked()
+def _halves(
+    spec: GroupSpec, transfer: Transfer, groups: int, **further_options: Any
+) -> list[GroupSpec]:
+    """Return one spec per group, with consecutive ports of agents and bootstrap servers.
+
+    Raises ValueError for invalid options.
+    """
+    transfer = msgspec.structs.replace(transfer, **further_options).checked()
     return [
         msgspec.structs.replace(
             spec,
@@ -229,7 +242,7 @@ async def _serve(
             typer.echo(_ready(member, as_json))
         if chaos_port is not None:
             opened = await stack.enter_async_context(open_door(members, chaos_port))
-            typer.echo(f"faults may be set at 127.0.0.1:{opened}", err=True)
+            typer.echo(f"set faults at 127.0.0.1:{opened}", err=True)
         await stop.wait()
 
 
@@ -242,9 +255,10 @@ def _ready(member: Member, as_json: bool) -> str:
             {"ready": member.url} | facts | {"kv_tokens": spec.capacity_tokens} | half
         ).decode()
     shape = f"{spec.model.name} on {spec.tp} x {spec.gpu.name}"
-    return f"ready {member.url} model={spec.served_name} ({shape}, {spec.capacity_tokens:,} tokens of KV)"
+    size = f"{spec.capacity_tokens:,} tokens of KV"
+    return f"ready {member.url} model={spec.served_name} ({shape}, {size})"
 
 
 def main() -> None:
-    """`python -m mockgpu`."""
+    """Run `python -m mockgpu`."""
     typer.run(mock)

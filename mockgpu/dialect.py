@@ -1,7 +1,7 @@
-"""vLLM's words on the wire: chunks of a stream, whole answers, usage, logprobs. Plain functions and templates.
+"""vLLM's response format: stream chunks, whole responses, usage, logprobs.
 
-Per token of a stream nothing is encoded: a token is four plain characters between two byte strings made once
-per choice.
+A plain token of a stream is not encoded: its four characters go between two byte strings that are
+built once per choice.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _encode = msgspec.json.encode
 
 
 def event(payload: object) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: %s\n\n" % _encode(payload)
 
 
 def framed(data: bytes) -> bytes:
-    """One HTTP/1.1 chunk of transfer coding."""
+    """Return one HTTP/1.1 chunk."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 def usage(ask: Ask, output_tokens: int, cached: int | None) -> dict[str, Any]:
-    """The usage object. `cached` None: the engine was started without prompt token details."""
+    """Return the usage object. `cached` None: the engine does not report prompt token details."""
     details = None if cached is None else {"cached_tokens": cached}
     return {
         "prompt_tokens": ask.prompt_tokens,
@@ -41,12 +41,12 @@ def usage(ask: Ask, output_tokens: int, cached: int | None) -> dict[str, Any]:
 
 
 def cached_tokens(choices: list[Choice], n: int) -> int:
-    """Prompt tokens found cached, counting each prompt once (by its first choice, as usage counts prompts once)."""
+    """Return the cached prompt tokens, counting each prompt once (by its first choice)."""
     return sum(max(0, choice.job.cached) for choice in choices[::n])
 
 
 def _token_logprob(token: bytes) -> dict[str, Any]:
-    """A made-up but deterministic log probability of a token."""
+    """Return an invented but deterministic log probability of a token."""
     return {
         "token": token.decode("latin-1"),
         "logprob": -(sum(token) % 64) / 64,
@@ -79,12 +79,12 @@ def _completion_logprobs(ask: Ask, tokens: bytes, offset: int) -> dict[str, Any]
 
 
 def _arguments(choice: Choice) -> str:
-    """The arguments of a forced tool call: valid JSON around the words."""
+    """Return the arguments of a forced tool call: valid JSON around the words."""
     return '{"words":"' + choice.text + '"}'
 
 
 class Extras(msgspec.Struct, frozen=True):
-    """What a prefill leg's answer says besides: beside the choices, and in its choice."""
+    """Additional members of a prefill leg's response: at the top level, and in its choice."""
 
     beside: dict[str, Any] = {}
     inside: dict[str, Any] = {}
@@ -96,8 +96,8 @@ NO_EXTRAS = Extras()
 def whole(
     ask: Ask, choices: list[Choice], created: int, cached: int | None, extras: Extras = NO_EXTRAS
 ) -> bytes:
-    """The body of a non-streaming answer."""
-    made = sum(choice.output_tokens for choice in choices)
+    """Return the body of a non-streaming response."""
+    output_tokens = sum(choice.output_tokens for choice in choices)
     build = _whole_chat_choice if ask.chat else _whole_completion_choice
     return _encode(
         {
@@ -108,7 +108,7 @@ def whole(
             "choices": [build(ask, choice) | extras.inside for choice in choices],
             "service_tier": None,
             "system_fingerprint": None,
-            "usage": usage(ask, made, cached),
+            "usage": usage(ask, output_tokens, cached),
             "kv_transfer_params": None,
         }
         | _prompt_ids(ask)
@@ -117,7 +117,7 @@ def whole(
 
 
 def _prompt_ids(ask: Ask) -> dict[str, Any]:
-    """The prompt's ids, where a chat asked for them (vLLM 0.10 and later)."""
+    """Return the prompt's ids, if a chat requested them (vLLM 0.10 and later)."""
     return (
         {"prompt_token_ids": token_ids(ask.prompts[0])}
         if ask.chat and ask.body.return_token_ids
@@ -167,16 +167,25 @@ def _call_id(ask: Ask, choice: Choice) -> str:
 
 
 class Chunks:
-    """The events of one streamed choice, in order, as framed bytes ready for the socket."""
+    """The events of one streamed choice, in order, as HTTP chunks."""
 
-    __slots__ = ("_ask", "_choice", "_created", "_head", "_plain", "_tail", "_told", "made")
+    __slots__ = (
+        "_ask",
+        "_choice",
+        "_created",
+        "_has_sent_prompt_ids",
+        "_head",
+        "_plain",
+        "_tail",
+        "made",
+    )
 
     def __init__(self, ask: Ask, choice: Choice, created: int) -> None:
         self._ask = ask
         self._choice = choice
         self._created = created
         self.made = 0
-        self._told = False
+        self._has_sent_prompt_ids = False
         options = ask.body.stream_options
         continuous = options is not None and options.continuous_usage_stats
         self._plain = ask.tool is None and not (
@@ -185,14 +194,16 @@ class Chunks:
         self._head, self._tail = self._template() if self._plain else (b"", b"")
 
     def _template(self) -> tuple[bytes, bytes]:
-        """What surrounds a plain token: an event rendered around a mark of a token's length, split at the mark."""
+        """Return what surrounds a plain token: a rendered event, split at a mark in place of the
+        token.
+        """
         mark = b"\x00" * TOKEN_BYTES
         rendered = framed(self._event(self._delta("0" * TOKEN_BYTES), None, b"", None))
         head, tail = rendered.replace(b'"0000"', b'"' + mark + b'"').split(mark)
         return head, tail
 
     def next(self, cached: int | None) -> bytes:
-        """The event or events of the next token."""
+        """Return the event or events of the next token."""
         choice, start = self._choice, self.made * TOKEN_BYTES
         self.made += 1
         end = start + TOKEN_BYTES
@@ -205,7 +216,7 @@ class Chunks:
         return first + framed(self._event(self._delta(piece, last), reason, token, cached))
 
     def _opening(self, cached: int | None) -> bytes:
-        """What precedes the first token: the role (chat), the echoed prompt (completions), or nothing."""
+        """Return what precedes the first token: the role (chat), the echoed prompt, or nothing."""
         if self._ask.chat:
             return framed(self._event({"role": "assistant", "content": ""}, None, b"", cached))
         if self._ask.body.echo:
@@ -235,8 +246,8 @@ class Chunks:
         beside: dict[str, Any] = {}
         if ask.body.return_token_ids:
             part["token_ids"] = token_ids(token) or None
-            if not self._told:
-                self._told = True
+            if not self._has_sent_prompt_ids:
+                self._has_sent_prompt_ids = True
                 (beside if ask.chat else part)["prompt_token_ids"] = token_ids(self._choice.prompt)
         if ask.chat:
             part |= {"delta": delta, "logprobs": _chat_logprobs(ask, token) if token else None}
@@ -254,15 +265,19 @@ class Chunks:
             | self._running_usage(self.made if token else 0, cached)
         )
 
-    def _running_usage(self, made: int, cached: int | None) -> dict[str, Any]:
+    def _running_usage(self, output_tokens: int, cached: int | None) -> dict[str, Any]:
         options = self._ask.body.stream_options
         if options is None or not options.include_usage:
             return {}
-        return {"usage": usage(self._ask, made, cached) if options.continuous_usage_stats else None}
+        return {
+            "usage": usage(self._ask, output_tokens, cached)
+            if options.continuous_usage_stats
+            else None
+        }
 
 
 def chunk(ask: Ask, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """One chunk object of a stream."""
+    """Return one chunk object of a stream."""
     kind = "chat.completion.chunk" if ask.chat else "text_completion"
     return {
         "id": ask.id,
@@ -274,23 +289,23 @@ def chunk(ask: Ask, created: int, choices: list[dict[str, Any]]) -> dict[str, An
 
 
 def closing(ask: Ask, choices: list[Choice], created: int, cached: int | None) -> bytes:
-    """The end of a stream that went well: usage where asked for, then [DONE]; framed."""
+    """Return the end of a successful stream as HTTP chunks: usage if requested, then [DONE]."""
     options = ask.body.stream_options
     if options is None or not options.include_usage:
         return framed(DONE)
-    made = sum(choice.output_tokens for choice in choices)
-    return framed(event(chunk(ask, created, []) | {"usage": usage(ask, made, cached)})) + framed(
-        DONE
-    )
+    output_tokens = sum(choice.output_tokens for choice in choices)
+    return framed(
+        event(chunk(ask, created, []) | {"usage": usage(ask, output_tokens, cached)})
+    ) + framed(DONE)
 
 
 def failing(body: bytes) -> bytes:
-    """The end of a stream that failed: the error as an event, then [DONE]; framed."""
+    """Return the end of a failed stream as HTTP chunks: the error event, then [DONE]."""
     return framed(b"data: %s\n\n" % body) + framed(DONE)
 
 
 def tokenized(prompt: bytes, context: int) -> bytes:
-    """The answer of /tokenize."""
+    """Return the response of /tokenize."""
     return _encode(
         {
             "count": token_count(prompt),

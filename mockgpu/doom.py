@@ -1,7 +1,7 @@
-"""Faults of one request's KV, and deaths of the whole group at a chosen moment of one request's life.
+"""Faults of one request's KV, and failures of the whole group at a moment of one request's life.
 
-What can be asked for, and with what chance, is faults.py's; here is carried out what was asked, at its moment. A group
-makes a Doom when the first such fault strikes, so that healthy groups pay nothing.
+faults.py parses them and decides which requests they strike. A group creates this object when the
+first such fault strikes, so that healthy groups pay nothing.
 """
 
 from __future__ import annotations
@@ -14,81 +14,83 @@ from mockgpu.faults import Fault, FaultKind
 from mockgpu.job import Job, Plan
 from mockgpu.scheduler import Scheduler
 
-if TYPE_CHECKING:  # groups without real KV start without numpy and without kvtransfer's agents
+if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.memory import KvMemory
 
 WATCH_S = 0.0005
 
 
 class Victim(Protocol):
-    """The group that dies."""
+    """The group that fails."""
 
     scheduler: Scheduler
     memory: KvMemory | None
 
     def lose_rank(self, rank: int, hang: bool = False) -> None:
-        """A GPU falls out, and the group with it."""
+        """Lose a GPU, and with it the group."""
         ...
 
 
 class Doom:
-    """Sole owner of which jobs are marked, and with what."""
+    """Sole owner of which jobs are marked with which fault."""
 
     def __init__(self, victim: Victim, loop: asyncio.AbstractEventLoop) -> None:
-        self._victim = victim
+        self._target = victim
         self._loop = loop
-        self._marked: dict[Job, Fault] = {}
+        self._fault_by_job: dict[Job, Fault] = {}
 
     def mark(self, job: Job, fault: Fault) -> None:
-        """This fault will befall this job."""
-        self._marked[job] = fault
+        """Let this fault strike this job."""
+        self._fault_by_job[job] = fault
 
     def forget(self, job: Job) -> None:
-        """The job is over."""
-        self._marked.pop(job, None)
+        """Forget a job that is over."""
+        self._fault_by_job.pop(job, None)
 
     def planned(self, plan: Plan, step_s: float) -> None:
-        """A step begins: who is to die in prefill dies in the middle of one."""
+        """Schedule the failure of the group in the middle of a step, for jobs that die in
+        prefill.
+        """
         for chunk in plan.chunks:
             if self._kind(chunk.job) is FaultKind.DIE_IN_PREFILL:
-                self._loop.call_later(step_s / 2, self._victim.lose_rank, 0)
+                self._loop.call_later(step_s / 2, self._target.lose_rank, 0)
 
     def stepped(self) -> None:
-        """A step is over: who is to die while decoding has made its tokens."""
-        scheduler = self._victim.scheduler
-        for job, fault in list(self._marked.items()):
+        """Fail the group if a job that dies while decoding has made its tokens."""
+        scheduler = self._target.scheduler
+        for job, fault in list(self._fault_by_job.items()):
             if fault.kind is FaultKind.DIE_MID_DECODE and scheduler.made(job) > fault.after:
-                self._victim.lose_rank(0)
+                self._target.lose_rank(0)
                 return
 
     def computed(self, job: Job) -> None:
-        """The prompt's KV is there, and nobody has seen it yet: one bit of it may turn."""
-        memory = self._victim.memory
+        """Flip one bit of the prompt's KV, if the job is marked for corruption."""
+        memory = self._target.memory
         if self._kind(job) is FaultKind.KV_CORRUPT and memory is not None:
             block = job.blocks[len(job.blocks) // 2]
             region = memory.regions[-1]
             region.bytes[block * region.block_bytes] ^= 1
 
     def loses_offer(self, job: Job) -> bool:
-        """Whether its KV is lost as soon as it is on offer."""
+        """Return whether the job's KV is lost as soon as it is offered."""
         return self._kind(job) is FaultKind.KV_LOST
 
     def moving(self, job: Job, under_way: Callable[[Job], bool | None]) -> None:
-        """The job's KV is offered or asked for: who is to die while it moves dies when `under_way` says so.
+        """Fail the group while the job's KV moves, as soon as `under_way` returns True.
 
-        None: it has moved, too fast for dying in the middle.
+        `under_way` returns None when the KV has already moved, too fast for a failure in between.
         """
         if self._kind(job) in (FaultKind.DIE_IN_TRANSFER, FaultKind.DIE_IN_PULL):
             self._watch(job, under_way)
 
     def _watch(self, job: Job, under_way: Callable[[Job], bool | None]) -> None:
-        now = under_way(job)
-        if now:
-            # In the next turn: the group may be in the middle of beginning or ending a step.
-            self._loop.call_soon(self._victim.lose_rank, 0)
-        elif now is not None:
+        is_moving = under_way(job)
+        if is_moving:
+            # In the next turn of the loop, because the group may be in the middle of a step.
+            self._loop.call_soon(self._target.lose_rank, 0)
+        elif is_moving is not None:
             self._loop.call_later(WATCH_S, self._watch, job, under_way)
 
     def _kind(self, job: Job) -> FaultKind | None:
-        fault = self._marked.get(job)
+        fault = self._fault_by_job.get(job)
         return None if fault is None else fault.kind

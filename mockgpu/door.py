@@ -1,8 +1,9 @@
-"""The door for `penstock chaos`: faults of a fleet's groups, set while it runs, by this machine and by nobody else.
+"""The server for `penstock chaos`: faults of a fleet's groups, set while it runs, from this
+machine.
 
-It is there only if the fleet was started with a port for it, listens on 127.0.0.1 whatever the groups listen on, and
-stays open whatever is wrong with a group: a group that refuses connections could not be told to stop it. A page in a
-browser is turned away. Not here: what a fault is (faults.py) and does (faultbox.py).
+It exists only if the fleet was started with a port for it, and listens only on 127.0.0.1. It stays
+open whatever fault a group has; a group that refuses connections could not be healed otherwise.
+Browsers are refused. Not here: the grammar of faults (faults.py) and their effects (faultbox.py).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @asynccontextmanager
 async def open_door(members: Sequence[Member], port: int) -> AsyncIterator[int]:
-    """Listen until the block is left; the port, a free one for 0. OSError when it is taken."""
+    """Listen until the block is left, and yield the port. Raises OSError if it is taken."""
     runner = web.AppRunner(application(members), access_log=None)
     await runner.setup()
     try:
@@ -41,21 +42,24 @@ async def open_door(members: Sequence[Member], port: int) -> AsyncIterator[int]:
 
 
 def application(members: Sequence[Member]) -> web.Application:
-    """GET /faults and POST /faults/{port of a group}."""
+    """Return the application: GET /faults and POST /faults/{port of a group}."""
 
     async def show(_: web.Request) -> web.Response:
         return _json(
             {
-                str(each.listener.port): {"spec": each.faults.spec, "jobs": each.group.in_flight}
-                for each in members
+                str(member.listener.port): {
+                    "spec": member.faults.spec,
+                    "jobs": member.group.in_flight,
+                }
+                for member in members
             }
         )
 
     async def put(request: web.Request) -> web.Response:
         port = request.match_info["port"]
-        member = next((each for each in members if str(each.listener.port) == port), None)
+        member = next((member for member in members if str(member.listener.port) == port), None)
         if member is None:
-            return _json({"error": f"no group of this fleet has the port {port[:8]}"}, 404)
+            return _json({"error": f"no group of this fleet has port {port[:8]}"}, 404)
         jobs, before = member.group.in_flight, member.faults.spec
         try:
             spec = decoded(await request.read(), FaultOrder).spec
@@ -72,10 +76,10 @@ def application(members: Sequence[Member]) -> web.Application:
 
 @web.middleware
 async def _no_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A page may reach 127.0.0.1 too: what a browser sends is refused, and any name but an address's."""
+    """Refuse requests of web pages, which can reach 127.0.0.1 too, and unexpected Host names."""
     host = request.headers.get("Host", HOST).rpartition(":")[0] or request.headers.get("Host", HOST)
     if host not in (HOST, "localhost") or any(name in request.headers for name in FROM_A_BROWSER):
-        return _json({"error": "pages may not break anything here"}, 403)
+        return _json({"error": "web pages may not set faults"}, 403)
     return await handler(request)
 
 

@@ -1,11 +1,12 @@
-"""Faults on request: a strict little grammar, and what each asks of the server or the engine.
+"""The grammar of injected faults.
 
     SPEC    = fault ["," fault]...
     fault   = name [":" option]... ["@" chance | "@" start "-" [end]]...
     option  = key "=" value | "hang" | "prefill" | "decode"
 
-Windows are wall seconds since the fault was set. Who carries a fault out: server.py (per request), group.py (lost rank,
-slow), doom.py (one request's KV), handoff/wire.py (the bytes between agents). Nothing here does I/O.
+Windows are wall seconds since the fault was set. Faults take effect in server.py (per request),
+group.py (lost rank, slow), doom.py (one request's KV) and handoff/wire.py (the bytes between
+agents). Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 
 
 class FaultKind(StrEnum):
-    """What goes wrong: for the whole group (GROUP_FAULTS) or for one request at a time."""
+    """The kinds of faults: of the whole group (GROUP_FAULTS), or of one request at a time."""
 
     REFUSE = "refuse"
     ERROR = "5xx"
@@ -46,9 +47,10 @@ class FaultKind(StrEnum):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One fault: its kind, its options, its chance per request and its window in seconds since it was set.
+    """One fault: its kind, options, chance per request, and window in seconds since it was set.
 
-    only  what a slow group is slow at: steps with prompt tokens (prefill), those without (decode), or both if empty
+    `only`: the steps that a slow group is slow at: "prefill" (with prompt tokens), "decode"
+    (without), or "" for both.
     """
 
     kind: FaultKind
@@ -63,13 +65,13 @@ class Fault(msgspec.Struct, frozen=True):
     end_s: float = inf
 
     def strikes(self, elapsed_s: float, rng: Random) -> bool:
-        """Whether it happens now, to this request."""
+        """Return whether the fault strikes this request now."""
         return self.start_s <= elapsed_s < self.end_s and (
             self.chance >= 1 or rng.random() < self.chance
         )
 
 
-# What breaks an answer off once its headers are out, and what a stream's sink carries out.
+# Faults that break a response off after its headers, and faults that a stream's sink applies.
 BREAKING_FAULTS = frozenset(
     (FaultKind.RESET_AFTER_HEADERS, FaultKind.RESET_MID_STREAM, FaultKind.CUT)
 )
@@ -82,7 +84,7 @@ STREAM_FAULTS = frozenset(
         FaultKind.COMMENTS,
     )
 )
-# What befalls one request's KV, or the group at a moment of one request's life (doom.py).
+# Faults of one request's KV, or of the group at a moment of one request's life (doom.py).
 KV_FAULTS = frozenset(
     (
         FaultKind.DIE_IN_PREFILL,
@@ -93,15 +95,15 @@ KV_FAULTS = frozenset(
         FaultKind.KV_LOST,
     )
 )
-# What happens to the bytes between this group's agent and those that dial it (handoff/wire.py).
+# Faults of the bytes between this group's agent and its peers (handoff/wire.py).
 WIRE_FAULTS = frozenset(
     (FaultKind.WIRE_CORRUPT, FaultKind.WIRE_CUT, FaultKind.WIRE_REPLAY, FaultKind.WIRE_STALL)
 )
-# What takes a rank, and with it the group.
+# Faults that lose a rank, and with it the group.
 RANK_FAULTS = frozenset((FaultKind.LOST_RANK, FaultKind.FREEZE, FaultKind.PARTITION))
 GROUP_FAULTS = RANK_FAULTS | WIRE_FAULTS | {FaultKind.REFUSE, FaultKind.SLOW}
 
-# Which options each fault takes, and the type of each option's value.
+# The options of each fault.
 _OPTIONS: dict[FaultKind, tuple[str, ...]] = {
     FaultKind.ERROR: ("status",),
     FaultKind.RESET_MID_STREAM: ("after",),
@@ -117,11 +119,11 @@ _OPTIONS: dict[FaultKind, tuple[str, ...]] = {
 
 
 class FaultError(ValueError):
-    """A fault spec that does not parse; the message says which part and why."""
+    """The fault spec is invalid. The message says which part and why."""
 
 
 def parse_faults(spec: str) -> tuple[Fault, ...]:
-    """The faults of a spec, e.g. `5xx@0.1,stall:after=3@10-20`. Empty spec: none. Raises FaultError."""
+    """Parse a spec such as `5xx@0.1,stall:after=3@10-20`; "" has none. Raises FaultError."""
     return tuple(_fault(part.strip()) for part in spec.split(",")) if spec.strip() else ()
 
 
@@ -138,7 +140,7 @@ def _fault(text: str) -> Fault:
     for limit in limits:
         values |= _limit(limit)
     if kind in GROUP_FAULTS and "chance" in values:
-        raise FaultError(f"fault {kind} befalls the whole group: it takes a window, not a chance")
+        raise FaultError(f"fault {kind} affects the whole group: it takes a window, not a chance")
     return msgspec.convert({"kind": kind} | values, Fault)
 
 

@@ -1,4 +1,4 @@
-"""Many TP groups in one OS process, each on a port of its own: what `penstock mock` runs."""
+"""Many TP groups in one process, each on its own port: what `penstock mock` runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mockgpu.faultbox import FaultBox
 from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.server import MockServer
 
-if TYPE_CHECKING:  # groups without real KV start without numpy and without kvtransfer's agents
+if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.handoff.half import Half, ProcessWire
     from mockgpu.handoff.spec import Transfer
 
@@ -22,7 +22,9 @@ KEEP_ALIVE_S = 5.0
 
 
 class Listener:
-    """faultbox.Door of one port: an aiohttp server behind a listening socket that can be shut and opened again."""
+    """The port of one group: an aiohttp server whose listening socket can be closed and
+    reopened.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host
@@ -33,7 +35,7 @@ class Listener:
         self._is_open = False
 
     async def start(self, server: web.Server) -> None:
-        """Listen. Port 0 takes a free one and keeps it. OSError when the port is taken."""
+        """Listen. Port 0 takes a free one and keeps it. Raises OSError if the port is taken."""
         self._server, self._is_open = server, True
         await self._listen(server)
 
@@ -43,11 +45,11 @@ class Listener:
         self.port = listening.sockets[0].getsockname()[1]
         if self._is_open:
             self._listening = listening
-        else:  # it was shut again before it had opened
+        else:  # closed again before it was open
             listening.close()
 
     def shut(self) -> None:
-        """Refuse connections, and cut the open ones."""
+        """Refuse new connections, and cut open ones."""
         self._is_open = False
         if self._listening is not None:
             self._listening.close()
@@ -64,13 +66,16 @@ class Listener:
             self._opening = asyncio.ensure_future(self._listen(self._server))
 
     async def settled(self) -> None:
-        """Return when it listens again, if it was to, or does not if it was shut meanwhile."""
+        """Wait until a pending `open` is done."""
         if self._opening is not None:
             await asyncio.wait((self._opening,))
 
 
 class Member:
-    """One TP group of a fleet with its server, its faults and its port; `half`: its half of split requests, if any."""
+    """One TP group of a fleet, with its server, faults and port.
+
+    `half`: its role in split requests; None: it serves whole requests only.
+    """
 
     def __init__(
         self, spec: GroupSpec, host: str, port: int, rng: Random, wire: ProcessWire | None = None
@@ -85,7 +90,7 @@ class Member:
 
     @property
     def url(self) -> str:
-        """Where the group is served."""
+        """The URL of the group's server."""
         return f"http://{self.host}:{self.listener.port}"
 
 
@@ -114,11 +119,11 @@ async def running_fleet(
     seed: int = 0,
     keep_alive_s: float = KEEP_ALIVE_S,
 ) -> AsyncIterator[list[Member]]:
-    """Serve one group per spec on `port`, `port + 1`, ... (0: free ports each) until the block is left.
+    """Serve one group per spec on `port`, `port + 1`, ... (0: free ports) until the block is left.
 
-    OSError when a port is taken, FaultError when the spec does not parse.
+    Raises OSError if a port is taken, and FaultError for an invalid fault spec.
     """
-    # Agents that move bytes within this process need something to move them on.
+    # Inproc agents need a shared wire.
     wire = _wire() if any(_inproc(spec) for spec in specs) else None
     members: list[Member] = []
     runners: list[web.AppRunner] = []

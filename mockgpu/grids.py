@@ -1,7 +1,8 @@
-"""The measured grids as corrections of the equation: interpolate measured / computed, so that points are met exactly.
+"""Measured grids as corrections of the equation: the ratio measured / computed, interpolated.
 
-A ratio is near one and varies slowly, so it interpolates and extrapolates far better than milliseconds do; outside the
-grid the nearest edge's ratio holds and the equation carries the shape. Data and its source: data/README.md.
+Every measured point is met exactly. A ratio is near one and varies slowly, so it interpolates and
+extrapolates better than milliseconds. Outside the grid the ratio of the nearest edge applies. Data
+and source: data/README.md.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from mockgpu.roofline import PROFILES, Profile, Roofline, Work
 
 
 class Grid(msgspec.Struct, frozen=True):
-    """One row of the data file: milliseconds by prompt tokens (`"4096"`) and by batch and context (`"b16c4096"`)."""
+    """One row of the data file: milliseconds by prompt tokens ("4096"), and by batch and context.
+
+    Keys of the latter look like "b16c4096".
+    """
 
     model: str
     system: str
@@ -28,25 +32,25 @@ class Grid(msgspec.Struct, frozen=True):
     decode: Mapping[str, float]
 
     def prefill_points(self) -> Iterator[tuple[int, float]]:
-        """(prompt tokens, seconds), as measured."""
+        """Return the measured (prompt tokens, seconds)."""
         return ((int(tokens), ms / 1e3) for tokens, ms in self.prefill.items())
 
     def decode_points(self) -> Iterator[tuple[int, int, float]]:
-        """(sequences, context of each, seconds), as measured."""
+        """Yield the measured (sequences, context of each, seconds)."""
         for key, ms in self.decode.items():
             seqs, context = key[1:].split("c")
             yield int(seqs), int(context), ms / 1e3
 
 
 def load_grids() -> list[Grid]:
-    """All measured grids, read from the package data."""
+    """Read all measured grids from the package data."""
     return msgspec.json.decode(
         files("mockgpu").joinpath("data/aic_latencies.json").read_bytes(), type=list[Grid]
     )
 
 
 def grid_for(model: Llm, gpu: Gpu, tp: int, grids: Iterable[Grid]) -> Grid | None:
-    """The grid measured for exactly this shape, if there is one."""
+    """Return the grid of exactly this shape, if it was measured."""
     for grid in grids:
         if (
             grid.tp == tp
@@ -58,7 +62,7 @@ def grid_for(model: Llm, gpu: Gpu, tp: int, grids: Iterable[Grid]) -> Grid | Non
 
 
 class Line:
-    """Piecewise linear over log2 of the argument, constant past both ends."""
+    """A function of one argument: linear in log2 between points, constant beyond both ends."""
 
     __slots__ = ("_xs", "_ys")
 
@@ -68,7 +72,7 @@ class Line:
         self._ys = [y for _, y in pairs]
 
     def at(self, x: float) -> float:
-        """The value at x > 0."""
+        """Return the value at x > 0."""
         xs, ys, lx = self._xs, self._ys, log2(x)
         i = bisect_right(xs, lx)
         if i == 0:
@@ -80,7 +84,7 @@ class Line:
 
 
 class Surface:
-    """Lines over the second argument, interpolated over log2 of the first; constant past the edges."""
+    """A function of two arguments: interpolated in log2 of both, constant beyond the edges."""
 
     __slots__ = ("_lines", "_xs")
 
@@ -92,7 +96,7 @@ class Surface:
         self._lines = [Line(rows[x]) for x in sorted(rows)]
 
     def at(self, x: float, y: float) -> float:
-        """The value at x, y > 0."""
+        """Return the value at x, y > 0."""
         xs, lines, lx = self._xs, self._lines, log2(x)
         i = bisect_right(xs, lx)
         if i == 0:
@@ -104,7 +108,7 @@ class Surface:
 
 
 class GridCorrection:
-    """roofline.Correction from measured points: the ratio measured / computed, interpolated."""
+    """The correction from measured points: the ratio measured / computed, interpolated."""
 
     def __init__(
         self,
@@ -118,16 +122,16 @@ class GridCorrection:
         )
 
     def prefill(self, tokens: int) -> float:
-        """Ratio for a prefill-only step of that many tokens."""
+        """Return the ratio for a prefill-only step of `tokens` tokens."""
         return self._prefill.at(tokens)
 
     def decode(self, seqs: int, context: int) -> float:
-        """Ratio for a decode-only step; `context` summed over the sequences."""
+        """Return the ratio for a decode-only step. `context` is the sum over sequences."""
         return self._decode.at(seqs, max(1.0, context / seqs))
 
 
 def whole_prompt(tokens: int) -> Work:
-    """One prompt of that many tokens, nothing cached, alone in its step."""
+    """Return the work of one uncached prompt alone in its step."""
     return Work(tokens, tokens * tokens / 2)
 
 
@@ -138,7 +142,7 @@ def roofline_for(
     profile: Profile = PROFILES["2026"],
     grids: Sequence[Grid] | None = None,
 ) -> Roofline:
-    """The step-time model of a TP group: exact where a grid was measured and the profile allows, else the equation."""
+    """Return the step-time model of a TP group, corrected by a measured grid if there is one."""
     grid = (
         grid_for(model, gpu, tp, load_grids() if grids is None else grids)
         if profile.exact

@@ -1,7 +1,7 @@
-"""One TP group alive: ranks, scheduler, roofline and a clock. Jobs go in, tokens come out to sinks, step by step.
+"""One running TP group: ranks, scheduler, roofline and a clock. Jobs in, tokens out to sinks.
 
-HTTP is server.py's; what a step contains and how long it takes are scheduler.py's and roofline.py's. All methods run on
-the event loop; nothing here awaits.
+Not here: HTTP (server.py), the content of a step (scheduler.py) and its duration (roofline.py). All
+methods run on the event loop, and none awaits.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from mockgpu.metrics import GroupMetrics
 from mockgpu.roofline import PROFILES, Profile
 from mockgpu.scheduler import Scheduler
 
-if TYPE_CHECKING:  # groups without real KV start without numpy and without kvtransfer's agents
+if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.memory import KvMemory
 
-# A process that cannot keep up catches up by this much and forgets the rest, so that it stays responsive.
+# A late process catches up by at most this much and drops the rest, so that it stays responsive.
 MOST_LAG_S = 0.25
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
-    """What a TP group is made of. `kv_tokens` None: whatever memory leaves.
+    """The parameters of a TP group.
 
-    `speed` 10: ten times as fast; inf: no waiting.
-    `transfer`: how it hands KV over, as a prefill or decode group or both; None: it is no half of anything.
+    kv_tokens   None: as many as memory leaves speed       10: ten times as fast; inf: no waiting
+    transfer    how it transfers KV, as a prefill or decode group or both; None: whole requests only
     """
 
     served_name: str
@@ -60,13 +60,14 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens of KV the group holds. ValueError when the weights do not fit."""
+        """Tokens of KV that the group holds. Raises ValueError if the weights do not fit."""
         tokens = self.kv_tokens
         if tokens is None:
             tokens = kv_capacity_tokens(self.model, self.gpu, self.tp)
         if tokens < BLOCK_TOKENS:
             raise ValueError(
-                f"{self.model.name} does not fit on {self.tp} x {self.gpu.name}: no memory is left for KV"
+                f"{self.model.name} does not fit on {self.tp} x {self.gpu.name}: "
+                "no memory is left for KV"
             )
         return tokens
 
@@ -77,24 +78,24 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
 
 class Sink(Protocol):
-    """Where one job's tokens go. Called within a step; must not block."""
+    """The receiver of one job's tokens. Called within a step; must not block."""
 
     def token(self) -> None:
-        """The next token is there."""
+        """Handle the next token."""
         ...
 
     def ended(self) -> None:
-        """The job's last token was the one before."""
+        """Handle the end of the job, after its last token."""
         ...
 
     def failed(self, error: ApiError) -> None:
-        """The engine lost the job."""
+        """Handle the loss of the job."""
         ...
 
 
 @dataclass(slots=True)
 class _Live:
-    """A job in the engine, its sink, and when what happened to it (loop time)."""
+    """A job in the engine, its sink, and its times (loop time)."""
 
     sink: Sink
     arrived: float
@@ -106,7 +107,7 @@ class _Live:
 class TpGroup:
     """Sole owner of its scheduler, its ranks' health and its step timer.
 
-    `memory` and `desk` are there once attached, in groups that hand KV over.
+    `memory` and `desk` are set in groups that transfer KV.
     """
 
     def __init__(self, spec: GroupSpec, loop: asyncio.AbstractEventLoop) -> None:
@@ -128,32 +129,35 @@ class TpGroup:
         self._due = 0.0
         self.memory: KvMemory | None = None
         self.desk: Desk | None = None
-        self._doom: Doom | None = None
-        # Told when the ranks are lost (False) and when they are back (True).
+        self._kill_faults: Doom | None = None
+        # Called when the ranks are lost (False) and when they are back (True).
         self.on_change: Callable[[bool], None] | None = None
-        # Prefill legs that are computed and answer only when their KV has been taken.
-        self._leaving: dict[Job, _Live] = {}
+        # Computed prefill legs that answer only after their KV has been fetched.
+        self._awaiting_fetch: dict[Job, _Live] = {}
 
     def attach(self, memory: KvMemory) -> None:
-        """Hold real KV from now on."""
+        """Attach memory for real KV."""
         self.memory = memory
         self.scheduler.on_filled = self._write_filled
         self.scheduler.pool.log_taken()
 
     @property
     def dead(self) -> bool:
-        """Whether a rank is lost. One is enough: every layer needs all of them."""
+        """Whether a rank is lost. One is enough, because every layer needs all ranks."""
         return not all(self._ranks_up)
 
     @property
     def in_flight(self) -> int:
-        """Jobs submitted and not ended."""
+        """The number of submitted jobs that have not ended."""
         return len(self._live)
 
     def submit(self, job: Job, sink: Sink, reason: str) -> None:
-        """Take a job; `reason` is how it will have finished. ApiError 500 when dead, 503 when the queue is full."""
-        starting = job.leg is not None and self.desk is None
-        if starting or (self.dead and not self.hanging):
+        """Add a job. `reason` is the finish reason it will have.
+
+        Raises ApiError 500 if the group is dead, and 503 if the queue is full.
+        """
+        has_no_handoff = job.leg is not None and self.desk is None
+        if has_no_handoff or (self.dead and not self.hanging):
             raise _engine_dead()
         if self.spec.max_queued is not None and self._queued() >= self.spec.max_queued:
             self.metrics.rejections += 1
@@ -172,16 +176,16 @@ class TpGroup:
             self._enter(job)
 
     def mark(self, job: Job, fault: Fault) -> None:
-        """A fault of its KV, or of the group on its account, will befall this job."""
-        if self._doom is None:
-            self._doom = Doom(self, self._loop)
-        self._doom.mark(job, fault)
+        """Let a fault of its KV, or of the group at a moment of its life, strike this job."""
+        if self._kill_faults is None:
+            self._kill_faults = Doom(self, self._loop)
+        self._kill_faults.mark(job, fault)
 
     def abort(self, job: Job) -> None:
-        """Forget a job whose client is gone; its KV is free at once. No effect on one that has ended."""
-        live = self._live.pop(job, None) or self._leaving.pop(job, None)
-        if self._doom is not None:
-            self._doom.forget(job)
+        """Remove a job whose client is gone, and free its KV. No-op for a job that has ended."""
+        live = self._live.pop(job, None) or self._awaiting_fetch.pop(job, None)
+        if self._kill_faults is not None:
+            self._kill_faults.forget(job)
         if live is None:
             return
         if live.entering is not None:
@@ -191,12 +195,14 @@ class TpGroup:
         self.metrics.finished["abort"] += 1
         if self.desk is not None:
             self.desk.gone(job)
-        # What it held may be what the next one waits for.
+        # Its blocks may be what the next job waits for.
         self.wake()
 
     def lose_rank(self, rank: int, hang: bool = False) -> None:
-        """A GPU falls out: the whole group fails at once, or (`hang`) waits for it for ever and tells nobody."""
-        if hang and self.dead and not self.hanging:  # who is dead already waits for nothing
+        """Lose a GPU: the group fails at once, or (`hang`) waits for it for ever without an
+        error.
+        """
+        if hang and self.dead and not self.hanging:  # a dead group cannot hang
             return
         self._ranks_up[rank % self.spec.tp] = False
         self.hanging = hang
@@ -205,14 +211,14 @@ class TpGroup:
             return
         self._step = None
         self.scheduler.pool.forget()
-        for job, live in [*self._live.items(), *self._leaving.items()]:
+        for job, live in [*self._live.items(), *self._awaiting_fetch.items()]:
             self._drop(job, live)
             live.sink.failed(_engine_dead())
         if self.on_change is not None:
             self.on_change(False)
 
     def restore(self) -> None:
-        """All ranks back, as after a restart; what only hung goes on with the step it was in."""
+        """Bring all ranks back, as after a restart. A hung group continues with its step."""
         self._ranks_up = [True] * self.spec.tp
         if self.on_change is not None and not self.hanging:
             self.on_change(True)
@@ -224,21 +230,21 @@ class TpGroup:
             self._timer = self._loop.call_soon(self._end_step)
 
     def close(self) -> None:
-        """Stop the clock and forget all jobs."""
+        """Stop the clock and drop all jobs."""
         self._stop()
-        for job, live in [*self._live.items(), *self._leaving.items()]:
+        for job, live in [*self._live.items(), *self._awaiting_fetch.items()]:
             self._drop(job, live)
 
     def fail(self, job: Job, why: str) -> None:
-        """One job's KV is lost: it ends with an error, as vLLM ends it whose load failure policy is `fail`."""
+        """Fail one job whose KV is lost, as vLLM does with load failure policy `fail`."""
         live = self._live.get(job)
         if live is not None:
             self._drop(job, live)
             live.sink.failed(ApiError(500, why))
 
     def taken(self, job: Job, end: End) -> None:
-        """The KV of a prefill leg that waited for it has gone where it should, or it will not."""
-        live = self._leaving.pop(job, None)
+        """Answer a prefill leg that waited for its KV to be fetched, or fail it."""
+        live = self._awaiting_fetch.pop(job, None)
         if live is None:
             return
         self.metrics.finished[live.reason if end.landed else "error"] += 1
@@ -248,14 +254,14 @@ class TpGroup:
             live.sink.failed(ApiError(500, f"KV transfer failed: {end.reason}"))
 
     def _queued(self) -> int:
-        """Jobs waiting for the scheduler, and those on their way to it."""
+        """Return the jobs that wait for the scheduler, including those on their way to it."""
         return self.scheduler.queued + sum(
             live.entering is not None for live in self._live.values()
         )
 
     def _drop(self, job: Job, live: _Live) -> None:
         self._live.pop(job, None)
-        self._leaving.pop(job, None)
+        self._awaiting_fetch.pop(job, None)
         if live.entering is not None:
             live.entering.cancel()
         else:
@@ -268,7 +274,9 @@ class TpGroup:
         self.wake()
 
     def wake(self) -> None:
-        """Begin stepping if idle; in the next turn of the loop, so that requests that came together start together."""
+        """Start stepping if idle, in the loop's next turn, so that simultaneous requests start
+        together.
+        """
         if self._timer is None and not self.dead:
             self._due = self._loop.time()
             self._timer = self._loop.call_soon(self._begin_step)
@@ -279,7 +287,10 @@ class TpGroup:
             self._timer = None
 
     def _begin_step(self) -> None:
-        """Plan a step and come back when it is over. Times are absolute: a late timer does not delay the next one."""
+        """Plan a step and schedule its end.
+
+        Times are absolute, so a late timer does not delay the next step.
+        """
         plan = self.scheduler.step()
         if self.memory is not None:
             self._prepare(self.memory, plan)
@@ -297,12 +308,12 @@ class TpGroup:
         step_s = 0.0 if speed == inf else self._roofline.step_s(plan.work) * slowness / speed
         self._due = max(self._due, now - MOST_LAG_S) + step_s
         self._step = plan, step_s
-        if self._doom is not None:
-            self._doom.planned(plan, step_s)
+        if self._kill_faults is not None:
+            self._kill_faults.planned(plan, step_s)
         self._timer = self._loop.call_at(self._due, self._end_step)
 
     def _end_step(self) -> None:
-        """Hand out the step's tokens, then go on."""
+        """Deliver the step's tokens, then continue."""
         assert self._step is not None
         (plan, step_s), self._step = self._step, None
         decoding = list(self.scheduler.decoding)
@@ -319,41 +330,45 @@ class TpGroup:
         for job in decoding:
             live[job].sink.token()
         for job in outcome.ended:
-            ended = live.pop(job)
-            self.metrics.e2e_s.observe(now - ended.arrived)
-            if job.keep and self._hand_over(job, ended):
+            ended_live = live.pop(job)
+            self.metrics.e2e_s.observe(now - ended_live.arrived)
+            if job.keep and self._hand_over(job, ended_live):
                 continue
-            self.metrics.finished[ended.reason] += 1
-            ended.sink.ended()
-        if self._doom is not None:
-            self._doom.stepped()
+            self.metrics.finished[ended_live.reason] += 1
+            ended_live.sink.ended()
+        if self._kill_faults is not None:
+            self._kill_faults.stepped()
         if not self.dead:
             self._begin_step()
 
     def _hand_over(self, job: Job, live: _Live) -> bool:
-        """Offer what the job leaves; whether its answer waits until that is taken."""
+        """Offer the KV of an ended job. Returns whether its answer waits until the KV is
+        fetched.
+        """
         assert isinstance(job.leg, Give)
         try:
             if self.desk is None:
                 raise ValueError("no agent")
             job.offered = self.desk.offer(job)
         except ValueError as error:
-            # Its name is on offer already, or the engine has only just come back.
+            # The name is already offered, or the engine has only just restarted.
             self.scheduler.let_go(job)
             self.metrics.finished["error"] += 1
             live.sink.failed(ApiError(500, f"KV cannot be offered: {error}"))
             return True
-        if self._doom is not None:
-            self._doom.moving(job, self.desk.giving)
-            if self._doom.loses_offer(job):
+        if self._kill_faults is not None:
+            self._kill_faults.moving(job, self.desk.giving)
+            if self._kill_faults.loses_offer(job):
                 self.desk.lose(job)
         if job.leg.answering is Answering.WHEN_TAKEN:
-            self._leaving[job] = live
+            self._awaiting_fetch[job] = live
             return True
         return False
 
     def _prepare(self, memory: KvMemory, plan: Plan | None) -> None:
-        """Before a step: new owners for the blocks it took, the bytes it computes, and transfers it made room for."""
+        """Before a step: update generations of new blocks, write computed bytes, and start
+        fetches.
+        """
         memory.renew(self.scheduler.pool.newly_taken())
         for chunk in plan.chunks if plan is not None else ():
             job = chunk.job
@@ -365,17 +380,20 @@ class TpGroup:
                 )
         for job in self.scheduler.to_fetch():
             if self.desk is None:
-                # The engine has only just come back. Who found everything here is in the step and goes on.
+                # The engine has only just restarted. A job whose KV is all cached here is in the
+                # step and goes on.
                 if job.state is State.FETCHING:
                     self.fail(job, "KV load failed: the engine has no agent yet")
                     self.scheduler.let_go(job)
                 continue
             self.desk.fetch(job)
-            if self._doom is not None:
-                self._doom.moving(job, self.desk.taking)
+            if self._kill_faults is not None:
+                self._kill_faults.moving(job, self.desk.taking)
 
     def _read_back(self, memory: KvMemory, chunks: Iterable[Chunk]) -> None:
-        """What a sequence says first is drawn from the KV that is really there for its prompt."""
+        """Check the KV of computed prompts. Their first token depends on the bytes really in
+        memory.
+        """
         for chunk in chunks:
             job = chunk.job
             if (
@@ -388,11 +406,11 @@ class TpGroup:
                 if taint:
                     self.metrics.tainted += 1
                     job.content.spoil(taint)
-                if self._doom is not None:
-                    self._doom.computed(job)
+                if self._kill_faults is not None:
+                    self._kill_faults.computed(job)
 
     def _write_filled(self, job: Job, index: int) -> None:
-        """A block that decoding has filled gets the bytes of the answer's tokens in it; the prompt's are there."""
+        """Write the bytes of the answer's tokens in a block that decoding has filled."""
         if self.memory is not None and job.content is not None:
             size = self.scheduler.pool.block_tokens
             start, end = max(job.prompt_tokens, index * size), (index + 1) * size

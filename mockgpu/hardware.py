@@ -1,7 +1,8 @@
-"""GPUs as numbers: peak rates, links, and the eight fitted constants of the step-time equation (roofline.py).
+"""GPUs as numbers: peak rates, links, and the eight fitted constants of the step-time equation.
 
-Peaks are vendor figures as listed by aiconfigurator's system files; the constants are fitted to its silicon tables
-(data/aic_latencies.json: 70B bf16, 70B fp8 and 8B at TP 1-8; tests/unit/mockgpu/test_fidelity.py prints the errors).
+Peaks are vendor figures from aiconfigurator's system files. The constants are fitted to its silicon
+tables (data/aic_latencies.json: 70B bf16, 70B fp8 and 8B at TP 1-8);
+tests/unit/mockgpu/test_fidelity.py prints the errors. The equation is in roofline.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import msgspec
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """What software reaches of the hardware: efficiencies of four peaks and of the link, three overheads in us."""
+    """What software achieves: efficiencies of four peaks and of the link, and three overheads in
+    us.
+    """
 
     weights_eff: float
     kv_eff: float
@@ -26,7 +29,7 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU. `link_bytes_s` is per direction: NVLink where there is one, else PCIe."""
+    """One GPU. `link_bytes_s` is per direction: NVLink if there is one, else PCIe."""
 
     name: str
     hbm_bytes: float
@@ -39,14 +42,17 @@ class Gpu(msgspec.Struct, frozen=True):
     grid_name: str
 
     def flops(self, weight_bytes: float) -> float:
-        """Dense peak for weights of that many bytes per parameter; a GPU without fp8 units computes in bf16."""
+        """Return the dense peak for this weight size in bytes. A GPU without fp8 units uses
+        bf16.
+        """
         return self.fp8_flops if weight_bytes <= 1 else self.bf16_flops
 
 
 def _table() -> dict[str, Gpu]:
-    """Peaks, then what the fit found. L40S: fitted to three rows only (8B TP1, 70B TP4 and TP8 over PCIe): rough.
+    """Return the peaks and fitted constants.
 
-    An efficiency a little over one means the table's peak was beaten in the measured range, not magic.
+    L40S is rough: fitted to three rows only (8B TP1, 70B TP4 and TP8 over PCIe). An efficiency
+    slightly above one means that measurements exceeded the listed peak.
     """
     a100 = Fit(0.736, 0.753, 0.909, 0.599, 10.7, 45.9, 10.9, 0.406)
     h100 = Fit(0.881, 0.943, 0.748, 0.690, 5.0, 41.2, 7.3, 0.582)
@@ -68,8 +74,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(_table())
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU of that name, any case. ValueError lists the known ones."""
-    found = GPUS.get(name.lower())
-    if found is None:
+    """Return the GPU of this name, in any case. Raises ValueError, listing the known ones."""
+    gpu = GPUS.get(name.lower())
+    if gpu is None:
         raise ValueError(f"unknown GPU {name!r}: known are {', '.join(GPUS)}")
-    return found
+    return gpu

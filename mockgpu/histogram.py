@@ -1,4 +1,4 @@
-"""A Prometheus histogram: one integer per bucket, one addition per observation."""
+"""A Prometheus histogram with one integer per bucket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class Histogram:
-    """Counts per bucket and a sum; made cumulative only when shown."""
+    """Counts per bucket and a sum. Counts are made cumulative only when rendered."""
 
     __slots__ = ("_counts", "bounds", "sum")
 
@@ -17,12 +17,12 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count the value, `times` over."""
+        """Count `value` `times` times."""
         self._counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def lines(self, name: str, labels: str) -> Iterator[str]:
-        """The series of a histogram in exposition order."""
+        """Yield the series of the histogram in exposition format."""
         total = 0
         for bound, count in zip((*self.bounds, "+Inf"), self._counts, strict=True):
             total += count

@@ -1,4 +1,4 @@
-"""What the scheduler works on: jobs, their states, a step's plan and its outcome. Values and counters, no decisions."""
+"""The values that the scheduler works on: jobs, their states, step plans and outcomes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 from mockgpu.handoff.legs import Give, Offered, Take
 from mockgpu.roofline import Work
 
-if TYPE_CHECKING:  # groups without real KV start without numpy and without kvtransfer's agents
+if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.kv import Words
 
 
 class State(Enum):
-    """Where a sequence stands. WAITING -> PREFILL -> DECODE -> DONE; preemption leads back to WAITING.
+    """The state of a sequence. WAITING -> PREFILL -> DECODE -> DONE; preemption returns to WAITING.
 
-    One whose KV comes from another group: WAITING -> FETCHING -> FETCHED -> PREFILL (of what is still missing).
+    With KV from another group: WAITING -> FETCHING -> FETCHED -> PREFILL (of what is missing).
     """
 
     WAITING = auto()
@@ -29,30 +29,32 @@ class State(Enum):
 
 
 class Content(Protocol):
-    """What a job's KV must hold, and what becomes of its words when it does not."""
+    """The content of a job's KV, and its text if the KV turns out wrong."""
 
     def states(self, start: int, end: int) -> Words:
-        """The states of the tokens [start, end) of prompt and answer (kv.py)."""
+        """Return the states of tokens [start, end) of prompt and answer (kv.py)."""
         ...
 
     def spoil(self, taint: int) -> None:
-        """The KV of the prompt is not what it should be, and this is the digest of how: other words follow."""
+        """Replace the text, because the prompt's KV is wrong. `taint` is a digest of the error."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One sequence to serve: so many prompt tokens in, so many tokens out. Owned by the scheduler once added.
+    """One sequence to serve. Owned by the scheduler once added.
 
-    keys      chained keys of the full blocks of prompt and output, in order; short or empty = not cacheable
-    computed  prompt (after preemption: prompt and output) tokens whose KV is there or planned
-    cached    prompt tokens found in the prefix cache at first admission; -1 before it
-    made      output tokens made, up to date while not decoding; ask `Scheduler.made()`
-    origin    while decoding: the scheduler's tick less the tokens made, so that the tick alone tells how many they are
-    leg       Give: its KV is for another group when it ends; Take: its KV comes from another; None: all is done here
-    content   None in a group that holds no real KV
-    keep      its blocks stay its own when it ends, until `Scheduler.let_go()`: another group will read them
-    offered   what the other group may be told of them, once it has ended
+    keys       chained keys of the full blocks of prompt and output; short or empty: not cacheable
+    computed   tokens of the prompt (after preemption, also of the output) whose KV is present
+               or planned
+    cached     prompt tokens found in the prefix cache at first admission; -1 before
+    made       output tokens so far, current only while not decoding; see `Scheduler.count_output()`
+    origin     while decoding: the scheduler's tick minus the tokens made
+    leg        Give: its KV goes to another group at its end; Take: its KV comes from another group;
+               None: neither
+    content    None in a group without real KV
+    keep       its blocks stay allocated at its end, until `Scheduler.release_kept()`
+    offered    after its end: what the other group may learn of its KV
     """
 
     prompt_tokens: int
@@ -72,7 +74,9 @@ class Job:
 
     @property
     def known_tokens(self) -> int:
-        """Tokens whose KV a prefill must compute: the prompt and, after preemption, what was already generated."""
+        """Tokens whose KV a prefill must compute: the prompt and, after preemption, the output so
+        far.
+        """
         return self.prompt_tokens + self.made
 
 
@@ -88,7 +92,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Plan:
-    """One step: its prefill chunks, and how many sequences decode over how much context."""
+    """One step: its prefill chunks, and the number and total context of decoding sequences."""
 
     chunks: list[Chunk]
     decode_seqs: int
@@ -96,7 +100,7 @@ class Plan:
 
     @property
     def work(self) -> Work:
-        """The step as the roofline reads it."""
+        """The step's work for the roofline."""
         tokens, area = 0, 0.0
         for chunk in self.chunks:
             tokens += chunk.tokens
@@ -106,7 +110,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step brought. Every job in `began` and `decoded` gained one token; `ended` are those that are now done."""
+    """The result of a step: jobs that made their first token, decoded tokens, and ended jobs."""
 
     began: list[Job]
     decoded: int
@@ -115,7 +119,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Totals:
-    """Counters since the start, in vLLM's meaning."""
+    """Counters since the start, with vLLM's meaning."""
 
     prefix_queries: int = 0
     prefix_hits: int = 0

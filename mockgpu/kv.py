@@ -1,9 +1,9 @@
-"""What a mock group's KV cache holds: bytes that are a function of the tokens, and how to tell whether they are right.
+"""The content of a mock group's KV cache: bytes derived from the tokens, and a check of them.
 
-Every token has a state, a 64-bit word that depends on all tokens up to it. Every slot of the cache (layer, key or
-value, head, place in the head) has a mask. A cached word is state XOR mask: equal prompts give equal bytes in any
-layout, and a word in the wrong place, of another prompt, or with one bit flipped unmasks to another state.
-Plain arithmetic on arrays; who owns the memory is memory.py's.
+Every token has a state, a 64-bit word that depends on all tokens up to it. Every slot of the cache
+(layer, key or value, head, position in the head) has a mask. A cached word is state XOR mask. So
+equal prompts have equal bytes in any layout, and a word that is misplaced, of another prompt or
+flipped yields another state. Not here: ownership of the memory (memory.py).
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ Words = NDArray[np.uint64]
 WORD_BYTES = 8
 SCALARS_PER_WORD = 4
 
-# Odd constants of splitmix64 and friends: multiplication by them is a bijection on 64 bits.
+# Odd constants of splitmix64: multiplication by them is a bijection on 64 bits.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
 
 
-def _mixed(words: Words) -> Words:
-    """splitmix64's finaliser: a bijection in which every bit of the input moves every bit of the output."""
+def _mix(words: Words) -> Words:
+    """Apply splitmix64's finaliser, a bijection in which every input bit affects every output
+    bit.
+    """
     words = (words ^ (words >> np.uint64(30))) * _MIX_A
     words = (words ^ (words >> np.uint64(27))) * _MIX_B
     return words ^ (words >> np.uint64(31))
 
 
 def scaled_layout(model: Llm, tp: int, scale: float = DEFAULT_SCALE) -> KvLayout:
-    """The model's cache with about `scale` of its bytes: thinner heads first, then fewer layers.
+    """Return the model's cache layout with about `scale` of its bytes.
 
-    Heads, ranks, dtype and MLA stay, so that re-cutting it between groups is the real thing. ValueError for a scale
-    outside (0, 1] or ranks that the heads cannot be spread over.
+    Heads get thinner first, then layers fewer. Heads, ranks, dtype and MLA stay, so that resharding
+    is realistic. Raises ValueError for a scale outside (0, 1], or ranks that do not fit the heads.
     """
     if not 0 < scale <= 1:
         raise ValueError(f"kv scale {scale} is not in (0, 1]")
@@ -53,9 +55,10 @@ def scaled_layout(model: Llm, tp: int, scale: float = DEFAULT_SCALE) -> KvLayout
 
 
 def token_states(tokens: bytes, keys: Sequence[int]) -> Words:
-    """The state of each token, shape [tokens]; `keys` are the chained keys of (at least) its full blocks (text.py).
+    """Return the state of each token, shape [tokens].
 
-    About 40 us per 2,000 tokens: within a block a running sum of mixed (token, place), begun by the key of all before.
+    `keys` are the chained keys of at least its full blocks (text.py). Within a block, a state is a
+    running sum of mixed (token, position), starting from the key of everything before.
     """
     n = token_count(tokens)
     blocks = blocks_for(n)
@@ -64,13 +67,16 @@ def token_states(tokens: bytes, keys: Sequence[int]) -> Words:
     before = np.zeros(blocks, np.uint64)
     before[1:] = np.array(keys[: blocks - 1], np.uint64)
     places = np.arange(1, BLOCK_TOKENS + 1, dtype=np.uint64) << np.uint64(32)
-    sums = np.cumsum(_mixed(ids.reshape(blocks, BLOCK_TOKENS) + places), axis=1, dtype=np.uint64)
-    states: Words = _mixed(sums + _mixed(before + _GOLDEN)[:, None]).reshape(-1)[:n]
+    sums = np.cumsum(_mix(ids.reshape(blocks, BLOCK_TOKENS) + places), axis=1, dtype=np.uint64)
+    states: Words = _mix(sums + _mix(before + _GOLDEN)[:, None]).reshape(-1)[:n]
     return states
 
 
 def slot_masks(layout: KvLayout) -> Words:
-    """The mask of every slot, shape [layers, 2 (1 with MLA), kv heads, words per head]: of the model, not of a rank."""
+    """Return the mask of every slot of the model (not of a rank).
+
+    Shape: [layers, 2 (1 with MLA), kv heads, words per head].
+    """
     shape = (layout.layers, layout.parts, layout.kv_heads, layout.row_bytes // WORD_BYTES)
     numbers = np.arange(1, 1 + int(np.prod(shape)), dtype=np.uint64)
-    return _mixed(numbers * _GOLDEN).reshape(shape)
+    return _mix(numbers * _GOLDEN).reshape(shape)

@@ -1,7 +1,8 @@
-"""Time of a run of pure decode steps in closed form: what lets a virtual clock skip from one event to the next.
+"""The duration of many decode-only steps in closed form, so that a virtual clock can skip ahead.
 
-A decoding batch reads one more token of KV per sequence and step, so a step's time grows nearly linearly: a parabola
-through three of its steps gives all of them. Which steps may be run so is scheduler.py's (`quiet`).
+A decoding batch reads one more token of KV per sequence and step, so the step time grows nearly
+linearly. A parabola through three steps gives all of them. Which steps qualify is in scheduler.py
+(`decode_only_steps`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from mockgpu.roofline import Roofline, Work
 
 MOST_STEPS = 4096
 _GROWTH = 0.2
-"""A run is cut where the mean context has grown by this share: over such a stretch the parabola is within
-0.1 %, and 0.2 where the measured grid has a kink."""
+"""A run ends when the mean context has grown by this share.
+
+Up to there the parabola is within 0.1 %, and 0.2 % where the measured grid has a kink.
+"""
 
 
 class Run:
-    """`steps` decode steps of one batch. Times in seconds from the start of the first one."""
+    """`steps` decode steps of one batch. Times are in seconds from the start of the first step."""
 
     __slots__ = ("_base", "_bend", "_slope", "context", "seqs", "steps")
 
@@ -42,14 +45,14 @@ class Run:
         return roofline.step_s(Work(0, 0.0, self.seqs, self.context + step * self.seqs))
 
     def until(self, steps: int) -> float:
-        """When the first `steps` of them are over."""
+        """Return when the first `steps` steps end."""
         pairs = steps * (steps - 1) / 2
         return self._base * steps + self._slope * pairs + self._bend * pairs * (2 * steps - 1) / 3
 
     def step_s(self, step: int) -> float:
-        """How long step number `step` takes, from 0."""
+        """Return the duration of step number `step`, counted from 0."""
         return self._base + self._slope * step + self._bend * step * step
 
     def over_at(self, seconds: float) -> int:
-        """How many of them are over after that time, all but the last at most."""
+        """Return how many steps have ended after `seconds`, at most all but the last."""
         return bisect_right(range(1, self.steps), seconds, key=self.until)

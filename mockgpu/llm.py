@@ -1,6 +1,7 @@
-"""Model shapes and what they weigh: weights, KV per token, KV capacity of a TP group, the smallest TP that fits.
+"""Model shapes and their sizes: weights, KV per token, and KV capacity of a TP group.
 
-No times here (roofline.py), no GPUs' rates (hardware.py). Shapes are the published configs of the models.
+Shapes are the models' published configurations. Not here: times (roofline.py), rates of GPUs
+(hardware.py).
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ GIB = 1 << 30
 
 
 class Reserve(msgspec.Struct, frozen=True):
-    """What of a GPU's memory is not for weights and KV: the share left untouched, and what the engine itself keeps."""
+    """GPU memory that is not for weights and KV: the untouched share, and the engine's own use."""
 
     untouched: float = 0.1
     engine_bytes: float = 3.5 * GIB
     nccl_bytes: float = 0.36 * GIB
 
     def usable(self, gpu: Gpu, tp: int) -> float:
-        """Bytes per GPU for weights and KV."""
+        """Return the bytes per GPU for weights and KV."""
         return (
             gpu.hbm_bytes * (1 - self.untouched)
             - self.engine_bytes
@@ -31,15 +32,17 @@ class Reserve(msgspec.Struct, frozen=True):
         )
 
 
-# vLLM's gpu_memory_utilization of 0.9, and aiconfigurator's figures for context, activations, graphs and NCCL.
+# vLLM's gpu_memory_utilization of 0.9, and aiconfigurator's figures for context, activations,
+# graphs and NCCL.
 ENGINE_RESERVE = Reserve()
 RULE_OF_THUMB = Reserve(engine_bytes=0, nccl_bytes=0)
 
 
 class Llm(msgspec.Struct, frozen=True):
-    """A decoder's shape. `kv_scalars` is what one layer caches per token: 2 x kv_heads x head_dim, or MLA's latent.
+    """A decoder's shape.
 
-    `shardable_kv` is how many ranks can split the cache: kv_heads for GQA, 1 for MLA (each rank holds all of it).
+    kv_scalars     scalars cached per token and layer: 2 x kv_heads x head_dim, or MLA's latent
+    shardable_kv   ranks that can split the cache: kv_heads for GQA, 1 for MLA (all on each rank)
     """
 
     name: str
@@ -63,26 +66,28 @@ class Llm(msgspec.Struct, frozen=True):
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of one token's hidden state: what an all-reduce sums and a pipeline stage hands on."""
+        """Bytes of one token's hidden state, as all-reduced and passed between stages."""
         return 2 * self.width
 
     @property
     def allreduces(self) -> int:
-        """Collectives per step of a tensor-parallel group: one after attention and one after the MLP of each layer."""
+        """Collectives per step of a TP group: after attention and after the MLP of each layer."""
         return 2 * self.layers
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of KV cache per token, over all layers and all KV heads."""
+        """Bytes of KV cache per token, over all layers and KV heads."""
         return int(self.layers * self.kv_scalars * self.kv_bytes)
 
     @property
     def mla(self) -> bool:
-        """Whether the cache is one latent per token, in place of keys and values per head."""
+        """Whether the cache is one latent per token instead of keys and values per head."""
         return self.shardable_kv == 1 and self.kv_scalars != 2 * self.head_dim
 
     def kv_rank_bytes(self, tp: int) -> float:
-        """Bytes of KV per token on one rank. Past `shardable_kv` ranks heads are replicated, not split (GQA cap)."""
+        """Return bytes of KV per token on one rank. Beyond `shardable_kv` ranks, heads are
+        replicated.
+        """
         return self.kv_token_bytes / min(tp, self.shardable_kv)
 
 
@@ -95,7 +100,7 @@ def gqa(
     params: float,
     grid_name: str = "",
 ) -> Llm:
-    """A dense bf16 model with grouped-query attention and heads of 128."""
+    """Return a dense bf16 model with grouped-query attention and heads of 128."""
     return Llm(
         name,
         layers,
@@ -111,7 +116,7 @@ def gqa(
 
 
 def fp8(model: Llm, name: str, grid_name: str = "") -> Llm:
-    """The same model with one-byte weights (the cache stays bf16, as in vLLM's default)."""
+    """Return the same model with one-byte weights. The cache stays bf16, as in vLLM's default."""
     return msgspec.structs.replace(model, name=name, weight_bytes=1.0, grid_name=grid_name)
 
 
@@ -160,18 +165,18 @@ MODELS: Mapping[str, Llm] = MappingProxyType(_table())
 
 
 def model_named(name: str) -> Llm:
-    """The shape for a short or full model name, any case. ValueError lists the known ones."""
-    found = MODELS.get(name.lower())
-    if found is None:
+    """Return the shape for a short or full model name, in any case. Raises ValueError."""
+    model = MODELS.get(name.lower())
+    if model is None:
         raise ValueError(f"unknown model {name!r}: known are {', '.join(MODELS)}")
-    return found
+    return model
 
 
 def free_kv_bytes(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESERVE) -> float:
-    """Bytes left for KV on one rank. Negative when the weights do not fit."""
+    """Return the bytes left for KV on one rank; negative if the weights do not fit."""
     return reserve.usable(gpu, tp) - model.weights_bytes / tp
 
 
 def kv_capacity_tokens(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESERVE) -> int:
-    """Tokens whose KV a TP group holds at once; 0 when the weights do not fit."""
+    """Return the tokens of KV that a TP group holds; 0 if the weights do not fit."""
     return max(0, int(free_kv_bytes(model, gpu, tp, reserve) / model.kv_rank_bytes(tp)))

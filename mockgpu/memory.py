@@ -1,6 +1,7 @@
-"""KvMemory: the real bytes of a group's KV cache, one region per rank, written as tokens are computed and read back.
+"""KvMemory: the real bytes of a group's KV cache, one region per rank.
 
-What the bytes are is kv.py's; which blocks belong to whom is blocks.py's; how they travel is kvtransfer's.
+Written as tokens are computed, and read back. Not here: the content (kv.py), ownership of blocks
+(blocks.py), transfer (kvtransfer).
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from mockgpu.kv import WORD_BYTES, Words, slot_masks
 
 
 class KvMemory:
-    """All ranks' caches of one group. Sole writer of their bytes, apart from transfers into blocks given to them."""
+    """The caches of all ranks of one group.
+
+    Sole writer of their bytes, except for transfers into blocks reserved for them.
+    """
 
     def __init__(self, layout: KvLayout, regions: Sequence[Region]) -> None:
-        """`regions`: one per rank. ValueError when their number or size is wrong."""
+        """Check the regions, one per rank. Raises ValueError for a wrong number or size."""
         ranks = [region.bytes for region in regions]
         if len(ranks) != layout.tp or any(
-            each.size % layout.rank_block_bytes(i) for i, each in enumerate(ranks)
+            rank.size % layout.rank_block_bytes(index) for index, rank in enumerate(ranks)
         ):
             raise ValueError(f"{len(ranks)} arrays do not hold the caches of {layout.tp} ranks")
         self.layout = layout
@@ -37,7 +41,7 @@ class KvMemory:
 
     @classmethod
     def create(cls, layout: KvLayout, blocks: int, name: str) -> KvMemory:
-        """Zeroed memory for that many blocks on every rank; the pages are taken as they are written."""
+        """Allocate zeroed memory for `blocks` blocks on every rank. Pages are used when written."""
         return cls(
             layout,
             [
@@ -47,45 +51,52 @@ class KvMemory:
         )
 
     def renew(self, blocks: Sequence[int]) -> None:
-        """These blocks get new content: whoever was promised the old one can no longer be given it."""
+        """Increment the generations of blocks that get new content."""
         if blocks:
             for region in self.regions:
                 region.bump(blocks)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._views.clear()
         for region in self.regions:
             region.close()
 
     def write(self, blocks: Sequence[int], start: int, states: Words) -> None:
-        """Store the tokens [start, start + len(states)) of a sequence that lives in `blocks`."""
+        """Store tokens [start, start + len(states)) of a sequence in its blocks."""
         for view, masks in zip(self._views, self._masks, strict=True):
             for chosen, first, last, part in _pieces(
                 blocks, start, states, self.layout.block_tokens
             ):
-                # One fancy index alone keeps the axes in place: [blocks, layer, part, head, token, word].
+                # A single fancy index keeps the axes in place: [blocks, layer, part, head, token,
+                # word].
                 view[chosen, :, :, :, first:last] = part[:, None, None, None, :, None] ^ masks
 
     def taint(self, blocks: Sequence[int], states: Words) -> int:
-        """0 when every byte of the tokens [0, len(states)) is in place on every rank; else a digest of what is wrong.
+        """Return 0 if tokens [0, len(states)) are correct on every rank, else a digest of the
+        error.
 
-        The bytes are read and unmasked: what is left must be the tokens' states, in each layer, head and replica.
+        The bytes are unmasked and compared with the tokens' states in each layer, head and replica.
         """
-        found = 0
+        digest = 0
         for rank, (view, masks) in enumerate(zip(self._views, self._masks, strict=True)):
             for chosen, first, last, part in _pieces(blocks, 0, states, self.layout.block_tokens):
-                rest = view[chosen, :, :, :, first:last] ^ masks
-                rest ^= part[:, None, None, None, :, None]
-                if rest.any():
-                    found = (
-                        xxh3_64_intdigest(np.ascontiguousarray(rest).data, found ^ (rank + 1)) | 1
+                difference = view[chosen, :, :, :, first:last] ^ masks
+                difference ^= part[:, None, None, None, :, None]
+                if difference.any():
+                    digest = (
+                        xxh3_64_intdigest(
+                            np.ascontiguousarray(difference).data, digest ^ (rank + 1)
+                        )
+                        | 1
                     )
-        return found
+        return digest
 
 
 def _by_block(rank: NDArray[np.uint8], layout: KvLayout) -> Words:
-    """A rank's bytes as words, seen as [blocks, layers, parts, heads, tokens, words] whatever order they are in."""
+    """View a rank's bytes as words [blocks, layers, parts, heads, tokens, words], in either
+    order.
+    """
     words, per_row = rank.view(np.uint64), layout.row_bytes // WORD_BYTES
     if layout.order is KvOrder.HND:
         return words.reshape(
@@ -100,7 +111,10 @@ def _by_block(rank: NDArray[np.uint8], layout: KvLayout) -> Words:
 def _pieces(
     blocks: Sequence[int], start: int, states: Words, size: int
 ) -> list[tuple[NDArray[np.int64] | list[int], int, int, Words]]:
-    """A token range as (blocks, first and last place in each, states per block): whole blocks at once, ends apart."""
+    """Split a token range into (blocks, first and last position in each, states per block).
+
+    Whole blocks are one piece, partial ones at the ends are separate.
+    """
     end = start + len(states)
     whole_from, whole_to = -(-start // size), end // size
     if whole_from > whole_to:

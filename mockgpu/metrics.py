@@ -1,6 +1,6 @@
-"""What a TP group tells of itself at /metrics: vLLM 0.33's names, labels and buckets, in Prometheus text.
+"""A TP group's /metrics page: vLLM 0.33's names, labels and buckets, in Prometheus text.
 
-Counting is a few integer additions per step; words are only made when somebody asks.
+Counting costs a few integer additions per step; text is only rendered on request.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 class GroupMetrics:
-    """Numbers of one TP group that its scheduler does not keep: latencies and how requests ended."""
+    """Numbers of one TP group beyond its scheduler's: latencies, and how requests ended."""
 
     def __init__(self, model_name: str) -> None:
         self.labels = f'model_name="{model_name}",engine="0"'
@@ -65,16 +65,16 @@ class GroupMetrics:
     def render(
         self, scheduler: Scheduler, desk: Desk | None = None, engine: Engine = Engine.VLLM
     ) -> str:
-        """The whole exposition: vLLM's names, those of transfers where there are any, another engine's besides."""
+        """Render the page: vLLM's names, transfers if there are any, and another engine's names."""
         lines = [*self._gauges(scheduler), *self._counters(scheduler), *self._latencies()]
         if desk is not None:
-            lines += [*_fetching(scheduler, self.labels), *desk.lines(self.labels)]
+            lines += [*_fetch_stages(scheduler, self.labels), *desk.lines(self.labels)]
         if engine is not Engine.VLLM:
-            lines += _foreign(scheduler, engine)
+            lines += _other_engine_lines(scheduler, engine)
         return "\n".join(lines) + "\n"
 
     def _gauges(self, scheduler: Scheduler) -> Iterator[str]:
-        """What it has in hand now."""
+        """Yield the current state."""
         labels, pool = self.labels, scheduler.pool
         gauges = {
             "vllm:num_requests_running": scheduler.running,
@@ -87,14 +87,16 @@ class GroupMetrics:
             yield f"# TYPE {name} gauge"
             yield f"{name}{{{labels}}} {value}"
         yield "# TYPE vllm:num_requests_waiting_by_reason gauge"
-        yield f'vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} {len(scheduler.waiting)}'
+        by_reason = "vllm:num_requests_waiting_by_reason"
+        yield f'{by_reason}{{{labels},reason="capacity"}} {len(scheduler.waiting)}'
         deferred = scheduler.queued - len(scheduler.waiting)
-        yield f'vllm:num_requests_waiting_by_reason{{{labels},reason="deferred"}} {deferred}'
+        yield f'{by_reason}{{{labels},reason="deferred"}} {deferred}'
         yield "# TYPE vllm:cache_config_info gauge"
-        yield f'vllm:cache_config_info{{{labels},block_size="{pool.block_tokens}",num_gpu_blocks="{pool.total}"}} 1'
+        cache = f'block_size="{pool.block_tokens}",num_gpu_blocks="{pool.total}"'
+        yield f"vllm:cache_config_info{{{labels},{cache}}} 1"
 
     def _counters(self, scheduler: Scheduler) -> Iterator[str]:
-        """What it has done since it started."""
+        """Yield the counters since the start."""
         labels, totals = self.labels, scheduler.totals
         counters = {
             "vllm:prefix_cache_queries": totals.prefix_queries,
@@ -112,12 +114,14 @@ class GroupMetrics:
             yield f"{name}_total{{{labels}}} {value}"
         yield "# TYPE vllm:request_success counter"
         for reason in FINISHED_REASONS:
-            yield f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {self.finished[reason]}'
+            count = self.finished[reason]
+            yield f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {count}'
         yield "# TYPE vllm:admission_rejections counter"
-        yield f'vllm:admission_rejections_total{{{labels},reason="max_num_queued_reqs"}} {self.rejections}'
+        rejections = f'{labels},reason="max_num_queued_reqs"'
+        yield f"vllm:admission_rejections_total{{{rejections}}} {self.rejections}"
 
     def _latencies(self) -> Iterator[str]:
-        """How long requests and tokens took, as histograms in seconds."""
+        """Yield histograms of request and token times, in seconds."""
         labels = self.labels
         histograms = {
             "vllm:time_to_first_token_seconds": self.ttft_s,
@@ -130,8 +134,8 @@ class GroupMetrics:
             yield from histogram.lines(name, labels)
 
 
-def _fetching(scheduler: Scheduler, labels: str) -> Iterator[str]:
-    """Where decode legs stand before they run."""
+def _fetch_stages(scheduler: Scheduler, labels: str) -> Iterator[str]:
+    """Yield the states of decode legs before they run."""
     wants = sum(isinstance(job.leg, Take) and job.cached < 0 for job in scheduler.waiting)
     stages = {
         "waiting_to_start": wants,
@@ -143,15 +147,16 @@ def _fetching(scheduler: Scheduler, labels: str) -> Iterator[str]:
         yield f'vllm:num_requests_kv_fetch_by_stage{{{labels},stage="{stage}"}} {count}'
 
 
-def _foreign(scheduler: Scheduler, engine: Engine) -> Iterator[str]:
-    """What a gateway reads of SGLang and of TensorRT-LLM, by their names."""
+def _other_engine_lines(scheduler: Scheduler, engine: Engine) -> Iterator[str]:
+    """Yield what a gateway reads from SGLang or TensorRT-LLM, by their names."""
     pool, totals = scheduler.pool, scheduler.totals
     if engine is Engine.SGLANG:
         yield f"sglang:num_running_reqs {scheduler.running}"
         yield f"sglang:num_queue_reqs {scheduler.queued}"
         yield f"sglang:token_usage {pool.usage}"
         yield f"sglang:generation_tokens_total {totals.output_tokens}"
-        yield f'sglang:cache_config_info{{page_size="{pool.block_tokens}",num_pages="{pool.total}"}} 1'
+        cache = f'page_size="{pool.block_tokens}",num_pages="{pool.total}"'
+        yield f"sglang:cache_config_info{{{cache}}} 1"
         yield f"sglang:num_decode_transfer_queue_reqs {len(scheduler.fetching)}"
         yield f"sglang:num_prefill_inflight_queue_reqs {len(scheduler.kept)}"
     else:

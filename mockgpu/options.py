@@ -1,6 +1,5 @@
-"""The longer options of `penstock mock`, above all those that make its groups halves of split requests.
-
-cli.py has the others.
+"""The longer options of `penstock mock`, mainly those for split requests. The others are in
+cli.py.
 """
 
 from __future__ import annotations
@@ -12,19 +11,19 @@ import typer
 Port = Annotated[
     int,
     typer.Option(
-        min=0, max=65535, help="Port of the first group; the others follow. 0: any free ports."
+        min=0, max=65535, help="Port of the first group; the others follow. 0: free ports."
     ),
 ]
 Tp = Annotated[
     int | None, typer.Option(min=1, help="GPUs per group. Default: the first of 1, 4, 8 that fits.")
 ]
 KvTokens = Annotated[
-    int | None, typer.Option(min=16, help="Tokens of KV cache, instead of what memory leaves.")
+    int | None, typer.Option(min=16, help="Tokens of KV cache. Default: what memory leaves.")
 ]
 DialectName = Annotated[
     str | None,
     typer.Option(
-        help="Be half of split requests, as vllm_nixl, vllm_push, mooncake, sglang or trtllm."
+        help="Serve one half of split requests: vllm_nixl, vllm_push, mooncake, sglang or trtllm."
     ),
 ]
 KvTransport = Annotated[
@@ -35,40 +34,38 @@ KvPort = Annotated[
     typer.Option(
         min=0,
         max=65535,
-        help="Port of the first group's agent; the others follow. 0: any free ports.",
+        help="Port of the first group's agent; the others follow. 0: free ports.",
     ),
 ]
-KvKey = Annotated[str, typer.Option(help="What all groups of a fleet share and nobody else knows.")]
+KvKey = Annotated[str, typer.Option(help="Secret that all groups of a fleet share.")]
 KvTls = Annotated[
     str | None,
     typer.Option(
         help="Directory with tls.crt, tls.key and ca.crt: TLS for KV over TCP, at both ends."
     ),
 ]
-KvScale = Annotated[float, typer.Option(help="Bytes held per byte of the model's KV, up to 1.")]
+KvScale = Annotated[float, typer.Option(help="Real bytes per byte of the model's KV, up to 1.")]
 KvGbps = Annotated[
     float, typer.Option(help="Link speed for the unscaled KV, gigabits per second. 0: no pacing.")
 ]
-KvLease = Annotated[
-    float, typer.Option(help="Seconds that KV is kept for a decode group to fetch.")
-]
+KvLease = Annotated[float, typer.Option(help="Seconds to keep KV for a decode group.")]
 HandoffTimeout = Annotated[
     float | None,
-    typer.Option(help="Seconds that legs wait for each other. Default: as the engine does."),
+    typer.Option(help="Seconds that legs wait for each other. Default: the engine's."),
 ]
 LoadFailurePolicy = Annotated[
-    str, typer.Option(help="When KV does not come: fail the request, or recompute.")
+    str, typer.Option(help="If KV does not arrive: fail the request, or recompute.")
 ]
-EngineVersion = Annotated[str, typer.Option(help="Whose objects: 0.20 to 0.33.")]
+EngineVersion = Annotated[str, typer.Option(help="Engine version to imitate: 0.20 to 0.33.")]
 WireFaults = Annotated[
-    bool, typer.Option(help="Let faults of the wire be set: agents are reached through a relay.")
+    bool, typer.Option(help="Allow wire faults: peers reach agents through a relay.")
 ]
 ChaosPort = Annotated[
     int | None,
     typer.Option(
         min=0,
         max=65535,
-        help="Let `penstock chaos` set faults, at this port of 127.0.0.1. 0: a free one.",
+        help="Port on 127.0.0.1 for `penstock chaos` to set faults. 0: a free one.",
     ),
 ]
 BootstrapPort = Annotated[
@@ -76,6 +73,27 @@ BootstrapPort = Annotated[
     typer.Option(
         min=0,
         max=65535,
-        help="Mooncake's and SGLang's bootstrap server of the first group. 0: any free ports.",
+        help="Port of the first group's bootstrap server (Mooncake, SGLang). 0: free ports.",
     ),
 ]
+Groups = Annotated[int, typer.Option(min=1, max=256, help="TP groups to serve, one port each.")]
+ModelName = Annotated[str, typer.Option(help="Model to serve, by its short or full name.")]
+GpuName = Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")]
+Role = Annotated[str, typer.Option(help="both, prefill or decode.")]
+Speed = Annotated[str, typer.Option(help="10: ten times as fast. 0 or inf: no waiting.")]
+Seed = Annotated[int, typer.Option(help="Random seed for faults with a chance.")]
+FaultSpec = Annotated[
+    str, typer.Option(help="Faults from the start, e.g. '5xx@0.1,stall:after=3'.")
+]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+ProfileName = Annotated[str, typer.Option(help="Software generation: 2026, 2023 or harbor.")]
+MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Maximum number of running sequences.")]
+MaxNumBatchedTokens = Annotated[
+    int, typer.Option(min=1, help="Maximum tokens per step: the prefill chunk.")
+]
+MaxQueued = Annotated[
+    int | None, typer.Option(min=1, help="Answer 503 above this many waiting requests.")
+]
+KeepAlive = Annotated[float, typer.Option(help="Seconds before an idle connection is closed.")]
+CachedDetails = Annotated[bool, typer.Option(help="Report cached_tokens in usage.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per group.")]

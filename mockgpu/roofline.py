@@ -1,7 +1,8 @@
-"""How long one engine step takes, from first principles: bytes read, operations done, collectives paid.
+"""The duration of one engine step from first principles: bytes read, operations, collectives.
 
-The equation and its eight constants per GPU (hardware.py) hold for any shape; where a measured grid exists (grids.py)
-it corrects the equation so that every measured point is met exactly. No scheduling here, no clock.
+The equation and its eight constants per GPU (hardware.py) hold for any shape. A measured grid
+(grids.py), if there is one, corrects it so that every measured point is met exactly. Not here:
+scheduling, or a clock.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from mockgpu.llm import Llm
 class Work(NamedTuple):
     """What one step computes.
 
-    prefill_tokens   prompt tokens computed, over all chunks
-    attention_area   sum over chunks of chunk x (start + chunk / 2): query-key pairs of the prompts
-    decode_seqs      sequences that gain one token
-    decode_context   tokens of KV these read, summed
+    prefill_tokens   prompt tokens computed, over all chunks attention_area   sum over chunks of
+    chunk x (start + chunk / 2): query-key pairs of the prompts decode_seqs      sequences that gain
+    one token decode_context   tokens of KV that these read, in total
     """
 
     prefill_tokens: int = 0
@@ -32,10 +32,13 @@ class Work(NamedTuple):
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """A software generation. `layer_us` replaces the GPU's fitted overhead per layer; `exact` lets a grid correct it.
+    """A software generation.
 
-    `fabric_us` is paid per all-reduce by groups of more than `fabric_above_tp` ranks (a collective that leaves the fast
-    links); `request_s` is the API server's cost per request before the engine sees it (BLIS: 15.6 ms).
+    layer_us    replaces the GPU's fitted overhead per layer; None: keep it
+    fabric_us   added per all-reduce in groups of more than `fabric_above_tp` ranks, whose
+                collectives leave the fast links
+    exact       whether a grid may correct the equation
+    request_s   the API server's time per request before the engine (BLIS: 15.6 ms)
     """
 
     name: str
@@ -48,11 +51,13 @@ class Profile(msgspec.Struct, frozen=True):
 
 PROFILES: Mapping[str, Profile] = MappingProxyType(
     {
-        # Today's engines, as the grids measured them.
+        # Current engines, as measured in the grids.
         "2026": Profile("2026"),
-        # Splitwise's 2023 stack: ~0.35 ms of launch overhead per layer, so TP 4 -> 8 gained next to nothing.
+        # Splitwise's 2023 stack: about 0.35 ms of launch overhead per layer, so TP 8 gained little
+        # over TP 4.
         "2023": Profile("2023", layer_us=350.0, exact=False),
-        # Harbor Analytics' story: a 2023 stack whose TP 8 crossed a slow fabric (docs/mock.md states the conflict).
+        # Harbor Analytics: a 2023 stack whose TP 8 crossed a slow fabric (see docs/mock.md for the
+        # conflict).
         "harbor": Profile(
             "harbor", layer_us=320.0, fabric_us=350.0, fabric_above_tp=4, exact=False
         ),
@@ -61,15 +66,15 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
 
 
 def profile_named(name: str) -> Profile:
-    """The profile of that name. ValueError lists the known ones."""
-    found = PROFILES.get(name)
-    if found is None:
+    """Return the profile of this name. Raises ValueError, listing the known ones."""
+    profile = PROFILES.get(name)
+    if profile is None:
         raise ValueError(f"unknown profile {name!r}: known are {', '.join(PROFILES)}")
-    return found
+    return profile
 
 
 class Terms(NamedTuple):
-    """The parts of one step's time, seconds. `weights_s` and `flops_s` overlap: the larger one counts."""
+    """The parts of one step's time in seconds. `weights_s` and `flops_s` overlap."""
 
     weights_s: float
     flops_s: float
@@ -81,29 +86,29 @@ class Terms(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """The step's time."""
+        """The step's time: the larger of the overlapping parts, plus the others."""
         return max(self.weights_s, self.flops_s) + sum(self[2:])
 
     @property
     def bound(self) -> str:
-        """The name of the largest part: what holds the step back."""
+        """The name of the largest part, which limits the step."""
         return max(zip(self, self._fields, strict=True))[1].removesuffix("_s")
 
 
 class Correction(Protocol):
-    """Measured over computed: factors by which a grid corrects the equation (grids.py)."""
+    """Factors measured / computed, by which a grid corrects the equation (grids.py)."""
 
     def prefill(self, tokens: int) -> float:
-        """For a prefill-only step of that many tokens."""
+        """Return the factor for a prefill-only step."""
         ...
 
     def decode(self, seqs: int, context: int) -> float:
-        """For a decode-only step; `context` is the sum over sequences."""
+        """Return the factor for a decode-only step. `context` is the sum over sequences."""
         ...
 
 
 class Roofline:
-    """Step times of one model on `tp` GPUs of one kind. All rates are folded once into seconds per unit of work."""
+    """Step times of one model on `tp` GPUs of one kind. Rates are precomputed per unit of work."""
 
     def __init__(
         self, model: Llm, gpu: Gpu, tp: int, profile: Profile, correction: Correction | None = None
@@ -129,9 +134,13 @@ class Roofline:
         self._correction = correction if profile.exact else None
 
     def terms(self, work: Work) -> Terms:
-        """The equation's parts for one step, seconds (perfmodel: max(W, FLOPs) + KV + attention + overheads + wire)."""
+        """Return the parts of one step's time by the equation.
+
+        That is max(weights, FLOPs) + KV + attention + overheads + collectives.
+        """
         tokens = work.prefill_tokens + work.decode_seqs
-        # A mixture of experts reads only the experts its tokens touch: all of them once the batch is large.
+        # A mixture of experts reads only the experts that its tokens use: all of them in a large
+        # batch.
         read = 1.0 if self._dense else 1 - self._idle_share**tokens
         return Terms(
             self._weights_s * read,
@@ -144,9 +153,9 @@ class Roofline:
         )
 
     def equation_s(self, work: Work) -> float:
-        """The step's time by the equation alone, seconds.
+        """Return the step's time by the equation alone.
 
-        It is `terms(work).total_s` in less than half the time: a replay asks for it at every step.
+        Equal to `terms(work).total_s`, but faster: a replay calls it for every step.
         """
         tokens = work.prefill_tokens + work.decode_seqs
         read = 1.0 if self._dense else 1 - self._idle_share**tokens
@@ -161,11 +170,10 @@ class Roofline:
         )
 
     def step_s(self, work: Work) -> float:
-        """The step's time, seconds; exact on every grid point where there is a grid.
+        """Return the step's time, exact at every grid point if there is a grid.
 
-        A chunk that starts late (cached prefix, second chunk) takes the factor of its token count: the attention over
-        what precedes it is the equation's. A mixed step reads the weights once, which the equation knows; it takes
-        the two pure factors, weighed by what each half would take alone.
+        A chunk that starts late (cached prefix, second chunk) gets the factor of its token count. A
+        mixed step gets both pure factors, weighted by the time of each half alone.
         """
         seconds = self.equation_s(work)
         if self._correction is None:

@@ -1,12 +1,13 @@
-"""Continuous batching with chunked prefill, as vLLM's V1 scheduler does it: plan a step, run it, finish it.
+"""Continuous batching with chunked prefill, as in vLLM's V1 scheduler.
 
-Pure and clock-free: `step()` says what is computed next, roofline.py how long that takes, `finish()` what came of it.
-The live server and a replay on virtual time run this same code. A step costs O(what changes): decoding sequences all
-advance by one token a step, so one counter (`tick`) advances them; only those that end or need a block are touched.
+Pure and without a clock: `step()` plans what to compute next, roofline.py says how long it takes,
+`finish()` applies the result. The live server and replays in virtual time run the same code.
+Decoding sequences all advance by one token per step, so one counter (`tick`) advances them. Only
+those that end or need a block are touched, so a step costs O(changes).
 
-Of a request split between two groups it does this group's half: a job whose KV comes from elsewhere gets all its
-prompt's blocks before the first byte moves and then waits for `landed()`; one whose KV goes elsewhere leaves its blocks
-in `kept` until `let_go()`. Who moves bytes is handoff/desk.py's.
+For split requests: a job with KV from another group gets all its prompt's blocks before the first
+byte moves, then waits for `on_landed()`. A job whose KV goes to another group leaves its blocks in
+`kept` until `release_kept()`. Not here: moving bytes (handoff/desk.py).
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from mockgpu.job import Chunk, Job, Outcome, Plan, State, Totals
 
 
 class Scheduler:
-    """The queue and the running batch of one TP group. Sole owner of its jobs and of its block pool."""
+    """The queue and the running batch of one TP group. Sole owner of its jobs and its block
+    pool.
+    """
 
     def __init__(
         self, pool: BlockPool, max_num_seqs: int = 256, max_num_batched_tokens: int = 8192
     ) -> None:
         if not 0 < max_num_seqs <= max_num_batched_tokens:
             raise ValueError(
-                f"need 0 < max_num_seqs <= max_num_batched_tokens, got {max_num_seqs}, {max_num_batched_tokens}"
+                f"need 0 < max_num_seqs <= max_num_batched_tokens, got {max_num_seqs}, "
+                f"{max_num_batched_tokens}"
             )
         self.pool = pool
         self.max_num_seqs = max_num_seqs
@@ -38,45 +42,45 @@ class Scheduler:
         self.fetching: dict[Job, None] = {}
         self.fetched: deque[Job] = deque()
         self.kept: dict[Job, list[int]] = {}
-        # Told of every block that decoding has filled, before others may share it.
+        # Called for every block that decoding has filled, before the block can be shared.
         self.on_filled: Callable[[Job, int], None] | None = None
         self._to_fetch: list[Job] = []
         self.totals = Totals()
         self.tick = 0
         self._context = 0
-        # Decoding jobs by the tick at which each makes its last token; ticks at which none does are not in it.
+        # Decoding jobs by the tick of their last token. Ticks without such jobs are absent.
         self._ends: defaultdict[int, dict[Job, None]] = defaultdict(dict)
-        # Decoding jobs by the tick, modulo a block's tokens, at which each needs its next block.
+        # Decoding jobs by the tick, modulo the block size, at which each needs its next block.
         self._grows: list[dict[Job, None]] = [{} for _ in range(pool.block_tokens)]
 
     @property
     def running(self) -> int:
-        """Jobs in the batch: prefilling or decoding."""
+        """The number of jobs in the batch, prefilling or decoding."""
         return len(self.prefilling) + len(self.decoding)
 
     @property
     def queued(self) -> int:
-        """Jobs that compute nothing yet: waiting for room, for their KV, or for a place in the batch."""
+        """The number of jobs that wait for blocks, for their KV, or for a place in the batch."""
         return len(self.waiting) + len(self.fetching) + len(self.fetched)
 
     @property
     def kept_blocks(self) -> int:
-        """Blocks that no job here uses any more: other groups read them, or a transfer still writes them."""
+        """Blocks that no job here uses, but that other groups read or a transfer still writes."""
         return sum(map(len, self.kept.values()))
 
     def fits(self, job: Job) -> bool:
-        """Whether the job could run alone; one that could not must never be added."""
+        """Return whether the job could run alone. One that could not must never be added."""
         return (
             blocks_for(job.prompt_tokens + job.output_tokens, self.pool.block_tokens)
             <= self.pool.total
         )
 
     def made(self, job: Job) -> int:
-        """Output tokens of the job so far."""
+        """Return the job's output tokens so far."""
         return self.tick - job.origin if job.state is State.DECODE else job.made
 
     def add(self, job: Job) -> None:
-        """Queue a job, first come first served. ValueError when it could never fit."""
+        """Queue a job, first come first served. Raises ValueError if it can never fit."""
         if not self.fits(job):
             raise ValueError(
                 f"{job.prompt_tokens} + {job.output_tokens} tokens exceed the group's KV cache"
@@ -84,9 +88,9 @@ class Scheduler:
         self.waiting.append(job)
 
     def abort(self, job: Job) -> None:
-        """Take a job out wherever it stands, at once, also between step() and finish(); its blocks are free again.
+        """Remove a job in any state and free its blocks. May be called between step() and finish().
 
-        Except those that its KV is being written to: they are kept, for `let_go()` to free when nobody writes any more.
+        Blocks that a transfer is writing are kept until `release_kept()`.
         """
         if job.state is State.WAITING:
             self.waiting.remove(job)
@@ -98,38 +102,44 @@ class Scheduler:
             self.pool.release(job.blocks)
             job.blocks = []
         elif job.state is not State.DONE:
-            self._leave(job)
+            self._remove(job)
         job.state = State.DONE
 
     def to_fetch(self) -> list[Job]:
-        """Jobs admitted since the last call whose KV is to be fetched now.
+        """Return the jobs admitted since the last call whose KV must be fetched.
 
-        Those in FETCHING wait for `landed()` or `recompute()`; the others found all of it here.
+        Jobs in FETCHING wait for `on_landed()` or `recompute()`; the KV of the others is all
+        cached.
         """
         jobs, self._to_fetch = self._to_fetch, []
         return jobs
 
     def landed(self, job: Job, cached: int) -> None:
-        """The KV of a FETCHING job is there: only its last token is left to compute. `cached`: what usage will tell."""
+        """Continue a FETCHING job whose KV has arrived; only its last token is left to compute.
+
+        `cached`: the cached tokens to report in usage.
+        """
         start, job.computed, job.cached = job.computed, job.prompt_tokens - 1, cached
         self._seal(job, start, job.prompt_tokens)
-        self._fetched(job)
+        self._mark_fetched(job)
 
     def recompute(self, job: Job) -> None:
-        """The KV of a FETCHING job will not come: it is computed here, in the blocks the job has."""
-        self._fetched(job)
+        """Compute the KV of a FETCHING job here, in its blocks, because it will not arrive."""
+        self._mark_fetched(job)
 
     def let_go(self, job: Job) -> None:
-        """Free what was kept of a job that is over. No effect where nothing is."""
+        """Free the blocks kept for a job that is over. No-op if there are none."""
         self.pool.release(self.kept.pop(job, ()))
 
-    def _fetched(self, job: Job) -> None:
+    def _mark_fetched(self, job: Job) -> None:
         del self.fetching[job]
         job.state = State.FETCHED
         self.fetched.append(job)
 
     def step(self) -> Plan | None:
-        """Plan the next step; None when there is nothing to compute. Decodes first, prompts with the budget left."""
+        """Plan the next step; None: nothing to compute. Decodes first, then prompts in the
+        budget.
+        """
         for job in list(self._grows[self.tick % self.pool.block_tokens]):
             if job.state is State.DECODE:
                 self._grow(job)
@@ -153,29 +163,32 @@ class Scheduler:
         return Plan(chunks, len(self.decoding), self._context)
 
     def finish(self, plan: Plan) -> Outcome:
-        """Account for a step that was run: tokens made, jobs done. Jobs aborted meanwhile are passed over."""
+        """Apply a step that was run: tokens made, jobs done. Jobs aborted meanwhile are skipped."""
         decoded = len(self.decoding)
         self.tick += 1
         self._context += decoded
         ended = list(self._ends.pop(self.tick, ()))
-        began = [
+        first_token_jobs = [
             chunk.job for chunk in plan.chunks if chunk.last and chunk.job.state is State.PREFILL
         ]
-        for job in began:
+        for job in first_token_jobs:
             self._begin(job)
             if job.made == job.output_tokens:
                 ended.append(job)
         for job in ended:
-            self._leave(job, job.keep)
+            self._remove(job, job.keep)
             job.state = State.DONE
-        self.totals.prompt_tokens += sum(job.prompt_tokens for job in began if job.made == 1)
-        self.totals.output_tokens += decoded + len(began)
-        return Outcome(began, decoded, ended)
+        self.totals.prompt_tokens += sum(
+            job.prompt_tokens for job in first_token_jobs if job.made == 1
+        )
+        self.totals.output_tokens += decoded + len(first_token_jobs)
+        return Outcome(first_token_jobs, decoded, ended)
 
     def quiet(self, most: int) -> int:
-        """How many steps from the planned one on (that one included) only decode, end nobody and preempt nobody.
+        """Return how many steps from the planned one on only decode, without ends or preemptions.
 
-        To be asked after `step()` planned a step without prompts; `leap()` may then take as many. At most `most`.
+        At most `most`. Call it after `step()` planned a step without prompts; `advance()` may then
+        run that many.
         """
         if not self.decoding or self.prefilling or self.fetched:
             return 0
@@ -192,7 +205,10 @@ class Scheduler:
         return steps
 
     def leap(self, steps: int) -> Plan:
-        """Run `steps` quiet steps at once, as that many pairs of `finish()` and `step()` would; the plan after them."""
+        """Run `steps` decode-only steps at once, and return the plan after them.
+
+        Equivalent to that many pairs of `finish()` and `step()`.
+        """
         decoded = len(self.decoding)
         for _ in range(steps):
             self.tick += 1
@@ -205,15 +221,16 @@ class Scheduler:
         return Plan([], decoded, self._context)
 
     def _admit(self, job: Job) -> bool:
-        """Give the head of the queue what is cached of it, if the rest of its prompt fits as well.
+        """Give the queue's first job its cached blocks, if the rest of its prompt fits as well.
 
-        Only the chunk's blocks are taken now, yet the whole prompt must fit: else long prompts would starve each other.
+        Only the blocks of the next chunk are allocated now. The whole prompt must fit, because long
+        prompts would otherwise starve each other.
         """
         size = self.pool.block_tokens
-        # The last token is always computed: its logits are what the first output token is drawn from.
+        # The last token is always computed, because the first output token depends on its logits.
         hits = self.pool.hits(job.keys, (job.known_tokens - 1) // size)
         needed = blocks_for(job.known_tokens, size) - hits + self.pool.idle_hits(job.keys, hits)
-        if needed > self.pool.free - self._promised():
+        if needed > self.pool.free - self._reserved_blocks():
             return False
         job.blocks = self.pool.share(job.keys, hits)
         job.computed = hits * size
@@ -225,7 +242,7 @@ class Scheduler:
         if first and isinstance(job.leg, Take):
             self._to_fetch.append(job)
             if job.leg.parked or job.computed < job.prompt_tokens - 1:
-                # All of the prompt's room is taken before the first byte is on its way.
+                # Allocate all of the prompt's blocks before the first byte moves.
                 job.blocks += [
                     self.pool.take() for _ in range(blocks_for(job.prompt_tokens, size) - hits)
                 ]
@@ -240,13 +257,15 @@ class Scheduler:
         self.prefilling[job] = None
         return job
 
-    def _promised(self) -> int:
-        """Blocks that prompts under way still need."""
+    def _reserved_blocks(self) -> int:
+        """Return the blocks that running prompts still need."""
         size = self.pool.block_tokens
         return sum(blocks_for(job.known_tokens, size) - len(job.blocks) for job in self.prefilling)
 
     def _chunk(self, job: Job, budget: int, chunks: list[Chunk]) -> int:
-        """Plan the next piece of a prompt; the tokens it takes from the budget, 0 when KV or budget is out."""
+        """Plan the next chunk of a prompt. Returns its tokens, or 0 if KV or budget is
+        exhausted.
+        """
         size = self.pool.block_tokens
         room = (len(job.blocks) + self.pool.free) * size - job.computed
         tokens = min(job.known_tokens - job.computed, budget, room)
@@ -260,13 +279,15 @@ class Scheduler:
         return tokens
 
     def _seal(self, job: Job, start: int, end: int) -> None:
-        """Name the blocks that the tokens [start, end) have filled."""
+        """Register the blocks that tokens [start, end) have filled."""
         size = self.pool.block_tokens
         for i in range(start // size, min(end // size, len(job.keys))):
             self.pool.seal(job.blocks[i], job.keys[i])
 
     def _begin(self, job: Job) -> None:
-        """The prompt is computed, and with it one more token made: from here the tick advances the job."""
+        """Start decoding after the prompt and its first output token. The tick advances the job
+        now.
+        """
         del self.prefilling[job]
         job.made += 1
         job.origin = self.tick - job.made
@@ -277,11 +298,11 @@ class Scheduler:
         self._grows[self._growth_phase(job)][job] = None
 
     def _growth_phase(self, job: Job) -> int:
-        """Ticks at which prompt + made tokens are one more than a multiple of a block."""
+        """Return the tick, modulo the block size, at which the job needs another block."""
         return (1 - job.prompt_tokens + job.origin) % self.pool.block_tokens
 
     def _forget_end(self, job: Job) -> None:
-        """Take a job out of `_ends`, and its tick too if no other job ends then."""
+        """Remove a job from `_ends`, and its tick if no other job ends then."""
         last_tick = job.origin + job.output_tokens
         if last_tick in self._ends:
             self._ends[last_tick].pop(job, None)
@@ -289,7 +310,9 @@ class Scheduler:
                 del self._ends[last_tick]
 
     def _grow(self, job: Job) -> None:
-        """Seal the block just filled and take the next one, preempting the newest jobs while none is free."""
+        """Register the filled block and allocate the next, preempting the newest jobs if none is
+        free.
+        """
         self._seal_filled(job)
         while not self.pool.free and job.state is State.DECODE:
             self._preempt(next(reversed(self.prefilling or self.decoding)))
@@ -297,7 +320,7 @@ class Scheduler:
             job.blocks.append(self.pool.take())
 
     def _seal_filled(self, job: Job) -> None:
-        """Name a decoding job's last block, if the KV of all its tokens is there."""
+        """Register a decoding job's last block, if the KV of all its tokens is present."""
         filled = len(job.blocks)
         if (
             filled <= len(job.keys)
@@ -308,16 +331,16 @@ class Scheduler:
             self.pool.seal(job.blocks[-1], job.keys[filled - 1])
 
     def _preempt(self, job: Job) -> None:
-        """Back to the head of the queue without any KV: it will be recomputed, as vLLM does."""
-        self._leave(job)
+        """Return a job to the front of the queue without KV. It will be recomputed, as in vLLM."""
+        self._remove(job)
         job.computed = 0
         job.state = State.WAITING
         job.preemptions += 1
         self.totals.preemptions += 1
         self.waiting.appendleft(job)
 
-    def _leave(self, job: Job, keep: bool = False) -> None:
-        """Out of the running batch, blocks given back (or kept for others to read), whatever the reason."""
+    def _remove(self, job: Job, keep: bool = False) -> None:
+        """Remove a job from the batch, and free its blocks, or keep them for other groups."""
         if job.state is State.DECODE:
             self._seal_filled(job)
             job.made = self.tick - job.origin

@@ -1,7 +1,7 @@
-"""The HTTP face of one TP group, in vLLM's dialect, on aiohttp: routes, errors, and the faults that befall requests.
+"""The HTTP server of one TP group, with vLLM's API, on aiohttp: routes, errors, and request faults.
 
-Handlers are few lines each: read an Ask, submit its choices to the group, wait for the Answer. A client that leaves
-cancels its handler, and with it its jobs.
+Handlers are short: parse a request, submit its choices to the group, wait for the result. A client
+that leaves cancels its handler, and with it its jobs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from mockgpu.group import Sink, TpGroup
 from mockgpu.handoff.legs import Give, Take
 from mockgpu.shapes import Engine, engine_of, error_body, request_schemas, with_extra_key
 
-if TYPE_CHECKING:  # groups without real KV start without numpy and without kvtransfer's agents
+if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.handoff.half import Half
 
 VERSION = "0.33.0"
@@ -58,20 +58,23 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FaultOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /mock/fault and of door.py's: a spec in faults.py's grammar; empty: all is well."""
+    """The body of POST /mock/fault and of the chaos server: a fault spec; "" heals everything."""
 
     spec: str
 
 
 class RenewOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /mock/renew: mocks among themselves, where engines have their side channel."""
+    """The body of POST /mock/renew, which stands for the side channel of real engines."""
 
     name: str
     ticket: str
 
 
 class MockServer:
-    """Routes of one TP group. Sole owner of the faults set on it. `half`: its half of split requests, if any."""
+    """The routes of one TP group. Sole owner of its faults.
+
+    `half`: its role in split requests; None: it serves whole requests only.
+    """
 
     def __init__(self, group: TpGroup, faults: FaultBox, half: Half | None = None) -> None:
         self.group = group
@@ -85,7 +88,7 @@ class MockServer:
         self._created = int(time.time())
 
     def app(self) -> web.Application:
-        """The aiohttp application; serve it with `handler_cancellation=True`."""
+        """Return the aiohttp application. Serve it with `handler_cancellation=True`."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors])
         app.add_routes(
             [
@@ -112,19 +115,19 @@ class MockServer:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every error in the engine's shape, aiohttp's own included. Cut off, it hears only who sets its faults."""
+        """Return every error in the engine's format. A partitioned group only answers /mock/."""
         if not request.path.startswith("/mock/"):
             await self.faults.reachable()
         try:
             return await handler(request)
         except web.HTTPException as error:
-            wrong = ApiError(error.status, error.reason)
+            api_error = ApiError(error.status, error.reason)
         except ApiError as error:
-            wrong = error
-        except ConnectionResetError:  # the client left before its answer began
+            api_error = error
+        except ConnectionResetError:  # the client left before its response began
             raise asyncio.CancelledError from None
         return web.Response(
-            status=wrong.status, body=error_body(wrong, self._engine), content_type=JSON
+            status=api_error.status, body=error_body(api_error, self._engine), content_type=JSON
         )
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -145,7 +148,7 @@ class MockServer:
         choices = choices_of(ask)
         if ask.leg is not None and len(choices) > 1:
             self.group.metrics.malformed_handoffs += 1
-            raise MalformedHandoffError(f"of {len(choices)} sequences at once")
+            raise MalformedHandoffError(f"{len(choices)} sequences in one leg")
         answer = Answer(len(choices), asyncio.get_running_loop())
         if ask.stream:
             return await self._stream(request, ask, choices, answer, fault)
@@ -179,7 +182,7 @@ class MockServer:
     def _submitted(
         self, choices: Sequence[Choice], sinks: Sequence[Sink], fault: Fault | None
     ) -> Iterator[None]:
-        """The choices' jobs, in the group for as long as somebody waits for them. A fault of KV befalls the first."""
+        """Run the choices' jobs while the body waits. A KV fault strikes the first one."""
         try:
             if fault is not None and fault.kind in KV_FAULTS:
                 self.group.mark(choices[0].job, fault)
@@ -193,7 +196,7 @@ class MockServer:
                 self.group.abort(choice.job)
 
     async def _read(self, request: web.Request, chat: bool) -> Ask:
-        """Body and headers as an Ask. A decode leg that is refused here lets its prefill group go."""
+        """Parse a request. If a decode leg is refused, tell its prefill group to free the KV."""
         if request.content_type != JSON:
             raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
         raw = await request.read()
@@ -213,7 +216,7 @@ class MockServer:
             raise
 
     def _reading(self, raw: bytes, body: Body, request: web.Request, request_id: str) -> Reading:
-        """The leg that a request is; to a group that is no half of anything none may come."""
+        """Read the request's leg. A group without a role in split requests accepts none."""
         if self.half is not None:
             return self.half.read(raw, body, request.headers, request_id)
         try:
@@ -224,7 +227,7 @@ class MockServer:
         return NO_LEG
 
     def _extras(self, ask: Ask, choice: Choice) -> dialect.Extras:
-        """What a prefill leg's answer tells the other leg."""
+        """Return what a prefill leg's response adds for the other leg."""
         if self.half is None or not isinstance(ask.leg, Give):
             return dialect.NO_EXTRAS
         offered, speaks, here = choice.job.offered, self.half.dialect, self.half.here
@@ -239,7 +242,9 @@ class MockServer:
         answer: Answer,
         fault: Fault | None,
     ) -> web.StreamResponse:
-        """Headers at once; tokens are written by the sinks as they are made; then usage and [DONE], or the error."""
+        """Send headers at once, let sinks write tokens, then end with usage and [DONE], or the
+        error.
+        """
         created = int(time.time())
         transport = _transport(request)
         sinks = [self._sink(ask, choice, created, answer, transport, fault) for choice in choices]
@@ -275,7 +280,7 @@ class MockServer:
         return StreamSink(answer, chunks, choice.job, transport, details)
 
     def _cached(self, ask: Ask, choices: list[Choice]) -> int | None:
-        """Cached prompt tokens for the usage; None when the engine does not tell."""
+        """Return the cached prompt tokens for usage; None if the engine does not report them."""
         return dialect.cached_tokens(choices, ask.n) if self.group.spec.cached_details else None
 
     async def models(self, _: web.Request) -> web.Response:
@@ -301,7 +306,7 @@ class MockServer:
         )
 
     async def health(self, _: web.Request) -> web.Response:
-        """GET /health: 503 when the engine is dead. An engine that hangs does not know it and says 200."""
+        """GET /health: 503 if the engine is dead. A hanging engine answers 200."""
         return web.Response(status=503 if self.group.dead and not self.group.hanging else 200)
 
     async def load(self, _: web.Request) -> web.Response:
@@ -309,11 +314,11 @@ class MockServer:
         return _json({"server_load": self.group.in_flight})
 
     async def version(self, _: web.Request) -> web.Response:
-        """GET /version: whose dialect this is."""
+        """GET /version of the imitated engine."""
         return _json({"version": self._version})
 
     async def openapi(self, _: web.Request) -> web.Response:
-        """GET /openapi.json: the members that its requests may have."""
+        """GET /openapi.json: the members that requests may have."""
         return _json({"openapi": "3.1.0", "components": {"schemas": request_schemas(self._engine)}})
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -324,9 +329,9 @@ class MockServer:
         )
 
     async def state(self, _: web.Request) -> web.Response:
-        """GET /mock/state: what a test wants to know of the group's memory and of its half of split requests."""
+        """GET /mock/state: the group's memory and its role in split requests, for tests."""
         scheduler, metrics = self.group.scheduler, self.group.metrics
-        told: dict[str, Any] = {
+        state: dict[str, Any] = {
             "role": self.group.spec.role,
             "jobs": self.group.in_flight,
             "blocks_total": scheduler.pool.total,
@@ -335,29 +340,31 @@ class MockServer:
             "malformed_handoffs": metrics.malformed_handoffs,
             "tainted_answers": metrics.tainted,
         }
-        return _json(told | (self.half.state() if self.half is not None else {}))
+        return _json(state | (self.half.state() if self.half is not None else {}))
 
     async def renew(self, request: web.Request) -> web.Response:
-        """POST /mock/renew `{"name", "ticket"}`, from a decode group that has no room yet; 404 when it is too late."""
-        asked = decoded(await request.read(), RenewOrder)
+        """POST /mock/renew `{"name", "ticket"}`: extend a lease for a waiting decode group, or
+        404.
+        """
+        renewal = decoded(await request.read(), RenewOrder)
         ticket = (
-            None if self.group.desk is None else self.group.desk.renew(asked.name, asked.ticket)
+            None if self.group.desk is None else self.group.desk.renew(renewal.name, renewal.ticket)
         )
         if ticket is None:
             raise ApiError(404, "no such lease")
         return _json({"ticket": ticket})
 
     async def show_faults(self, _: web.Request) -> web.Response:
-        """GET /mock/fault: the spec in force."""
+        """GET /mock/fault: the active spec."""
         return _json({"spec": self.faults.spec})
 
     async def set_faults(self, request: web.Request) -> web.StreamResponse:
-        """POST /mock/fault `{"spec": "..."}`: replaces what was set before; windows count from now.
+        """POST /mock/fault `{"spec": "..."}`: replace all faults. Windows count from now.
 
-        The answer goes out first: a fault that cuts connections would cut this one.
+        The response is sent first, because a fault that cuts connections would cut this one.
         """
         if "Origin" in request.headers:
-            raise ApiError(403, "pages may not break anything here")
+            raise ApiError(403, "web pages may not set faults")
         spec = decoded(await request.read(), FaultOrder).spec
         try:
             self.faults.check(parse_faults(spec))
@@ -370,7 +377,7 @@ class MockServer:
         return response
 
     async def clear_faults(self, request: web.Request) -> web.Response:
-        """DELETE /mock/fault: all well again, a lost rank included."""
+        """DELETE /mock/fault: end all faults and restore lost ranks."""
         self.faults.set("")
         if self.half is not None:
             await self.half.settled()
@@ -388,7 +395,7 @@ def _reset_now(request: web.Request) -> NoReturn:
 
 
 async def _break_whole(request: web.Request, body: bytes, kind: FaultKind) -> NoReturn:
-    """Promise the whole body, send none or half of it, and leave the handler."""
+    """Announce the whole body, send none or half of it, and leave the handler."""
     response = web.StreamResponse(headers={"Content-Type": JSON, "Content-Length": str(len(body))})
     await response.prepare(request)
     if kind is not FaultKind.RESET_AFTER_HEADERS:
@@ -398,7 +405,7 @@ async def _break_whole(request: web.Request, body: bytes, kind: FaultKind) -> No
 
 
 def _transport(request: web.Request) -> asyncio.Transport:
-    """The client's connection; a handler whose client left before it could answer is cancelled here."""
+    """Return the client's connection. Cancels the handler if the client has left."""
     if request.transport is None:
         raise asyncio.CancelledError
     return request.transport

@@ -1,6 +1,6 @@
-"""How each engine words its errors, and the few further ways in which SGLang and TensorRT-LLM differ from vLLM.
+"""The error formats of each engine, and other differences of SGLang and TensorRT-LLM from vLLM.
 
-vLLM's own words are dialect.py's. Source: engines.md A (errors, streams).
+vLLM's own format is in dialect.py. Source: engines.md A (errors, streams).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mockgpu.handoff.trtllm import CHAT_FIELDS, COMPLETION_FIELDS
 
 
 class Engine(StrEnum):
-    """Whose HTTP surface a group shows."""
+    """The engine whose HTTP API a group imitates."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -23,12 +23,12 @@ class Engine(StrEnum):
 
 
 def engine_of(dialect: str | None) -> Engine:
-    """The engine that speaks a dialect of split requests; vLLM where there is none."""
+    """Return the engine that speaks a handoff dialect; vLLM for None."""
     return Engine(dialect) if dialect in ("sglang", "trtllm") else Engine.VLLM
 
 
 def error_body(error: ApiError, engine: Engine, streaming: bool = False) -> bytes:
-    """An error's JSON: nested with vLLM, and in SGLang's streams; at the top level otherwise."""
+    """Return an error's JSON: nested in vLLM and in SGLang's streams, else at the top level."""
     if engine is Engine.VLLM:
         return error.body()
     flat = {
@@ -42,7 +42,7 @@ def error_body(error: ApiError, engine: Engine, streaming: bool = False) -> byte
 
 
 def with_extra_key(ask: Ask) -> Ask:
-    """As SGLang reads it: cached blocks are shared by requests with equal `cache_salt` and `extra_key` together."""
+    """Apply SGLang's `extra_key`: cached blocks need an equal `cache_salt` and `extra_key`."""
     salt = (ask.body.cache_salt or "") + (ask.body.extra_key or "")
     return msgspec.structs.replace(
         ask, body=msgspec.structs.replace(ask.body, cache_salt=salt or None)
@@ -50,11 +50,11 @@ def with_extra_key(ask: Ask) -> Ask:
 
 
 def request_schemas(engine: Engine) -> dict[str, Any]:
-    """The two requests in an engine's OpenAPI page, by the names of their members alone."""
+    """Return the two request schemas of an engine's OpenAPI page, with member names only."""
     own = frozenset(Body.__struct_fields__) - (set() if engine is Engine.SGLANG else {"extra_key"})
     chat, completion = (CHAT_FIELDS, COMPLETION_FIELDS) if engine is Engine.TRTLLM else (own, own)
-    named = {"ChatCompletionRequest": chat, "CompletionRequest": completion}
+    members_by_schema = {"ChatCompletionRequest": chat, "CompletionRequest": completion}
     return {
-        name: {"type": "object", "properties": {each: {} for each in sorted(of)}}
-        for name, of in named.items()
+        name: {"type": "object", "properties": {member: {} for member in sorted(members)}}
+        for name, members in members_by_schema.items()
     }

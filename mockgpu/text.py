@@ -1,9 +1,10 @@
-"""Tokens and text without a model: four bytes are one token, and what is said next is a function of what was said.
+"""Tokens and text without a model: four bytes are one token, and the next token is a hash.
 
-A token sequence is `bytes`, four per token (token ids: little-endian u32). Prompts are rendered so that every part
-fills whole tokens; an answer sent back as a message therefore continues the very tokens it was generated as, and its KV
-blocks are found again, as with a real chat template. Generation is greedy: the next token depends on all before it
-and on nothing else (plus `seed` and the choice's index): prompt + part of the answer continues with the rest of it.
+A token sequence is `bytes`, four per token (token ids: little-endian u32). Prompts are rendered so
+that every part fills whole tokens. So an answer that is sent back as a message has the same tokens
+again, and its KV blocks are found, as with a real chat template. Generation is greedy: the next
+token depends only on all tokens before it, `seed` and the choice's index. So a prompt with part of
+its answer continues with the rest of it.
 """
 
 from __future__ import annotations
@@ -20,27 +21,30 @@ from mockgpu.blocks import BLOCK_TOKENS
 TOKEN_BYTES = 4
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 
-# 128 words of three letters: with the space before it, each is one token.
+# 128 words of three letters. With a leading space, each is one token.
 WORDS = tuple(
     b" " + word
     for word in (
-        b"ace act add age aid aim air ale and ant ape arc ark arm art ash asp axe bay bed bee bow box bud bus "
-        b"cab cap car cat cog cot cow cub cup cut dam day den dew dog dry ear eel egg elk elm era eve eye fan "
-        b"fig fin fir fit fog fox fur gap gas gem gnu hat hay hen hop hub hue ice ink inn ivy jam jar jay jet "
-        b"key kit lab law leg lid log map mat mix mud nap net nut oak oar oat orb ore owl pan paw pea pen pie "
-        b"pin pod pot ram ray red rim rod rye sap sea sky son sum sun tea tin toe top toy tub vat wax web win "
-        b"yak yew zoo"
+        b"ace act add age aid aim air ale and ant ape arc ark arm art ash asp axe bay bed "
+        b"bee bow box bud bus cab cap car cat cog cot cow cub cup cut dam day den dew dog "
+        b"dry ear eel egg elk elm era eve eye fan fig fin fir fit fog fox fur gap gas gem "
+        b"gnu hat hay hen hop hub hue ice ink inn ivy jam jar jay jet key kit lab law leg "
+        b"lid log map mat mix mud nap net nut oak oar oat orb ore owl pan paw pea pen pie "
+        b"pin pod pot ram ray red rim rod rye sap sea sky son sum sun tea tin toe top toy "
+        b"tub vat wax web win yak yew zoo"
     ).split()
 )
 
-_SAID = frozenset(WORDS)
+_WORD_SET = frozenset(WORDS)
 
-# A chat answer may end where a block of its context ends, with this chance: 128 tokens on average.
+# A chat answer may end at the end of a block, with this chance: 128 tokens on average.
 END_EVERY = 8
 
 
 class Speech(NamedTuple):
-    """What one choice will say: its tokens, the block keys of prompt and answer, whether it ended by itself."""
+    """The answer of one choice: its tokens, the block keys of prompt and answer, and whether it
+    ended.
+    """
 
     tokens: bytes
     keys: list[int]
@@ -53,12 +57,12 @@ class Speech(NamedTuple):
 
 
 def filled(part: bytes) -> bytes:
-    """The part, padded with newlines to whole tokens."""
+    """Pad bytes with newlines to whole tokens."""
     return part + b"\n" * (-len(part) % TOKEN_BYTES)
 
 
 def render_chat(body: Mapping[str, Any]) -> bytes:
-    """The prompt of a chat request: tools, then each message under its role, then the assistant's turn opened."""
+    """Render a chat prompt: tools, then each message with its role, then the assistant's turn."""
     parts = []
     if body.get("tools"):
         parts.append(filled(b"<|tools|>" + msgspec.json.encode(body["tools"])))
@@ -73,7 +77,7 @@ def render_chat(body: Mapping[str, Any]) -> bytes:
 
 
 def _content(content: object) -> bytes:
-    """Text as it is; anything else (content parts, images) as its JSON."""
+    """Return text unchanged, and anything else (content parts, images) as JSON."""
     if content is None:
         return b""
     return (
@@ -84,24 +88,24 @@ def _content(content: object) -> bytes:
 
 
 def token_bytes(prompt: str | Sequence[int]) -> bytes:
-    """A completion prompt as tokens: text padded to whole tokens, ids packed."""
+    """Return a completion prompt as tokens: text padded to whole tokens, ids packed."""
     if isinstance(prompt, str):
         return filled(prompt.encode("utf-8", "surrogatepass"))
     return array("I", prompt).tobytes()
 
 
 def token_ids(tokens: bytes) -> list[int]:
-    """The ids of a token sequence."""
+    """Return the ids of a token sequence."""
     return array("I", tokens).tolist()
 
 
 def token_count(tokens: bytes) -> int:
-    """How many tokens these are."""
+    """Return the number of tokens."""
     return len(tokens) // TOKEN_BYTES
 
 
 def block_keys(tokens: bytes) -> list[int]:
-    """Chained keys of the full blocks: equal keys mean equal tokens up to and with that block."""
+    """Return the chained keys of the full blocks: equal keys mean equal tokens up to that block."""
     keys, key = [], 0
     for start in range(0, len(tokens) - BLOCK_BYTES + 1, BLOCK_BYTES):
         key = xxh3_64_intdigest(tokens[start : start + BLOCK_BYTES], key)
@@ -110,18 +114,23 @@ def block_keys(tokens: bytes) -> list[int]:
 
 
 def salted(keys: list[int], salt: str) -> list[int]:
-    """The keys under a cache salt: they meet only keys of the same salt. No salt leaves them as they are."""
+    """Return the keys under a cache salt, so that they only match keys of the same salt."""
     mask = xxh3_64_intdigest(salt.encode()) if salt else 0
     return [key ^ mask for key in keys] if mask else keys
 
 
 def is_speech(tokens: bytes) -> bool:
-    """Whether a mock can have said these tokens."""
-    return all(tokens[at : at + TOKEN_BYTES] in _SAID for at in range(0, len(tokens), TOKEN_BYTES))
+    """Return whether a mock can have generated these tokens."""
+    return all(
+        tokens[offset : offset + TOKEN_BYTES] in _WORD_SET
+        for offset in range(0, len(tokens), TOKEN_BYTES)
+    )
 
 
 def variation(seed: int | None, choice: int) -> int:
-    """What tells this choice from another of the same prompt; 0 for the first of an unseeded request."""
+    """Return what separates this choice from others of its prompt; 0 for an unseeded first
+    choice.
+    """
     return 0 if seed is None and choice == 0 else xxh3_64_intdigest(f"{seed}/{choice}".encode())
 
 
@@ -133,28 +142,28 @@ def speak(
     vary: int = 0,
     at_least: int = 1,
 ) -> Speech:
-    """What follows the prompt: exactly `limit` tokens, or fewer where it ends by itself and `may_end`.
+    """Generate `limit` tokens after the prompt, or fewer if `may_end` and the answer ends itself.
 
     `prompt_keys` are `block_keys(prompt)`; `vary` is `variation()`.
     """
     keys = list(prompt_keys)
     key = keys[-1] if keys else 0
     tail = prompt[len(keys) * BLOCK_BYTES :]
-    said: list[bytes] = []
+    words: list[bytes] = []
     ended = False
-    while len(said) < limit and not ended:
+    while len(words) < limit and not ended:
         word = WORDS[xxh3_64_intdigest(tail, key ^ vary) & 127]
-        said.append(word)
+        words.append(word)
         tail += word
         if len(tail) == BLOCK_BYTES:
             key, tail = xxh3_64_intdigest(tail, key), b""
             keys.append(key)
-            ended = may_end and len(said) >= at_least and (key ^ vary) % END_EVERY == 0
-    return Speech(b"".join(said), keys, ended)
+            ended = may_end and len(words) >= at_least and (key ^ vary) % END_EVERY == 0
+    return Speech(b"".join(words), keys, ended)
 
 
 def expected_text(body: Mapping[str, Any], n_tokens: int, choice: int = 0) -> str:
-    """The first `n_tokens` tokens a mock answers to this chat or completion body: for tests to compare against."""
+    """Return the first `n_tokens` tokens of a mock's answer to this body, for tests."""
     prompt = render_chat(body) if "messages" in body else token_bytes(body["prompt"])
     return speak(
         prompt, block_keys(prompt), n_tokens, False, variation(body.get("seed"), choice)

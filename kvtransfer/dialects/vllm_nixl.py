@@ -75,7 +75,7 @@ _PREFILL = Edits(ONE_TOKEN + members({"kv_transfer_params": _ASKS}), NOT_FOR_PRE
 
 
 def prefill(terms: Terms) -> Edits:
-    """Ask for one token. The engine keeps the KV for whoever presents the returned object."""
+    """Ask for one token. The engine keeps the KV for a decoder that presents its object."""
     return _PREFILL
 
 

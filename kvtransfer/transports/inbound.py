@@ -210,20 +210,20 @@ class Inbound:
 
     def _open(self, have: int) -> bool:
         """Begin a frame."""
-        whole = self._stage[self._begin : self._end]
-        announced = opening(whole, self.limits)
+        data = self._stage[self._begin : self._end]
+        announced = opening(data, self.limits)
         size = PREAMBLE_BYTES + announced.header_bytes
         if size > _STAGE_BYTES:
-            self._open_message(announced, whole)
+            self._open_message(announced, data)
             return True
         if have < size:
             return False
-        verify(whole[:size], announced)
+        verify(data[:size], announced)
         self._begin += size
         if announced.kind is Kind.WINDOW:
-            self._open_window(announced, whole[:size])
+            self._open_window(announced, data[:size])
         else:
-            self._handle_frame(announced, bytes(whole[PREAMBLE_BYTES:size]))
+            self._handle_frame(announced, bytes(data[PREAMBLE_BYTES:size]))
         return True
 
     def _handle_frame(self, announced: Opening, header: bytes) -> None:
@@ -231,15 +231,15 @@ class Inbound:
             raise FrameError(f"a frame of kind {announced.kind.name} must have no payload")
         self._hearer.framed(announced.kind, header)
 
-    def _open_message(self, announced: Opening, whole: memoryview) -> None:
+    def _open_message(self, announced: Opening, data: memoryview) -> None:
         """Give a frame that is too large for the stage a buffer of its own. Its size has been
         checked.
         """
         message = bytearray(PREAMBLE_BYTES + announced.header_bytes)
-        message[: len(whole)] = whole
+        message[: len(data)] = data
         self._arrival = _Arrival(Pieces.of_buffer(message, self._iovecs))
         self._arrival.message = (announced, message)
-        self._arrival.pieces.advance(len(whole))
+        self._arrival.pieces.advance(len(data))
         self._begin = self._end
 
     def _close_message(self, announced: Opening, data: bytearray) -> bool:
@@ -248,13 +248,13 @@ class Inbound:
         self._handle_frame(announced, bytes(data[PREAMBLE_BYTES:]))
         return True
 
-    def _open_window(self, announced: Opening, whole: memoryview) -> None:
+    def _open_window(self, announced: Opening, frame_bytes: memoryview) -> None:
         """Begin a window.
 
         The owner's plan says where it goes, and its size must match the plan before any byte is
         written.
         """
-        head = unpack_head(whole[PREAMBLE_BYTES:])
+        head = unpack_head(frame_bytes[PREAMBLE_BYTES:])
         if (announced.proof is Proof.GCM) != (self.seal is not None):
             raise FrameError("windows must be sealed at both ends of a link, or at neither")
         if announced.payload_bytes not in (0, head.n_bytes):
@@ -280,7 +280,7 @@ class Inbound:
         arrival = _Arrival(pieces, head, window)
         arrival.bounce = bounce
         if self.seal is not None:
-            arrival.opening, arrival.sealed = bytes(whole), bytearray(announced.payload_bytes)
+            arrival.opening, arrival.sealed = bytes(frame_bytes), bytearray(announced.payload_bytes)
             arrival.pieces = Pieces.of_buffer(arrival.sealed, self._iovecs)
         elif announced.proof is Proof.XXH3 and window is not None:
             arrival.digest = xxhash.xxh3_64()

@@ -145,7 +145,7 @@ class Rdma:
             if domain is None:
                 own = domain = Domain(self._device)
             link = RdmaLink(
-                side, domain, owner, self._options, lambda gone: self._forget(gone, own)
+                side, domain, owner, self._options, lambda link_gone: self._forget(link_gone, own)
             )
         except (TransportError, OSError) as error:
             _release(side, own)

@@ -195,19 +195,24 @@ class Grant:
 def _combine(
     targets: NDArray[np.uint64], keys: NDArray[np.uint32], runs: Runs, gather: int
 ) -> Iterator[Write]:
-    last: Write | None = None
+    pending: Write | None = None
     end = 0
     columns = (targets.tolist(), keys.tolist(), runs.src.tolist(), runs.length.tolist())
     for target, key, src, length in zip(*columns, strict=True):
-        if last is not None and target == end and key == last.key and len(last.pieces) < gather:
-            last.pieces.append((src, length))
+        if (
+            pending is not None
+            and target == end
+            and key == pending.key
+            and len(pending.pieces) < gather
+        ):
+            pending.pieces.append((src, length))
         else:
-            if last is not None:
-                yield last
-            last = Write(target, key, [(src, length)])
+            if pending is not None:
+                yield pending
+            pending = Write(target, key, [(src, length)])
         end = target + length
-    if last is not None:
-        yield last
+    if pending is not None:
+        yield pending
 
 
 def digest_of(region: Region, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:

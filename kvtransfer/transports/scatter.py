@@ -53,7 +53,8 @@ def vectors_at(address: int, count: int) -> list[memoryview]:
     """Return memoryviews for `count` rows at `address`. They do not keep the memory alive."""
     words = _view(address, 16 * count, _PYBUF_WRITE).cast("q").tolist()
     return [
-        _view(at, length, _PYBUF_WRITE) for at, length in zip(words[::2], words[1::2], strict=True)
+        _view(start, length, _PYBUF_WRITE)
+        for start, length in zip(words[::2], words[1::2], strict=True)
     ]
 
 
@@ -230,7 +231,9 @@ class Pieces:
         """Return pieces [first, last) in order."""
         memory = self._memory.data
         starts, lengths = self._offsets[first:last].tolist(), self._lengths[first:last].tolist()
-        return [memory[at : at + length] for at, length in zip(starts, lengths, strict=True)]
+        return [
+            memory[start : start + length] for start, length in zip(starts, lengths, strict=True)
+        ]
 
     def gather(self, into: memoryview) -> None:
         """Copy all pieces in order to the front of a buffer."""

@@ -158,11 +158,13 @@ class StreamLink:
 
     def secure(self, window_key: bytes) -> None:
         if self._manner.sealed and self._in.seal is None:
-            ours, theirs = (
+            dialled_key, answered_key = (
                 hmac.digest(window_key, label, "sha256") for label in (b"dialled", b"answered")
             )
             self._out.seal, self._in.seal = (
-                (Seal(ours), Seal(theirs)) if self._dialled else (Seal(theirs), Seal(ours))
+                (Seal(dialled_key), Seal(answered_key))
+                if self._dialled
+                else (Seal(answered_key), Seal(dialled_key))
             )
         self._in.limits = FrameLimits(header_bytes=_MOST_MESSAGE_BYTES)
 
@@ -204,9 +206,9 @@ class StreamLink:
             self._count_drivers(-1)
         return True
 
-    def _count_drivers(self, more: int) -> None:
+    def _count_drivers(self, delta: int) -> None:
         with self._gate:
-            self._drivers += more
+            self._drivers += delta
 
     def _queue(self, item: bytes | tuple[WindowHead, Slice]) -> None:
         if not self._ended:

@@ -1,4 +1,4 @@
-"""Bootstrap servers of prefill groups, and how decode groups ask them for the agent: Mooncake's and SGLang's pages.
+"""Bootstrap servers of prefill groups (Mooncake, SGLang), and the decode groups' client for them.
 
 Source: engines.md B.4 (`GET /query`), D (`GET /route`, 503 until ready, `/health`).
 """
@@ -22,18 +22,18 @@ ASKING_S = 5.0
 
 
 class Bootstrap:
-    """One prefill group's bootstrap server, on a port of its own that it keeps when it comes back."""
+    """One prefill group's bootstrap server. It keeps its port over restarts."""
 
     def __init__(self, host: str, port: int, dialect: str, tp: int) -> None:
         self.wanted = dialect in PAGES
         self.url = ""
         self._host, self._port, self._dialect, self._tp = host, port, dialect, tp
         self._runner: web.AppRunner | None = None
-        self._here: Here | None = None
+        self._identity: Here | None = None
 
     async def start(self, here: Here) -> None:
-        """Tell who we are now. OSError when the port is taken."""
-        self._here = here
+        """Serve this identity. Raises OSError if the port is taken."""
+        self._identity = here
         app = web.Application()
         app.add_routes(
             [web.get(PAGES[self._dialect], self._page), web.get("/health", self._health)]
@@ -46,15 +46,15 @@ class Bootstrap:
         self.url = f"http://{self._host}:{self._port}"
 
     async def stop(self) -> None:
-        """Nobody answers any more."""
+        """Stop serving."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
     async def _page(self, _: web.Request) -> web.Response:
-        if self._here is None:
+        if self._identity is None:
             return web.Response(status=503)
-        body = _query(self._here) if self._dialect == "mooncake" else _route(self._here)
+        body = _query(self._identity) if self._dialect == "mooncake" else _route(self._identity)
         return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -62,13 +62,13 @@ class Bootstrap:
 
 
 def _query(here: Here) -> dict[str, Any]:
-    """Mooncake's page: by data-parallel rank, the engine and its workers' addresses by tensor and pipeline rank."""
+    """Return Mooncake's page: engine and worker addresses by data-parallel rank."""
     workers = {str(rank): {"0": here.address} for rank in range(here.tp)}
     return {"0": {"engine_id": here.engine_id, "worker_addr": workers}}
 
 
 def _route(here: Here) -> dict[str, Any]:
-    """SGLang's page: how prefill is parallel, and where this rank's KV manager listens."""
+    """Return SGLang's page: the parallelism, and the address of this rank's KV manager."""
     return {
         "attn_tp_size": here.tp,
         "attn_cp_size": 1,
@@ -83,37 +83,37 @@ def _route(here: Here) -> dict[str, Any]:
 
 
 class Resolver:
-    """Where the group that has the KV is reached. Remembers what it was told until `forget()`."""
+    """Finds the agents of prefill groups. Results are cached until `forget()`."""
 
     def __init__(self) -> None:
         self._http: aiohttp.ClientSession | None = None
-        self._known: dict[Asked, str] = {}
+        self._addresses: dict[Asked, str] = {}
 
     async def address(self, take: Take) -> str:
-        """The agent's address. UnknownPeerError when nobody tells, or the engine asked for is gone."""
+        """Return the agent's address. Raises UnknownPeerError if it cannot be found."""
         if isinstance(take.peer, At):
             return take.peer.address
-        if take.peer not in self._known:
-            self._known[take.peer] = await self._ask(take.peer)
-        return self._known[take.peer]
+        if take.peer not in self._addresses:
+            self._addresses[take.peer] = await self._query_bootstrap(take.peer)
+        return self._addresses[take.peer]
 
     def forget(self, take: Take) -> None:
-        """What was told of this peer is no longer so."""
+        """Drop the cached address of this peer."""
         if isinstance(take.peer, Asked):
-            self._known.pop(take.peer, None)
+            self._addresses.pop(take.peer, None)
 
     async def renew(self, take: Take) -> str | None:
-        """Ask the giver to keep it for longer: the ticket that serves from now on. None: it is too late."""
+        """Extend a lease at the prefill group. Returns the new ticket; None: it is too late."""
         body = msgspec.json.encode({"name": take.name, "ticket": take.ticket})
         try:
             async with self._session().post(take.renew, data=body) as response:
-                told = msgspec.json.decode(await response.read(), type=dict[str, Any])
-                return str(told["ticket"]) if response.status == 200 else None
+                reply = msgspec.json.decode(await response.read(), type=dict[str, Any])
+                return str(reply["ticket"]) if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError, KeyError):
             return None
 
     async def close(self) -> None:
-        """Close the client."""
+        """Close the HTTP client."""
         if self._http is not None:
             await self._http.close()
 
@@ -122,7 +122,7 @@ class Resolver:
             self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASKING_S))
         return self._http
 
-    async def _ask(self, peer: Asked) -> str:
+    async def _query_bootstrap(self, peer: Asked) -> str:
         mooncake = peer.engine_id is not None
         url = f"{peer.bootstrap}/query" if mooncake else f"{peer.bootstrap}/route?{ROUTE_QUERY}"
         try:

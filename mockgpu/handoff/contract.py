@@ -1,4 +1,4 @@
-"""What every dialect module gives the server, and what the desk needs of an agent: the seams of this room."""
+"""The interfaces of this package: a dialect for the server, and an agent for KvHandoff."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from mockgpu.handoff.legs import Give, Offered
 
 
 class Here(msgspec.Struct, frozen=True):
-    """Who this engine is to the other leg: its identity, its agent's address and its shape.
+    """This engine's identity for the other leg: its id, its agent's address and its shape.
 
-    `generation` counts registrations of memory; `version` is the engine's, as (0, 33); `url` is where it is served.
+    generation   counts registrations of memory version      the engine's, as (0, 33) url
+    where the group is served
     """
 
     engine_id: str
@@ -32,39 +33,45 @@ class Here(msgspec.Struct, frozen=True):
 
     @property
     def address(self) -> str:
-        """Where the agent is dialled."""
+        """The agent's address."""
         return joined(self.host, self.port)
 
 
 def joined(host: str, port: int) -> str:
-    """An agent's address of what engines tell of it; agents of one process have no host (kvtransfer's inproc)."""
+    """Return an agent's address from the host and port that engines report.
+
+    Agents of one process have no host (kvtransfer's inproc).
+    """
     return f"inproc-{port}" if host == "inproc" else f"{host}:{port}"
 
 
 class Dialect(Protocol):
-    """One engine's contract for split requests. Stateless but for what it must remember of names already used."""
+    """One engine's contract for split requests. Its only state are the names already used."""
 
     name: str
 
     def read(
         self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
     ) -> Reading:
-        """The leg that a request asks for. Raises ApiError as the engine would; MalformedHandoffError is counted."""
+        """Return the leg that a request asks for.
+
+        Raises ApiError as the engine would; MalformedHandoffError is also counted.
+        """
         ...
 
     def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
-        """What a prefill leg's answer says besides. `offered` None: nothing is kept (it ended by itself)."""
+        """Return the members to add to a prefill leg's response. `offered` None: no KV is kept."""
         ...
 
     def told_in_choice(
         self, ask: Ask, offered: Offered | None, first: bytes, here: Here
     ) -> dict[str, Any]:
-        """The same for what stands in the choice; `first` are the tokens made."""
+        """Return the members to add to its choice. `first` are the tokens made."""
         ...
 
 
 class OfferPort(Protocol):
-    """kvtransfer.agent's offer, as far as an engine uses it."""
+    """The part of kvtransfer's Offer that is used here."""
 
     name: str
     ticket: str
@@ -77,7 +84,7 @@ class OfferPort(Protocol):
 
 
 class LandingPort(Protocol):
-    """kvtransfer.agent's landing, as far as an engine uses it."""
+    """The part of kvtransfer's Landing that is used here."""
 
     def cancel(self, detail: str = ...) -> None: ...
 
@@ -85,7 +92,7 @@ class LandingPort(Protocol):
 
 
 class AgentPort(Protocol):
-    """kvtransfer.agent.Agent, as far as an engine uses it."""
+    """The part of kvtransfer's Agent that is used here."""
 
     address: str
 

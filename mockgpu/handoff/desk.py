@@ -1,7 +1,7 @@
-"""The desk: where a group's jobs hand their KV over and receive it, through an agent of kvtransfer.
+"""KvHandoff: sends and receives the KV of a group's jobs through an agent of kvtransfer.
 
-Sole owner of the group's offers and landings. What a request asked for is said by its leg (legs.py), what becomes of
-its blocks by the scheduler; here the two meet the agent. On the event loop only.
+Sole owner of the group's offers and landings. A job's leg (legs.py) says what to do, and the
+scheduler owns its blocks. Runs on the event loop only.
 """
 
 from __future__ import annotations
@@ -21,51 +21,51 @@ from mockgpu.handoff.tally import Tally
 from mockgpu.job import Job, State
 from mockgpu.scheduler import Scheduler
 
-# How long a decline waits for an offer that may never come, where offers are known by name alone. Then it is called
-# off, and the giver's agent remembers that: an offer that comes later still ends at once.
+# How long a decline waits for an offer that is known by name only and may never come. It is then
+# cancelled. The other agent remembers that, and ends a later offer at once.
 DECLINING_S = 1.0
 
 
 class Owner(Protocol):
-    """The group whose desk this is."""
+    """The group that owns this object."""
 
     scheduler: Scheduler
 
     def wake(self) -> None:
-        """There may be something to compute again."""
+        """Resume computing, because something may have changed."""
         ...
 
     def fail(self, job: Job, why: str) -> None:
-        """The job's KV is lost, and it is not to be computed here."""
+        """Fail a job whose KV is lost and is not recomputed."""
         ...
 
     def taken(self, job: Job, end: End) -> None:
-        """A prefill leg whose answer waited for this: its KV has been taken, or will not be."""
+        """Answer a prefill leg that waited for its KV to be fetched."""
         ...
 
 
 class Directory(Protocol):
-    """Who knows where the giving groups are."""
+    """Finds the agents of prefill groups."""
 
     async def address(self, take: Take) -> str:
-        """The agent's address. UnknownPeerError when nobody knows."""
+        """Return the agent's address. Raises UnknownPeerError."""
         ...
 
     def forget(self, take: Take) -> None:
-        """That address did not serve."""
+        """Drop an address that did not work."""
         ...
 
     async def renew(self, take: Take) -> str | None:
-        """Have the lease renewed: the new ticket, or None when it is too late."""
+        """Extend a lease. Returns the new ticket; None: it is too late."""
         ...
 
 
 class UnknownPeerError(Exception):
-    """No address could be found for the group that has the KV."""
+    """The address of the group that has the KV is unknown."""
 
 
 class Desk:
-    """Offers what `Give` jobs leave behind, fetches what `Take` jobs need, and tells the scheduler how it ended."""
+    """Offers the KV of `PrefillLeg` jobs, fetches that of `DecodeLeg` jobs, and reports ends."""
 
     def __init__(
         self,
@@ -77,9 +77,11 @@ class Desk:
         lease_s: float = 30.0,
         connector: str = "nixl",
     ) -> None:
-        """`recompute`: what to do when KV does not come; else the job fails. `link` paces what arrives.
+        """Create it for one start of an engine.
 
-        `lease_s` is as long as KV is kept here, and taken to be kept elsewhere; `connector` names the metrics.
+        link        paces what arrives recompute   whether to compute KV that does not arrive; else
+        the job fails lease_s     how long KV is kept here, and assumed to be kept elsewhere
+        connector   name of the connector in metrics
         """
         self.agent = agent
         self.tally = Tally(connector)
@@ -90,40 +92,40 @@ class Desk:
         self._lease_s = lease_s
         self._offers: dict[Job, OfferPort] = {}
         self._landings: dict[Job, LandingPort] = {}
-        self._keeping: dict[Job, asyncio.TimerHandle] = {}
+        self._renewal_timers: dict[Job, asyncio.TimerHandle] = {}
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def under_way(self) -> int:
-        """Offers, landings and declines that have not ended."""
+        """The number of offers, landings and declines that have not ended."""
         return len(self._tasks)
 
     def lines(self, labels: str) -> Iterator[str]:
-        """The exposition of all that moves, and of what is held for others."""
+        """Yield the metrics of transfers and leases."""
         yield from self.tally.lines(labels)
-        figures = self.agent.figures()
+        stats = self.agent.figures()
         yield "# TYPE mock:kv_leases gauge"
-        for state, count in figures["leases"].items():
+        for state, count in stats["leases"].items():
             yield f'mock:kv_leases{{{labels},state="{state}"}} {count}'
         yield "# TYPE mock:kv_unclaimed_seconds counter"
-        yield f"mock:kv_unclaimed_seconds_total{{{labels}}} {figures['unclaimed_s']}"
+        yield f"mock:kv_unclaimed_seconds_total{{{labels}}} {stats['unclaimed_s']}"
 
     def giving(self, job: Job) -> bool | None:
-        """Whether KV is on its way out; None once this job's offer has ended."""
+        """Return whether KV is being sent; None once this job's offer has ended."""
         if job not in self._offers:
             return None
         leases = self.agent.figures()["leases"]
         return bool(leases["claimed"] + leases["moving"])
 
     def taking(self, job: Job) -> bool | None:
-        """Whether KV is on its way in; None once this job waits for none."""
+        """Return whether KV is being received; None once this job does not wait for any."""
         if job.state is not State.FETCHING:
             return None
         return bool(self.agent.figures()["reservations"]["moving"])
 
     def lose(self, job: Job) -> None:
-        """The KV just offered is gone, as when it had been evicted."""
+        """Revoke the KV just offered, as if it had been evicted."""
         self._offers[job].revoke()
 
     def offer(self, job: Job) -> Offered:
@@ -134,61 +136,63 @@ class Desk:
         offer = self._offers[job] = self.agent.offer(
             give.name, blocks, job.prompt_tokens, ttl_s=give.hold_s, public=give.public
         )
-        self._spawn(self._give(job, give, offer))
+        self._spawn(self._follow_offer(job, give, offer))
         return Offered(give.name, offer.ticket, blocks, job.prompt_tokens, max(0, job.cached))
 
     def renew(self, name: str, ticket: str) -> str | None:
-        """Keep an offer for two thirds of a lease from now on: its new ticket. None for one that is not, or not so."""
+        """Extend an offer to two thirds of a lease from now. Returns the new ticket; None: no such
+        offer.
+        """
         offer = next(
             (o for o in self._offers.values() if o.name == name and o.ticket == ticket), None
         )
         return offer.ticket if offer is not None and offer.renew(self._lease_s * 2 / 3) else None
 
     def queued(self, job: Job) -> None:
-        """A job has come that may have to wait for room: its KV is to be kept for it."""
+        """Start renewing the lease of a job that may have to wait for blocks."""
         if isinstance(job.leg, Take) and job.leg.renew and not job.leg.parked:
-            # Six times in the lease's time, as vLLM's heartbeats.
-            self._keeping[job] = asyncio.get_running_loop().call_later(
-                self._lease_s / 6, self._keep, job
+            # Six times per lease, as vLLM's heartbeats.
+            self._renewal_timers[job] = asyncio.get_running_loop().call_later(
+                self._lease_s / 6, self._on_renewal_due, job
             )
 
-    def _keep(self, job: Job) -> None:
-        del self._keeping[job]
-        self._spawn(self._renewed(job))
+    def _on_renewal_due(self, job: Job) -> None:
+        del self._renewal_timers[job]
+        self._spawn(self._renew_lease(job))
 
-    async def _renewed(self, job: Job) -> None:
-        """Renew the lease of a job that still stands in the queue."""
+    async def _renew_lease(self, job: Job) -> None:
+        """Renew the lease of a job that is still queued."""
         assert isinstance(job.leg, Take)
         ticket = await self._directory.renew(job.leg)
         if ticket is not None and job.cached < 0 and job.state is State.WAITING:
             job.leg = msgspec.structs.replace(job.leg, ticket=ticket)
             self.queued(job)
 
-    def _admitted(self, job: Job) -> None:
-        timer = self._keeping.pop(job, None)
+    def _stop_renewing(self, job: Job) -> None:
+        timer = self._renewal_timers.pop(job, None)
         if timer is not None:
             timer.cancel()
 
     def fetch(self, job: Job) -> None:
-        """Begin to fetch the KV of a job just admitted; of one that found everything here only let the giver go."""
+        """Fetch the KV of an admitted job. If all of it is cached here, only free the sender's."""
         take = job.leg
         assert isinstance(take, Take)
-        self._admitted(job)
+        self._stop_renewing(job)
         if take.parked:
             return
         if job.state is State.FETCHING:
-            self._spawn(self._take(job, take))
+            self._spawn(self._follow_landing(job, take))
         else:
             job.cached = job.cached if take.cached is None else take.cached
             self.decline(take)
 
     def gone(self, job: Job) -> None:
-        """The job is over before its time: stop what is under way, and let the other side go."""
-        self._admitted(job)
+        """Stop the transfers of an aborted job, and free the other side."""
+        self._stop_renewing(job)
         if job in self._landings:
             self._landings[job].cancel()
         elif isinstance(job.leg, Take) and job.cached < 0:
-            # Never admitted, so it never asked for its KV.
+            # Never admitted, so its KV was never fetched.
             self.decline(job.leg)
         if (
             job in self._offers
@@ -200,21 +204,21 @@ class Desk:
             self._free(job)
 
     def decline(self, take: Take) -> None:
-        """Tell the giver that nobody will fetch this here, so that it need not wait."""
+        """Tell the sender that this KV will not be fetched, so that it frees it."""
         if not take.parked and not self._closed:
             self._spawn(self._decline(take))
 
     def drop_all(self) -> None:
-        """The engine died: nothing it offered or awaited is good any more."""
-        for job in list(self._keeping):
-            self._admitted(job)
+        """End all offers and landings, because the engine died."""
+        for job in list(self._renewal_timers):
+            self._stop_renewing(job)
         for offer in list(self._offers.values()):
             offer.revoke()
         for landing in list(self._landings.values()):
             landing.cancel()
 
     async def close(self) -> None:
-        """End everything, and wait until every block is the engine's own again."""
+        """End everything, and wait until every block belongs to the engine again."""
         self._closed = True
         self.drop_all()
         await self.agent.close()
@@ -222,48 +226,48 @@ class Desk:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _give(self, job: Job, give: Give, offer: OfferPort) -> None:
-        """An offer's life, until its blocks are free."""
+    async def _follow_offer(self, job: Job, give: Give, offer: OfferPort) -> None:
+        """Follow an offer until its blocks are free."""
         try:
-            how = await offer.ended()
-            self.tally.given(how)
-            if how.landed:
+            outcome = await offer.ended()
+            self.tally.given(outcome)
+            if outcome.landed:
                 await self._link.pass_by(job.prompt_tokens)
         finally:
             del self._offers[job]
             self._free(job)
         if give.answering is Answering.WHEN_TAKEN:
-            self._owner.taken(job, how)
+            self._owner.taken(job, outcome)
 
-    async def _take(self, job: Job, take: Take) -> None:
-        """A landing's life, until the job can go on or its blocks are free."""
-        began_s = asyncio.get_running_loop().time()
+    async def _follow_landing(self, job: Job, take: Take) -> None:
+        """Follow a landing until the job can continue or its blocks are free."""
+        started_s = asyncio.get_running_loop().time()
         try:
-            how = await self._landed(job, take)
-            if how.landed:
+            outcome = await self._fetch_and_wait(job, take)
+            if outcome.landed:
                 await self._link.pass_by(job.prompt_tokens - job.cached)
             else:
                 self._directory.forget(take)
-            self.tally.took(how, asyncio.get_running_loop().time() - began_s)
+            self.tally.took(outcome, asyncio.get_running_loop().time() - started_s)
             if job.state is State.FETCHING:
-                self._arrived(job, take, how)
+                self._continue_job(job, take, outcome)
         finally:
-            # What the job has let go of meanwhile is nobody's any more: nothing is written there now.
+            # Free blocks that the job no longer uses: nothing writes to them now.
             self._free(job)
 
-    def _arrived(self, job: Job, take: Take, how: End) -> None:
-        """The job goes on with its KV, or without it as the policy says."""
-        if how.landed:
+    def _continue_job(self, job: Job, take: Take, outcome: End) -> None:
+        """Continue the job with its KV, or without it as configured."""
+        if outcome.landed:
             self._owner.scheduler.landed(
                 job, job.prompt_tokens - 1 if take.cached is None else take.cached
             )
         elif self._recompute:
             self._owner.scheduler.recompute(job)
         else:
-            self._owner.fail(job, f"KV load failed: {how.reason}")
+            self._owner.fail(job, f"KV load failed: {outcome.reason}")
 
-    async def _landed(self, job: Job, take: Take) -> End:
-        """Fetch, and wait for the end; afterwards nobody writes the job's blocks any more."""
+    async def _fetch_and_wait(self, job: Job, take: Take) -> End:
+        """Fetch, and wait for the end. Afterwards nothing writes to the job's blocks."""
         try:
             address = await self._directory.address(take)
         except UnknownPeerError as error:
@@ -294,30 +298,31 @@ class Desk:
             return
         if self._closed:
             return
-        # The memory has one block more than the scheduler knows: a single token fetched into it lets the giver go.
-        spare = [self._owner.scheduler.pool.total]
+        # The memory has one block more than the scheduler knows. Fetching a single token into it
+        # frees the sender.
+        spare_block = [self._owner.scheduler.pool.total]
         landing = self.agent.fetch(
-            address, take.name, spare, 1, ticket=take.ticket, timeout_s=take.wait_s
+            address, take.name, spare_block, 1, ticket=take.ticket, timeout_s=take.wait_s
         )
-        calling_off = (
+        cancel_timer = (
             None
             if take.ticket
             else asyncio.get_running_loop().call_later(DECLINING_S, landing.cancel)
         )
         await landing.ended()
-        if calling_off is not None:
-            calling_off.cancel()
+        if cancel_timer is not None:
+            cancel_timer.cancel()
 
     def _free(self, job: Job) -> None:
         self._owner.scheduler.let_go(job)
         self._owner.wake()
 
-    def _spawn(self, life: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(life)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
 def unreachable(detail: str) -> End:
-    """The end of what never began."""
+    """Return the outcome of a transfer that never began."""
     return end(Reason.UNREACHABLE, detail=detail)

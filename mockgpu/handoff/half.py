@@ -1,7 +1,7 @@
-"""Half: all that makes a group one half of split requests: its KV memory, its agent, its desk, its dialect.
+"""PdRole: everything that makes a group one half of split requests.
 
-It dies with the group's ranks and comes back with them, as another engine: new identity, new agent, nothing offered.
-What each part does is memory.py's, desk.py's and the dialect modules'.
+That is its KV memory, agent, KvHandoff and dialect. It stops with the group's ranks. It starts with
+them again as a new engine: new identity, new agent, no offers.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from mockgpu.handoff.wire import BadWire
 from mockgpu.kv import scaled_layout
 from mockgpu.memory import KvMemory
 
-# A pull that is not refused at once is under way: only a peer that falls silent ends it earlier.
+# A pull that is not refused at once is in progress; only a silent peer ends it earlier.
 PULL_S = 30.0
 
 
 class ProcessWire(Wire):
-    """Joins the agents of one process, on a clock of its own."""
+    """The wire between the agents of one process, with its own clock."""
 
     def __init__(self) -> None:
         self._own = ThreadClock("kv-wire")
         super().__init__(self._own)
 
     def close(self) -> None:
-        """No agent moves anything any more."""
+        """Stop all transfers on this wire."""
         self._own.close()
 
 
 class Half:
-    """Sole owner of a group's memory, agent, desk and bootstrap server.
+    """Sole owner of a group's memory, agent, KvHandoff and bootstrap server.
 
-    `wire` joins the agents of one process where the transport is inproc.
+    `wire` connects the agents of one process if the transport is inproc.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Half:
         self.here = Here(
             "", host, 0, spec.tp, spec.role, transfer.version, transfer.lease_s, self._wait_s
         )
-        # One block more than are given out: what is declined is fetched into it (desk.py).
+        # One block more than the scheduler has: declined KV is fetched into it (desk.py).
         blocks = group.scheduler.pool.total + 1
         self.memory = KvMemory.create(
             scaled_layout(spec.model, spec.tp, transfer.scale), blocks, spec.role
@@ -82,18 +82,20 @@ class Half:
         self._starts = 0
         self._bootstrap = Bootstrap(host, transfer.bootstrap_port, transfer.dialect, spec.tp)
         self._resolver = Resolver()
-        self._bad_wire = BadWire(host)
-        self._changing: asyncio.Task[None] | None = None
+        self._relay = BadWire(host)
+        self._change_task: asyncio.Task[None] | None = None
         group.attach(self.memory)
-        group.on_change = self._changed
+        group.on_change = self._on_ranks_changed
 
     @property
     def bootstrap_url(self) -> str:
-        """Where the bootstrap server is, on groups that have one."""
+        """The bootstrap server's URL; "" without one."""
         return self._bootstrap.url
 
     async def start(self) -> None:
-        """Become an engine that can be reached. Raises OSError when a port is taken; then it is none."""
+        """Start the engine. On failure, raises OSError (a port is taken) and leaves nothing
+        running.
+        """
         try:
             await self._start()
         except OSError:
@@ -104,11 +106,11 @@ class Half:
         spec, transfer = self.group.spec, self.transfer
         self._starts += 1
         name = f"{spec.role}-{secrets.token_hex(4)}"
-        agent = self.agent = await self._started(name)
+        agent = self.agent = await self._start_agent(name)
         host, port = _host_and_port(agent.address)
         if self.harmable:
-            await self._bad_wire.start(host, port)
-            port = self._bad_wire.port
+            await self._relay.start(host, port)
+            port = self._relay.port
         self.here = Here(
             name,
             host,
@@ -130,8 +132,10 @@ class Half:
         if spec.role != "decode" and self._bootstrap.wanted:
             await self._bootstrap.start(self.here)
 
-    async def _started(self, name: str) -> Agent:
-        """An agent of that name that listens. Raises OSError when its port is taken; then nothing of it is left."""
+    async def _start_agent(self, name: str) -> Agent:
+        """Return a listening agent. On failure, raises OSError (its port is taken) and closes
+        it.
+        """
         transports = self._transports()
         agent = Agent(
             name,
@@ -139,8 +143,15 @@ class Half:
             self.memory.regions,
             key=hashlib.sha256(self.transfer.key.encode()).digest(),
             transports=transports,
-            # On a wire of this process the agent's time stops with it.
-            clock=next((each.agent_clock for each in transports if isinstance(each, Inproc)), None),
+            # On an inproc wire the agent's time stops with it.
+            clock=next(
+                (
+                    transport.agent_clock
+                    for transport in transports
+                    if isinstance(transport, Inproc)
+                ),
+                None,
+            ),
             options=Options(
                 patience_s=self._wait_s, family=_family(self.group.spec.model.name, self.transfer)
             ),
@@ -153,30 +164,31 @@ class Half:
         return agent
 
     async def stop(self) -> None:
-        """Cease to be reachable; every block is the group's own again."""
+        """Stop the engine. Afterwards every block belongs to the group again."""
         desk, self.group.desk = self.group.desk, None
         await self._bootstrap.stop()
-        self._bad_wire.stop()
+        self._relay.stop()
         if desk is not None:
             await desk.close()
-        elif self.agent is not None:  # it got no further than that when it started
+        elif self.agent is not None:  # the start failed after creating it
             await self.agent.close()
         self.agent = None
 
     async def settled(self) -> None:
-        """Return when what the group's ranks last did has been followed, whether that went well or not."""
-        while self._changing is not None and not self._changing.done():
-            await asyncio.wait((self._changing,))
+        """Wait until the last change of the group's ranks has been applied."""
+        while self._change_task is not None and not self._change_task.done():
+            await asyncio.wait((self._change_task,))
 
     async def close(self) -> None:
-        """The end: give the memory back as well."""
+        """Stop for good, and release the memory."""
         await self.settled()
         await self.stop()
         await self._resolver.close()
         self.memory.close()
 
     def read(self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str) -> Reading:
-        """The leg that a request is. What is malformed is counted, and kills the engine where it would kill a real one.
+        """Return the leg of a request. A malformed one is counted, and kills the engine if it
+        would.
 
         Raises MalformedHandoffError, or ApiError for what an engine merely refuses.
         """
@@ -193,22 +205,22 @@ class Half:
 
     @property
     def harmable(self) -> bool:
-        """Whether peers reach the agent by a way on which their bytes can come to harm."""
+        """Whether peers reach the agent through the relay that can inject faults."""
         return self.transfer.transport == "tcp" and self.transfer.wire_faults
 
     def harm(self, fault: Fault | None) -> None:
-        """This is wrong with that way from now on; None: all is well."""
+        """Apply a fault to the connection; None: heal."""
         if self._wire is not None and self._starts and self.agent is not None:
             stalls = fault is not None and fault.kind is FaultKind.WIRE_STALL
             (self._wire.freeze if stalls else self._wire.thaw)(self.agent.address)
-        self._bad_wire.set(fault)
+        self._relay.set(fault)
 
     def served_at(self, url: str) -> None:
-        """The group's HTTP server listens there."""
+        """Set the URL of the group's HTTP server."""
         self.here = msgspec.structs.replace(self.here, url=url)
 
     def told(self) -> dict[str, Any]:
-        """What the line says that tells of a group's start."""
+        """Return the members of the start-up line."""
         return {
             "dialect": self.dialect.name,
             "agent": self.here.address,
@@ -216,49 +228,53 @@ class Half:
         }
 
     def state(self) -> dict[str, Any]:
-        """Who it is and what it holds for others, for tests."""
-        figures = self.agent.figures() if self.agent is not None else {}
+        """Return the identity and what is held for others, for tests."""
+        stats = self.agent.figures() if self.agent is not None else {}
         return {
             "dialect": self.dialect.name,
             "engine_id": self.here.engine_id,
             "agent": self.here.address,
             "bootstrap": self.bootstrap_url,
             "transfers": self.group.desk.under_way if self.group.desk is not None else 0,
-            "leases": figures.get("leases"),
-            "reservations": figures.get("reservations"),
+            "leases": stats.get("leases"),
+            "reservations": stats.get("reservations"),
         }
 
-    def _changed(self, alive: bool) -> None:
-        """The group has lost its ranks, or has them back."""
-        before = self._changing
-        self._changing = asyncio.ensure_future(self._follow(before, alive))
+    def _on_ranks_changed(self, alive: bool) -> None:
+        """Handle the loss or the return of the group's ranks."""
+        earlier = self._change_task
+        self._change_task = asyncio.ensure_future(self._apply_change(earlier, alive))
 
-    async def _follow(self, before: asyncio.Task[None] | None, alive: bool) -> None:
-        """One change after another. An engine that finds its port taken stays away until its ranks come back again."""
-        if before is not None:
-            await asyncio.wait((before,))
+    async def _apply_change(self, earlier: asyncio.Task[None] | None, alive: bool) -> None:
+        """Apply one change after the other.
+
+        If the port is taken, the engine stays down until its ranks return again.
+        """
+        if earlier is not None:
+            await asyncio.wait((earlier,))
         if not alive:
             await self.stop()
         elif self.agent is None:
             await self.start()
 
     def _transports(self) -> list[Transport]:
-        """The first is how the agent is reached; the others are taken where both ends have them."""
+        """Return the transports: the first to be reached by, then alternatives for both ends."""
         kind = self.transfer.transport
         if kind == "inproc":
             if self._wire is None:
-                raise ValueError("agents of one process need a wire to be joined by")
+                raise ValueError("the inproc transport needs a wire")
             return [Inproc(self._wire)]
-        # An agent is always reached by TCP, which is what engines' objects can name; shared memory is agreed on then.
+        # Agents are reached by TCP, the only address that engines' objects can carry. Shared memory
+        # is negotiated afterwards.
         try:
             tcp = Tcp(self._host, self.transfer.port, tls=self.transfer.tls)
-        except TransportError as error:  # files that cannot be used
+        except TransportError as error:  # unusable TLS files
             raise ValueError(str(error)) from error
         return [tcp] if kind == "tcp" else [tcp, Shm()]
 
 
 def _dialect(transfer: Transfer) -> tuple[Dialect, float]:
-    """The dialect, and how long its legs wait for each other unless told otherwise."""
+    """Return the dialect, and how long its legs wait for each other by default."""
     known: dict[str, tuple[Dialect, float]] = {
         "vllm_nixl": (VllmNixl(), PULL_S),
         "vllm_push": (VllmPush(), REGISTRATION_S),
@@ -271,12 +287,12 @@ def _dialect(transfer: Transfer) -> tuple[Dialect, float]:
 
 
 def _family(model: str, transfer: Transfer) -> str:
-    """What the handshake of two engines compares: kind and version, and whose weights the cache is of."""
+    """Return what the handshake of two engines compares: kind, version and model."""
     kind = "vllm" if transfer.dialect.startswith(("vllm", "mooncake")) else transfer.dialect
     return f"{kind}/{transfer.version[0]}.{transfer.version[1]}/{model}"
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """An agent's address as engines tell it: a host and a number."""
+    """Split an agent's address as engines report it."""
     host, _, port = address.rpartition(":" if ":" in address else "-")
     return host, int(port)

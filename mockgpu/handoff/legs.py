@@ -1,6 +1,6 @@
-"""What a request asks of an engine when it is one leg of two: Give its KV away, or Take it from another group.
+"""The legs of a split request: PrefillLeg sends KV, DecodeLeg receives it.
 
-Plain values, the same for every dialect; how they are said on the wire is each dialect's.
+Plain values, the same for every dialect. Each dialect defines its wire format.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 
 class Answering(Enum):
-    """When a prefill leg answers: as soon as its KV is there, or when it has been taken."""
+    """When a prefill leg answers: when its KV is computed, or when it has been fetched."""
 
     WHEN_PREFILLED = auto()
     WHEN_TAKEN = auto()
@@ -20,8 +20,8 @@ class Answering(Enum):
 class Give(msgspec.Struct, frozen=True):
     """A prefill leg: its KV is offered under `name` for `hold_s` seconds.
 
-    `public`: whoever knows the name may take it (push dialects: both sides know it beforehand); else by ticket only.
-    `if_ended`: whether it is offered as well when the answer ended by itself at the first token.
+    public      any group that knows the name may fetch it (push dialects); False: by ticket only
+    if_ended    also offer it if the answer ended itself at the first token
     """
 
     name: str
@@ -32,24 +32,26 @@ class Give(msgspec.Struct, frozen=True):
 
 
 class At(msgspec.Struct, frozen=True):
-    """The giving group's agent, by its address."""
+    """The prefill group's agent, by address."""
 
     address: str
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """The giving group's agent, to be asked of its bootstrap server. `engine_id`: Mooncake's; None is SGLang's way."""
+    """The prefill group's agent, by its bootstrap server. `engine_id`: for Mooncake; None:
+    SGLang.
+    """
 
     bootstrap: str
     engine_id: str | None = None
 
 
 class Take(msgspec.Struct, frozen=True):
-    """A decode leg: KV of this `name` is fetched from `peer`, and waited for `wait_s` seconds if it is not there yet.
+    """A decode leg: KV of this `name` is fetched from `peer`, waiting up to `wait_s` for it.
 
-    `first`: tokens that the giver made already (TRT-LLM). `renew`: where the lease is renewed while there is no room
-    here. `cached`: what to report as cached tokens in place of what came over the wire. `parked`: the object was not
-    whole, and the engine waits for ever for KV that nobody will send.
+    first    tokens that the prefill group already made (TRT-LLM) renew    URL for renewing the
+    lease while there is no room here cached   cached tokens to report instead of the transferred
+    ones parked   the object was incomplete: the engine waits for ever for KV that never comes
     """
 
     name: str
@@ -63,7 +65,7 @@ class Take(msgspec.Struct, frozen=True):
 
 
 class Offered(msgspec.Struct, frozen=True):
-    """A prefill leg's KV as it can be told to the other leg. `cached`: tokens this engine had cached of it."""
+    """A prefill leg's KV as described to the other leg. `cached`: its tokens cached here before."""
 
     name: str
     ticket: str

@@ -1,6 +1,7 @@
-"""vLLM's MooncakeConnector, the engine's side: push through a bootstrap server, legs matched by their transfer id.
+"""The engine's side of vLLM's MooncakeConnector: push, with legs matched by their transfer id.
 
-Prefill answers without an object and keeps its KV only when it was cut at its one token. Source: engines.md B.0, B.4.
+Agents are found through a bootstrap server. Prefill answers without an object, and keeps its KV
+only if it was cut at its one token. Source: engines.md B.0, B.4.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from mockgpu.handoff.legs import Asked, Give, Offered, Take
 from mockgpu.handoff.vllm_nixl import FIELD, checked_object, given_prompt
 
 ABORT_S = 480.0
-# Without these a decode leg is parked for KV that never comes.
+# Without these, a decode leg is parked for KV that never comes.
 NEEDED = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 class Mooncake:
-    """contract.Dialect of the Mooncake connector."""
+    """The EngineDialect of the Mooncake connector."""
 
     name = "mooncake"
 
     def read(
         self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
     ) -> Reading:
-        """The leg of a request; the wrong leg for this engine's role is the end of it."""
+        """Return the leg of a request. The wrong leg for this engine's role kills it."""
         params = checked_object(body)
         if params is None:
             return NO_LEG
@@ -47,11 +48,11 @@ class Mooncake:
         return Reading(take, given_prompt(params, body))
 
     def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
-        """Nothing: the decode leg knows all it needs."""
+        """Return nothing: the decode leg knows all it needs."""
         return {}
 
     def told_in_choice(
         self, ask: Ask, offered: Offered | None, first: bytes, here: Here
     ) -> dict[str, Any]:
-        """Nothing."""
+        """Return nothing."""
         return {}

@@ -1,4 +1,4 @@
-"""How long a transfer takes on a link of a given speed, as the model's whole KV and not the scaled bytes that move."""
+"""The duration of a transfer at a link speed, by the model's full KV, not the scaled bytes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from math import inf
 
 
 class Link:
-    """One group's way to the others: transfers share it one after the other. On the event loop's time."""
+    """One group's network link. Transfers share it one after the other, in the event loop's
+    time.
+    """
 
     def __init__(self, token_bytes: int, bytes_s: float = inf, speed: float = 1.0) -> None:
-        """`token_bytes` of KV per token of the real model; `speed`: how much faster than life the mock runs."""
+        """Set the rate. `token_bytes` is of the real model; `speed` is the mock's speed factor."""
         self._token_s = token_bytes / bytes_s / speed
         self._free_at_s = 0.0
 
     async def pass_by(self, tokens: int) -> None:
-        """Return when the KV of that many tokens would have passed."""
+        """Wait until the KV of `tokens` tokens would have been transferred."""
         if not self._token_s:
             return
         now_s = asyncio.get_running_loop().time()

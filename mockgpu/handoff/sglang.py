@@ -1,7 +1,8 @@
-"""SGLang's disaggregation, the engine's side: one body to both servers at once, met in a room of prefill's bootstrap.
+"""The engine's side of SGLang's disaggregation: one body to both servers, matched by a room.
 
-A prefill server stops after one token by itself and answers when its KV has been taken. A probe names a host that is
-nobody's: either server answers it alone. Errors are in SGLang's shapes (answers.py). Source: engines.md D.
+A prefill server stops after one token and answers when its KV has been fetched. A probe uses a host
+that belongs to no engine, and either server answers it alone. Errors are in SGLang's format
+(shapes.py). Source: engines.md D.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from mockgpu.handoff.contract import Here
 from mockgpu.handoff.legs import Answering, Asked, Give, Offered, Take
 
 BOOTSTRAP_S = 300.0
-NOBODY = "2.2.2.2"
-# Rooms remembered so that none is used twice.
+PROBE_HOST = "2.2.2.2"
+# Rooms remembered, so that none is used twice.
 MOST_ROOMS = 1 << 16
 
 
 class Sglang:
-    """contract.Dialect of SGLang. Remembers the rooms it has seen."""
+    """The EngineDialect of SGLang. It remembers used rooms."""
 
     name = "sglang"
 
@@ -31,7 +32,7 @@ class Sglang:
     def read(
         self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
     ) -> Reading:
-        """The leg of a request: which one is the server's role, not the request's choice."""
+        """Return the leg of a request, which depends on the server's role."""
         for field in ("kv_transfer_params", "disaggregated_params"):
             if getattr(body, field) is not None:
                 raise MalformedHandoffError(field)
@@ -39,7 +40,7 @@ class Sglang:
             if body.bootstrap_room is not None:
                 raise MalformedHandoffError("bootstrap_room")
             return NO_LEG
-        if body.bootstrap_host == NOBODY and body.bootstrap_room is not None:
+        if body.bootstrap_host == PROBE_HOST and body.bootstrap_room is not None:
             return Reading(one_token=here.role == "prefill")
         room = self._room(body)
         if here.role == "prefill":
@@ -66,11 +67,11 @@ class Sglang:
         return room
 
     def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
-        """Nothing: both legs know the room."""
+        """Return nothing: both legs know the room."""
         return {}
 
     def told_in_choice(
         self, ask: Ask, offered: Offered | None, first: bytes, here: Here
     ) -> dict[str, Any]:
-        """Nothing."""
+        """Return nothing."""
         return {}

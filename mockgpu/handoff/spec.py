@@ -1,4 +1,4 @@
-"""Transfer: the options of a group that hands KV over. Values only; fleet.py builds from them."""
+"""Transfer: the options of a group that transfers KV."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ TRANSPORTS = ("auto", "tcp", "shm", "inproc")
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """How one group hands KV over.
+    """How one group transfers KV.
 
-    port           of its agent; 0: any free one
-    key            what all agents of a fleet prove to one another that they are of it
-    scale          real bytes held per byte of the model's KV
-    gbps           speed of its links, gigabits per second, for the unscaled KV; inf: as fast as the bytes really move
-    lease_s        how long KV of a pull dialect is kept for a decode group that does not report
-    wait_s         how long both sides of a push dialect wait for each other; None: as the engine does
-    recompute      what a decode group does when KV does not come; else the request fails
-    version        of the engine: what its objects look like and with whom it is compatible
-    wire_faults    peers come through a relay at which bytes can be harmed (tcp only)
-    bootstrap_port of Mooncake's and SGLang's bootstrap server on prefill groups; 0: any free one
-    tls            certificates for its TCP links; None: they are plain
+    port             of its agent; 0: any free one key              the secret that the agents of a
+    fleet share scale            real bytes per byte of the model's KV gbps             link speed
+    in gigabits per second for the unscaled KV; inf: no pacing lease_s          how long KV of a
+    pull dialect is kept without a heartbeat wait_s           how long both sides of a push dialect
+    wait; None: as the engine does recompute        whether a decode group computes KV that does not
+    arrive; else the request fails version          of the engine: format of its objects, and
+    compatibility wire_faults      peers connect through a relay that can inject faults (tcp only)
+    bootstrap_port   of a prefill group's bootstrap server (Mooncake, SGLang); 0: any free one tls
+    certificates for its TCP links; None: no TLS
     """
 
     dialect: str = "vllm_nixl"
@@ -45,7 +43,7 @@ class Transfer(msgspec.Struct, frozen=True):
     tls: TlsFiles | None = None
 
     def checked(self) -> Transfer:
-        """Itself. ValueError says which option is wrong."""
+        """Return itself. Raises ValueError for an invalid option."""
         if self.dialect not in DIALECTS:
             raise ValueError(f"unknown dialect {self.dialect!r}: known are {', '.join(DIALECTS)}")
         if self.transport not in TRANSPORTS:
@@ -53,9 +51,9 @@ class Transfer(msgspec.Struct, frozen=True):
                 f"unknown transport {self.transport!r}: known are {', '.join(TRANSPORTS)}"
             )
         if not 0 < self.scale <= 1 or not self.gbps > 0 or not self.lease_s > 0:
-            raise ValueError("kv scale lies in (0, 1]; link speed and lease are positive")
+            raise ValueError("kv scale must be in (0, 1], link speed and lease positive")
         if self.wait_s is not None and not self.wait_s > 0:
-            raise ValueError(f"legs wait for each other for a time above 0, not {self.wait_s}")
+            raise ValueError(f"the handoff timeout must be positive, not {self.wait_s}")
         if self.tls is not None and self.transport not in ("auto", "tcp"):
-            raise ValueError(f"TLS is for links over TCP, not for {self.transport}")
+            raise ValueError(f"TLS needs transport tcp or auto, not {self.transport}")
         return self

@@ -1,4 +1,4 @@
-"""What a group counts of its transfers, under its vLLM connector's names. Mocks without transfers show none of it."""
+"""Counters of a group's transfers, under its vLLM connector's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BYTES_BUCKETS = tuple(float(1 << exponent) for exponent in range(10, 34, 2))
 
 
 class Tally:
-    """Counts of one group, as giver and as taker. `connector`: nixl or mooncake."""
+    """Counters of one group, as sender and receiver. `connector`: nixl or mooncake."""
 
     def __init__(self, connector: str) -> None:
         self._name = f"vllm:{connector}"
@@ -25,12 +25,12 @@ class Tally:
         self.took_ends: Counter[str] = Counter()
 
     def given(self, end: End) -> None:
-        """An offer has ended."""
+        """Count the end of an offer."""
         self.given_ends[end.reason] += 1
         self.expired += end.how is How.EXPIRED
 
     def took(self, end: End, seconds: float) -> None:
-        """A landing has ended, that many seconds after it was asked for."""
+        """Count the end of a landing, `seconds` after it was requested."""
         self.took_ends[end.reason] += 1
         if end.landed:
             self.xfer_s.observe(seconds)
@@ -39,7 +39,7 @@ class Tally:
             self.failed += 1
 
     def lines(self, labels: str) -> Iterator[str]:
-        """The exposition."""
+        """Yield the metrics."""
         for name, histogram in (
             (f"{self._name}_xfer_time_seconds", self.xfer_s),
             (f"{self._name}_bytes_transferred", self.xfer_bytes),

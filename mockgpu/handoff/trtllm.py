@@ -1,8 +1,9 @@
-"""TensorRT-LLM's disaggregated serving, context first, the engine's side.
+"""The engine's side of TensorRT-LLM's disaggregated serving, context first.
 
-The context server makes the first token and tells it in its choice, with an opaque state; the generation server emits
-that token itself and goes on. Request models forbid what they do not know. Generation first is not modelled.
-Source: engines.md E; names of fields: openai_protocol.py of TensorRT-LLM.
+The context server makes the first token and returns it in its choice with an opaque state. The
+generation server sends that token itself and continues. Request models forbid unknown fields.
+Generation first is not modelled. Source: engines.md E; field names: openai_protocol.py of
+TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mockgpu.text import is_speech, token_bytes, token_ids
 
 FIELD = "disaggregated_params"
 HOLD_S = 180.0
-# Snowflakes of the orchestrator are never smaller: smaller ones are the server's own.
+# The orchestrator's ids are never smaller; smaller ones are the server's own.
 LEAST_ID = 1 << 40
 MOST_IDS = 1 << 16
 
@@ -101,7 +102,7 @@ class Details(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`ctx_usage`: the context server's own."""
+    """`ctx_usage`: the context server's usage."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0
@@ -129,7 +130,7 @@ class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class State(msgspec.Struct, frozen=True, array_like=True):
-    """What the opaque state holds: where the KV is, and the right to fetch it."""
+    """The content of the opaque state: where the KV is, and the ticket to fetch it."""
 
     address: str
     name: str
@@ -137,17 +138,17 @@ class State(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Trtllm:
-    """contract.Dialect of TensorRT-LLM. Remembers the request ids it has seen."""
+    """The EngineDialect of TensorRT-LLM. It remembers used request ids."""
 
     name = "trtllm"
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._used_ids: OrderedDict[tuple[str, int], None] = OrderedDict()
 
     def read(
         self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
     ) -> Reading:
-        """The leg of a request. ApiError 400 for a field that the model does not have."""
+        """Return the leg of a request. Raises ApiError 400 for unknown fields."""
         known = CHAT_FIELDS if body.messages is not None else COMPLETION_FIELDS
         for field in msgspec.json.decode(raw):
             if field not in known:
@@ -168,9 +169,9 @@ class Trtllm:
             token_bytes(body.prompt_token_ids) if body.prompt_token_ids else None,
         )
 
-    def _params(self, given: Any) -> Params:
+    def _params(self, value: Any) -> Params:
         try:
-            params = msgspec.convert(given, Params)
+            params = msgspec.convert(value, Params)
         except msgspec.ValidationError as error:
             raise MalformedHandoffError(f"{FIELD}: {error}", status=400) from None
         if params.request_type not in ("context_only", "generation_only", "context_and_generation"):
@@ -180,17 +181,19 @@ class Trtllm:
         return params
 
     def _new_id(self, params: Params) -> int:
-        """The orchestrator's id of this attempt: each is used for one context and one generation request."""
+        """Return the orchestrator's id, which is used for one context and one generation
+        request.
+        """
         number = params.disagg_request_id
         if (
             number is None
             or not LEAST_ID <= number < 1 << 63
-            or (params.request_type, number) in self._seen
+            or (params.request_type, number) in self._used_ids
         ):
             raise MalformedHandoffError(f"{FIELD}.disagg_request_id", status=400)
-        self._seen[params.request_type, number] = None
-        if len(self._seen) > MOST_IDS:
-            self._seen.popitem(last=False)
+        self._used_ids[params.request_type, number] = None
+        if len(self._used_ids) > MOST_IDS:
+            self._used_ids.popitem(last=False)
         return number
 
     def _take(self, params: Params, here: Here) -> Take:
@@ -217,13 +220,15 @@ class Trtllm:
         )
 
     def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
-        """The prompt as the context server rendered it."""
+        """Return the prompt as the context server rendered it."""
         return {"prompt_token_ids": token_ids(ask.prompts[0])}
 
     def told_in_choice(
         self, ask: Ask, offered: Offered | None, first: bytes, here: Here
     ) -> dict[str, Any]:
-        """The params for the generation server; none where the answer ended with its first token."""
+        """Return the params for the generation server; null if the answer ended at its first
+        token.
+        """
         if offered is None:
             return {FIELD: None}
         state = State(here.address, offered.name, offered.ticket)

@@ -1,8 +1,8 @@
-"""vLLM's NixlConnector, pull mode (connector version 15 of 0.33, and what 0.20 said instead), the engine's side.
+"""The engine's side of vLLM's NixlConnector in pull mode (0.20 to 0.33).
 
-Prefill: `do_remote_decode` in, an object out that names this engine, its blocks and, as one opaque field more, the
-right to fetch them. Decode: that object in, the KV is pulled. A malformed object does to the mock what it does to the
-engine. Source: engines.md B.0, B.1, section 1.
+Prefill: `do_remote_decode` in; out comes an object with this engine, its blocks and, as one opaque
+extra field, the ticket. Decode: that object in, and the KV is pulled. A malformed object has the
+same effect as on the real engine. Source: engines.md B.0, B.1, section 1.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from mockgpu.text import token_bytes
 
 FIELD = "kv_transfer_params"
 TICKET = "penstock_ticket"
-# Until 0.20 blocks were held for a fixed time and an answer that ended by itself freed them at once.
+# Until 0.20, blocks were kept for a fixed time, and freed at once if the answer ended itself.
 LEASES_SINCE, OLD_HOLD_S = (0, 22), 480.0
-# Without these the request is parked for KV that nobody will ever be asked for.
+# Without these, the request is parked for KV that is never fetched.
 NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
 class VllmNixl:
-    """contract.Dialect of the pull connector."""
+    """The EngineDialect of the pull connector."""
 
     name = "vllm_nixl"
 
     def read(
         self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
     ) -> Reading:
-        """The leg of a request; none without an object, or with one that asks for nothing."""
+        """Return the leg of a request; none without an object, or with one that requests
+        nothing.
+        """
         params = checked_object(body)
         if params is None:
             return NO_LEG
@@ -43,21 +45,23 @@ class VllmNixl:
         return Reading(_take(params, here), given_prompt(params, body))
 
     def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
-        """The object, or null where nothing is kept."""
+        """Return the object; null if no KV is kept."""
         return {FIELD: None if offered is None else told_object(offered, here, "pull")}
 
     def told_in_choice(
         self, ask: Ask, offered: Offered | None, first: bytes, here: Here
     ) -> dict[str, Any]:
-        """Nothing: vLLM's object stands beside the choices."""
+        """Return nothing: vLLM's object is at the top level."""
         return {}
 
 
 def checked_object(body: Body) -> dict[str, Any] | None:
-    """The request's `kv_transfer_params`, which must be alone of its kind. None: there is none."""
+    """Return the request's `kv_transfer_params`; None: absent. Other dialects' fields are
+    refused.
+    """
     for field in ("bootstrap_host", "bootstrap_port", "bootstrap_room", "disaggregated_params"):
         if getattr(body, field) is not None:
-            # vLLM ignores what it does not know; to us it says that the gateway speaks the wrong dialect.
+            # vLLM ignores unknown fields. Here they show that the gateway uses the wrong dialect.
             raise MalformedHandoffError(field)
     params = body.kv_transfer_params
     if params is None:
@@ -70,7 +74,7 @@ def checked_object(body: Body) -> dict[str, Any] | None:
 
 
 def give(request_id: str, here: Here) -> Give:
-    """A prefill leg by pull: kept under the engine's own id for a lease, or, of old, for a fixed time."""
+    """Return a prefill leg by pull, kept for a lease or, in old versions, for a fixed time."""
     leases = here.version >= LEASES_SINCE
     return Give(
         f"{request_id}-{secrets.token_hex(4)}",
@@ -84,28 +88,31 @@ def _take(params: dict[str, Any], here: Here) -> Take:
     if not isinstance(blocks, list) or not blocks or blocks[0] == []:
         raise MalformedHandoffError(f"{FIELD}.remote_block_ids", fatal=True)
     parked = any(params.get(field) is None for field in NEEDED)
-    ours = params.get(TICKET)
-    right = ours if isinstance(ours, dict) else {}
+    ticket_field = params.get(TICKET)
+    ticket = ticket_field if isinstance(ticket_field, dict) else {}
     return Take(
         name=str(params.get("remote_request_id")),
         peer=At(joined(str(params.get("remote_host")), params.get("remote_port") or 0)),
         wait_s=here.wait_s,
-        ticket=str(right.get("ticket", "")),
-        renew=str(right.get("renew", "")),
+        ticket=str(ticket.get("ticket", "")),
+        renew=str(ticket.get("renew", "")),
         cached=_cached_tokens(params) if here.version >= (0, 33) else None,
         parked=parked,
     )
 
 
 def _cached_tokens(params: dict[str, Any]) -> int | None:
-    told = params.get("remote_prefill_cached_tokens")
-    if told is not None and (type(told) is not int or told < 0):
+    cached = params.get("remote_prefill_cached_tokens")
+    if cached is not None and (type(cached) is not int or cached < 0):
         raise MalformedHandoffError(f"{FIELD}.remote_prefill_cached_tokens")
-    return told
+    return cached
 
 
 def given_prompt(params: dict[str, Any], body: Body) -> bytes | None:
-    """The prompt as the prefill leg rendered it (chat only). ApiError 400 unless ids; ignored behind `echo`."""
+    """Return the prompt as the prefill leg rendered it (chat only, ignored with `echo`).
+
+    Raises ApiError 400 unless it is a list of ids.
+    """
     ids = params.get("prompt_token_ids")
     if ids is None or body.messages is None or body.echo:
         return None
@@ -121,9 +128,9 @@ def given_prompt(params: dict[str, Any], body: Body) -> bytes | None:
 
 
 def told_object(offered: Offered, here: Here, mode: str) -> dict[str, Any]:
-    """What a prefill engine tells of its KV, as its version words it."""
+    """Return a prefill engine's object in the format of its version."""
     blocks: list[Any] = offered.blocks if here.version < (0, 18) else [offered.blocks]
-    told: dict[str, Any] = {
+    params: dict[str, Any] = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_block_ids": blocks,
@@ -134,15 +141,15 @@ def told_object(offered: Offered, here: Here, mode: str) -> dict[str, Any]:
         "tp_size": here.tp,
     }
     if here.version >= LEASES_SINCE:
-        told["remote_num_tokens"] = offered.tokens
+        params["remote_num_tokens"] = offered.tokens
     if here.version >= (0, 28):
-        told |= {"remote_blocks_expiry_time": None, "transfer_mode": mode}
+        params |= {"remote_blocks_expiry_time": None, "transfer_mode": mode}
     if here.version >= (0, 30):
-        told |= {"dcp_size": 1, "pp_size": 1}
+        params |= {"dcp_size": 1, "pp_size": 1}
     if here.version >= (0, 33):
-        told["remote_registration_generation"] = here.generation
-        told["remote_prefill_cached_tokens"] = offered.cached
+        params["remote_registration_generation"] = here.generation
+        params["remote_prefill_cached_tokens"] = offered.cached
     if mode == "pull":
-        told[TICKET] = {"ticket": offered.ticket, "renew": f"{here.url}/mock/renew"}
-    told["transport"] = here.transport
-    return told
+        params[TICKET] = {"ticket": offered.ticket, "renew": f"{here.url}/mock/renew"}
+    params["transport"] = here.transport
+    return params

@@ -1,7 +1,8 @@
-"""vLLM's NixlPushConnector (0.24 and later), the engine's side: both legs at once, matched by their X-Request-Id.
+"""The engine's side of vLLM's NixlPushConnector (0.24 and later): both legs at once.
 
-Decode names the prefill engine, which the caller must know beforehand, and waits for its write. If the prefill leg
-fails nobody tells decode: it waits its time out. Source: engines.md B.0, B.3.
+Legs are matched by their X-Request-Id. Decode names the prefill engine, which the caller must know
+beforehand, and waits for its write. If the prefill leg fails, decode is not informed and times out.
+Source: engines.md B.0, B.3.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from mockgpu.handoff.contract import Here, joined
 from mockgpu.handoff.legs import At, Give, Offered, Take
 from mockgpu.handoff.vllm_nixl import FIELD, checked_object, given_prompt, told_object
 
-# Each missing one is a key error in the engine's scheduler: it does not survive it.
+# A missing one is a KeyError in the engine's scheduler, which kills it.
 NEEDED = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
 REGISTRATION_S = 480.0
 
 
 class VllmPush:
-    """contract.Dialect of the push connector."""
+    """The EngineDialect of the push connector."""
 
     name = "vllm_push"
 
     def read(
         self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
     ) -> Reading:
-        """The leg of a request. Both legs carry one X-Request-Id: it is all that they are matched by."""
+        """Return the leg of a request. Both legs have the same X-Request-Id, which matches them."""
         params = checked_object(body)
         if params is None:
             return NO_LEG
@@ -41,16 +42,18 @@ class VllmPush:
                 raise MalformedHandoffError(f"{FIELD}.{field}", fatal=True)
         wanted = params.get("remote_request_id")
         peer = At(joined(str(params["remote_host"]), params["remote_port"]))
-        # An id that is not the other leg's will never be met: the request waits for nothing.
+        # An id that differs from the other leg's never matches: the request waits in vain.
         take = Take(str(wanted or name), peer, here.wait_s, parked=not wanted or wanted != name)
         return Reading(take, given_prompt(params, body))
 
     def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
-        """The object of a pull, with its mode and without a ticket: from it callers learn who this engine is."""
+        """Return the object of a pull with its mode and without a ticket. It identifies this
+        engine.
+        """
         return {FIELD: None if offered is None else told_object(offered, here, "push")}
 
     def told_in_choice(
         self, ask: Ask, offered: Offered | None, first: bytes, here: Here
     ) -> dict[str, Any]:
-        """Nothing: vLLM's object stands beside the choices."""
+        """Return nothing: vLLM's object is at the top level."""
         return {}

@@ -1,6 +1,6 @@
-"""A bad wire: a relay before a group's agent, through which peers reach it and by which their bytes come to harm.
+"""FaultyRelay: a TCP relay before a group's agent that injects faults into the bytes.
 
-It knows nothing of what it carries: it flips a byte, breaks off, says something twice, or falls silent. TCP only.
+It does not parse what it relays: it flips a byte, cuts, repeats, or stalls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mockgpu.faults import Fault, FaultKind
 
 
 class BadWire:
-    """Listens before an agent; sole owner of the connections through it. `fault` is what is wrong now, if anything."""
+    """Listens before an agent. Sole owner of the relayed connections. `fault`: the active one."""
 
     def __init__(self, host: str) -> None:
         self.fault: Fault | None = None
@@ -24,7 +24,7 @@ class BadWire:
         self._ends: set[End] = set()
 
     async def start(self, host: str, port: int) -> None:
-        """Stand before the agent at that address. OSError when no port is free."""
+        """Listen for the agent at this address. Raises OSError if no port is free."""
         self._target = (host, port)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
@@ -33,7 +33,7 @@ class BadWire:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def stop(self) -> None:
-        """Nobody comes through any more."""
+        """Stop listening, and cut all connections."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -41,7 +41,7 @@ class BadWire:
             end.abort()
 
     def set(self, fault: Fault | None) -> None:
-        """From now on this is wrong; None: all is well, and what was held back goes on."""
+        """Apply a fault from now on; None: heal, and relay what was held back."""
         self.fault = fault
         if fault is None:
             for end in list(self._ends):
@@ -54,7 +54,7 @@ class BadWire:
         self._ends.discard(end)
 
     def _dial(self, end: End) -> None:
-        """The far side of a connection that has come in."""
+        """Connect the far side of an accepted connection."""
         loop = asyncio.get_running_loop()
         task = loop.create_task(loop.create_connection(lambda: End(self, None, end), *self._target))
         task.add_done_callback(
@@ -63,7 +63,7 @@ class BadWire:
 
 
 class End(asyncio.Protocol):
-    """One side of a relayed connection. `dial` is asked for the other side; else `other` is it."""
+    """One side of a relayed connection. `dial` opens the other side; else `other` is it."""
 
     def __init__(
         self, wire: BadWire, dial: Callable[[End], None] | None, other: End | None = None
@@ -82,7 +82,7 @@ class End(asyncio.Protocol):
             self._dial(self)
         elif (
             self._other is not None and self._other._lost
-        ):  # it left while this side was being dialled
+        ):  # it closed while this side was being dialled
             self.abort()
         elif self._other is not None:
             self._other._other = self
@@ -92,10 +92,10 @@ class End(asyncio.Protocol):
         if self._other is None or self._other._transport is None or self._stalled():
             self._waiting.append(data)
             return
-        self._carry(data, self._other._transport)
+        self._relay_bytes(data, self._other._transport)
 
     def resume(self) -> None:
-        """Carry what had to wait."""
+        """Relay what had to wait."""
         waiting, self._waiting = self._waiting, []
         for data in waiting:
             self.data_received(data)
@@ -114,16 +114,16 @@ class End(asyncio.Protocol):
     def _stalled(self) -> bool:
         return self._wire.fault is not None and self._wire.fault.kind is FaultKind.WIRE_STALL
 
-    def _carry(self, data: bytes, onward: asyncio.Transport) -> None:
-        """Pass bytes on, well or badly: harm comes to what is carried after the first `after` KiB."""
-        fault, before = self._wire.fault, self._carried
+    def _relay_bytes(self, data: bytes, onward: asyncio.Transport) -> None:
+        """Relay bytes. The fault starts after the first `after` KiB."""
+        fault, carried_before = self._wire.fault, self._carried
         self._carried += len(data)
         if fault is not None and self._carried > fault.after * 1024:
-            at = max(0, fault.after * 1024 - before)
+            offset = max(0, fault.after * 1024 - carried_before)
             if fault.kind is FaultKind.WIRE_CORRUPT:
-                data = data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :]
+                data = data[:offset] + bytes([data[offset] ^ 0x40]) + data[offset + 1 :]
             elif fault.kind is FaultKind.WIRE_CUT:
-                onward.write(data[:at])
+                onward.write(data[:offset])
                 self.abort()
                 return
             elif fault.kind is FaultKind.WIRE_REPLAY:

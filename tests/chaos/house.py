@@ -1,4 +1,4 @@
-"""A whole gateway and its mock groups in the test's own loop: everything can be looked into, nothing is pretended."""
+"""A whole gateway and its mock groups in the test's own event loop, open to inspection."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class House:
         self.http = http
 
     async def ask(self, *, stream: bool = True, tokens: int = 8, prompt: str = "hello") -> Answer:
-        """One chat completion, read to its end however that looks."""
+        """Send one chat completion and read it to its end."""
         body = {
             "model": "demo-8b",
             "stream": stream,
@@ -48,7 +48,9 @@ class House:
             return Answer(answer.status, dict(answer.headers), text, broke)
 
     def loads(self) -> list[int]:
-        """Everything that is booked anywhere, retry turns and body bytes included. All zero at rest."""
+        """Return everything that is booked, including retry permits and body bytes. All zero at
+        rest.
+        """
         gate = self.app.gateway.gate
         held = [
             gate.active,
@@ -62,14 +64,17 @@ class House:
         return held + [member.group.in_flight for member in self.groups]
 
     async def at_rest(self) -> None:
-        """Wait until nothing is booked; AssertionError if that does not come."""
+        """Wait until nothing is booked. Raises AssertionError on a timeout."""
         async with asyncio.timeout(PATIENCE_S):
             while any(self.loads()) or any(self.kv_usages()):
                 await asyncio.sleep(0.01)
 
     def lose_patience(self, group: int) -> None:
-        """Whoever waits for a byte of this group has waited long enough when the gateway next looks: it is as if its
-        timeouts were so short, for it alone and only now, so that nobody is late who is merely slow."""
+        """Let every request that waits for a byte of this group time out now.
+
+        This acts like short timeouts for this group only, so that slow tests do not time out
+        elsewhere.
+        """
         live = next(
             each
             for each in self.app.gateway.endpoints.all()
@@ -89,7 +94,7 @@ class House:
         return found
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """Return the sum of a metric over its labels."""
         lines = self.app.metrics.render().decode().splitlines()
         return sum(
             float(line.split()[-1])
@@ -99,7 +104,7 @@ class House:
 
 
 class Answer:
-    """What a client read. `fate` in a word: ok, error_event, broken, silent, or the status of a refusal."""
+    """What a client read. `fate`: ok, error_event, broken, silent, or the status of a refusal."""
 
     def __init__(self, status: int, headers: Mapping[str, str], text: bytes, broke: bool) -> None:
         self.status = status
@@ -133,7 +138,7 @@ async def house(
     kv_tokens: int | None = None,
     **sections: Any,
 ) -> AsyncIterator[House]:
-    """`pool` and `sections` are parts of the configuration, as they would stand in its file."""
+    """Start it. `pool` and `sections` are parts of the configuration file."""
     spec = GroupSpec(
         "demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed, kv_tokens=kv_tokens
     )

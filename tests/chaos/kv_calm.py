@@ -1,7 +1,4 @@
-"""How long the first landing takes when nothing breaks: by this the fault trials are slowed on a slow machine.
-
-Not here: anything that breaks, or who asks.
-"""
+"""The duration of the first landing without faults, by which trials are slowed on slow machines."""
 
 from __future__ import annotations
 
@@ -17,7 +14,9 @@ _TOKENS = 96
 
 
 def first_landing_s(transport: str) -> float:
-    """Seconds from a fetch to its end over a link that does not exist yet. AssertionError if nothing landed."""
+    """Return the seconds from a fetch to its end over a new link. Raises AssertionError on
+    failure.
+    """
     clock = ThreadClock("calm")
     wire = Wire(clock)
     source, sink = (

@@ -1,4 +1,6 @@
-"""Faults around any transport: messages and windows spoiled, repeated, held back; a proxy that breaks streams."""
+"""Faults around any transport: messages and windows altered, repeated, delayed; a breaking
+proxy.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from kvtransfer.transports.base import Laned, Link, LinkOwner, Slice, Transport,
 
 
 class Dice(msgspec.Struct, frozen=True):
-    """Probabilities, per message and per window. What is late is so by up to `late_s`."""
+    """Probabilities per message and per window. Delays are up to `late_s`."""
 
     spoil_message: float = 0.0
     repeat_message: float = 0.0
@@ -31,7 +33,7 @@ class Dice(msgspec.Struct, frozen=True):
 
 
 class Faulty:
-    """A transport whose own links misbehave as the dice fall."""
+    """A transport whose own links misbehave with the probabilities of its dice."""
 
     def __init__(self, inner: Transport, dice: Dice, rng: Random, clock: Clock) -> None:
         self.name, self.sealed = inner.name, inner.sealed
@@ -88,7 +90,7 @@ class Faulty:
 
 
 class FaultyLink:
-    """One link. What it is asked it does, or something like it."""
+    """One link with faults."""
 
     def __init__(self, inner: Link, end: Faulty) -> None:
         self._inner, self._end = inner, end
@@ -165,7 +167,9 @@ class FaultyLink:
 
 
 class Proxy:
-    """Carries TCP connections to `target`, until told to do it badly. Threads end with the connections."""
+    """A TCP proxy to `target` that can be made to misbehave. Its threads end with the
+    connections.
+    """
 
     def __init__(self, target: str, rng: Random) -> None:
         self._target, self._rng = target, rng
@@ -179,7 +183,7 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True, name="proxy").start()
 
     def spoil(self, bits: int) -> None:
-        """So many of the next pieces that pass have one bit turned over."""
+        """Flip one bit in each of the next `bits` pieces."""
         self._spoil += bits
 
     def stall(self) -> None:

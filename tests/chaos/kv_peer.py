@@ -1,9 +1,9 @@
-"""A process with one agent, to be stopped and killed. Commands come by stdin, what happens goes out by stdout, as JSON.
+"""A process with one agent, to be stopped and killed. Commands on stdin, events on stdout, as JSON.
 
-python -m tests.chaos.kv_peer TRANSPORT MISSES source          offers "r", of which `ready` says how much is computed
+python -m tests.chaos.kv_peer TRANSPORT MISSES source          offers "r"; `ready` adds layers
 python -m tests.chaos.kv_peer TRANSPORT MISSES sink ADDRESS    fetches "r"
 
-MISSES: a link is lost after so many beats of silence (`options`).
+MISSES: beats of silence after which a link is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SLOW = PATIENCE_S / 20
 
 
 def options(misses: int) -> Options:
-    """As shipped, but for the silence that is allowed: beats as far apart as this machine is slow."""
+    """Return the default options, with the silence scaled to this machine's speed."""
     shipped = Options()
     return Options(
         beat_s=shipped.beat_s * SLOW, misses=misses, handshake_s=shipped.handshake_s * SLOW

@@ -1,9 +1,9 @@
-"""Seeded fault trials of KV transfer: two sources and two sinks, requests that come and go, and something that breaks.
+"""Seeded fault trials of KV transfer: two sources, two sinks, random requests, and one fault.
 
-    python -m tests.chaos.kv_trials --trials 10000 --transport inproc,shm,tcp,lanes [--seed 0] [--jobs 4]
+python -m tests.chaos.kv_trials --trials 10000 --transport inproc,shm,tcp,lanes [--seed 0]
 
-Whatever is drawn, it must hold that LANDED means the source's bytes of that offer and no other, that nobody writes into
-blocks that were given back, that every offer and landing ends once with a named reason, and that nothing stays held.
+For every seed: LANDED means exactly the bytes of that offer, returned blocks are never written,
+every offer and landing ends once with a reason, and nothing stays reserved.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ STREAM_FAULTS = ("spoil bytes", "truncate", "sever", "stall")  # of a proxy betw
 def logical(
     layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], tokens: int
 ) -> NDArray[np.uint8]:
-    """The cache of a request as (layer, part, head, token, byte), read by plain indexing (HND, no repeated heads)."""
+    """Return the cache of a request as (layer, part, head, token, byte), by plain indexing."""
     shape = (
         -1,
         layout.layers,
@@ -80,7 +80,7 @@ def logical(
 
 @dataclass
 class Request:
-    """One request's way: who has it, what it is, how far it came."""
+    """The progress of one request."""
 
     name: str
     tokens: int
@@ -91,7 +91,7 @@ class Request:
 
 
 class Engine:
-    """An engine with a pool of blocks. What it has been given back it overwrites in the very moment of the end."""
+    """An engine with a pool of blocks. It overwrites returned blocks at the moment of the end."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Engine:
         return [self.free.pop(int(self.rng.integers(len(self.free)))) for _ in range(need)]
 
     def give(self, name: str, tokens: int, ttl_s: float, layered: bool) -> Offer | None:
-        """Prefill, and offer."""
+        """Prefill and offer."""
         blocks = self.allocate(tokens)
         if blocks is None or self.dead:
             return None
@@ -167,7 +167,7 @@ class Engine:
         return landing
 
     def ring(self, handle: Handle) -> None:
-        """Called by the agent: a handle has changed."""
+        """Note that a handle has changed."""
         if handle.end is None:
             return
         request = (self.offers if isinstance(handle, Offer) else self.landings)[handle.name]
@@ -182,7 +182,7 @@ class Engine:
         self.reuse(request.blocks)
 
     def steal(self) -> None:
-        """An engine's worst habit: to hand blocks on while they are still on offer. Only the generation tells."""
+        """Reuse blocks that are still offered. Only their generation shows it."""
         for request in list(self.offers.values()):
             with self.robbing:
                 if request.end is None and not self.dead:
@@ -200,7 +200,7 @@ class Engine:
             self.wrong.append(f"{request.name} landed with bytes that are not its own")
 
     def reuse(self, blocks: Sequence[int]) -> None:
-        """The next owner writes at once; and until somebody reserves the blocks again, this stays."""
+        """Write as the next owner. The bytes stay until the blocks are reserved again."""
         for block in blocks:
             self.stamp[block] = self.stamp[block] % 251 + 1
             for region in self.regions:
@@ -211,7 +211,9 @@ class Engine:
         region.bytes[block * region.block_bytes : (block + 1) * region.block_bytes] = content
 
     def check(self) -> None:
-        """At the end: nothing held, every block back, and nobody wrote into what was given back."""
+        """Assert that nothing is reserved, every block is back, and returned blocks are
+        unchanged.
+        """
         if self.dead:
             return
         for what, handle in self.handles.items():
@@ -238,7 +240,7 @@ class Engine:
 
 @dataclass
 class Outcome:
-    """How a trial went. `wrong` is empty, or there is a bug."""
+    """The result of a trial. A non-empty `wrong` means a bug."""
 
     seed: int
     transport: str
@@ -248,8 +250,7 @@ class Outcome:
 
 
 class Trial:
-    """One seed's world. `pace`: how much slower everybody is on a machine that is; no time that anybody waits for
-    another is shorter than the pace makes it."""
+    """The world of one seed. `pace` scales all times on a slow machine."""
 
     def __init__(self, seed: int, transport: str, pace: float = 1.0) -> None:
         self.pace = pace
@@ -435,7 +436,7 @@ class Trial:
         return proxy.address
 
     def breakage(self) -> None:
-        """The fault that the seed has drawn, where it is not in the weather or the dice."""
+        """Apply the seed's fault, unless it is in the weather or the dice."""
         kind, when, back = self.fault, self.moment(), self.rng.choice([0.03, 0.1, 0.4])
         victims = self.sources if "source" in kind else self.sinks
         victim = self.rng.choice(victims if "source" in kind or "sink" in kind else self.engines)
@@ -469,7 +470,7 @@ class Trial:
             self.at(when, lambda: self.hang_up(victim))
 
     def kill(self, engine: Engine) -> None:
-        """The process is gone, as SIGKILL leaves it: its links break, and nothing of it runs any more."""
+        """Stop an engine as SIGKILL would: its links break and nothing of it runs any more."""
         engine.dead = True
         if self.virtual:
             self.wire.kill(engine.agent.address)
@@ -484,7 +485,7 @@ class Trial:
     # ---- time
 
     def settled(self, within_s: float, enough: Callable[[], bool]) -> None:
-        """Let it run until that is so, or for so long."""
+        """Run until the condition holds, or for this long."""
         if isinstance(self.clock, VirtualClock):
             self.clock.run(within_s, enough)
             return
@@ -493,11 +494,11 @@ class Trial:
             time.sleep(0.002 * self.pace)
 
     def quiet(self) -> bool:
-        """Everything has ended that was begun and will be."""
+        """Return whether everything has ended that was begun."""
         return self.all_taken() and all(handle.end for handle in self.handles())
 
     def all_taken(self) -> bool:
-        """Every landing has ended that was begun and will be."""
+        """Return whether every landing has ended that was begun."""
         return not self.to_come and all(
             handle.end for handle in self.handles() if isinstance(handle, Landing)
         )
@@ -530,7 +531,7 @@ class Trial:
 
 
 def trial(seed: int, transport: str, pace: float = 1.0) -> Outcome:
-    """One world from beginning to end."""
+    """Run one trial."""
     world = Trial(seed, transport, pace)
     outcome = Outcome(seed, transport, world.fault, world.run())
     for engine in world.engines:

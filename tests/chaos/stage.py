@@ -1,6 +1,6 @@
-"""A stage for disasters: mock TP groups and a gateway as processes, and clients that note how they fare.
+"""Mock TP groups and a gateway as processes, and clients that record how their requests end.
 
-Lives here: starting, killing, breaking and loading. Not here: what must come of it.
+This module starts, kills, breaks and loads them. The expectations are in the tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WITHIN_S = 3 * PATIENCE_S
 
 
 class Mock:
-    """One TP group in a process of its own, on a port it keeps through death and return."""
+    """One TP group in its own process, on a port that it keeps over restarts."""
 
     def __init__(self, speed: float, *options: str) -> None:
         self.port = free_port()
@@ -63,12 +63,11 @@ class Mock:
 
 
 class Clients:
-    """Closed-loop clients and what became of their requests. `fates` counts words:
+    """Closed-loop clients and the results of their requests. `fates` counts words:
 
-    ok       a whole answer             error_event   a stream that ended with an error event
-    broken   a begun answer whose connection broke, visibly
-    failed   an error or nothing at all in place of an answer: before the first byte
-    silent   a stream that ended as if whole, and was not
+    ok       a complete answer          error_event   a stream that ended with an error event broken
+    a visibly broken answer    failed        an error, or nothing before the first byte silent   a
+    stream that ended as if complete, and was not
     """
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
@@ -83,7 +82,7 @@ class Clients:
 
     @asynccontextmanager
     async def working(self, users: int) -> AsyncIterator[Clients]:
-        """So many users ask again and again until the block is left; then every one waits for its last answer."""
+        """Run this many users until the block is left, then wait for their last answers."""
         self._tasks = [asyncio.create_task(self._user()) for _ in range(users)]
         try:
             yield self
@@ -144,7 +143,7 @@ class Clients:
 
 @dataclass(frozen=True)
 class Processes:
-    """What runs, and where the gateway listens."""
+    """The running processes and the gateway's address."""
 
     mocks: list[Mock]
     url: str
@@ -178,14 +177,14 @@ class Stage:
         return found
 
     async def until(self, mock: Mock, *, available: bool, within_s: float = WITHIN_S) -> float:
-        """Seconds until the gateway asks the mock again, or does not any more."""
+        """Return the seconds until the gateway uses the mock again, or stops using it."""
         return await eventually(lambda: self._is(mock, available), within_s)
 
     async def _is(self, mock: Mock, available: bool) -> bool:
         return (await self.endpoint(mock))["available"] is available
 
     async def quiet(self) -> None:
-        """Everything booked is given back, in the gateway and in the engines. Raises AssertionError after a while."""
+        """Wait until nothing is booked in the gateway and the engines. Raises AssertionError."""
         await eventually(self._is_quiet, PATIENCE_S)
 
     async def _is_quiet(self) -> bool:
@@ -210,7 +209,7 @@ class Stage:
 
 
 async def eventually(holds: Callable[[], Any], within_s: float) -> float:
-    """Ask until it holds; how long that took."""
+    """Poll until the condition holds. Returns how long that took."""
     began = time.monotonic()
     while not await holds():
         assert time.monotonic() - began < within_s, f"not within {within_s} s"
@@ -220,7 +219,7 @@ async def eventually(holds: Callable[[], Any], within_s: float) -> float:
 
 @contextmanager
 def processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[Processes]:
-    """Four groups, a gateway before them; `config` is added to the pool, indented for it."""
+    """Start four groups and a gateway; `config` is added to the pool, with its indentation."""
     mocks = [Mock(speed) for _ in range(4)]
     gateway: subprocess.Popen[bytes] | None = None
     try:
@@ -249,7 +248,7 @@ def processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[Process
 
 
 def _listening(stderr: Path) -> tuple[str, str]:
-    """The two URLs, once it says them."""
+    """Return the gateway's two URLs from its output."""
     deadline = time.monotonic() + WITHIN_S
     while time.monotonic() < deadline:
         found = [
@@ -263,7 +262,7 @@ def _listening(stderr: Path) -> tuple[str, str]:
 
 @asynccontextmanager
 async def stage(running: Processes) -> AsyncIterator[Stage]:
-    """The processes with somebody to talk to them."""
+    """Start the processes with clients."""
     timeout = aiohttp.ClientTimeout(total=WITHIN_S)
     async with aiohttp.ClientSession(
         timeout=timeout, connector=aiohttp.TCPConnector(limit=0)

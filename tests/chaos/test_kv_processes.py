@@ -1,4 +1,4 @@
-"""Whole processes of KV transfer, frozen and killed: who is left notices in time; nothing is held or written late."""
+"""KV transfer between processes that are frozen and killed: peers notice in time and free all."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def agent(transport: str, misses: int = MISSES) -> AsyncIterator[Group]:
 async def under_way(
     transport: str, sink: Group, ready_layers: int
 ) -> AsyncIterator[tuple[Peer, Landing]]:
-    """A source whose KV is being fetched. Where the machine starves, a link may be taken for lost before: then anew."""
+    """Yield a source whose KV is being fetched. Retries if a slow machine loses the link before."""
     ends = []
     for _ in range(TRIES):
         async with peer(transport, "source") as source:
@@ -84,9 +84,9 @@ async def under_way(
             )
             source.say("ready", ready_layers)
             await until(
-                lambda: landing.end or sink.agent.figures()["reservations"]["moving"],
+                lambda: landing.end or sink.agent.figures()["reservations"]["moving"],  # noqa: B023
                 "nothing moves",
-            )  # noqa: B023
+            )
             if landing.end is None:
                 yield source, landing
                 return
@@ -94,7 +94,7 @@ async def under_way(
     raise AssertionError(f"nothing moves: {ends}")
 
 
-async def test_the_two_processes_can_do_it_at_all(transport: str) -> None:
+async def test_two_processes_can_transfer(transport: str) -> None:
     async with (
         agent(transport, PATIENT) as sink,
         peer(transport, "source", misses=PATIENT) as source,
@@ -153,7 +153,7 @@ async def test_a_sink_that_goes_away_gives_the_blocks_back(
 
 
 async def test_a_source_that_was_frozen_for_a_moment_goes_on(transport: str) -> None:
-    """For much less than the silence that is allowed: a busy machine may wake it late."""
+    """Freeze it for much less than the allowed silence, because a busy machine may wake it late."""
     async with (
         agent(transport, PATIENT) as sink,
         under_way(transport, sink, 0) as (source, landing),

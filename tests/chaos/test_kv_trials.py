@@ -1,4 +1,4 @@
-"""Some hundreds of the seeded trials (kv_trials.py has the rest), and proof that they find what they look for."""
+"""Some hundreds of the seeded trials of kv_trials.py, and a check that they find injected bugs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.chaos.kv_trials import FAULTS, trial
         ("tls", range(72, 84)),
     ],
 )
-def test_whatever_breaks_nothing_wrong_lands_and_nothing_stays_held(
+def test_under_any_fault_nothing_wrong_lands_and_nothing_stays_reserved(
     transport: str, seeds: range
 ) -> None:
     # On real sockets a trial mostly waits: several at once.
@@ -88,6 +88,6 @@ def forget_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
         forget_no_credit,
     ],
 )
-def test_a_mistake_in_the_protocol_would_be_found(mistake, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_an_injected_protocol_bug_is_detected(mistake, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     mistake(monkeypatch)
     assert any(trial(seed, "inproc").wrong for seed in range(400))

@@ -1,4 +1,4 @@
-"""Large windows by several connections at once, fenced and dropped at any moment."""
+"""Large windows over several connections at once, fenced and dropped at any moment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WINDOW_BYTES = 1 << 20
 
 
 class Transfer:
-    """Windows at random places, disjoint at the sink. They are wanted until it is over."""
+    """Windows at random places, disjoint at the sink, wanted until the transfer ends."""
 
     def __init__(self, pair: Pair, number: int, rng: Random) -> None:
         size = BLOCKS * BLOCK_BYTES
@@ -48,7 +48,7 @@ class Transfer:
             self.pair.put(head, runs, lambda: not self.over)
 
     def check(self) -> None:
-        """All of it is there."""
+        """Assert that all bytes have arrived."""
         until(lambda: len(self.verdicts()) == WINDOWS)
         assert set(self.verdicts()) == {Verdict.OK}
         for runs in self.windows.values():
@@ -67,8 +67,7 @@ class Transfer:
 
 
 def late_writes(pair: Pair, seed: int) -> Iterator[bool]:
-    """Transfer after transfer; half are fenced under way, and some of those dropped first. Whether anything was written
-    behind the fence."""
+    """Run transfers, half of them fenced in between. Returns whether a fenced one was written."""
     rng = Random(seed)
     probe = pair.into.bytes.reshape(-1, 4096)[
         :, ::512
@@ -88,14 +87,14 @@ def late_writes(pair: Pair, seed: int) -> Iterator[bool]:
         yield bool((probe != 7).any())
 
 
-def test_what_is_fenced_is_not_written_into_whichever_way_it_came() -> None:
+def test_fenced_blocks_are_not_written_over_any_lane() -> None:
     with linked_pair("lanes", BLOCK_BYTES) as pair:
         assert not any(islice(late_writes(pair, seed=1), 200))
         assert isinstance(pair.source, LanedLink)
         assert all(lane.used for lane in pair.source._lane_links)
 
 
-def test_a_fence_that_heeds_no_lane_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_that_ignores_lanes_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         LanedLink, "_fenced", lambda link, transfer: link._owner.fenced(link, transfer)
     )

@@ -1,4 +1,6 @@
-"""Streams continued elsewhere, on real sockets: exact, within budgets, and an error event where it cannot be."""
+"""Streams continued on another endpoint over real sockets: exact, within budgets, or an error
+event.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def asked(number: int, tokens: int) -> dict[str, Any]:
 
 
 async def read(home: House, body: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    """How a stream ended in a word, and its events."""
+    """Return how a stream ended, and its events."""
     async with home.http.post(
         f"{home.app.url}/v1/chat/completions", json=body | {"stream": True}
     ) as answer:
@@ -50,7 +52,7 @@ def text_of(events: list[dict[str, Any]]) -> str:
 
 
 async def streams(home: House, count: int, tokens: int, **more: Any) -> Counter[str]:
-    """The fates of so many streams; what is whole has every word that an undisturbed one would have had."""
+    """Return the results of this many streams. Complete ones must equal an undisturbed stream."""
 
     async def one(number: int) -> str:
         body = asked(number, tokens)
@@ -64,14 +66,14 @@ async def streams(home: House, count: int, tokens: int, **more: Any) -> Counter[
 
 
 async def only_silent_ones_left(home: House, count: int) -> None:
-    """Return when the last answers under way are so many, and the other group has none of them."""
+    """Wait until this many answers are left, none of them on the other group."""
     async with asyncio.timeout(PATIENCE_S):
         while home.metric("penstock_requests_total") < count or home.groups[1].group.in_flight:
             await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("fault", ["reset-mid-stream:after=7", "cut:after=7", "stall:after=7"])
-async def test_a_stream_that_breaks_goes_on_elsewhere_as_if_nothing_had_happened(
+async def test_a_broken_stream_continues_elsewhere_without_a_difference(
     fault: str,
 ) -> None:
     async with house(2, health=NEVER, **RESUME) as home:
@@ -89,7 +91,7 @@ async def test_a_stream_that_breaks_goes_on_elsewhere_as_if_nothing_had_happened
         assert home.app.gateway.gate.retries_running == 0
 
 
-async def test_it_is_off_unless_asked_for() -> None:
+async def test_resuming_is_off_by_default() -> None:
     async with house(2, health=NEVER) as home:
         home.groups[0].faults.set("cut:after=7")
         assert await streams(home, 10, 60) == {"whole": 5, "stream_interrupted": 5}
@@ -97,7 +99,7 @@ async def test_it_is_off_unless_asked_for() -> None:
         await home.at_rest()
 
 
-async def test_the_counts_are_of_the_whole_answer_and_told_once() -> None:
+async def test_usage_covers_the_whole_answer_and_is_sent_once() -> None:
     async with house(2, health=NEVER, **RESUME) as home:
         home.groups[0].faults.set("cut:after=7")
         home.groups[1].faults.set("cut:after=9")
@@ -148,7 +150,7 @@ async def test_three_engines_are_tried_and_no_more() -> None:
         await home.at_rest()
 
 
-async def test_without_a_turn_of_the_budget_or_anybody_else_it_ends_with_an_error() -> None:
+async def test_without_a_retry_permit_or_another_endpoint_it_ends_with_an_error() -> None:
     async with house(1, health=NEVER, **RESUME) as home:
         home.groups[0].faults.set("cut:after=5")
         assert await streams(home, 2, 60) == {"stream_interrupted": 2}
@@ -168,7 +170,7 @@ async def test_what_could_not_be_exact_is_not_continued(more: dict[str, Any]) ->
         await home.at_rest()
 
 
-async def test_who_leaves_while_its_stream_is_continued_leaves_nothing_behind() -> None:
+async def test_a_client_that_leaves_during_a_resume_leaves_nothing_behind() -> None:
     async with house(2, speed=2.0, health=NEVER, **RESUME) as home:
         home.groups[0].faults.set("cut:after=5")
         body = json.dumps(asked(0, 4000) | {"stream": True})

@@ -1,4 +1,6 @@
-"""A gateway that stops while requests wait for leave to be tried again: they hear of it, before and in a stream."""
+"""A gateway that stops while requests wait for a retry permit: they are answered, also in a
+stream.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ ONE_TURN: dict[str, Any] = {
 
 
 async def stopped_while_it_waits(home: House, fault: str) -> Answer:
-    """The only turn is taken by somebody else; one whose engine has failed waits for it, and the gateway stops."""
+    """Hold the only retry permit, let a failed request wait for it, and stop the gateway."""
     for member in home.groups:
         member.faults.set(fault)
     gate = home.app.gateway.gate
@@ -35,7 +37,7 @@ async def stopped_while_it_waits(home: House, fault: str) -> Answer:
 
 
 @pytest.mark.parametrize("fault", ["5xx", "reset-before-headers"])
-async def test_a_request_that_waits_for_a_retry_is_told_to_ask_again_when_the_gateway_stops(
+async def test_a_request_that_waits_for_a_retry_gets_503_when_the_gateway_stops(
     fault: str,
 ) -> None:
     async with house(2, **ONE_TURN) as home:

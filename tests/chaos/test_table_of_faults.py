@@ -1,4 +1,4 @@
-"""Each fault an engine can have, and what the client reads of it: the rows of the one error table, on real sockets."""
+"""Each engine fault and what the client reads: the rows of the error table, on real sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def fates(home: House, requests: int, *, stream: bool) -> Counter[str]:
 
 
 async def all_but(count: int, asking: list[asyncio.Task[Answer]]) -> None:
-    """Return when all but so many have been answered: those whose engine is silent."""
+    """Wait until all requests but `left` are answered: those whose engine is silent."""
     async with asyncio.timeout(PATIENCE_S):
         while sum(not task.done() for task in asking) > count:
             await asyncio.sleep(0.005)
@@ -92,7 +92,7 @@ async def test_streams_torn_into_small_pieces_or_full_of_comments_arrive_whole(f
         await home.at_rest()
 
 
-async def test_when_every_engine_fails_everybody_is_told_at_once_and_tries_are_bounded() -> None:
+async def test_when_every_engine_fails_all_requests_fail_at_once_and_tries_are_bounded() -> None:
     async with house(4, health=NEVER) as home:
         for group in home.groups:
             group.faults.set("5xx")
@@ -150,7 +150,7 @@ async def test_over_capacity_requests_wait_in_turn_and_the_rest_is_shed_with_adv
         await home.at_rest()
 
 
-async def test_who_waits_too_long_is_shed_with_the_measured_wait() -> None:
+async def test_a_request_that_waits_too_long_is_shed_with_the_measured_wait() -> None:
     room = {"waiting_room": {"size": 3, "timeout": "200ms"}}
     async with house(1, speed=1.0, concurrency=1, pool=room) as home:
         await home.ask(tokens=1)
@@ -166,7 +166,9 @@ async def test_who_waits_too_long_is_shed_with_the_measured_wait() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_who_leaves_while_waiting_or_served_leaves_nothing_behind(stream: bool) -> None:
+async def test_a_client_that_leaves_while_waiting_or_served_leaves_nothing_behind(
+    stream: bool,
+) -> None:
     async with house(2, speed=1.0, concurrency=2, pool={"policy": "prefix_aware"}) as home:
         tasks = [
             asyncio.create_task(home.ask(stream=stream, tokens=400, prompt=f"p{n}"))

@@ -1,4 +1,4 @@
-"""Engines die, lose ranks and wedge under load; nobody whose answer was not begun may notice, and nobody may hang."""
+"""Engines die, lose ranks and hang under load: unstarted answers are unaffected, and none hangs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def scene(running: Processes) -> AsyncIterator[Stage]:
 
 
 async def served(clients: Clients, more: int) -> None:
-    """Until so many more answers were whole."""
+    """Wait until this many more answers are complete."""
     goal = clients.fates["ok"] + more
     async with asyncio.timeout(WITHIN_S):
         while clients.fates["ok"] < goal:
@@ -34,14 +34,14 @@ async def served(clients: Clients, more: int) -> None:
 
 
 def nobody_noticed(clients: Clients) -> None:
-    """Begun streams may break, visibly; whoever had not read a byte has a whole answer."""
+    """Assert that only started streams broke, visibly; all others are complete."""
     print(dict(clients.fates), f"slowest {clients.slowest_s:.1f} s")
     assert clients.fates["failed"] == 0, clients.problems
     assert clients.fates["silent"] == 0, clients.problems
     assert clients.fates["error_event"] + clients.fates["broken"] <= USERS
 
 
-async def test_a_killed_group_costs_nobody_an_answer_that_had_not_begun(scene: Stage) -> None:
+async def test_a_killed_group_loses_no_answer_that_had_not_begun(scene: Stage) -> None:
     victim = scene.mocks[1]
     async with scene.clients().working(USERS) as clients:
         await served(clients, 100)
@@ -60,7 +60,7 @@ async def test_a_killed_group_costs_nobody_an_answer_that_had_not_begun(scene: S
 @pytest.mark.parametrize(
     ("spec", "number", "within_s"), [("lost-rank", 2, 5.0), ("lost-rank:hang", 3, 10.0)]
 )
-async def test_a_group_that_lost_a_rank_leaves_and_nobody_hangs(
+async def test_a_group_that_lost_a_rank_is_removed_and_no_request_hangs(
     scene: Stage, spec: str, number: int, within_s: float
 ) -> None:
     victim = scene.mocks[number]

@@ -1,5 +1,7 @@
-"""These tests want a real RDMA device: `make rdma` runs them on soft-RoCE. On a host without a device they are left
-out, unless PENSTOCK_RDMA is set: then a missing device is a failure."""
+"""These tests need an RDMA device: `make rdma` runs them on soft-RoCE.
+
+Without a device they are skipped, unless PENSTOCK_RDMA is set; then they fail.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ends of an RDMA link for tests: an owner that writes down what it hears, and windows over scattered blocks."""
+"""Two ends of an RDMA link with an owner that records events, and windows over scattered blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE_S = 20.0
 
 
 class Scribe:
-    """An owner. `heard` is everything in order; `expecting` says where a transfer's windows go."""
+    """An owner. `heard` has all events in order; `expecting` says where a transfer's windows go."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
@@ -59,7 +59,7 @@ class Scribe:
         return sum(one[: len(what)] == what for one in self.heard)
 
     def wait(self, *what: Any, times: int = 1) -> None:
-        """Until something that begins like this has been heard so often."""
+        """Wait for `times` events with this beginning."""
         with self._news:
             done = self._news.wait_for(lambda: self.count(*what) >= times, PATIENCE_S)
         assert done, f"waited for {times} of {what}, heard {self.heard}"
@@ -89,7 +89,7 @@ class Ends:
             end.secure(bytes(32))
 
     def reserve(self, transfer: int, pieces: Runs, blocks: Sequence[int]) -> None:
-        """The sink opens blocks to a transfer, and the source has the keys."""
+        """Grant blocks to a transfer, and give the keys to the source."""
         grant = self.near.grant(transfer, [self.place], blocks)
         self.sink.expecting[transfer] = lambda head: Slice(
             pieces.cut(head.first, head.count), self.place, 0, 0
@@ -109,7 +109,7 @@ class Ends:
         self.far.put(head, Slice(cut, self.memory, 0, 0, current))
 
     def arrived(self, pieces: Runs) -> bool:
-        """Whether every byte is where it belongs, and no other byte has been touched."""
+        """Return whether every byte is in its place, and no other byte has changed."""
         wanted = np.zeros_like(self.place.bytes)
         for src, dst, length in zip(
             pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True
@@ -125,6 +125,6 @@ class Ends:
 
 
 def runs(src_blocks: Sequence[int], dst_blocks: Sequence[int], length: int = BLOCK) -> Runs:
-    """The beginnings of blocks."""
+    """Return runs over the beginnings of blocks."""
     src, dst = (np.asarray(blocks, np.int64) * BLOCK for blocks in (src_blocks, dst_blocks))
     return Runs(src, dst, np.full(src.size, length, np.int64))

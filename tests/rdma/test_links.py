@@ -61,7 +61,7 @@ def test_messages_keep_their_order_among_windows(ends: Ends) -> None:
     ends.source.wait("message", b"back")
 
 
-def test_a_window_of_blocks_that_changed_hands_while_it_was_read_is_stale(ends: Ends) -> None:
+def test_a_window_whose_blocks_change_owner_while_it_is_read_is_stale(ends: Ends) -> None:
     pieces = runs(range(4), range(4))
     ends.reserve(1, pieces, range(4))
     answers = iter([True, False])
@@ -85,7 +85,7 @@ def test_bytes_that_are_not_what_the_source_read_are_corrupt(
 def test_a_write_after_the_fence_is_refused_by_the_device_and_other_transfers_go_on(
     ends: Ends,
 ) -> None:
-    """The source has its keys, has looked at its generations, and only then is the transfer fenced at the sink."""
+    """The source has keys and has checked its generations when the sink fences the transfer."""
     late, other = runs(range(8), range(8)), runs(range(20, 28), range(20, 28))
     ends.reserve(1, late, range(8))
     ends.reserve(2, other, range(20, 28))
@@ -146,11 +146,11 @@ def test_a_peer_that_closes_is_lost_and_a_fence_is_answered_after_it(ends: Ends)
     assert ends.source.count("lost") == 0
 
 
-def test_an_address_where_nobody_listens_is_a_transport_error(ends: Ends) -> None:
+def test_an_address_without_a_listener_is_a_transport_error(ends: Ends) -> None:
     with pytest.raises(TransportError, match="cannot reach"):
         ends.transports[1].dial("127.0.0.1:1")
 
 
-def test_a_device_is_there() -> None:
+def test_an_rdma_device_is_available() -> None:
     assert Rdma.unavailable() is None
     assert Rdma.unavailable("mlx5_77") is not None

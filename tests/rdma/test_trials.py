@@ -1,8 +1,8 @@
-"""The seeded fault trials over real queue pairs: whatever breaks, nothing wrong lands and nothing stays held.
+"""The seeded fault trials over real queue pairs: nothing wrong lands, and nothing stays reserved.
 
-Several worlds run at once, in processes of their own: most of a trial is waiting. A process that crashes or hangs is a
-failure with its seed's name. The guest is slow, how slow is measured first, and so is everybody in these worlds: what
-is seen here does not depend on what else the machine has to do.
+Several trials run at once, each in its own process, because most of a trial is waiting. A crash or
+a hang is a failure with its seed. The guest is slow; its pace is measured first and scales all
+times of the trials.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def calm(told: Connection) -> None:
 
 
 def told_by(target: Callable[..., None], *args: object) -> tuple[list[Any], int | None]:
-    """What a process of its own told, and how it ended."""
+    """Return what a process of its own sent, and its exit code."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.chaos.kv_calm", "kvtransfer.transports.verbs"])
     hears, tells = context.Pipe(duplex=False)
@@ -64,7 +64,7 @@ def told_by(target: Callable[..., None], *args: object) -> tuple[list[Any], int 
 
 
 def some(seeds: range, pace: float, transport: str = "rdma") -> list[Outcome]:
-    """What became of these seeds, one after the other in a process of their own."""
+    """Run these seeds one after the other in a process of their own."""
     outcomes, code = told_by(worlds, seeds, pace, transport)
     if code or not outcomes:
         seed = seeds[min(len(outcomes), len(seeds) - 1)]
@@ -73,8 +73,10 @@ def some(seeds: range, pace: float, transport: str = "rdma") -> list[Outcome]:
 
 
 def measured_pace(pool: ThreadPoolExecutor) -> float:
-    """So slow that half the least time a landing has (a second, at a pace of 1) is enough where nothing breaks, with as
-    many worlds at once as there will be."""
+    """Return a pace at which a landing without faults takes half of its least time.
+
+    Measured with as many trials at once as there will be.
+    """
     calms = list(pool.map(lambda _: told_by(calm), range(AT_ONCE)))
     assert all(len(told) == 1 for told, _ in calms), (
         f"nothing lands even where nothing breaks: {calms}"
@@ -92,7 +94,7 @@ def outcomes() -> list[Outcome]:
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_whatever_breaks_nothing_wrong_lands_over_verbs(
+def test_under_any_fault_nothing_wrong_lands_over_verbs(
     outcomes: list[Outcome], batch: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = len(outcomes)
@@ -123,7 +125,7 @@ def has_many_landings(outcomes: list[Outcome]) -> bool:
 
 
 def some_again(slower: int) -> list[Outcome]:
-    """The first seeds once more, slowed further: the machine may have become busier since its pace was measured."""
+    """Run the first seeds again at a slower pace, in case the machine has become busier."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         pace = slower * measured_pace(pool)
         found = pool.map(lambda first: some(range(first, first + 3), pace), range(0, BATCH, EACH))

@@ -1,4 +1,4 @@
-"""What the device itself refuses: the ground that the fence stands on."""
+"""What the device itself refuses, on which the fence relies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE = 4096
 
 
 class Bench:
-    """A writer and a sink on one device, joined; each has a domain and memory of its own."""
+    """A writer and a sink on one device, connected, each with its own domain and memory."""
 
     def __init__(self) -> None:
         self.device = Device()
@@ -48,7 +48,7 @@ class Bench:
         return memory
 
     def write(self, at: int, length: int, key: int) -> list[Completion]:
-        """Write the source's beginning to `at` of the sink's memory; what the writer is told, and the sink."""
+        """Write the source's beginning to offset `at` at the sink. Returns both completions."""
         piece = Piece(self.source.address, length, self.near.key_of(self.source))
         self.sink.expect()
         self.completions.arm()
@@ -114,7 +114,7 @@ def test_after_deregistration_the_device_refuses(bench: Bench) -> None:
     assert not bench.place.bytes.any()
 
 
-def test_another_links_key_is_worth_nothing_here(bench: Bench) -> None:
+def test_a_memory_key_of_another_link_is_refused(bench: Bench) -> None:
     other = Domain(bench.device)
     memory = other.register(bench.place.address, PAGE, writable_by_peer=True)
     assert bench.refuses(0, PAGE, memory.remote_key)
@@ -132,6 +132,6 @@ def test_a_guessed_key_is_refused(bench: Bench) -> None:
     assert bench.refuses(0, 8, 0x1234)
 
 
-def test_a_device_that_is_not_there_is_a_transport_error() -> None:
+def test_a_missing_device_is_a_transport_error() -> None:
     with pytest.raises(TransportError, match="no RDMA device"):
         Device("mlx5_77")

@@ -1,6 +1,6 @@
-"""TP groups for the agents' suite: their memory, filled from one logical cache and read back by plain arithmetic.
+"""TP groups for the agents' suite: memory filled from one logical cache, and read back.
 
-`cell` is an oracle of its own: it says where one row of a cache lies, from the layout's description and not its code.
+`cell` is an independent oracle: it computes offsets from the layout's description, not its code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvtransfer.transports.inproc import Wire
 from tests.contract.kvtransfer.links import PATIENCE_S, make
 
 KEY = b"the fleet's own secret, 32 bytes"
-# A busy machine may stop us for a second: where silence is not the question, it is no answer.
+# A busy machine may stop the process for a second, which must not count as silence.
 PATIENT = Options(misses=60, handshake_s=15.0)
 SMALL = KvLayout(layers=4, kv_heads=8, head_dim=16, dtype=KvDtype.BF16, block_tokens=16, tp=2)
 
@@ -34,7 +34,7 @@ SMALL = KvLayout(layers=4, kv_heads=8, head_dim=16, dtype=KvDtype.BF16, block_to
 def cell(
     layout: KvLayout, rank: int, layer: int, part: int, head: int, block: int, token: int
 ) -> int | None:
-    """Where the row of a head and token begins in a rank's region; None if that rank does not hold it."""
+    """Return the offset of a row of a head and token in a rank's region; None: not on that rank."""
     stage, tp_rank = divmod(rank, layout.tp)
     first = stage * layout.layers // layout.pp
     last = (stage + 1) * layout.layers // layout.pp
@@ -56,7 +56,7 @@ def cell(
 
 
 class Cache:
-    """The KV of one request, apart from any layout: rows by layer, part, head and token."""
+    """The KV of one request without a layout: rows by layer, part, head and token."""
 
     def __init__(self, layout: KvLayout, tokens: int, seed: int) -> None:
         parts = 1 if layout.mla else 2
@@ -71,7 +71,7 @@ class Cache:
     def differs(
         self, layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], skip: int = 0
     ) -> int:
-        """How many rows from token `skip` on are not there as they should be."""
+        """Return how many rows from token `skip` on are wrong."""
         cells = self._cells(layout, blocks)
         return sum(
             not np.array_equal(regions[rank].bytes[at : at + row.size], row)
@@ -80,7 +80,7 @@ class Cache:
         )
 
     def _cells(self, layout: KvLayout, blocks: Sequence[int]):  # type: ignore[no-untyped-def]
-        """(rank, token, offset, row) of every row on every rank that holds it."""
+        """Yield (rank, token, offset, row) of every row on every rank that has it."""
         for index in itertools.product(*(range(size) for size in self.rows.shape[:4])):
             layer, part, head, token = index
             block, inside = blocks[token // layout.block_tokens], token % layout.block_tokens
@@ -102,13 +102,13 @@ class Group:
         return [region.bytes.copy() for region in self.regions]
 
     def forget(self) -> None:
-        """Its memory: descriptors are not waited for."""
+        """Close its memory, so that descriptors can be counted."""
         for region in self.regions:
             region.close()
 
     @property
     def held(self) -> int:
-        """Leases, invitations, reservations and credit that are not free."""
+        """Return the leases, invitations, reservations and credit in use."""
         figures = self.agent.figures()
         return (
             sum(figures["leases"].values())
@@ -149,7 +149,7 @@ async def groups(
     options: Sequence[Options | None] = (),
     keys: Sequence[bytes] = (),
 ) -> AsyncIterator[list[Group]]:
-    """Started groups p0, p1, ... over one transport; at the end all are closed, and nothing may be held."""
+    """Start groups p0, p1, ... over one transport. At the end nothing may be in use."""
     clock = ThreadClock()
     wire = Wire(clock)
     made = []
@@ -167,7 +167,7 @@ async def groups(
 
 
 async def until(holds: Callable[[], object], what: str = "it has not come about") -> None:
-    """As links.until, for what happens in agents while the loop goes on."""
+    """Wait for a condition in agents while the event loop runs."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, what

@@ -1,8 +1,8 @@
-"""Two ends of one link over any transport, and owners that write down what they hear.
+"""Two ends of one link over any transport, with owners that record events.
 
-PENSTOCK_KV_TRANSPORTS says which transports are tested (inproc,shm,tcp,lanes,tls unless set; rdma where there are
-verbs).
-Lanes are tcp with three connections to a link; tls is tcp with certificates, tls-lanes is both.
+PENSTOCK_KV_TRANSPORTS lists the transports to test (default: inproc,shm,tcp,lanes,tls; rdma needs
+verbs). lanes is tcp with three connections per link, tls is tcp with certificates, and tls-lanes is
+both.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PATIENCE_S = float(os.environ.get("PENSTOCK_PATIENCE_S", "20"))
 
 @contextmanager
 def transports(name: str, count: int = 2) -> Iterator[list[Transport]]:
-    """So many ends of one kind, not started. They are closed afterwards."""
+    """Yield `count` unstarted transports of one kind. They are closed afterwards."""
     clock = ThreadClock()
     wire = Wire(clock)
     made = [make(name, wire) for _ in range(count)]
@@ -55,7 +55,7 @@ def transports(name: str, count: int = 2) -> Iterator[list[Transport]]:
 
 
 def make(name: str, wire: Wire, pace: float = 1.0) -> Transport:
-    """One end, for a machine that is so much slower. Imports on demand: not every machine has verbs."""
+    """Return a transport for a machine that is `pace` times as slow. Imports on demand."""
     if name == "inproc":
         return Inproc(wire)
     if name in ("tcp", "lanes", "tls", "tls-lanes"):
@@ -80,14 +80,14 @@ _MAKING = threading.Lock()
 
 
 def _remove(directory: str, owner: int) -> None:
-    """At the end of the process that made it; a forked child leaves it alone."""
+    """Remove the directory when its process ends, but not in a forked child."""
     if os.getpid() == owner:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @cache
 def tls_files() -> TlsFiles:
-    """One certificate for all ends, made once. Processes that a test starts find it by PENSTOCK_TEST_TLS."""
+    """Return one certificate for all ends, shared with child processes by PENSTOCK_TEST_TLS."""
     from kvtransfer.tls_files import TlsFiles
     from tests.authority import Authority
 
@@ -103,13 +103,13 @@ def tls_files() -> TlsFiles:
 
 
 def kind_of(name: str) -> str:
-    """What its links say they are."""
+    """Return the transport name that its links report."""
     return "tcp" if name in ("lanes", "tls", "tls-lanes") else name
 
 
 @dataclass
 class Heard:
-    """What an owner was told, in order: (kind, link, what)."""
+    """An event of an owner: (kind, link, what)."""
 
     kind: str
     link: Link
@@ -118,7 +118,7 @@ class Heard:
 
 @dataclass
 class Owner:
-    """A LinkOwner that writes down, and says where windows go: `place(head)`, None until told."""
+    """A LinkOwner that records events. `place(head)` returns where a window goes."""
 
     place: Callable[[WindowHead], Slice | None] = lambda head: None
     heard: list[Heard] = field(default_factory=list)
@@ -152,7 +152,7 @@ class Owner:
         self.note("lost", link, reason)
 
     def all(self, kind: str, link: Link | None = None) -> list[object]:
-        """What was told, by this link or by any."""
+        """Return the recorded events of a kind, of one link or of all."""
         with self.bell:
             return [
                 heard.what
@@ -161,7 +161,7 @@ class Owner:
             ]
 
     def wait(self, kind: str, count: int = 1) -> list[object]:
-        """The first `count` things of a kind. Fails when they do not come."""
+        """Return the first `count` events of a kind. Fails if they do not come in time."""
         deadline = time.monotonic() + PATIENCE_S
         with self.bell:
             while sum(heard.kind == kind for heard in self.heard) < count:
@@ -174,7 +174,7 @@ class Owner:
 
 
 def until(holds: Callable[[], object]) -> None:
-    """Waits for what happens on other threads."""
+    """Wait for a condition that other threads fulfil."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline
@@ -183,7 +183,7 @@ def until(holds: Callable[[], object]) -> None:
 
 @dataclass
 class Pair:
-    """A link: `sink` has dialled, `source` was dialled. Regions: one of each side, of BLOCKS blocks."""
+    """A link with both ends: `sink` has dialled `source`. Each has one region of BLOCKS blocks."""
 
     name: str
     sink: Link
@@ -201,7 +201,7 @@ class Pair:
         self.source.accept(transfer, grant)
 
     def expect(self, windows: dict[WindowHead, Runs]) -> None:
-        """Windows go where these say, once each; all others nowhere."""
+        """Accept these windows, once each, and no others."""
         left = dict(windows)
 
         def place(head: WindowHead) -> Slice | None:
@@ -216,7 +216,7 @@ class Pair:
 
 @contextmanager
 def linked_pair(name: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Pair]:
-    """Two started transports and a link between them; the source's memory is random."""
+    """Yield two started transports with a link. The source's memory is random."""
     into = MemoryFileRegion.create(BLOCKS, block_bytes, name="into")
     out_of = MemoryFileRegion.create(BLOCKS, block_bytes, name="out-of")
     out_of.bytes[:] = np.random.default_rng(1).integers(0, 256, out_of.bytes.size, dtype=np.uint8)
@@ -238,7 +238,7 @@ def linked_pair(name: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Pair]:
 
 
 def _widen(link: Laned, far: Laned, lane: Link, gives: Owner, number: int) -> None:
-    """As agents do it, of whom the source is asked first."""
+    """Add a lane as agents do: first at the source."""
     gives.wait("linked", number + 1)
     there = [heard.link for heard in gives.heard if heard.kind == "linked"][number]
     for end in (lane, there):
@@ -252,7 +252,7 @@ def window(transfer: int, runs: Runs, group: int = 0, first: int = 0) -> WindowH
 
 
 def scattered(seed: int, count: int, longest: int) -> Runs:
-    """Runs at random places of both regions, disjoint at the sink, of 1 to `longest` bytes."""
+    """Return runs at random places, disjoint at the sink, of 1 to `longest` bytes."""
     rng = np.random.default_rng(seed)
     size = BLOCKS * BLOCK_BYTES
     length = rng.integers(1, longest + 1, count)
@@ -261,7 +261,7 @@ def scattered(seed: int, count: int, longest: int) -> Runs:
 
 
 def expected(pair: Pair, *moves: Runs) -> NDArray[np.uint8]:
-    """What the sink's memory, zero before, must hold once these runs have landed."""
+    """Return the sink's memory, initially zero, after these runs have landed."""
     memory = np.zeros(BLOCKS * BLOCK_BYTES, np.uint8)
     for runs in moves:
         for src, dst, length in zip(runs.src, runs.dst, runs.length, strict=True):

@@ -1,4 +1,6 @@
-"""What two agents promise, over every transport: every byte, once, with leave; or a named end and no trace."""
+"""The contract of two agents over every transport: every byte once, or a named end without
+traces.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,7 @@ async def test_an_invitation_waits_for_its_offer(transport: str) -> None:
         assert cache.differs(SMALL, sink.regions, [4, 5, 6]) == 0
 
 
-async def test_layers_leave_as_they_are_computed(transport: str) -> None:
+async def test_layers_are_sent_as_they_are_computed(transport: str) -> None:
     layout = shaped(layers=4, head_dim=64, tp=1, kv_heads=32, block_tokens=128)
     cache = Cache(layout, 32, seed=5)
     tokens = 6 * 128
@@ -196,7 +198,7 @@ async def refused(
     return end.reason
 
 
-async def test_a_ticket_opens_its_own_offer_once(transport: str) -> None:
+async def test_a_ticket_is_valid_for_its_own_offer_once(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         one, other = (
             source.agent.offer(name, [at], 16) for at, name in enumerate(("one", "other"))
@@ -230,7 +232,7 @@ async def test_an_offer_is_claimed_once(transport: str) -> None:
         assert source.agent.figures()["refused"] == {Reason.NAME_TAKEN: 1}
 
 
-async def test_two_may_not_wait_for_one_name(transport: str) -> None:
+async def test_only_one_invitation_may_wait_for_a_name(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         first = sink.agent.fetch(source.agent.address, "r", [5], 16)
         await until(lambda: source.agent.figures()["leases"]["waiting_invitations"], "not waiting")
@@ -240,7 +242,7 @@ async def test_two_may_not_wait_for_one_name(transport: str) -> None:
         assert (end.reason, end.retriable, end.detail) == (Reason.DECLINED, True, "prefill failed")
 
 
-async def test_only_so_many_invitations_may_wait(transport: str) -> None:
+async def test_waiting_invitations_are_limited(transport: str) -> None:
     strict = msgspec.structs.replace(PATIENT, most_waiting=2)
     async with groups(transport, SMALL, SMALL, options=[strict]) as (source, sink):
         waiting = [sink.agent.fetch(source.agent.address, f"r{at}", [at], 16) for at in range(2)]
@@ -252,15 +254,15 @@ async def test_only_so_many_invitations_may_wait(transport: str) -> None:
             each.cancel()
 
 
-async def test_an_invitation_waits_only_so_long(transport: str) -> None:
-    """Nothing has to happen before its time is over, however slow the machine is."""
+async def test_an_invitation_waits_for_a_limited_time(transport: str) -> None:
+    """No step must happen before the time is over, however slow the machine is."""
     hasty = msgspec.structs.replace(PATIENT, patience_s=0.1)
     async with groups(transport, SMALL, SMALL, options=[hasty]) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "r", [0], 16, timeout_s=10 * PATIENCE_S)
         assert (await soon(landing.ended())).reason is Reason.NEVER_OFFERED
 
 
-async def test_an_offer_for_one_agent_is_no_other_agents(transport: str) -> None:
+async def test_an_offer_for_one_agent_is_refused_to_others(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [0], 16, sink="somebody else")
         assert await refused(source, sink, "r", offer.ticket) is Reason.BAD_TICKET
@@ -314,7 +316,7 @@ async def test_without_the_fleets_key_nothing_is_answered(transport: str) -> Non
         offer.revoke()
 
 
-async def test_nobody_there_is_a_named_end(transport: str) -> None:
+async def test_an_absent_peer_is_a_named_end(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         address = source.agent.address
         await source.agent.close()
@@ -335,7 +337,7 @@ async def test_the_sink_gives_up_at_any_time(transport: str) -> None:
         assert (await soon(before_link.ended())).how is How.CANCELLED
 
 
-async def test_a_sink_that_gives_up_before_it_has_asked_leaves_nothing_on_offer(
+async def test_a_sink_that_gives_up_before_inviting_ends_the_offer(
     transport: str,
 ) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
@@ -348,7 +350,7 @@ async def test_a_sink_that_gives_up_before_it_has_asked_leaves_nothing_on_offer(
             assert not source.agent.figures()["leases"]["offered"]
 
 
-async def test_who_gives_up_and_asks_again_before_there_is_a_link_is_served(transport: str) -> None:
+async def test_a_landing_repeated_before_there_is_a_link_is_served(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [0], 16)
         with sink.agent._lock:  # no link comes up meanwhile
@@ -361,7 +363,7 @@ async def test_who_gives_up_and_asks_again_before_there_is_a_link_is_served(tran
 
 
 async def seconds_to_cancel(source: Group, sink: Group, name: str) -> float:
-    """Until both sides have ended what is under way. The least of some is what it takes: a machine may stop us."""
+    """Return the least time until both sides have ended, because a machine may stop the process."""
     offer = source.agent.offer(name, [0], 16, ready_layers=0, public=True)
     landing = sink.agent.fetch(source.agent.address, name, [5], 16)
     await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")
@@ -430,7 +432,7 @@ async def test_closing_ends_everything_on_both_sides(transport: str) -> None:
             source.agent.offer("more", [0], 16, public=True)
 
 
-async def test_blocks_that_changed_hands_behind_the_lease_are_never_landed(transport: str) -> None:
+async def test_blocks_that_changed_owner_despite_a_lease_never_land(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [0, 1], 32, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [5, 6], 32)
@@ -442,7 +444,7 @@ async def test_blocks_that_changed_hands_behind_the_lease_are_never_landed(trans
         assert (await soon(offer.ended())).reason is Reason.STALE
 
 
-async def test_after_an_end_nobody_writes_into_the_sinks_blocks(transport: str) -> None:
+async def test_nothing_writes_the_sinks_blocks_after_an_end(transport: str) -> None:
     layout = shaped(head_dim=64, block_tokens=64)
     async with groups(transport, layout, layout) as (source, sink):
         for region in source.regions:
@@ -477,7 +479,7 @@ async def test_a_dead_link_is_replaced(transport: str) -> None:
             await until(lambda: not len(sink.agent._board), "the sink did not notice")
 
 
-async def test_what_cannot_be_is_refused_at_once(transport: str) -> None:
+async def test_invalid_arguments_are_refused_at_once(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         for blocks, tokens in (([0], 17), ([32], 16), ([-1], 16), ([0], 0), ([], 1)):
             with pytest.raises(ValueError, match=r"block|token"):
@@ -502,7 +504,7 @@ async def test_what_cannot_be_is_refused_at_once(transport: str) -> None:
             source.agent.offer("r", [0], 16)
 
 
-async def test_figures_say_what_moved_between_whom(transport: str) -> None:
+async def test_stats_count_moved_bytes_by_peer(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [0], 16)
         await soon(

@@ -1,4 +1,4 @@
-"""What every transport promises (kvtransfer/transports/base.py), held over each of them with real bytes."""
+"""The contract of every transport (kvtransfer/transports/base.py), with real bytes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_message_of_a_million_blocks_arrives(pair: Pair) -> None:
     assert pair.gives.wait("message") == [message]
 
 
-def test_who_is_dialled_hears_of_the_link_first(pair: Pair) -> None:
+def test_the_dialled_end_first_gets_the_link_event(pair: Pair) -> None:
     pair.sink.send(b"after")
     pair.gives.wait("message")
     assert [heard.kind for heard in pair.gives.heard if heard.link is pair.source] == [
@@ -68,9 +68,7 @@ def test_who_is_dialled_hears_of_the_link_first(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("runs", "longest"), [(1, 1), (3, 5), (40, 4096), (500, 300), (20, 64 << 10)]
 )
-def test_bytes_arrive_exactly_where_the_plan_says_and_nowhere_else(
-    pair: Pair, runs: int, longest: int
-) -> None:
+def test_bytes_arrive_as_planned_and_nowhere_else(pair: Pair, runs: int, longest: int) -> None:
     moves = scattered(runs, runs, longest)
     head = window(7, moves)
     pair.expect({head: moves})
@@ -96,7 +94,7 @@ def test_many_windows_of_several_transfers_all_arrive(pair: Pair) -> None:
     assert np.array_equal(pair.into.bytes, expected(pair, moves))
 
 
-def test_what_is_said_after_a_window_is_heard_after_it(pair: Pair) -> None:
+def test_a_message_after_a_window_arrives_after_it(pair: Pair) -> None:
     moves = scattered(5, 20, 4096)
     head = window(1, moves)
     pair.expect({head: moves})
@@ -111,7 +109,7 @@ def test_what_is_said_after_a_window_is_heard_after_it(pair: Pair) -> None:
     assert kinds.index("incoming") < len(kinds) - 1 - kinds[::-1].index("message")
 
 
-def test_a_window_that_nobody_expects_is_thrown_away_and_the_next_arrives(pair: Pair) -> None:
+def test_an_unexpected_window_is_discarded_and_the_next_arrives(pair: Pair) -> None:
     if pair.name == "rdma":
         pytest.skip("a device writes where it was let; unexpected is what was never granted")
     moves = scattered(6, 30, 3000)
@@ -125,7 +123,7 @@ def test_a_window_that_nobody_expects_is_thrown_away_and_the_next_arrives(pair: 
 
 
 @pytest.mark.parametrize("answers", [(False,), (True, False)], ids=["before", "while it was read"])
-def test_a_window_whose_blocks_changed_hands_is_stale(
+def test_a_window_whose_blocks_changed_owner_is_stale(
     pair: Pair, answers: tuple[bool, ...]
 ) -> None:
     moves = scattered(8, 10, 4096)
@@ -135,7 +133,7 @@ def test_a_window_whose_blocks_changed_hands_is_stale(
     said = chain(answers, repeat(answers[-1]))
 
     def current() -> bool:
-        """As blocks that change hands right after the question: their generations grow, and the next answer is no."""
+        """Return True once: the blocks change owner right after the first check."""
         pair.out_of.bump(range(BLOCKS))
         return next(said)
 
@@ -214,7 +212,7 @@ def test_a_fence_is_answered_for_what_was_never_granted(pair: Pair) -> None:
     assert pair.hears.wait("fenced") == [12_345]
 
 
-def test_a_closed_link_is_lost_to_the_other_end_once_and_not_to_its_own(pair: Pair) -> None:
+def test_a_closed_link_is_reported_lost_once_to_the_other_end_only(pair: Pair) -> None:
     pair.source.close()
     pair.hears.wait("lost")
     pair.source.close()
@@ -229,7 +227,7 @@ def test_a_closed_link_is_lost_to_the_other_end_once_and_not_to_its_own(pair: Pa
     assert not pair.gives.all("lost", pair.source)
 
 
-def test_any_byte_counts_as_life(pair: Pair) -> None:
+def test_any_received_byte_shows_that_the_peer_lives(pair: Pair) -> None:
     before = pair.sink.received_bytes
     pair.source.send(b"beat")
     pair.hears.wait("message")
@@ -252,7 +250,7 @@ def test_several_threads_may_send_at_once(pair: Pair) -> None:
         assert mine == [at.to_bytes(2, "big") for at in range(200)]
 
 
-def test_nobody_there_is_a_transport_error_soon(pair: Pair) -> None:
+def test_an_absent_peer_is_a_transport_error_soon(pair: Pair) -> None:
     with transports(pair.name) as (one, other):
         one.start(pair.hears, [pair.into])
         address = other.start(pair.gives, [pair.out_of])

@@ -1,4 +1,6 @@
-"""Who may not, cannot: strangers, liars and noise on every transport. They are out, counted, and nothing is held."""
+"""Unauthorised peers, lying peers and noise on every transport are refused, counted and cleaned
+up.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 class Stranger:
-    """Somebody with a socket, and perhaps with the key."""
+    """A peer with a socket and possibly with the key."""
 
     def __init__(self, link: Link, owner: Owner, key: bytes) -> None:
         self.link, self.owner = link, owner
@@ -54,7 +56,7 @@ class Stranger:
         return await asyncio.to_thread(self.owner.wait, kind, count)
 
     async def greet(self) -> None:
-        """Prove the key, or at least act as if."""
+        """Prove the key, or pretend to."""
         self.link.send(self.session.hello())
         (welcome,) = await self.hear("message")
         assert isinstance(welcome, bytes)
@@ -73,7 +75,7 @@ class Stranger:
 
 
 class Town:
-    """An agent that offers, and somewhere for strangers to come from."""
+    """An agent that offers, and a source of unproven connections."""
 
     def __init__(self, transport: str, agent_options: object = None) -> None:
         self._clock = ThreadClock()
@@ -90,7 +92,7 @@ class Town:
         return Stranger(await asyncio.to_thread(end.dial, self.source.agent.address), owner, key)
 
     async def still_works(self) -> None:
-        """Whatever was done to it: a peer that behaves is served, and nothing is held."""
+        """Assert that a well-behaved peer is served, and that nothing is in use."""
         peer = group("d", SMALL, [self._make()], options=PATIENT)
         await peer.agent.start()
         offer = self.source.agent.offer("proof", [0], 16)
@@ -133,7 +135,7 @@ async def town(transport: str, **changes: object) -> AsyncIterator[Town]:
     ],
     ids=["empty", "zero", "http", "nested", "ready", "beat", "long"],
 )
-async def test_noise_in_place_of_a_greeting_ends_the_link(transport: str, noise: bytes) -> None:
+async def test_noise_instead_of_a_greeting_ends_the_link(transport: str, noise: bytes) -> None:
     if transport == "rdma" and not noise:
         pytest.skip("an empty message is none")
     async with town(transport) as here:
@@ -150,7 +152,7 @@ async def test_silence_is_not_waited_for(transport: str) -> None:
         here.source.agent._board.options = PATIENT  # a member may take longer
 
 
-async def test_only_so_many_may_stand_at_the_door(transport: str) -> None:
+async def test_unproven_links_are_limited(transport: str) -> None:
     async with town(transport, most_strangers=2) as here:
         strangers = []
         for _ in range(5):
@@ -211,9 +213,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_who_has_the_key_and_lies_is_out_with_all_it_claimed(
-    transport: str, lie: str
-) -> None:
+async def test_a_proven_peer_that_lies_loses_its_link_and_claims(transport: str, lie: str) -> None:
     async with town(transport) as here:
         offer = here.source.agent.offer("r", [0], 16, ready_layers=0, public=True)
         stranger = await here.stranger()
@@ -228,7 +228,7 @@ async def test_who_has_the_key_and_lies_is_out_with_all_it_claimed(
 
 
 async def test_conversations_of_nonsense_hold_nothing(transport: str) -> None:
-    """A proven peer says anything, in any order; then noise breaks in."""
+    """A proven peer sends any message in any order, and then noise."""
     rng = Random(7)
     rounds = 60 if transport != "rdma" else 5
     async with town(transport) as here:

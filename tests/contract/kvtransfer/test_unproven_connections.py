@@ -1,4 +1,4 @@
-"""Connections without the key: however many there are, a member links, and little is held for them. Over TCP."""
+"""Connections without the key over TCP: however many, a member can link, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ async def fetch(source: Group, sink: Group, name: str) -> None:
 async def besieged(
     count: int, hosts: list[str], said: bytes = b""
 ) -> AsyncIterator[tuple[Group, Group]]:
-    """A source and a sink that are not linked, and so many connections to the source that have said so much."""
+    """Yield an unlinked source and sink, and connections to the source that have sent some
+    bytes.
+    """
     async with groups("tcp", SMALL, SMALL, options=[DEFAULTS, PATIENT]) as (source, sink):
         with ExitStack() as stack:
             for at in range(count):
@@ -99,8 +101,8 @@ async def test_the_oldest_connection_is_dropped_and_the_others_stay() -> None:
                     sock.recv(1)
 
 
-async def test_what_is_held_of_connections_without_the_key_is_bounded() -> None:
-    """Each says all of a long message but its end, then more is refused."""
+async def test_memory_for_connections_without_the_key_is_bounded() -> None:
+    """Each sends all of a long message except its end."""
     unfinished = frame(Kind.MESSAGE, bytes(STRANGER_BYTES))[:-1]
     async with besieged(100, HOSTS["several addresses"], unfinished) as (source, sink):
         links = list(source.agent._board._peer_links)
@@ -121,8 +123,8 @@ def ended(sock: socket.socket) -> bool:
         return True
 
 
-async def test_members_that_have_greeted_are_dropped_for_no_other() -> None:
-    """They wait for their proof, as on a slow network, while connections without the key come."""
+async def test_links_that_showed_the_key_are_not_dropped_for_others() -> None:
+    """They wait for their proof, as on a slow network, while connections without the key arrive."""
     async with groups("tcp", SMALL, options=[DEFAULTS]) as (source,):
         with ExitStack() as stack:
             members = []
@@ -145,13 +147,15 @@ async def test_a_greeting_that_is_replayed_keeps_one_connection_and_not_many() -
         encode(Hello(VERSION, greeting_nonce(KEY, bytes(8)), Card("x", bytes(16), SMALL), 1)),
     )
     async with besieged(100, ["127.0.0.1"], hello) as (source, sink):
-        await until(lambda: len(source.agent._board._peer_links) == DEFAULTS.unproven_per_address + 1)
+        await until(
+            lambda: len(source.agent._board._peer_links) == DEFAULTS.unproven_per_address + 1
+        )
         await fetch(source, sink, "r")
 
 
 @pytest.fixture
 def flood() -> Iterator[list[int]]:
-    """Connections to a port, one after the other, each closed by the other end or when 200 are open. 3,000 at most."""
+    """Open up to 3,000 connections one after the other, 200 at a time."""
     stop, ports = threading.Event(), [0]
 
     def run() -> None:

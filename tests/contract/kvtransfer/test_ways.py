@@ -1,4 +1,4 @@
-"""How two agents come to the best way that both have, and what they do when it does not open."""
+"""How two agents choose the best common transport, and what happens if it does not come up."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.fair_time import within
 
 
 class Shut(Shm):
-    """Shared memory that answers nobody's dialling."""
+    """Shared memory that refuses to be dialled."""
 
     def dial(self, address: str) -> Link:
         raise TransportError("permission denied")
 
 
 class Mute(Shm):
-    """Shared memory whose listener never says a word."""
+    """Shared memory whose listener never answers."""
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
         class Deaf:
@@ -55,7 +55,7 @@ async def two(
 
 
 async def way(source: Group, sink: Group, name: str = "r") -> str:
-    """How one request's KV came, which was checked byte by byte."""
+    """Return the transport of one request's KV, after checking every byte."""
     cache = Cache(SMALL, 32, seed=4)
     cache.write(SMALL, source.regions, [1, 2])
     offer = source.agent.offer(name, [1, 2], 32)
@@ -67,7 +67,7 @@ async def way(source: Group, sink: Group, name: str = "r") -> str:
     return end.transport
 
 
-async def test_who_meets_by_tcp_on_one_host_goes_on_by_shared_memory_alone() -> None:
+async def test_agents_that_meet_by_tcp_on_one_host_switch_to_shared_memory() -> None:
     async with two([Tcp(), Shm()], [Tcp(), Shm()]) as (source, sink):
         assert await way(source, sink) == "shm"
         assert await way(source, sink, "next") == "shm"
@@ -77,7 +77,7 @@ async def test_who_meets_by_tcp_on_one_host_goes_on_by_shared_memory_alone() -> 
 @pytest.mark.parametrize(
     "theirs", [[Tcp()], [Tcp(), Shm()]], ids=["they have no shm", "another host"]
 )
-async def test_where_the_better_way_is_not_for_both_tcp_it_is(theirs: list[Transport]) -> None:
+async def test_tcp_stays_if_only_one_end_has_the_better_transport(theirs: list[Transport]) -> None:
     host = {} if len(theirs) == 1 else {"host": ""}
     async with two([Tcp(), Shm()], theirs, **host) as (source, sink):
         assert await way(source, sink) == "tcp"
@@ -87,7 +87,7 @@ async def test_where_the_better_way_is_not_for_both_tcp_it_is(theirs: list[Trans
 @pytest.mark.parametrize(
     ("ours", "theirs"), [(Shut, Shm), (Shm, Mute)], ids=["cannot be dialled", "does not answer"]
 )
-async def test_a_better_way_that_does_not_open_is_no_end(
+async def test_a_better_transport_that_does_not_open_does_not_end_the_transfer(
     ours: type[Shm], theirs: type[Shm]
 ) -> None:
     async with two([Tcp(), ours()], [Tcp(), theirs()], handshake_s=PATIENCE_S / 10) as (
@@ -100,7 +100,7 @@ async def test_a_better_way_that_does_not_open_is_no_end(
         assert sink.agent.figures()["links"] == 1
 
 
-async def test_one_who_gives_up_while_the_way_is_sought_ends_at_once() -> None:
+async def test_a_landing_cancelled_while_dialling_ends_at_once() -> None:
     async with two([Tcp(), Shm()], [Tcp(), Mute()], handshake_s=PATIENCE_S / 4) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What every step-time model must be, for any GPU, model, TP and profile: positive, monotone, sane when mixed."""
+"""The contract of step-time models for any GPU, model, TP and profile: positive and monotone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Credits and turns under any order of events: nothing is lost, nothing starves."""
+"""Credits and transfer order under any order of events: nothing is lost, nothing starves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ events = st.lists(
 
 
 @given(events=events, budget=st.integers(1, 100))
-def test_what_is_under_way_is_always_what_was_taken_and_not_given_back(
+def test_bytes_in_flight_are_what_was_taken_and_not_returned(
     events: list[tuple[str, int, int]], budget: int
 ) -> None:
     credits, held = Credits(budget), dict.fromkeys(range(5), 0)
@@ -36,10 +36,12 @@ def test_what_is_under_way_is_always_what_was_taken_and_not_given_back(
 
 
 @given(klass=st.sampled_from(Klass), deadline=st.floats(0, 5), rivals_per_s=st.integers(1, 20))
-def test_nobody_starves_behind_a_stream_of_the_urgent(
+def test_no_transfer_starves_behind_a_stream_of_urgent_ones(
     klass: Klass, deadline: float, rivals_per_s: int
 ) -> None:
-    """Every rival is new and has a second of slack: within the promotion time and that slack, ours is served."""
+    """Every rival is new and has a second of slack. Ours is served within that and the promotion
+    time.
+    """
     turns, now, number = Turns(promote_s=0.5), 0.0, 1
     turns.add(0, klass, deadline, now)
     while (first := turns.next(now)) != 0:

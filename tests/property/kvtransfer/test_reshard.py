@@ -1,5 +1,7 @@
-"""Resharding against an oracle: every scalar carries its own name, and after the runs have been copied each destination
-rank must hold exactly the right names in the right places, and nothing else may have been touched.
+"""Resharding against an oracle: every scalar has a unique name.
+
+After copying the runs, each destination rank must have exactly the right names in the right places,
+and nothing else may have changed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ FOREIGN = np.uint64(1 << 62)
 
 @st.composite
 def layout_pairs(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
-    """Two layouts of one model: everything that may differ does."""
+    """Draw two layouts of one model, with all permitted differences."""
     mla = draw(st.booleans())
     kv_heads = 1 if mla else draw(st.sampled_from([1, 2, 4, 8]))
     layers = draw(st.integers(1, 5))
@@ -45,7 +47,9 @@ def layout_pairs(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
 
 
 def names(layout: KvLayout, rank: int, first_token: int) -> Words:
-    """What a block that holds tokens from `first_token` on contains on this rank, by the words of layout.py alone."""
+    """Return the content of a block from `first_token` on for this rank, by layout.py's
+    description.
+    """
     stage, tp_rank = divmod(rank, layout.tp)
     tokens = range(first_token, first_token + layout.block_tokens)
     words = range(layout.row_bytes // WORD)
@@ -87,7 +91,7 @@ def expected(layout: KvLayout, rank: int, blocks: list[int], spare: int, covered
 
 
 def carry_out(made: Plan, sources: list[Words], sinks: list[Words], window_bytes: int) -> int:
-    """Copy window by window, the groups in no order, counting arrivals. Returns the bytes that were written."""
+    """Copy window by window, with groups in any order. Returns the bytes written."""
     arrivals, written = Arrivals(made), 0
     for group in reversed(range(made.groups)):
         pairs = made.pairs(group)
@@ -146,7 +150,7 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
 
 @st.composite
 def some_blocks(draw: st.DrawFn, count: int, spare: int) -> list[int]:
-    """Blocks in a row, or scattered."""
+    """Draw consecutive or scattered blocks."""
     if draw(st.booleans()):
         return list(range(spare, spare + count))
     return draw(st.permutations(range(count + spare)))[:count]
@@ -154,10 +158,10 @@ def some_blocks(draw: st.DrawFn, count: int, spare: int) -> list[int]:
 
 @settings(max_examples=50, deadline=None)
 @given(layouts=layout_pairs())
-def test_source_ranks_that_hold_the_same_are_asked_for_as_much(
+def test_source_ranks_with_the_same_heads_send_equal_shares(
     layouts: tuple[KvLayout, KvLayout],
 ) -> None:
-    """Equal where the layers of a stage, one group each, can be dealt out evenly; else within one layer."""
+    """Equal if the layers of a stage, one group each, divide evenly; else within one layer."""
     src, dst = layouts
     copies = max(1, src.tp // src.kv_heads)
     made = plan(src, dst, range(20), range(20), 4, group_layers=1)

@@ -1,4 +1,7 @@
-"""The sink's book, told anything in any order: every landing ends once, behind its fence; LANDED only when whole."""
+"""TransferSink under any events in any order: every landing ends once, behind its fence.
+
+It ends as LANDED only if complete.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ ADDRESSES = ("a:1", "b:2")
 
 
 class FakeLink:
-    """As much of a link as a book looks at."""
+    """The part of a link that the sink uses."""
 
     transport, peer, received_bytes, window_bytes, one_sided = "fake", "p", 0, 1 << 20, False
 
 
 class World:
-    """A book, a source that says anything, and a transport that writes until the fence."""
+    """A sink, a source that sends anything, and a transport that writes until the fence."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
@@ -111,7 +114,7 @@ class World:
                     self.hear(message)
 
     def hear(self, message: Message) -> None:
-        """As the source does."""
+        """Handle a command as the source would."""
         match message:
             case Stop(transfer):
                 assert transfer in self.said
@@ -123,7 +126,7 @@ class World:
                 assert n_bytes == self.whole(transfer)
 
     def say(self, number: int) -> None:
-        """Memory is registered, and the invitation leaves, unless it is late."""
+        """Finish the registration, and send the invitation unless it is late."""
         if self.book.invites(self.invited[number], number):  # type: ignore[arg-type]
             assert number not in self.unwanted
             self.said.add(number)
@@ -220,7 +223,7 @@ class World:
                 self.windows[number] = heads
 
     def window(self) -> None:
-        """The next window of somebody's, sometimes once more."""
+        """Send a transfer's next window, sometimes twice."""
         for number, heads in self.windows.items():
             if heads and self.rng.random() < 0.5:
                 head = heads[-1] if self.rng.random() < 0.1 else heads.pop()
@@ -231,7 +234,7 @@ class World:
                     self.begun.append((link, head))
 
     def settle(self) -> None:
-        """Windows that had begun are whole, in any order; the fence voids those it meets."""
+        """Complete begun windows in any order. The fence voids those that it meets."""
         self.rng.shuffle(self.begun)
         for _ in range(min(len(self.begun), 8)):
             link, head = self.begun.pop()
@@ -265,7 +268,9 @@ class World:
             )
 
     def nonsense(self) -> None:
-        """Of a transfer that is another link's, or nobody's; a window of no plan; a fence that was not asked for."""
+        """Send messages of a foreign or unknown transfer, an unplanned window, or an unrequested
+        fence.
+        """
         link = self.rng.choice([*self.links.values(), FakeLink()])
         number = self.rng.randrange(self.numbers + 3)
         if self.invited.get(number) is not link:
@@ -332,7 +337,7 @@ class World:
 
 @pytest.fixture(autouse=True)
 def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the few blocks that are drawn here, too."""
+    """Compute some plans without the lock, although they have few blocks here."""
     monkeypatch.setattr("kvtransfer.commands._MAX_INLINE_BLOCKS", 2)
 
 
@@ -341,9 +346,7 @@ def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.integers(0, 1 << 32), st.integers(1, 200))
-def test_told_anything_in_any_order_it_ends_every_landing_once_behind_its_fence(
-    seed: int, steps: int
-) -> None:
+def test_every_landing_ends_once_behind_its_fence_under_any_events(seed: int, steps: int) -> None:
     world = World(seed)
     for _ in range(steps):
         world.step()

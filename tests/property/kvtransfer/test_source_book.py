@@ -1,4 +1,4 @@
-"""The source's book, told anything in any order: every offer ends once, behind its generation, and nothing is kept."""
+"""TransferSource under any events in any order: every offer ends once, and nothing is kept."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ SOURCE = Card("p", b"p" * 16, LAYOUT)
 
 
 class FakeLink:
-    """As much of a link as a book looks at."""
+    """The part of a link that the source uses."""
 
     transport, peer, received_bytes, window_bytes, one_sided = "fake", "d", 0, 200, False
 
 
 class World:
-    """A book, what it has been told, and what it has commanded."""
+    """A source, its events, and its commands."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
@@ -115,12 +115,12 @@ class World:
                     pass
 
     def reckon(self) -> None:
-        """What took long is done. Of one link no message came meanwhile, but whatever else there is did."""
+        """Finish a deferred plan. Other links may have sent messages since."""
         while self.reckoning:
             self.obey(self.reckoning.pop(0).work()(self.now))
 
     def told(self, tell, link: FakeLink) -> None:  # type: ignore[no-untyped-def]
-        """As the agent does it: who says what nobody says is gone."""
+        """Handle a message as the agent does: an invalid one ends the link."""
         try:
             self.obey(tell() or [])
         except ProtocolError:
@@ -174,7 +174,7 @@ class World:
         self.told(lambda: self.book.invited(link, asked, self.now), link)
 
     def next_transfer(self, link: FakeLink) -> int:
-        """Seldom one that was there before."""
+        """Return a transfer number, seldom an old one."""
         last = self.transfers.get(link, 0)
         self.transfers[link] = last + 1
         return last + 1 if self.rng.random() < 0.97 else last
@@ -245,13 +245,13 @@ class World:
         self.obey(self.book.lost(link, Reason.LINK_LOST, "", self.now))
 
     def taken_is_bounded(self) -> bool:
-        """A window is at most one run more than it should be, and a run as long as a request."""
+        """Assert the limit: a window may exceed its size by one run, as long as a request."""
         return self.book.credits_taken() <= (BUDGET + 6 * self.region.block_bytes) * len(self.links)
 
 
 @pytest.fixture(autouse=True)
 def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the few blocks that are drawn here, too."""
+    """Compute some plans without the lock, although they have few blocks here."""
     monkeypatch.setattr("kvtransfer.commands._MAX_INLINE_BLOCKS", 2)
 
 
@@ -260,9 +260,7 @@ def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.integers(0, 1 << 32), st.integers(1, 120))
-def test_told_anything_in_any_order_it_ends_every_offer_once_and_keeps_nothing(
-    seed: int, steps: int
-) -> None:
+def test_every_offer_ends_once_and_keeps_nothing_under_any_events(seed: int, steps: int) -> None:
     world = World(seed)
     for _ in range(steps):
         world.step()
@@ -277,7 +275,7 @@ def test_told_anything_in_any_order_it_ends_every_offer_once_and_keeps_nothing(
 
 
 def test_any_order_reaches_every_end() -> None:
-    """Otherwise the property above would hold of nothing."""
+    """Shows that the property above is not vacuous."""
     ends: set[How] = set()
     for seed in range(60):
         world = World(seed)

@@ -1,4 +1,4 @@
-"""Tickets under any text and any fields: leave is given for exactly what was minted, and to nothing else."""
+"""Tickets under any text and fields: exactly the minted tickets are accepted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ tickets = st.builds(
 
 
 @given(ticket=tickets)
-def test_what_was_minted_comes_back(ticket: Ticket) -> None:
+def test_a_minted_ticket_decodes_to_the_same(ticket: Ticket) -> None:
     text = mint(KEY, ticket)
     assert text.isascii()
     assert check(KEY, text, 0.0, epoch=EPOCH, sink=ticket.sink) == ticket
@@ -37,13 +37,13 @@ def test_what_was_minted_comes_back(ticket: Ticket) -> None:
     | st.text("ABCabc019-_", max_size=1100)
     | st.binary(max_size=300).map(lambda b: b.hex())
 )
-def test_no_other_text_gives_leave(text: str) -> None:
+def test_no_other_text_is_accepted(text: str) -> None:
     with pytest.raises(Refused):
         check(KEY, text, 0.0, epoch=EPOCH)
 
 
 @given(ticket=tickets, at=st.integers(0, 2000), put=st.text(max_size=3))
-def test_a_ticket_that_was_touched_gives_no_leave(ticket: Ticket, at: int, put: str) -> None:
+def test_an_altered_ticket_is_refused(ticket: Ticket, at: int, put: str) -> None:
     text = mint(KEY, ticket)
     at %= len(text)
     touched = text[:at] + put + text[at + 1 :]
@@ -56,7 +56,7 @@ def test_a_ticket_that_was_touched_gives_no_leave(ticket: Ticket, at: int, put: 
     lifetimes=st.lists(st.integers(1, 30), max_size=30),
     presented=st.lists(st.tuples(st.integers(0, 29), st.integers(0, 3)), max_size=120),
 )
-def test_whatever_is_forgotten_each_ticket_serves_at_most_once(
+def test_each_ticket_is_valid_at_most_once_whatever_is_forgotten(
     lifetimes: list[int], presented: list[tuple[int, int]]
 ) -> None:
     used, served, now = Used(), [], 0.0

@@ -1,4 +1,4 @@
-"""Any JSON at all is either a request that can be answered or an ApiError of the client's making: never a crash."""
+"""Any JSON is either a valid request or an ApiError with a client status, never a crash."""
 
 from __future__ import annotations
 

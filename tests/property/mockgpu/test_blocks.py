@@ -1,4 +1,4 @@
-"""The block pool under any sequence of operations: conservation, no leak, no double free, hits mean equal keys."""
+"""The block pool under any operations: no leak, no double free, and hits mean equal keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOTAL = 12
 
 
 class Pool(RuleBasedStateMachine):
-    """Holders take, share, seal and release blocks as a scheduler would; a plain model counts along."""
+    """A scheduler's use of blocks beside a plain model."""
 
     holders = Bundle("holders")
 
@@ -25,7 +25,9 @@ class Pool(RuleBasedStateMachine):
 
     @rule(target=holders, chain=st.lists(st.integers(0, 3), max_size=6))
     def admit(self, chain: list[int]) -> int:
-        """Share what is cached of a chain of keys, take the rest as far as there is room, seal it."""
+        """Share the cached part of a chain of keys, allocate the rest if possible, and register
+        it.
+        """
         keys = [hash(tuple(chain[: i + 1])) for i in range(len(chain))]
         hits = self.pool.hits(keys, len(keys))
         idle = self.pool.idle_hits(keys, hits)
@@ -98,7 +100,7 @@ def test_the_longest_unused_content_is_evicted_first_and_tails_before_heads() ->
     assert (pool.hits([1, 2], 2), pool.hits([3, 4], 2)) == (0, 2)
 
 
-def test_content_nobody_named_is_evicted_before_cached_content() -> None:
+def test_unregistered_content_is_evicted_before_cached_content() -> None:
     pool = BlockPool(2)
     named, plain = pool.take(), pool.take()
     pool.seal(named, 7)

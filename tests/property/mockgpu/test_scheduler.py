@@ -1,4 +1,6 @@
-"""The scheduler under any load and any aborts: every job ends with its tokens, blocks come back, limits hold."""
+"""The scheduler under any load and aborts: every job gets its tokens, blocks return, limits
+hold.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ jobs = st.tuples(st.integers(1, 150), st.integers(1, 60), st.integers(0, 3))
 
 
 def job_of(prompt: int, output: int, family: int) -> Job:
-    """Jobs of a family share the beginning of their prompts, as far as both reach."""
+    """Return a job of a family. Jobs of a family share the beginning of their prompts."""
     full = (prompt + output) // SIZE
     return Job(prompt, output, [family * 1000 + i for i in range(full)] if family else ())
 
 
 class Watch:
-    """Runs a scheduler and holds it to what must be true after every step."""
+    """Runs a scheduler and checks its invariants after every step."""
 
     def __init__(self, blocks: int, seqs: int, budget: int) -> None:
         self.scheduler = Scheduler(BlockPool(blocks), seqs, max(budget, seqs))
@@ -107,7 +109,7 @@ kinds = st.sampled_from(["whole", "give", "take", "parked"])
 
 
 class Halves:
-    """A scheduler whose jobs come from and go to other groups; both ends of every transfer are played by the test."""
+    """A scheduler for split requests. The test plays both ends of every transfer."""
 
     def __init__(self, blocks: int) -> None:
         self.scheduler = Scheduler(BlockPool(blocks), 6, 64)
@@ -146,7 +148,7 @@ class Halves:
         assert len(held) == scheduler.pool.total - scheduler.pool.free
 
     def act(self, job: Job, how: int) -> None:
-        """Something happens to a job from outside: its KV lands, or not; its client leaves; its blocks are let go."""
+        """Apply an external event: KV lands or fails, a client leaves, or blocks are released."""
         if (
             job.state is State.FETCHING
             and how % 3 == 0

@@ -1,4 +1,6 @@
-"""The agent's own part: refusing what cannot be, closing whatever the transports do, one bell for loops and others."""
+"""The agent itself: refusing invalid arguments, closing whatever transports do, and
+notifications.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from tests.contract.kvtransfer.groups import KEY, SMALL, groups
 
 
 class Book:
-    """A bell that writes down."""
+    """A listener that records changes."""
 
     def __init__(self) -> None:
         self.rung: list[tuple[str, bool]] = []
@@ -41,7 +43,7 @@ class Book:
 
 
 def regions() -> list[Region]:
-    """Of plain memory: nobody maps it."""
+    """Return regions of plain memory, which peers cannot map."""
     size = SMALL.rank_block_bytes(0)
     return [Region.over(bytearray(8 * size), size, name="r") for _ in range(SMALL.ranks)]
 
@@ -60,7 +62,7 @@ def in_simulation() -> tuple[VirtualClock, Agent, Agent, Book]:
     return clock, source, sink, book
 
 
-def test_without_an_event_loop_a_bell_hears_of_every_change() -> None:
+def test_without_an_event_loop_a_listener_gets_every_change() -> None:
     clock, source, sink, book = in_simulation()
     offer = source.offer("r", [1], 16, public=True)
     landing = sink.fetch(source.address, "r", [2], 16)
@@ -70,9 +72,7 @@ def test_without_an_event_loop_a_bell_hears_of_every_change() -> None:
 
 
 @pytest.mark.parametrize(("sealed", "fits"), [(True, False), (False, True), (None, True)])
-def test_sealed_windows_and_a_way_that_would_send_them_plain_are_not_had_together(
-    sealed: bool | None, fits: bool
-) -> None:
+def test_sealed_and_plain_transports_cannot_be_combined(sealed: bool | None, fits: bool) -> None:
     ways = [Tcp(manner=Manner(sealed=True)), Inproc(Wire(VirtualClock()))]
     ways[1].sealed, ways[1].name = None if sealed is None else not sealed, "rdma"
     if fits:
@@ -82,11 +82,11 @@ def test_sealed_windows_and_a_way_that_would_send_them_plain_are_not_had_togethe
         Agent("p", SMALL, regions(), key=KEY, transports=ways)
 
 
-def test_rdma_says_that_it_seals_nothing() -> None:
+def test_rdma_reports_that_it_does_not_seal() -> None:
     assert Rdma.sealed is False
 
 
-def test_peers_whose_plans_differ_do_not_wait_for_what_never_comes() -> None:
+def test_peers_with_different_plans_end_the_transfer() -> None:
     clock, source, sink, _ = in_simulation()
     offer = source.offer("r", [1], 16, ready_layers=0, public=True)
     landing = sink.fetch(source.address, "r", [2], 16, timeout_s=60)
@@ -119,7 +119,7 @@ def test_a_source_that_plans_from_another_layout_is_refused_before_a_byte_moves(
     assert other in landing.end.detail
 
 
-def test_an_agent_needs_a_region_for_every_rank_and_a_way() -> None:
+def test_an_agent_needs_a_region_for_every_rank_and_a_transport() -> None:
     with pytest.raises(ValueError, match="regions"):
         Agent("p", SMALL, regions()[:1], key=KEY, transports=[Inproc(Wire(VirtualClock()))])
     with pytest.raises(ValueError, match="transports"):
@@ -127,7 +127,7 @@ def test_an_agent_needs_a_region_for_every_rank_and_a_way() -> None:
 
 
 class Absent(Inproc):
-    """As RDMA on a machine without a card."""
+    """A transport that is not available, as RDMA on a machine without a card."""
 
     name = "absent"
 
@@ -135,7 +135,7 @@ class Absent(Inproc):
         raise TransportError("there is no device")
 
 
-def test_a_better_way_that_does_not_start_is_left_out_and_the_first_must(
+def test_a_transport_that_does_not_start_is_dropped_unless_it_is_the_first(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = VirtualClock()
@@ -159,8 +159,10 @@ def test_a_better_way_that_does_not_start_is_left_out_and_the_first_must(
         alone.open()
 
 
-def test_who_dials_while_an_agent_starts_finds_all_of_it() -> None:
-    """Its better ways may take a while; until they stand nobody reaches it, for the first way is the last to begin."""
+def test_a_peer_that_dials_while_an_agent_starts_finds_all_transports() -> None:
+    """The better transports may start slowly. The first one starts last, so no peer arrives
+    before.
+    """
     clock, begun = VirtualClock(), list[str]()
     wire = Wire(clock)
 
@@ -186,7 +188,7 @@ def test_who_dials_while_an_agent_starts_finds_all_of_it() -> None:
     assert list(made._board.card.addresses) == ["inproc", "slow"]
 
 
-def test_an_agent_that_cannot_be_reached_leaves_no_way_open() -> None:
+def test_an_agent_that_fails_to_start_leaves_no_transport_open() -> None:
     clock, closed = VirtualClock(), list[str]()
     wire = Wire(clock)
 
@@ -200,7 +202,7 @@ def test_an_agent_that_cannot_be_reached_leaves_no_way_open() -> None:
             closed.append(self.name)
 
     class Late(Inproc):
-        """The second time its port is free."""
+        """A transport whose port is free at the second attempt."""
 
         def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
             if not closed:
@@ -222,7 +224,7 @@ def test_an_agent_that_cannot_be_reached_leaves_no_way_open() -> None:
     assert list(made._board.card.addresses) == ["inproc"], "what was closed is not to be had"
 
 
-def test_what_is_no_address_at_all_is_unreachable_at_once() -> None:
+def test_an_invalid_address_is_unreachable_at_once() -> None:
     clock, _, sink, _ = in_simulation()
     landing = sink.fetch(None, "r", [2], 16)  # type: ignore[arg-type]
     assert clock.run(1, lambda: landing.end is not None)
@@ -235,7 +237,7 @@ def test_what_is_no_address_at_all_is_unreachable_at_once() -> None:
 def test_tokens_may_be_numpys_integers_and_nothing_else_and_seconds_any_number(
     seconds: float,
 ) -> None:
-    """What no peer could read would end the link for all that is on it."""
+    """An unencodable value would end the link for all its transfers."""
     clock, source, sink, _ = in_simulation()
     offer = source.offer("r", [1], np.int64(16), ttl_s=seconds, public=True)  # type: ignore[arg-type]
     assert offer.renew(seconds)
@@ -267,11 +269,11 @@ def test_options_that_no_link_could_live_with_are_refused(wrong: dict[str, float
     with pytest.raises(ValueError, match=": Options"):
         Options(**wrong)  # type: ignore[arg-type]
     if "window_bytes" in wrong:
-        with pytest.raises(ValueError, match="not Manner"):
+        with pytest.raises(ValueError, match=": Manner"):
             Manner(**wrong)  # type: ignore[arg-type]
 
 
-async def test_an_agent_that_cannot_start_keeps_no_doorbell(
+async def test_an_agent_that_fails_to_start_leaks_no_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken_down = []
@@ -289,8 +291,8 @@ async def test_an_agent_that_cannot_start_keeps_no_doorbell(
     assert len(taken_down) == 1
 
 
-def test_an_engine_gives_up_with_whatever_words() -> None:
-    """Names of clients and files get into them, and not all of that is text that a message can carry."""
+def test_an_engine_may_give_any_detail_when_it_gives_up() -> None:
+    """Details contain names of clients and files, which may not be valid text."""
     clock, source, sink, _ = in_simulation()
     offer = source.offer("r", [1], 16, ready_layers=0, public=True)
     landing = sink.fetch(source.address, "r", [2], 16)
@@ -301,7 +303,7 @@ def test_an_engine_gives_up_with_whatever_words() -> None:
     assert offer.end.detail == "of ? " + 251 * "x"
 
 
-def test_before_it_is_open_it_offers_nothing() -> None:
+def test_an_agent_offers_nothing_before_it_is_open() -> None:
     end = Inproc(Wire(VirtualClock()))
     agent = Agent("p", SMALL, regions(), key=KEY, transports=[end], clock=end.agent_clock)
     with pytest.raises(RuntimeError, match="not open"):
@@ -321,7 +323,7 @@ def test_a_closed_agents_timers_do_not_keep_simulated_time_busy() -> None:
 async def test_a_fence_that_never_answers_does_not_hold_up_closing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When the transports have ended, with their threads, nobody can write, whatever they said."""
+    """After all transports and their threads have ended, nothing can write."""
     monkeypatch.setattr(agent_module, "_FENCES_S", 0.05)
     monkeypatch.setattr(InprocLink, "fence", lambda link, transfer: None)
     async with groups("inproc", SMALL, SMALL) as (source, sink):
@@ -346,7 +348,7 @@ async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
         assert one.cancelled() or one.cancelling()
 
 
-async def test_who_waits_a_little_while_again_and_again_is_not_kept() -> None:
+async def test_cancelled_waits_are_not_retained() -> None:
     async with groups("inproc", SMALL, SMALL) as (source, _):
         offer = source.agent.offer("r", [0], 16, public=True)
         for _ in range(3):

@@ -35,7 +35,7 @@ def test_shared_memory_on_one_host_then_rdma_then_what_they_met_by(mine, theirs,
     assert better(card(*mine), card(*theirs), mine[1:], "tcp") == way
 
 
-def test_who_met_by_the_best_way_stays_with_it() -> None:
+def test_agents_that_met_by_the_best_transport_stay_with_it() -> None:
     assert (
         better(
             card("h", "shm", "rdma", "tcp"),
@@ -47,7 +47,7 @@ def test_who_met_by_the_best_way_stays_with_it() -> None:
     )
 
 
-def test_another_process_of_this_host_says_the_same() -> None:
+def test_another_process_of_this_host_has_the_same_host_id() -> None:
     command = [
         sys.executable,
         "-c",

@@ -1,4 +1,4 @@
-"""Clocks: calls in order of time and of asking, none before its time, none after it was cancelled."""
+"""Clocks: calls in order of time and scheduling, none early, none after its cancellation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from kvtransfer.clock import ThreadClock, VirtualClock
 
 
-def test_virtual_time_passes_only_when_told_to() -> None:
+def test_virtual_time_passes_only_in_run() -> None:
     clock, made = VirtualClock(), []
     for when in (3.0, 1.0, 2.0, 1.0):
         clock.call_at(when, lambda when=when: made.append((when, clock.now())))  # type: ignore[misc]
@@ -29,7 +29,7 @@ def test_virtual_time_stops_when_it_has_come_true() -> None:
     assert clock.now() == 2.5
 
 
-def test_a_call_for_the_past_is_made_now() -> None:
+def test_a_call_for_a_past_time_is_made_now() -> None:
     clock, made = VirtualClock(), []
     clock.run(5)
     clock.call_at(1.0, lambda: made.append(clock.now()))
@@ -65,7 +65,7 @@ def test_an_earlier_call_wakes_the_thread_before_a_later_one() -> None:
     clock.close()
 
 
-def test_a_call_that_fails_stops_nobody_elses(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_call_does_not_stop_later_calls(caplog: pytest.LogCaptureFixture) -> None:
     clock, done = ThreadClock(), threading.Event()
     clock.call_at(clock.now(), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     clock.call_at(clock.now(), done.set)

@@ -1,4 +1,4 @@
-"""Credits, turns and bandwidth: who may send how much when."""
+"""Credits, transfer order and bandwidth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from kvtransfer.credits import Bandwidth, Credits, Klass, Turns
 
 
-def test_no_more_is_under_way_than_the_peer_takes() -> None:
+def test_bytes_in_flight_stay_within_the_budget() -> None:
     credits = Credits(100)
     assert credits.take(1, 60)
     assert credits.take(2, 40)
@@ -26,7 +26,7 @@ def test_a_window_larger_than_the_budget_goes_alone() -> None:
     assert not credits.take(1, 500)
 
 
-def test_a_transfer_that_ends_gives_back_what_it_held() -> None:
+def test_a_transfer_that_ends_returns_its_credit() -> None:
     credits = Credits(100)
     credits.take(1, 30)
     credits.take(1, 30)
@@ -63,7 +63,7 @@ def test_the_urgent_class_goes_first_and_in_it_the_earliest_deadline() -> None:
     assert len(turns) == 0
 
 
-def test_who_has_waited_counts_as_more_urgent() -> None:
+def test_a_waiting_transfer_becomes_more_urgent() -> None:
     turns = Turns(promote_s=0.5)
     turns.add(1, Klass.MIGRATION, 1.0, 0.0)
     turns.add(2, Klass.INTERACTIVE, 5.0, 0.9)
@@ -80,7 +80,7 @@ def test_asking_again_does_not_lose_the_place_in_line() -> None:
     assert len(turns) == 2
 
 
-def test_bandwidth_follows_what_is_seen_and_is_kept_apart_by_peer_and_transport() -> None:
+def test_bandwidth_is_measured_per_peer_and_transport() -> None:
     bandwidth = Bandwidth(half_life_s=1.0)
     assert bandwidth.bytes_per_s("d0", "tcp") is None
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Frames: what was packed is what is read, and nothing else is taken for a frame."""
+"""Frames: encoding and decoding are inverse, and anything else is refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_was_framed_is_read_back(kind: Kind, header: bytes, payload_bytes: 
 
 
 @given(st.binary(max_size=100), st.data())
-def test_a_single_altered_byte_is_found(header: bytes, data: st.DataObject) -> None:
+def test_a_single_altered_byte_is_detected(header: bytes, data: st.DataObject) -> None:
     whole = bytearray(frame(Kind.WINDOW, header, 77, Proof.XXH3))
     whole[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(FrameError):
@@ -64,7 +64,7 @@ def test_a_header_or_payload_over_the_limit_is_refused_by_its_preamble_alone() -
 
 
 @given(st.integers(0, (1 << 62) - 1), u32, u32, u32, u32, st.integers(0, 1 << 48))
-def test_a_windows_head_survives_the_way(
+def test_a_window_head_decodes_to_the_same(
     transfer: int, group: int, pair: int, first: int, count: int, size: int
 ) -> None:
     head = WindowHead(transfer, group, pair, first, count, size)
@@ -81,7 +81,7 @@ def test_a_windows_frame_is_its_head_in_a_frame() -> None:
 def test_a_head_that_does_not_fit_or_is_too_short_is_an_error() -> None:
     with pytest.raises(FrameError, match="does not fit"):
         pack_head(WindowHead(-1, 0, 0, 0, 0, 0))
-    with pytest.raises(FrameError, match="not a window.s header"):
+    with pytest.raises(FrameError, match="not a window's header"):
         unpack_head(pack_head(HEAD)[:-1])
 
 

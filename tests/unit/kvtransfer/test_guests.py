@@ -1,4 +1,4 @@
-"""Invitations that wait for their offers: one to a name, for as long as was said and no longer."""
+"""Invitations that wait for their offers: one per name, for a bounded time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def asks(transfer: int, name: str, wait_s: float = 5.0) -> Invite:
     return Invite(transfer, name, b"", 1, 0, wait_s, wait_s, 0, 1)
 
 
-def test_a_name_that_is_waited_for_anew_is_not_overdue_with_the_old_one() -> None:
+def test_a_new_invitation_does_not_expire_with_an_earlier_one_of_its_name() -> None:
     guests = Guests(Options())
     assert guests.seat(LINK, asks(1, "r"), 0.0) is None
     assert guests.give_up(LINK, 1, None, 1.0)
@@ -27,7 +27,7 @@ def test_a_name_that_is_waited_for_anew_is_not_overdue_with_the_old_one() -> Non
     assert guests.due() is None
 
 
-def test_so_many_may_wait_and_one_for_a_name_and_who_is_gone_leaves_room() -> None:
+def test_waiting_invitations_are_limited_in_total_and_one_per_name() -> None:
     guests = Guests(Options(most_waiting=2))
     assert guests.seat(LINK, asks(1, "a"), 0.0) is None
     assert guests.seat(OTHER, asks(1, "a"), 0.0) is Reason.NAME_TAKEN
@@ -39,7 +39,7 @@ def test_so_many_may_wait_and_one_for_a_name_and_who_is_gone_leaves_room() -> No
     assert guests.seat(OTHER, asks(3, "c"), 0.0) is None
 
 
-def test_who_gave_up_is_told_of_once_and_an_end_for_a_while() -> None:
+def test_a_withdrawal_is_reported_once_and_an_end_for_a_while() -> None:
     guests = Guests(Options(memory_s=30.0))
     guests.seat(LINK, asks(1, "r"), 0.0)
     guests.give_up(LINK, 1, "d", 1.0)

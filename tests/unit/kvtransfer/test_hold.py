@@ -1,4 +1,4 @@
-"""The agent's lock: what is put aside under it is done by its holder, with nothing held."""
+"""AgentLock: deferred work runs in the releasing thread, without the lock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtransfer.hold import Hold
 
 
 def free(hold: Hold) -> bool:
-    """Whether another thread may have it."""
+    """Return whether another thread can take the lock."""
     taken = threading.Event()
 
     def take() -> None:
@@ -39,7 +39,7 @@ def test_what_is_put_aside_is_done_by_its_holder_after_the_last_letting_go() -> 
     assert done == [(number, True, threading.current_thread()) for number in (1, 3, 2)]
 
 
-def test_who_fails_lets_go_all_the_same() -> None:
+def test_the_lock_is_released_after_an_exception() -> None:
     hold, done = Hold(), list[int]()
 
     def fail() -> None:

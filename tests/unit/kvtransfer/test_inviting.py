@@ -1,4 +1,4 @@
-"""Invitations over links whose sink registers memory first: aside, in order, and only while they are wanted."""
+"""Invitations whose memory is registered first: on another thread, in order, only while wanted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtransfer.transports.base import TransportError
 
 
 class Slow:
-    """A link whose card takes as long as `go` is not set, knows no transfer 3, and fails at 2 as no card should."""
+    """A link whose grants wait for `go`. Transfer 3 is unknown, and transfer 2 raises."""
 
     peer = "p"
 
@@ -50,9 +50,7 @@ class Host:
             self.inviting.put(SendInvite(self.link, invite, np.zeros(0, np.int64)))  # type: ignore[arg-type]
 
 
-def test_grants_take_their_time_without_the_lock_and_are_said_in_order_whatever_the_card_does() -> (
-    None
-):
+def test_grants_run_without_the_lock_and_are_sent_in_order() -> None:
     clock = ThreadClock()
     host = Host(clock)
     for transfer in (1, 2, 3, 4):
@@ -63,7 +61,7 @@ def test_grants_take_their_time_without_the_lock_and_are_said_in_order_whatever_
     clock.close()
 
 
-def test_without_a_thread_to_be_had_an_invitation_fails_at_once() -> None:
+def test_without_a_thread_an_invitation_fails_at_once() -> None:
     class Busy:
         def aside(self, call: Callable[[], None]) -> None:
             raise RuntimeError("can't start new thread")

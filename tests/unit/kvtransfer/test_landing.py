@@ -1,4 +1,4 @@
-"""Arrivals: any order, each once, nothing that is not in the plan."""
+"""ReceiveTracker: any order, each run once, nothing outside the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAN = plan(LAYOUT, LAYOUT, [0, 2, 4, 6], [9, 7, 5, 3], 16, group_layers=2)
 RUN = PLAN.runs(0, 0).n_bytes // 4
 
 
-def test_groups_complete_in_any_order_and_layers_are_told_in_theirs() -> None:
+def test_groups_complete_in_any_order_and_layers_are_counted_in_order() -> None:
     arrivals, told = Arrivals(PLAN), []
     for group in (2, 0, 1):
         for window in reversed(list(PLAN.windows(group, 1))):

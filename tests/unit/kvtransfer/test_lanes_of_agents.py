@@ -1,4 +1,4 @@
-"""Lanes as agents open them, keep them alive and lose them: whatever becomes of one, every request has its one end."""
+"""Lanes as agents open, maintain and lose them: every request still has exactly one end."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.unit.kvtransfer.transports.laned import laned, lanes_of, standing
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes that failed are sought again soon, and used ones that were lost end their link soon."""
+    """Shorten the times until failed lanes are retried and used ones end their link."""
     later = Switchboard._later
     monkeypatch.setattr(Switchboard, "_later", lambda self, _, call: later(self, 0.05, call))
 
 
 async def moved(source: Group, sink: Group, name: str) -> None:
-    """One request's KV, checked byte by byte."""
+    """Transfer one request's KV and check every byte."""
     cache = Cache(SMALL, 64, seed=4)
     cache.write(SMALL, source.regions, [1, 2, 3, 4])
     offer = source.agent.offer(name, [1, 2, 3, 4], 64)
@@ -48,13 +48,13 @@ def lines(group: Group) -> list[Line]:
 
 
 def first_of(group: Group) -> Line:
-    """The one line that is a link."""
+    """Return the only link that is no lane."""
     (found,) = (line for line in lines(group) if line.first is None)
     return found
 
 
 async def until_lanes(group: Group, count: int) -> None:
-    """Its one link has so many lanes besides itself, and nothing else is under way."""
+    """Wait until the only link has this many lanes, and nothing is pending."""
     board = group.agent._board
 
     def there() -> bool:
@@ -74,7 +74,7 @@ async def until_lanes(group: Group, count: int) -> None:
 
 @asynccontextmanager
 async def with_lanes(options: Options = PATIENT) -> AsyncIterator[list[Group]]:
-    """A source and a sink whose link has its lanes, of which none was used yet."""
+    """Yield a source and a sink whose link has all its lanes, none used yet."""
     async with groups("lanes", SMALL, SMALL, options=(options, options)) as (source, sink):
         await moved(source, sink, "a")
         for each in (source, sink):
@@ -94,15 +94,15 @@ async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(
         seek(self, dialling)
         under_way.append(self._dials)
 
-    monkeypatch.setattr(Switchboard, "_seek", counted)
+    monkeypatch.setattr(Switchboard, "_start_dial", counted)
     async with with_lanes() as (source, sink):
         assert under_way == [1] * LANES
         assert first_of(source).session.budget_bytes == LANES * sink.agent.options.budget_bytes
         await moved(source, sink, "b")
 
 
-async def test_no_lane_is_dialled_before_the_source_has_said_something() -> None:
-    """It might overtake the proof on the first link, and be of no link that the source knows."""
+async def test_no_lane_is_dialled_before_the_source_has_sent_a_message() -> None:
+    """A lane could overtake the proof on the first link, and belong to an unknown link."""
     silent = msgspec.structs.replace(PATIENT, beat_s=60.0)
     async with groups("lanes", SMALL, SMALL, options=(silent, silent)) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "a", [7], 16)  # which nobody offers yet
@@ -119,7 +119,7 @@ async def test_no_lane_is_dialled_before_the_source_has_said_something() -> None
 
 
 def greets(monkeypatch: pytest.MonkeyPatch, lane_of: Callable[[Session], bytes]) -> None:
-    """What sinks say of their lanes, whose they are."""
+    """Return the owners that the sinks' lanes name."""
     greeting = Switchboard._greeting
 
     def wrong(self: Switchboard, link: Link, dialling: Dialling) -> Session:
@@ -133,10 +133,10 @@ def greets(monkeypatch: pytest.MonkeyPatch, lane_of: Callable[[Session], bytes])
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("itself", [True, False])
-async def test_a_lane_of_no_other_link_that_is_there_is_refused_and_missed_by_nobody(
+async def test_a_lane_of_an_unknown_link_is_refused_and_the_link_survives(
     itself: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is tried a few times, and each time the sink's log says so."""
+    """It is retried a few times, each time with a log line at the sink."""
     greets(monkeypatch, lambda session: session.greeting if itself else b"x" * 16)
     async with groups("lanes", SMALL, SMALL) as (source, sink):
         await moved(source, sink, "a")
@@ -181,7 +181,7 @@ async def test_a_lane_of_a_lane_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(first_of(source).lanes) == 1
 
 
-async def test_a_source_takes_no_more_lanes_than_there_may_be(
+async def test_a_source_refuses_lanes_beyond_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(switchboard, "MOST_LANES", LANES - 1)
@@ -215,7 +215,7 @@ async def test_a_lane_that_cannot_be_dialled_is_tried_again(
 
 
 async def test_beats_go_by_lanes_as_by_links() -> None:
-    """What is between two hosts may forget a connection by which nothing goes."""
+    """A device between two hosts may drop an idle connection."""
     often = msgspec.structs.replace(PATIENT, beat_s=0.02, misses=1000)
     async with with_lanes(often) as (source, sink):
         for each in (source, sink):
@@ -229,7 +229,7 @@ async def test_beats_go_by_lanes_as_by_links() -> None:
 
 
 @pytest.mark.usefixtures("soon")
-async def test_who_says_anything_else_on_a_lane_loses_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_any_other_message_on_a_lane_closes_it(caplog: pytest.LogCaptureFixture) -> None:
     async with with_lanes() as (source, sink):
         first_of(source).lanes[0].say(Stop(1, Reason.CANCELLED))
         await until(lambda: sink.agent.figures()["faults"] == {"protocol": 1})
@@ -242,7 +242,7 @@ async def test_who_says_anything_else_on_a_lane_loses_it(caplog: pytest.LogCaptu
 
 
 @pytest.mark.usefixtures("soon")
-async def test_a_lane_that_was_not_used_yet_is_missed_by_nobody_and_sought_again(
+async def test_an_unused_lane_that_is_lost_is_redialled_and_the_link_survives(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with with_lanes() as (source, sink):
@@ -262,7 +262,7 @@ async def test_a_lane_that_was_not_used_yet_is_missed_by_nobody_and_sought_again
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("at_source", [True, False])
 async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> None:
-    """Whatever the other end has seen of it."""
+    """This holds whatever the other end has received on it."""
     async with with_lanes() as (source, sink):
         offer = source.agent.offer("b", [1], 16, ready_layers=0)
         landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
@@ -278,8 +278,8 @@ async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> No
         await moved(source, sink, "c")
 
 
-async def test_what_is_asked_for_when_a_used_lane_is_lost_goes_by_a_new_link() -> None:
-    """The old one ends a while later, with what is on it: time for its last words."""
+async def test_transfers_started_after_a_used_lane_is_lost_use_a_new_link() -> None:
+    """The old link ends later, with its transfers, so that its last messages arrive."""
     async with with_lanes() as (source, sink):
         old = first_of(sink)
         offer = source.agent.offer("b", [1], 16, ready_layers=0)
@@ -296,7 +296,7 @@ async def test_what_is_asked_for_when_a_used_lane_is_lost_goes_by_a_new_link() -
 
 
 @pytest.mark.usefixtures("soon")
-async def test_a_lane_that_takes_its_first_window_as_it_is_given_up_was_used() -> None:
+async def test_a_lane_that_takes_its_first_window_while_closing_counts_as_used() -> None:
     async with with_lanes() as (source, sink):
         (line, *_), board = first_of(source).lanes, source.agent._board
         with board._lock:
@@ -305,7 +305,7 @@ async def test_a_lane_that_takes_its_first_window_as_it_is_given_up_was_used() -
         await until(lambda: not lines(source) and not lines(sink))
 
 
-async def test_last_words_on_the_link_count_though_its_lanes_have_ended_before() -> None:
+async def test_the_links_last_messages_count_after_its_lanes_have_ended() -> None:
     async with with_lanes() as (source, sink):
         offer = source.agent.offer("b", [1], 16, ready_layers=0)
         landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)

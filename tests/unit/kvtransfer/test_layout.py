@@ -1,4 +1,4 @@
-"""KV layouts: sizes of known models, and what may not be mixed."""
+"""KV layouts: sizes of known models, and incompatible layouts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_beyond_one_head_per_rank_heads_are_repeated() -> None:
     assert [list(LLAMA_70B.heads_of(rank)) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_a_latent_is_held_whole_by_every_rank() -> None:
+def test_every_rank_has_the_whole_latent() -> None:
     assert DEEPSEEK_V3.bytes_per_token == 61 * 576 * 2
     assert {DEEPSEEK_V3.rank_block_bytes(rank) for rank in range(8)} == {
         64 * DEEPSEEK_V3.bytes_per_token

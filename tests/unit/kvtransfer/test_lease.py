@@ -1,4 +1,4 @@
-"""Leases: the good path, every illegal step, and what any history keeps."""
+"""Leases: the normal course, every illegal step, and invariants of any history."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_good_path_ends_released() -> None:
 @pytest.mark.parametrize(
     ("state", "event"), sorted(set(product(LeaseState, LeaseEvent)) - TRANSITIONS.keys())
 )
-def test_whatever_is_not_in_the_table_is_refused(state: LeaseState, event: LeaseEvent) -> None:
+def test_transitions_outside_the_table_are_refused(state: LeaseState, event: LeaseEvent) -> None:
     with pytest.raises(LeaseError, match=f"is {state}: it cannot {event}"):
         advance(Lease("a", 10.0, state), event, 0.0)
 
@@ -44,7 +44,7 @@ def test_an_end_is_an_end(state: LeaseState) -> None:
     assert not [event for event in LeaseEvent if (state, event) in TRANSITIONS]
 
 
-def test_late_is_illegal_even_before_a_timer_says_so() -> None:
+def test_late_events_are_illegal_even_before_the_timer_fires() -> None:
     with pytest.raises(LeaseError, match=r"ran out 0\.500 s ago: it cannot claim"):
         walked(LeaseEvent.CLAIM, now=10.5)
     with pytest.raises(LeaseError, match="ran out"):
@@ -77,7 +77,7 @@ def test_a_heartbeat_moves_the_deadline_forward_only() -> None:
         ((LeaseEvent.CLAIM, LeaseEvent.START), LeaseState.MOVING),
     ],
 )
-def test_an_end_tells_which_state_it_came_from(
+def test_an_ended_lease_records_the_state_it_ended_from(
     before: tuple[LeaseEvent, ...], left: LeaseState
 ) -> None:
     assert advance(walked(*before), LeaseEvent.REVOKE, 1.0).left is left

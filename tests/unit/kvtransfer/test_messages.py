@@ -1,4 +1,4 @@
-"""What agents say: it reads back as it was, and whatever else comes is a ProtocolError and nothing worse."""
+"""Messages: encoding and decoding are inverse, and anything else is a ProtocolError."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ EVERY: list[Message] = [
 
 
 @pytest.mark.parametrize("message", EVERY, ids=lambda message: type(message).__name__)
-def test_what_is_said_is_what_is_heard(message: Message) -> None:
+def test_a_message_decodes_to_the_same(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
@@ -86,7 +86,7 @@ def test_what_is_out_of_bounds_is_no_message(changes: dict[str, object]) -> None
         decode(encode(msgspec.structs.replace(INVITE, **changes)))
 
 
-def test_a_layout_that_cannot_be_is_no_message() -> None:
+def test_an_impossible_layout_is_not_a_valid_message() -> None:
     data = bytearray(encode(Hello(1, bytes(16), CARD, 0)))
     at = data.index(b"block_tokens") + len(b"block_tokens")
     assert data[at] == 16
@@ -153,7 +153,7 @@ def test_blocks_travel_as_they_are(blocks: list[int]) -> None:
 @pytest.mark.parametrize(
     "message", [INVITE, Accept(7, b"", 8, 1 << 20)], ids=lambda message: type(message).__name__
 )
-def test_a_piece_of_a_block_number_is_none_and_shows_when_the_message_is_read(
+def test_a_truncated_block_number_is_refused_when_the_message_is_decoded(
     message: Invite | Accept,
 ) -> None:
     with pytest.raises(ProtocolError, match="not a list of blocks"):

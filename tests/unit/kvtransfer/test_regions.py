@@ -1,4 +1,4 @@
-"""Regions: real memory files, real seals, generations."""
+"""Regions and memory files: real files, real seals, generations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_peer_sees_bytes_and_generations_change(region: Region) -> None:
     peer.close()
 
 
-def test_a_peer_cannot_write_through_any_door(region: Region) -> None:
+def test_a_peer_cannot_write_by_any_means(region: Region) -> None:
     peer = attached(region)
     with pytest.raises(ValueError, match="read-only"):
         peer.bytes[0] = 1
@@ -97,7 +97,7 @@ def test_a_file_of_no_blocks_is_closed_as_every_other_that_is_refused(
         os.fstat(theirs)
 
 
-def test_current_holds_until_one_of_the_blocks_changes_hands(region: Region) -> None:
+def test_current_holds_until_one_of_the_blocks_changes_owner(region: Region) -> None:
     blocks = np.array([7, 2, 5])
     promised = region.generations_of(blocks)
     region.bump([1, 3])
@@ -106,7 +106,7 @@ def test_current_holds_until_one_of_the_blocks_changes_hands(region: Region) -> 
     assert not region.current(blocks, promised)
 
 
-def test_a_block_named_twice_changes_hands_once_and_generations_wrap_around(region: Region) -> None:
+def test_a_block_listed_twice_is_bumped_once_and_generations_wrap_around(region: Region) -> None:
     region.generations[4] = 0xFFFF_FFFF
     region.bump([4, 4, 6, 6])
     assert region.generations[[4, 6]].tolist() == [0, 1]

@@ -1,4 +1,4 @@
-"""Plans by hand: how many runs, how they merge, what is refused. Whether every byte is right: a property test."""
+"""Plans by example: number of runs, joining, refusals. A property test checks every byte."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLOCK = SMALL.rank_block_bytes(0)
 
 
 def shape(made: Plan, group: int = 0) -> list[tuple[Pair, list[int]]]:
-    """(pair, lengths) of a group."""
+    """Return (pair, lengths) of a group."""
     return [(pair, made.runs(group, i).length.tolist()) for i, pair in enumerate(made.pairs(group))]
 
 
@@ -167,7 +167,7 @@ def test_a_group_is_large_enough_to_keep_a_link_busy() -> None:
 @pytest.mark.parametrize(
     "change", [{"layers": 5}, {"dtype": KvDtype.FP16}, {"head_dim": 4}, {"kv_heads": 2}]
 )
-def test_what_can_never_fit_is_refused_in_words(change: dict[str, int]) -> None:
+def test_impossible_fetches_are_refused_with_a_reason(change: dict[str, int]) -> None:
     with pytest.raises(LayoutMismatch, match=f"{next(iter(change))} differs"):
         plan(SMALL, replace(SMALL, **change), [0], [0], 16)
 
@@ -190,11 +190,13 @@ def test_what_can_never_fit_is_refused_in_words(change: dict[str, int]) -> None:
 def test_blocks_that_cannot_hold_the_tokens_are_refused(
     src_blocks: list[int], dst_blocks: list[int], tokens: int, skip: int
 ) -> None:
-    with pytest.raises(ValueError, match=r"do not fit|not a valid range|invalid block|listed twice"):
+    with pytest.raises(
+        ValueError, match=r"do not fit|not a valid range|invalid block|listed twice"
+    ):
         plan(SMALL, SMALL, src_blocks, dst_blocks, tokens, skip_tokens=skip)
 
 
-def test_what_is_not_in_the_plan_cannot_be_asked_for() -> None:
+def test_groups_and_pairs_outside_the_plan_are_index_errors() -> None:
     made = plan(SMALL, SMALL, [5, 3], [1, 7], 32)
     for ask in (
         lambda: made.runs(1, 0),
@@ -210,7 +212,7 @@ def test_what_is_not_in_the_plan_cannot_be_asked_for() -> None:
 
 
 def test_however_much_is_cut_again_a_group_has_few_runs_of_a_pair() -> None:
-    """They are made while other links wait: 400,000 at once were too many."""
+    """Runs are computed while other links wait, so there must not be too many."""
     other, blocks = replace(SMALL, order=KvOrder.NHD), list(range(0, 1600, 2))
     made = plan(SMALL, other, blocks, blocks, 800 * 16, group_layers=1)
     runs_of_block = 16 * 4 * 2
@@ -241,7 +243,7 @@ def test_spare_blocks_behind_the_tokens_are_left_alone() -> None:
 
 
 def test_agents_of_one_version_make_the_same_plans() -> None:
-    """Windows name runs by number. Does this fail? Then plans have changed: raise messages.VERSION with the digest."""
+    """Windows name runs by index. If this fails, plans have changed: raise messages.VERSION."""
     digest = hashlib.sha256()
     at_most = {"group_layers": 3, "most_run_bytes": 3000, "most_runs": 100}
     for change in (

@@ -1,4 +1,4 @@
-"""Who does not have the key, or repeats, leaves out, turns round or alters what was said, is not believed."""
+"""A peer without the key, or one that repeats, drops, reorders or alters messages, is refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def heard(session: Session, data: bytes) -> Message | None:
     return session.answer(data)[0]
 
 
-def test_two_with_the_key_know_each_other() -> None:
+def test_two_ends_with_the_key_prove_their_identity() -> None:
     sink, source = shaken()
     assert (sink.peer, source.peer) == (SOURCE, SINK)
     assert sink.window_key == source.window_key
@@ -60,7 +60,7 @@ def test_two_with_the_key_know_each_other() -> None:
     assert heard(sink, source.seal(Beat())) == Beat()
 
 
-def test_nobody_is_known_before_the_last_step() -> None:
+def test_no_peer_is_proven_before_the_last_step() -> None:
     sink, source = pair()
     _, welcome = source.answer(sink.hello())
     assert source.peer is None
@@ -69,7 +69,7 @@ def test_nobody_is_known_before_the_last_step() -> None:
     assert source.peer is None
 
 
-def test_another_key_is_found_out_by_who_dials() -> None:
+def test_the_dialling_end_detects_another_key() -> None:
     sink, source = pair(KEY, b"q" * 32)
     _, welcome = source.answer(sink.hello())
     assert welcome is not None
@@ -77,14 +77,14 @@ def test_another_key_is_found_out_by_who_dials() -> None:
         sink.answer(welcome)
 
 
-def test_who_cannot_seal_ready_is_not_believed() -> None:
+def test_a_ready_with_an_invalid_seal_is_refused() -> None:
     sink, source = pair()
     source.answer(sink.hello())
     with pytest.raises(Unproven):
         source.answer(encode(Ready()) + bytes(16))
 
 
-def test_a_conversation_of_yesterday_cannot_be_played_again() -> None:
+def test_a_recorded_conversation_cannot_be_replayed() -> None:
     sink, source = pair()
     hello = sink.hello()
     _, welcome = source.answer(hello)
@@ -101,13 +101,13 @@ def test_a_conversation_of_yesterday_cannot_be_played_again() -> None:
         again.answer(welcome)
 
 
-def test_what_one_side_said_is_not_taken_from_the_other() -> None:
+def test_a_message_of_one_side_cannot_be_reflected() -> None:
     sink, _ = shaken()
     with pytest.raises(Unproven):
         sink.answer(sink.seal(Beat()))
 
 
-def test_a_hello_is_not_answered_with_a_hello_of_ones_own() -> None:
+def test_a_hello_in_answer_to_a_hello_is_refused() -> None:
     sink, _ = pair()
     with pytest.raises(Unproven):
         sink.answer(sink.hello())
@@ -128,7 +128,7 @@ def test_a_hello_is_short() -> None:
         source.answer(bytes(MOST_HELLO_BYTES + 1))
 
 
-def test_another_version_is_told_not_guessed() -> None:
+def test_another_version_is_reported_in_the_handshake() -> None:
     sink, source = pair()
     hello = encode(msgspec.structs.replace(Hello(VERSION, b"1" * 16, SINK, 0), version=VERSION + 1))
     source.answer(hello)
@@ -136,8 +136,8 @@ def test_another_version_is_told_not_guessed() -> None:
     assert sink.version == VERSION
 
 
-def test_a_hello_is_such_as_every_version_reads() -> None:
-    """Who cannot read it would say that the link is broken, which is tried again, and not that versions differ."""
+def test_a_hello_can_be_decoded_by_every_version() -> None:
+    """An undecodable Hello would look like a broken link, which is retried."""
     sink, _ = pair()
     assert len(msgspec.msgpack.decode(sink.hello())) == 5
 
@@ -151,10 +151,8 @@ def test_a_lane_greets_with_its_links_nonce() -> None:
 
 @settings(max_examples=200)
 @given(st.integers(0, 3), st.randoms(use_true_random=False))
-def test_whatever_is_done_to_the_stream_is_found_out_at_the_first_harm(
-    kind: int, rng: Random
-) -> None:
-    """Altered, repeated, left out, turned round."""
+def test_any_change_of_the_stream_is_detected_at_the_first_message(kind: int, rng: Random) -> None:
+    """Altered, repeated, dropped and reordered messages."""
     sink, source = shaken()
     said = [sink.seal(Credit(number, number)) for number in range(6)]
     at = rng.randrange(5)
@@ -189,7 +187,7 @@ def test_any_bytes_are_refused_by_name_in_the_handshake(data: bytes, dialled: bo
     assert session.peer is None
 
 
-def test_a_greeting_shows_the_key_it_was_made_with_and_no_other() -> None:
+def test_a_greeting_shows_only_the_key_it_was_made_with() -> None:
     nonce = greeting_nonce(KEY, b"12345678")
     assert len(nonce) == 16
     assert shows_key(KEY, nonce)

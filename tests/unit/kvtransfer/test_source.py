@@ -1,4 +1,4 @@
-"""The source's book, by example: what an offer's own word forbids, whichever of the two came first."""
+"""TransferSource by example: what an offer forbids, whether it or the invitation comes first."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def refusals(commands: list[Command]) -> list[Reason]:
     ]
 
 
-def test_an_offer_for_one_sink_is_not_given_to_another_that_waited_for_its_name() -> None:
+def test_an_offer_for_one_sink_is_refused_to_another_that_waited_for_its_name() -> None:
     book, link = book_and_link("somebody")
     assert book.invited(link, invite(1), 0.0) == []  # type: ignore[arg-type]
     _, commands = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), "d1"), 0.0)
@@ -65,9 +65,7 @@ def test_an_offer_for_one_sink_is_not_given_to_another_that_waited_for_its_name(
     assert book.held["waiting_invitations"] == 0
 
 
-def test_an_offer_is_not_to_be_had_by_its_name_alone_unless_it_is_public_or_made_for_who_asks() -> (
-    None
-):
+def test_an_offer_needs_a_ticket_unless_it_is_public_or_made_for_the_sink() -> None:
     book, link = book_and_link("d1")
     ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
     assert refusals(book.invited(link, invite(1), 0.1)) == [Reason.BAD_TICKET]  # type: ignore[arg-type]
@@ -78,7 +76,7 @@ def test_an_offer_is_not_to_be_had_by_its_name_alone_unless_it_is_public_or_made
         assert refusals(book.invited(link, invite(1), 0.1)) == []  # type: ignore[arg-type]
 
 
-def test_who_waited_for_a_name_without_leave_cannot_keep_it_from_who_has_it() -> None:
+def test_an_unauthorised_waiting_sink_does_not_block_an_authorised_one() -> None:
     book, link = book_and_link("somebody")
     book.invited(link, invite(1), 0.0)  # type: ignore[arg-type]
     ticket, commands = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.1)
@@ -87,7 +85,7 @@ def test_who_waited_for_a_name_without_leave_cannot_keep_it_from_who_has_it() ->
     assert refusals(book.invited(link, invite(2, ticket), 0.3)) == []  # type: ignore[arg-type]
 
 
-def test_while_a_long_plan_is_made_the_offer_is_taken_and_whatever_ends_it_ends_it(
+def test_an_offer_is_taken_while_its_plan_is_computed_and_can_end_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtransfer.commands._MAX_INLINE_BLOCKS", 0)
@@ -126,7 +124,7 @@ def test_a_plan_between_very_many_ranks_is_long_however_few_its_blocks() -> None
 
 
 @pytest.mark.parametrize("reason", [Reason.LANDED, Reason.LEASE_EXPIRED])
-def test_a_sink_cannot_say_of_a_lease_what_is_its_sources_to_say(reason: Reason) -> None:
+def test_a_sink_cannot_send_the_sources_reasons_for_an_end(reason: Reason) -> None:
     book, link = book_and_link("d1")
     book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.0)
     book.invited(link, invite(1), 0.0)  # type: ignore[arg-type]
@@ -135,7 +133,7 @@ def test_a_sink_cannot_say_of_a_lease_what_is_its_sources_to_say(reason: Reason)
     assert book.held["moving"] == 1
 
 
-def test_a_ticket_that_was_refused_for_what_was_asked_is_not_spent() -> None:
+def test_a_ticket_of_a_refused_invitation_is_not_spent() -> None:
     book, link = book_and_link("d1")
     ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
     assert refusals(book.invited(link, invite(1, ticket, tokens=8), 0.1)) == [Reason.TOKENS]  # type: ignore[arg-type]
@@ -144,7 +142,7 @@ def test_a_ticket_that_was_refused_for_what_was_asked_is_not_spent() -> None:
     assert refusals(book.invited(link, invite(3, ticket), 0.3)) == [Reason.TICKET_SPENT]  # type: ignore[arg-type]
 
 
-def test_a_renewed_ticket_is_another_one_and_does_not_end_the_one_on_its_way() -> None:
+def test_a_renewed_ticket_leaves_earlier_tickets_valid() -> None:
     book, link = book_and_link("d1")
     first, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
     second = book.renew(7, 60.0, 0.1)
@@ -164,7 +162,7 @@ def test_no_more_blocks_are_offered_than_a_message_can_name() -> None:
 
 
 @pytest.mark.parametrize("way", ["declined", "revoked", "expired"])
-def test_who_comes_to_wait_for_what_has_ended_is_told_so_at_once(way: str) -> None:
+def test_an_invitation_for_an_ended_name_is_refused_at_once(way: str) -> None:
     book, link = book_and_link("d1")
     if way == "declined":
         book.decline("r", "", 1.0)
@@ -190,7 +188,7 @@ def test_a_name_that_is_on_offer_again_is_not_refused_for_what_was() -> None:
 @pytest.mark.parametrize(
     "reason", [Reason.CANCELLED, Reason.CORRUPT, Reason.CLOSED, Reason.REVOKED]
 )
-def test_who_asks_for_an_offer_that_has_ended_is_told_so_however_it_ended(reason: Reason) -> None:
+def test_an_invitation_for_an_ended_offer_is_refused(reason: Reason) -> None:
     book, link = book_and_link("d1")
     book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.0)
     book.revoke(7, reason, "", 0.1)
@@ -217,7 +215,7 @@ def test_an_offer_that_its_sink_has_given_up_waiting_for_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_an_offer_stays_for_who_waits_again_or_only_ran_out_of_time(again: bool) -> None:
+def test_an_offer_stays_for_a_sink_that_waits_again_or_timed_out(again: bool) -> None:
     book, link = book_and_link("d1")
     book.invited(link, invite(1), 0.0)  # type: ignore[arg-type]
     book.stopped(link, Stop(1, Reason.CANCELLED if again else Reason.TIMEOUT), 0.1)  # type: ignore[arg-type]
@@ -227,7 +225,7 @@ def test_an_offer_stays_for_who_waits_again_or_only_ran_out_of_time(again: bool)
     assert book.held["moving" if again else "offered"] == 1
 
 
-def test_an_offer_that_its_sink_does_not_even_ask_for_ends_at_once() -> None:
+def test_an_offer_that_its_sink_declines_ends_at_once() -> None:
     book, link = book_and_link("d1")
     ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
     commands = book.unwanted(link, Unwanted("r", ticket), 0.1)  # type: ignore[arg-type]
@@ -236,7 +234,7 @@ def test_an_offer_that_its_sink_does_not_even_ask_for_ends_at_once() -> None:
     assert refusals(book.invited(link, invite(1, ticket), 0.2)) == [Reason.GONE]  # type: ignore[arg-type]
 
 
-def test_whoever_may_not_have_an_offer_has_no_say_in_it() -> None:
+def test_an_unauthorised_sink_cannot_end_an_offer() -> None:
     book, link = book_and_link("d1")
     ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), "d1"), 0.0)
     other, _ = book.offer(8, Ware("other", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
@@ -253,14 +251,14 @@ def test_whoever_may_not_have_an_offer_has_no_say_in_it() -> None:
     assert book.held["moving"] == 1
 
 
-def test_an_offer_that_its_sink_has_said_it_would_not_ask_for_ends_as_it_comes() -> None:
+def test_an_offer_that_its_sink_declined_beforehand_ends_at_once() -> None:
     book, link = book_and_link("d1")
     book.unwanted(link, Unwanted("r"), 0.0)  # type: ignore[arg-type]
     _, commands = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), "d1"), 0.1)
     assert [each.end.reason for each in commands if isinstance(each, Resolve)] == [Reason.CANCELLED]
 
 
-def test_who_will_not_ask_takes_nothing_from_who_is_waiting() -> None:
+def test_a_sink_that_declines_does_not_affect_a_waiting_one() -> None:
     book, link = book_and_link("d1")
     book.invited(link, invite(1), 0.0)  # type: ignore[arg-type]
     book.unwanted(link, Unwanted("r"), 0.1)  # type: ignore[arg-type]
@@ -279,7 +277,7 @@ def test_names_are_remembered_for_a_while_and_not_too_many() -> None:
     assert (len(names), names.look("n4", 13.9), names.look("n4", 14.0)) == (2, 4, None)
 
 
-def test_nobody_is_woken_for_what_has_ended() -> None:
+def test_ended_items_cause_no_wake_up() -> None:
     book, link = book_and_link("d1")
     assert book.invited(link, invite(1), 0.0) == []  # type: ignore[arg-type]
     book.offer(7, Ware("other", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
@@ -290,7 +288,7 @@ def test_nobody_is_woken_for_what_has_ended() -> None:
     assert book.due() is None
 
 
-def test_a_ticket_for_blocks_that_have_changed_hands_is_refused_before_a_byte_moves() -> None:
+def test_a_ticket_for_blocks_with_a_new_owner_is_refused_before_a_byte_moves() -> None:
     book, link = book_and_link("d1")
     ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
     book._regions[0].bump([2])

@@ -1,4 +1,4 @@
-"""Who may stand at the door, for how long, and whether a better way leads to the same peer."""
+"""Which links are accepted, for how long, and whether a better transport leads to the same peer."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.contract.kvtransfer.links import PATIENCE_S
 
 
 class FakeLink:
-    """As much of a link as a line looks at."""
+    """The part of a link that LinkManager uses."""
 
     transport, peer, received_bytes, window_bytes, one_sided = "fake", "x", 0, 1 << 20, False
 
 
-def test_who_has_proven_nothing_buys_no_time_by_a_byte_now_and_then() -> None:
+def test_occasional_bytes_do_not_extend_the_time_for_the_proof() -> None:
     link, options = FakeLink(), Options(handshake_s=2.0)
     line = Line(
         link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 10.0
@@ -49,7 +49,7 @@ def test_who_has_proven_nothing_buys_no_time_by_a_byte_now_and_then() -> None:
 
 
 def switchboard(transport: object) -> tuple[Switchboard, list[tuple[str, Reason, str]]]:
-    """One whose sink's book writes down what it hears of links that did not come up."""
+    """Return a LinkManager whose sink records failed links."""
     heard: list[tuple[str, Reason, str]] = []
     book = Mock()
     book.unlinked = lambda address, reason, detail, now: (
@@ -63,7 +63,7 @@ def switchboard(transport: object) -> tuple[Switchboard, list[tuple[str, Reason,
     return made, heard
 
 
-def test_a_link_that_ends_before_its_dialler_knows_it_is_no_silence() -> None:
+def test_a_link_that_ends_during_its_dial_is_reported_at_once() -> None:
     link = Mock(transport="tcp", lanes=1)
 
     def dial(where: str) -> object:
@@ -80,7 +80,7 @@ def test_a_link_that_ends_before_its_dialler_knows_it_is_no_silence() -> None:
 
 
 def dial_again(made: Switchboard) -> int:
-    """Run the dials that were put off, and those that these put off. Returns how many there were."""
+    """Run the postponed dials, and those that they postpone. Returns their number."""
     count, timers = 0, made._clock.call_at
     while timers.call_args_list:  # type: ignore[attr-defined]
         calls = list(timers.call_args_list)  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ def dial_again(made: Switchboard) -> int:
     return count
 
 
-def test_a_peer_that_hangs_up_before_its_proof_is_dialled_four_times_in_all() -> None:
+def test_a_peer_that_closes_before_its_proof_is_dialled_four_times() -> None:
     links = [Mock(transport="tcp", lanes=1, peer="h:1") for _ in range(5)]
     transport = Mock(dial=Mock(side_effect=links))
     made, heard = switchboard(transport)
@@ -109,14 +109,12 @@ def test_a_peer_with_another_key_is_not_dialled_again() -> None:
     transport = Mock(dial=Mock(return_value=link))
     made, heard = switchboard(transport)
     made.dial("h:1")
-    made.lose(link, Reason.WRONG_KEY, "the seal does not hold")
-    assert heard == [("h:1", Reason.WRONG_KEY, "the seal does not hold")]
+    made.lose(link, Reason.WRONG_KEY, "invalid seal")
+    assert heard == [("h:1", Reason.WRONG_KEY, "invalid seal")]
     assert not dial_again(made)
 
 
-def test_a_lane_is_of_a_link_by_its_own_transport_and_of_no_stranger_that_repeats_its_greeting() -> (
-    None
-):
+def test_a_lane_needs_its_links_transport_and_peer() -> None:
     made, _ = switchboard(Mock())
     stranger, first, lane = (
         Line(
@@ -134,7 +132,7 @@ def test_a_lane_is_of_a_link_by_its_own_transport_and_of_no_stranger_that_repeat
     assert made._lane_error(lane) is None
     assert len(made) == 2
     lane.link.transport = "rdma"
-    assert made._lane_error(lane) == (Reason.LINK_LOST, "a lane of no link that is here")
+    assert made._lane_error(lane) == (Reason.LINK_LOST, "a lane of an unknown link")
 
 
 def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(
@@ -166,8 +164,8 @@ def proven(peer: Card, lane_of: bytes = b"") -> Session:
     return session
 
 
-def test_lanes_are_sought_for_a_link_that_is_to_stay_alone() -> None:
-    """Not for one that may yet be exchanged for a better way."""
+def test_lanes_are_dialled_only_for_a_link_that_is_in_use() -> None:
+    """A link that may be replaced by a better one gets no lanes."""
     transport = Mock(dial=Mock(side_effect=TransportError("no")))
     made, _ = switchboard(transport)
     line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
@@ -179,8 +177,8 @@ def test_lanes_are_sought_for_a_link_that_is_to_stay_alone() -> None:
     transport.dial.assert_called_once_with("h:1")
 
 
-def test_while_a_lane_is_on_its_way_no_other_is_sought() -> None:
-    """When the time has come to try one again that was lost."""
+def test_only_one_lane_is_dialled_at_a_time() -> None:
+    """The time to retry a lost lane may come while another is being dialled."""
     transport = Mock(dial=Mock(side_effect=TransportError("no")))
     made, _ = switchboard(transport)
     line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
@@ -206,10 +204,10 @@ def test_lanes_that_cannot_be_dialled_are_given_up_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_a_lane_by_which_nothing_comes_is_lost_and_its_link_with_it_if_it_was_used(
+def test_a_silent_lane_is_lost_and_so_is_its_link_if_the_lane_was_used(
     used: bool,
 ) -> None:
-    """What is between may take bytes, acknowledge them, and pass none on."""
+    """A device in between may acknowledge bytes and drop them."""
     made, _ = switchboard(Mock())
     first, lane = up(made, proven(made.card)), up(made, proven(made.card, b"g" * 16))
     lane.first, lane.link.used = first, used  # type: ignore[attr-defined]
@@ -233,7 +231,7 @@ def test_a_lane_by_which_nothing_comes_is_lost_and_its_link_with_it_if_it_was_us
 
 
 @pytest.mark.parametrize("astray", [True, False])
-def test_a_lane_that_leads_elsewhere_or_comes_when_its_link_is_gone_is_closed(astray: bool) -> None:
+def test_a_lane_to_another_peer_or_of_a_lost_link_is_closed(astray: bool) -> None:
     made, _ = switchboard(Mock())
     there = msgspec.structs.replace(made.card, epoch=b"e" * 16)
     first = up(made, proven(there))
@@ -252,7 +250,7 @@ def test_a_lane_that_leads_elsewhere_or_comes_when_its_link_is_gone_is_closed(as
     assert made._tally.refused == {Reason.UNREACHABLE if astray else Reason.LINK_LOST: 1}
 
 
-def test_who_never_answers_is_given_up_for_the_limit_that_it_has_passed() -> None:
+def test_a_silent_peer_is_dropped_with_the_exceeded_limit_as_reason() -> None:
     made, heard = switchboard(
         Mock(dial=lambda where: Mock(transport="tcp", lanes=1, received_bytes=0))
     )
@@ -262,7 +260,7 @@ def test_who_never_answers_is_given_up_for_the_limit_that_it_has_passed() -> Non
     assert heard == [("h:1", Reason.SILENT, "silent for 2.0 s")]
 
 
-def test_whatever_goes_wrong_in_a_dial_somebody_hears_of_it() -> None:
+def test_any_error_in_a_dial_is_reported() -> None:
     made, heard = switchboard(Mock(dial=Mock(side_effect=AttributeError("a bug"))))
     made.dial("h:1")
     assert heard == [("h:1", Reason.UNREACHABLE, "a bug")]
@@ -279,7 +277,7 @@ def test_a_peer_whose_message_waits_for_us_is_not_silent() -> None:
     assert line.silent(101.0, 0.0, Options())
 
 
-def test_a_stall_of_our_own_is_no_credit_for_the_silence_that_follows() -> None:
+def test_a_stall_of_our_own_does_not_excuse_later_silence() -> None:
     link = FakeLink()
     line = Line(
         link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0
@@ -290,7 +288,7 @@ def test_a_stall_of_our_own_is_no_credit_for_the_silence_that_follows() -> None:
 
 
 class Misled(Shm):
-    """Shared memory that tells peers the address of another agent, as 127.0.0.1 on another host would."""
+    """Shared memory that reports another agent's address, as 127.0.0.1 of another host would."""
 
     def __init__(self, address: str) -> None:
         super().__init__()
@@ -307,7 +305,7 @@ async def started(name: str, *ways: Tcp | Shm) -> Group:
     return made
 
 
-async def test_a_better_way_that_leads_to_another_agent_is_not_taken() -> None:
+async def test_a_better_link_to_another_agent_is_not_used() -> None:
     other_way = Shm()
     other = await started("other", Tcp(), other_way)
     meant = await started("meant", Tcp(), Misled(other.agent._board.card.addresses["shm"]))
@@ -325,7 +323,7 @@ async def test_a_better_way_that_leads_to_another_agent_is_not_taken() -> None:
 
 
 class Late(Shm):
-    """Shared memory whose first dial takes until `go` is set, and then perhaps fails."""
+    """Shared memory whose first dial waits for `go`, and then may fail."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__()
@@ -341,8 +339,8 @@ class Late(Shm):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_better_way_that_comes_of_a_link_that_was_lost_is_nobodys(fails: bool) -> None:
-    """Whoever waited for it has been told, and whoever waits by now waits for another."""
+async def test_a_better_link_is_closed_if_the_link_that_led_to_it_was_lost(fails: bool) -> None:
+    """Transfers that waited for it have ended; later ones wait for another link."""
     late = Late(fails)
     source, sink = await started("p", Tcp(), Shm()), await started("d", Tcp(), late)
     source.agent.offer("r", [1], 16, public=True)
@@ -364,7 +362,7 @@ async def test_a_better_way_that_comes_of_a_link_that_was_lost_is_nobodys(fails:
 async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up(
     sink_loses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The beat's thread finds it silent, and the last word of the handshake is in its own thread's hands."""
+    """The heartbeat finds it silent while its thread handles the last handshake message."""
     answer, hit = Session.answer, threading.Event()
     async with groups("inproc", SMALL, SMALL, options=[PATIENT, PATIENT]) as (source, sink):
         here = (sink if sink_loses else source).agent
@@ -389,7 +387,7 @@ async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up
         assert list(source.agent._source._outlets) == list(source.agent._board._peer_links)
 
 
-async def test_those_we_dial_do_not_stand_at_our_door() -> None:
+async def test_dialled_links_do_not_count_as_unproven() -> None:
     async with groups(
         "tcp", SMALL, SMALL, options=[Options(most_strangers=1, handshake_s=15.0), PATIENT]
     ) as (
@@ -408,7 +406,7 @@ async def test_those_we_dial_do_not_stand_at_our_door() -> None:
             waits.cancel()
 
 
-async def test_a_heart_that_missed_a_beat_beats_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heartbeats_continue_after_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = threading.Event()
 
     def fails(line: Line, *_: object) -> bool:
@@ -431,10 +429,10 @@ async def test_a_heart_that_missed_a_beat_beats_on(monkeypatch: pytest.MonkeyPat
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
 
 
-async def test_where_there_is_no_thread_for_a_link_the_next_is_taken_in(
+async def test_after_a_link_without_a_thread_the_next_is_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process at its limit of threads must not go deaf for good."""
+    """A process at its thread limit must keep accepting later."""
     start, refused = threading.Thread.start, threading.Event()
 
     def no_more(thread: threading.Thread) -> None:
@@ -455,7 +453,7 @@ async def test_where_there_is_no_thread_for_a_link_the_next_is_taken_in(
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
 
 
-async def test_where_there_is_no_thread_to_dial_a_landing_ends_and_the_next_is_dialled_for(
+async def test_without_a_thread_to_dial_a_landing_ends_and_the_next_one_dials(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with groups("tcp", SMALL, SMALL) as (source, sink):
@@ -477,7 +475,7 @@ async def test_where_there_is_no_thread_to_dial_a_landing_ends_and_the_next_is_d
 @pytest.mark.parametrize(
     "words", [{"name": ""}, {"name": "x" * 257}, {"name": "\ud800"}, {"ticket": "t" * 1025}]
 )
-async def test_words_that_no_message_carries_end_no_link(words: dict[str, str]) -> None:
+async def test_unencodable_text_ends_no_link(words: dict[str, str]) -> None:
     async with groups("inproc", SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [1], 16, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [2], 16)

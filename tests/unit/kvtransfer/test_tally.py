@@ -1,4 +1,4 @@
-"""What is counted by peer is bounded: whoever dials in chooses a name."""
+"""Counters by peer are bounded, because peers choose their names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvtransfer.credits import Bandwidth
 from kvtransfer.tally import Tally
 
 
-def test_the_way_not_used_for_longest_is_forgotten_among_too_many() -> None:
+def test_the_least_recently_used_pair_is_dropped() -> None:
     tally, bandwidth = Tally(), Bandwidth()
     for at in range(1500):
         for peer in ("steady", f"d{at}"):

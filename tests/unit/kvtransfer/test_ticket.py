@@ -1,4 +1,4 @@
-"""Tickets: what an honest one says, and that nothing else is honoured."""
+"""Tickets: the content of a valid one, and the refusal of all others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refusal(
     return caught.value.reason
 
 
-def test_a_ticket_says_what_was_minted_in_plain_ascii() -> None:
+def test_a_minted_ticket_is_ascii_and_decodes_to_the_same() -> None:
     text = mint(KEY, TICKET)
     assert check(KEY, text, 100.0, epoch=EPOCH) == TICKET
     assert text.isascii()
@@ -52,7 +52,7 @@ def test_a_ticket_ends_on_the_second() -> None:
     assert refusal(mint(KEY, replace(TICKET, not_after=float("nan")))) is Refusal.EXPIRED
 
 
-def test_a_ticket_of_an_earlier_life_or_of_another_agent_is_refused() -> None:
+def test_a_ticket_of_an_earlier_epoch_or_another_agent_is_refused() -> None:
     assert refusal(mint(KEY, TICKET), epoch=b"f" * 16) is Refusal.WRONG_EPOCH
     assert refusal(mint(KEY, TICKET), key=b"K" * 32) is Refusal.FORGED
 
@@ -76,7 +76,7 @@ def test_text_that_is_no_ticket_is_refused_before_it_is_read(text: str) -> None:
 
 @pytest.mark.parametrize("offer", ["r", "rr", "rrr"])
 def test_a_ticket_has_one_spelling(offer: str) -> None:
-    """Where the last character has bits to spare, only one of its spellings is taken; and no padding is."""
+    """If the last character has spare bits, only one spelling is accepted, and no padding."""
     text = mint(KEY, replace(TICKET, offer=offer))
     alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
     for last in alphabet.replace(text[-1], ""):
@@ -96,7 +96,7 @@ def test_names_that_are_too_long_are_not_minted_and_weak_keys_not_used() -> None
         mint(b"short", TICKET)
 
 
-def test_a_digest_tells_blocks_their_order_and_their_generations() -> None:
+def test_a_digest_depends_on_blocks_their_order_and_their_generations() -> None:
     seen = {
         TICKET.digest,
         digest_of(BLOCKS[::-1], GENERATIONS),
@@ -109,7 +109,7 @@ def test_a_digest_tells_blocks_their_order_and_their_generations() -> None:
     )
 
 
-def test_a_ticket_is_good_once() -> None:
+def test_a_ticket_is_valid_once() -> None:
     used = Used()
     used.spend(TICKET, 100.0)
     with pytest.raises(Refused) as caught:

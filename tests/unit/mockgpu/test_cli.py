@@ -1,4 +1,4 @@
-"""What `penstock mock` refuses before it serves anything, and that it says so in one line."""
+"""What `penstock mock` refuses at its start, with an error of one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gateway.cli import app
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--port", "65535", "--groups", "2"), "--port 65535: 2 groups need the ports up to 65536"),
+        (("--port", "65535", "--groups", "2"), "--port 65535: 2 groups need ports up to 65536"),
         (("--port", "70000"), "65535"),
         (("--port", "0", "--kv-port", "80000"), "65535"),
         (("--port", "0", "--kv-port", "65530", "--groups", "9"), "--kv-port 65530"),
@@ -28,7 +28,7 @@ from gateway.cli import app
         (("--port", "0", "--dialect", "vllm_nixl", "--tp", "3"), "3 ranks"),
     ],
 )
-def test_wrong_usage_exits_2_and_says_what_is_wrong(options: tuple[str, ...], said: str) -> None:
+def test_wrong_usage_exits_with_2_and_a_reason(options: tuple[str, ...], said: str) -> None:
     result = CliRunner().invoke(app, ["mock", *options])
     assert result.exit_code == 2
     assert said in " ".join(result.output.replace("│", " ").split())
@@ -52,7 +52,7 @@ def test_a_port_of_a_half_that_is_taken_exits_1(options: tuple[str, ...]) -> Non
     [
         (["--kv-tls", ""], "needs a directory"),
         (["--kv-tls", "/no/such"], "/no/such/tls.crt"),
-        (["--kv-tls", "x", "--kv-transport", "shm"], "not for shm"),
+        (["--kv-tls", "x", "--kv-transport", "shm"], "not shm"),
     ],
     ids=["nothing", "missing files", "no TCP"],
 )

@@ -1,4 +1,4 @@
-"""Bytes on the wire: the template of a plain token equals what an encoder would write; bodies add up."""
+"""Bytes on the wire: templates equal the encoder's output, and streams equal whole responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ask(chat: bool = True, **fields: Any) -> Ask:
 
 
 def unframed(data: bytes) -> list[dict[str, Any]]:
-    """The events inside HTTP chunks whose sizes must be right."""
+    """Return the events inside HTTP chunks, checking their sizes."""
     events = []
     while data:
         size, _, rest = data.partition(b"\r\n")

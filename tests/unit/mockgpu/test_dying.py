@@ -1,4 +1,4 @@
-"""A group that dies while KV moves: whatever it was about to do then, no block stays taken and it can be restored."""
+"""A group that dies while KV moves: no block stays allocated, and it can be restored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCKS = 64
 
 
 class Landing:
-    """KV that comes until it is called off."""
+    """KV that arrives until it is cancelled."""
 
     def __init__(self) -> None:
         self._over = asyncio.Event()
@@ -42,7 +42,7 @@ class Landing:
 
 
 class Moving:
-    """An agent that always has KV on its way in. What is fetched by one token is let go of, which takes no time."""
+    """An agent that is always receiving. Fetches of one token end at once."""
 
     address = "here"
 
@@ -65,7 +65,7 @@ class Moving:
 
 
 class Directory:
-    """Everybody is found, and nothing is renewed."""
+    """A directory that finds every peer and renews nothing."""
 
     async def address(self, take: Take) -> str:
         return "there"
@@ -78,7 +78,7 @@ class Directory:
 
 
 class Sink:
-    """How one job went."""
+    """Records how one job ended."""
 
     def __init__(self) -> None:
         self.tokens, self.failures, self.over = 0, 0, asyncio.Event()
@@ -96,7 +96,7 @@ class Sink:
 
 @pytest.fixture
 async def group() -> AsyncIterator[TpGroup]:
-    """A decode group that can be told to die as soon as it asks for KV. What goes wrong in its loop fails the test."""
+    """Yield a decode group that can die when it fetches KV. Errors in its loop fail the test."""
     loop, wrong = asyncio.get_running_loop(), list[dict[str, Any]]()
     loop.set_exception_handler(lambda _, context: wrong.append(context))
     model = model_named("demo-8b")
@@ -121,7 +121,7 @@ def taking(name: str) -> Job:
 @pytest.mark.parametrize(
     "beside", [taking("b"), Job(40, 5)], ids=["one that wants KV too", "one that is computed"]
 )
-async def test_the_death_of_a_group_that_asks_for_kv_leaves_none_of_the_step_s_jobs_holding_blocks(
+async def test_a_group_that_dies_while_fetching_kv_leaves_no_job_with_blocks(
     group: TpGroup, beside: Job
 ) -> None:
     doomed, sinks = taking("a"), [Sink(), Sink()]

@@ -1,4 +1,4 @@
-"""The fault grammar: what parses, what does not, when a fault strikes, and what a fault box begins and ends."""
+"""The fault grammar, when a fault strikes, and how faults begin and end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_fault_strikes_inside_its_window_with_its_chance() -> None:
 
 
 class Door:
-    """A listener that only remembers."""
+    """A listener that only records."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -111,7 +111,7 @@ class Door:
 
 
 class Wires:
-    """A wire that only remembers what is wrong with it."""
+    """A connection that only records its fault."""
 
     harmable = True
 
@@ -123,7 +123,7 @@ class Wires:
 
 
 class Clock:
-    """Calls what is due when the time is moved."""
+    """A clock that makes due calls when the time is moved."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -133,7 +133,7 @@ class Clock:
         return self.now
 
     def call_soon(self, act: Callable[..., None], *what: object) -> None:
-        """Nothing is computed here."""
+        """Ignore the call: nothing is computed here."""
 
     def call_later(
         self, delay_s: float, act: Callable[..., None], *what: object

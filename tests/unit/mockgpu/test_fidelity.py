@@ -1,4 +1,4 @@
-"""How well step times match the measured grids (mockgpu/data): printed with -s, and held to the promised bounds."""
+"""Step times against the measured grids (mockgpu/data): errors are printed with -s and bounded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def equation_errors(grids: list[Grid]) -> tuple[list[float], list[float]]:
 
 
 def left_out_errors(grid: Grid) -> tuple[list[float], list[float]]:
-    """Each point predicted by all others of its grid."""
+    """Return the error of each point when predicted from all others of its grid."""
     model, gpu = model_and_gpu(grid)
     line, prefill, decode = bare(grid), list(grid.prefill_points()), list(grid.decode_points())
 

@@ -1,4 +1,6 @@
-"""The bytes of a mock's KV: a function of the prompt alone, whatever the layout, and no wrong byte goes unseen."""
+"""The bytes of a mock's KV depend only on the prompt, in any layout, and any wrong byte is
+found.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaping over decode steps is stepping through them: the same jobs at the same ticks, times within 0.1 %."""
+"""Advancing many decode steps at once equals stepping: same jobs and ticks, times within 0.1 %."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ job_shapes = st.lists(
 
 
 def jobs_of(shapes: list[tuple[int, int, int]]) -> list[tuple[int, Job]]:
-    """(tick of arrival, job); some share prefixes, and their keys go on into the answers."""
+    """Return (tick of arrival, job). Some share prefixes."""
     return [
         (
             tick,
@@ -82,7 +82,7 @@ def jobs_of(shapes: list[tuple[int, int, int]]) -> list[tuple[int, Job]]:
 def trail(
     shapes: list[tuple[int, int, int]], blocks: int, leaping: bool
 ) -> list[tuple[int, str, int, int, int]]:
-    """What happened at which tick: firsts and ends with what was cached, made, preempted."""
+    """Return what happened at which tick: first tokens, ends, cached tokens and preemptions."""
     scheduler = Scheduler(BlockPool(blocks, 4), max_num_seqs=6, max_num_batched_tokens=24)
     pending = sorted(
         (
@@ -117,13 +117,13 @@ def trail(
 
 @given(shapes=job_shapes, blocks=st.integers(20, 60))
 @settings(max_examples=150, deadline=None)
-def test_leaping_makes_the_same_firsts_ends_hits_and_preemptions_as_stepping(
+def test_advancing_gives_the_same_first_tokens_ends_hits_and_preemptions_as_stepping(
     shapes: list[tuple[int, int, int]], blocks: int
 ) -> None:
     assert trail(shapes, blocks, leaping=True) == trail(shapes, blocks, leaping=False)
 
 
-def test_nobody_leaps_while_a_prompt_is_computed_or_the_queue_may_move() -> None:
+def test_no_steps_are_skipped_while_a_prompt_is_computed_or_the_queue_may_move() -> None:
     scheduler = Scheduler(BlockPool(100, 4), max_num_batched_tokens=256)
     scheduler.add(Job(8, 50))
     plan = scheduler.step()

@@ -1,4 +1,4 @@
-"""Continuous batching on paper: who runs when, in what pieces, with which cached tokens."""
+"""Continuous batching by example: which jobs run, in what chunks, with which cached tokens."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_job_that_can_never_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_an_aborted_job_frees_its_blocks_wherever_it_stands(steps: int) -> None:
+def test_an_aborted_job_frees_its_blocks_in_every_state(steps: int) -> None:
     engine, job = scheduler(), Job(100, 50)
     engine.add(job)
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Tokens and words: whole tokens, chained keys, and text that continues what was said."""
+"""Tokens and text: whole tokens, chained keys, and generation that continues a prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of docs/when-splitting-pays.md are the roofline's, so that the page cannot drift from the code."""
+"""The figures of docs/when-splitting-pays.md equal the roofline's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ SEQS, CONTEXT = 16, 16 * 2000
 
 
 def steps_s(tokens: int, chunk_tokens: int, seqs: int = 0, context: int = 0) -> list[float]:
-    """The steps that compute a prompt in chunks, beside `seqs` decoding sequences."""
+    """Return the times of the steps that compute a prompt in chunks beside `seqs` decoding
+    sequences.
+    """
     chunks = [(at, min(chunk_tokens, tokens - at)) for at in range(0, tokens, chunk_tokens)]
     return [
         ROOFLINE.step_s(Work(size, size * (at + size / 2), seqs, context)) for at, size in chunks

@@ -1,4 +1,4 @@
-"""The relay before an agent: what it does with connections that end while their other side is being dialled."""
+"""The relay before an agent: connections that end while their far side is being dialled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mockgpu.handoff.wire import BadWire, End
 
 
 class Transport:
-    """Remembers what was done to it."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.written, self.aborted = b"", False

@@ -1,4 +1,4 @@
-"""The words of every dialect, to the letter: what each leg's request gets, for chat and completions."""
+"""The exact requests of every dialect, for chat and completions."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_an_object_that_would_hurt_a_decoder_never_reaches_one(changes: dict[str
     "name",
     ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"],
 )
-def test_an_object_without_a_member_a_decoder_relies_on_never_reaches_one(name: str) -> None:
+def test_an_object_without_a_required_member_never_reaches_a_decoder(name: str) -> None:
     less = {key: value for key, value in OBJECT.items() if key != name}
     assert isinstance(
         dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=less)), Unusable
@@ -177,8 +177,8 @@ def test_what_is_no_answer_is_unusable(raw: bytes) -> None:
         b'{"choices":[{}],"usage":{"prompt_tokens_details":{"cached_tokens":1e300}}}',
     ],
 )
-def test_an_answer_of_no_text_or_with_counts_that_nobody_counts_is_unusable(raw: bytes) -> None:
-    """What is in it goes into the decode request, into metrics and to the client."""
+def test_an_answer_with_invalid_text_or_counts_is_unusable(raw: bytes) -> None:
+    """Its content would go into the decode request, into metrics and to the client."""
     assert isinstance(read_answer(raw), Unusable)
 
 
@@ -207,7 +207,7 @@ def test_block_ids_of_engines_before_018_are_a_flat_list() -> None:
     assert isinstance(found, Handover)
 
 
-def test_a_pushing_pair_is_introduced_by_what_the_first_answer_said() -> None:
+def test_a_push_pair_uses_the_identity_in_the_first_response() -> None:
     push = dialects.named("vllm_push")
     told = {
         "remote_engine_id": "e",
@@ -242,7 +242,7 @@ def test_a_pushing_pair_is_introduced_by_what_the_first_answer_said() -> None:
 @pytest.mark.parametrize(
     "told", [None, {}, {"remote_engine_id": "e"}, {**OBJECT, "transfer_mode": "pull"}]
 )
-def test_a_pushing_pair_is_not_formed_with_who_does_not_say_who_it_is(told: object) -> None:
+def test_a_push_pair_needs_the_identity_of_the_prefill_engine(told: object) -> None:
     push, unknown = dialects.named("vllm_push"), msgspec.structs.replace(TERMS, identity=None)
     assert isinstance(push.decode(unknown, None), Unusable)
     assert isinstance(push.decode(unknown, answer(kv_transfer_params=told)), Unusable)
@@ -409,7 +409,7 @@ def test_a_context_answer_that_cannot_be_trusted_is_unusable(changes: dict[str, 
     assert isinstance(dialects.named("trtllm").decode(TERMS, context(**changes)), Unusable)
 
 
-def test_trtllm_whole_answers_become_streams_for_those_who_asked_for_one() -> None:
+def test_trtllm_whole_answers_become_streams_if_requested() -> None:
     message = {"role": "assistant", "content": "yes"}
     whole = {
         "id": "x",

@@ -1,4 +1,4 @@
-"""Links that have lanes, and threads that stand still: for the tests of lanes."""
+"""Links with lanes, and paused threads, for the tests of lanes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lanes_of(link: Link) -> tuple[LanedLink, ...]:
 
 @contextmanager
 def standing(*links: Link) -> Iterator[None]:
-    """Their threads stand still meanwhile, as in a copy that takes long."""
+    """Pause the links' threads meanwhile, as a long copy would."""
     each = [laned(link) for link in links]
     for link in each:
         link._count_drivers(1)

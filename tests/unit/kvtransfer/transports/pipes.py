@@ -1,4 +1,4 @@
-"""One direction of a link without threads: an Outbound and an Inbound at the ends of a socket pair."""
+"""One direction of a link without threads: an Outbound and an Inbound on a socket pair."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = bytes(range(32))
 
 @dataclass
 class Ear:
-    """Writes down what an Inbound says; windows go where `places` tells."""
+    """Records what an Inbound reports; `places` says where windows go."""
 
     places: dict[WindowHead, Slice] = field(default_factory=dict)
     heard: list[tuple[object, object]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Pipe:
             pass
 
     def flow(self) -> None:
-        """Until everything has arrived."""
+        """Move bytes until everything has arrived."""
         while not self.out.idle:
             self.out.pump()
             self.receive()
@@ -106,7 +106,7 @@ def pipe(*, checked: bool = True) -> Iterator[Pipe]:
 
 
 def scattered(seed: int, count: int, longest: int) -> Runs:
-    """Runs of 1 to `longest` bytes at random places, disjoint at the sink."""
+    """Return runs of 1 to `longest` bytes at random places, disjoint at the sink."""
     rng = np.random.default_rng(seed)
     slots = rng.permutation(SIZE // longest)[:count] * longest
     return Runs(rng.integers(0, SIZE - longest, count), slots, rng.integers(1, longest + 1, count))

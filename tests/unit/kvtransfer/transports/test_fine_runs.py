@@ -1,4 +1,4 @@
-"""Many short runs: copied together and apart again, byte for byte, and never into place before they are proven."""
+"""Many short runs: copied together, verified, and only then copied to their places."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ SLOTS = BLOCKS * BLOCK_BYTES // CELL
 
 
 def cells(count: int = 512, seed: int = 5) -> Runs:
-    """Rows of one size anywhere in both regions: what another order of heads and tokens makes of a window."""
+    """Return rows of one size anywhere in both regions, as another order of heads and tokens
+    has.
+    """
     rng = np.random.default_rng(seed)
     src, dst = (rng.permutation(SLOTS)[:count] * CELL for _ in range(2))
     return Runs(src, dst, np.full(count, CELL, np.int64))
@@ -72,7 +74,7 @@ def test_only_many_and_short_runs_are_fine() -> None:
     assert [fine(runs, runs.n_bytes) for runs in (cells(65), few, long)] == [True, False, False]
 
 
-def test_a_window_of_many_short_runs_arrives_where_the_plan_says() -> None:
+def test_a_window_of_many_short_runs_arrives_as_planned() -> None:
     with linked_pair("tcp") as pair:
         moves = cells()
         head = window(1, moves)
@@ -98,7 +100,7 @@ def test_of_many_short_runs_read_too_late_not_one_byte_is_sent(answers: list[boo
 
 
 def begun(owner: Owner, region: Region, sock: socket.socket) -> tuple[Runs, WindowHead]:
-    """All but the end of a window of many short runs, on its way to a sink."""
+    """Yield a window of many short runs of which only the end is missing."""
     moves = cells()
     head = window(1, moves)
     owner.place = lambda head: Slice(moves, region, 0, 0)
@@ -120,7 +122,7 @@ def test_short_runs_that_are_not_what_was_sent_are_not_put_into_place(
     assert not region.bytes.any()
 
 
-def test_short_runs_on_their_way_are_thrown_away_behind_a_fence(
+def test_short_runs_in_flight_are_discarded_after_a_fence(
     stranger: tuple[socket.socket, Owner, Region],
 ) -> None:
     sock, owner, region = stranger

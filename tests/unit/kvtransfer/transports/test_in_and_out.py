@@ -1,4 +1,4 @@
-"""What goes into one end of a stream comes out at the other, in its place; what is wrong with it is noticed."""
+"""Bytes that enter one end of a stream leave the other in place, and errors are detected."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def piped(proof: str):
 
 
 def wire(made: Pipe) -> bytearray:
-    """Everything that the source sends, taken off the wire."""
+    """Return everything that the source sends."""
     data = bytearray()
     while not made.out.idle:
         made.out.pump()
@@ -54,7 +54,7 @@ def wire(made: Pipe) -> bytearray:
 
 
 def feed(made: Pipe, data: bytes | bytearray) -> None:
-    """Let the sink read these bytes, and then the end of the stream. Raises what the sink raises."""
+    """Let the sink read these bytes and then the end of the stream. Raises what the sink raises."""
     view = memoryview(data)
     while view:
         with contextlib.suppress(BlockingIOError):
@@ -154,7 +154,7 @@ def test_a_sealed_window_that_was_touched_breaks_the_link_before_anything_is_wri
 @pytest.mark.parametrize(
     "order", [(0, 0), (1,), (1, 0)], ids=["repeated", "one left out", "swapped"]
 )
-def test_sealed_windows_come_once_each_and_in_order(order: tuple[int, ...]) -> None:
+def test_sealed_windows_arrive_once_each_and_in_order(order: tuple[int, ...]) -> None:
     with pipe() as made:
         seal(made)
         recorded = []
@@ -165,7 +165,7 @@ def test_sealed_windows_come_once_each_and_in_order(order: tuple[int, ...]) -> N
             feed(made, b"".join(recorded[at] for at in order))
 
 
-def test_a_window_in_the_clear_is_refused_where_seals_are_due_and_the_other_way_round() -> None:
+def test_a_plain_window_on_a_sealed_link_is_refused_and_vice_versa() -> None:
     pytest.importorskip("cryptography")
     for sender in (True, False):
         with pipe() as made:
@@ -181,7 +181,7 @@ def test_a_window_in_the_clear_is_refused_where_seals_are_due_and_the_other_way_
 @pytest.mark.parametrize("proof", PROOFS)
 @pytest.mark.parametrize("answers", [[False], [True, False]], ids=["before", "while it was read"])
 @pytest.mark.parametrize("longest", [50, 12_000])
-def test_blocks_that_changed_hands_make_a_window_stale(
+def test_blocks_that_changed_owner_make_a_window_stale(
     proof: str, answers: list[bool], longest: int
 ) -> None:
     with piped(proof) as made:
@@ -252,7 +252,7 @@ def test_a_fence_of_another_transfer_leaves_a_window_alone() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5000])
-def test_a_window_of_another_size_than_the_plan_says_is_refused_before_it_is_read(
+def test_a_window_of_another_size_than_planned_is_refused_before_it_is_read(
     size: int,
 ) -> None:
     with pipe() as made:
@@ -260,7 +260,7 @@ def test_a_window_of_another_size_than_the_plan_says_is_refused_before_it_is_rea
         made.ear.places[head] = Slice(
             Runs(np.array([0]), np.array([0]), np.array([size + 1])), made.sink, 0, 0
         )
-        with pytest.raises(FrameError, match="where the plan has"):
+        with pytest.raises(FrameError, match="but the plan has"):
             feed(
                 made, frame(Kind.WINDOW, pack_head(head), size) + b"x" * size + trailer(Verdict.OK)
             )
@@ -268,7 +268,7 @@ def test_a_window_of_another_size_than_the_plan_says_is_refused_before_it_is_rea
 
 
 def test_a_window_whose_header_and_payload_disagree_is_refused() -> None:
-    with pipe() as made, pytest.raises(FrameError, match="comes with"):
+    with pipe() as made, pytest.raises(FrameError, match="bytes of payload"):
         feed(
             made,
             frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 4)
@@ -294,7 +294,7 @@ def test_runs_beyond_the_region_are_never_followed(dst: int, length: int) -> Non
                 )
 
 
-def test_a_stranger_may_say_little_and_write_nothing() -> None:
+def test_an_unproven_peer_may_send_little_and_write_nothing() -> None:
     for data in (
         frame(Kind.MESSAGE, bytes(30_000)),
         frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 5),
@@ -305,7 +305,7 @@ def test_a_stranger_may_say_little_and_write_nothing() -> None:
                 feed(made, data)
 
 
-def test_a_window_that_nobody_expects_is_thrown_away() -> None:
+def test_an_unexpected_window_is_discarded() -> None:
     with pipe() as made:
         made.put(WHOLE)
         made.ear.places.clear()
@@ -362,7 +362,7 @@ def test_fuzzed_streams_end_in_a_frame_error_or_in_what_was_sent_and_never_write
 
 @given(st.binary(min_size=1, max_size=3 * PREAMBLE_BYTES))
 @settings(max_examples=200, deadline=None)
-def test_noise_says_nothing(noise: bytes) -> None:
+def test_noise_yields_no_message(noise: bytes) -> None:
     with pipe() as made:
         with contextlib.suppress(FrameError):
             feed(made, noise)

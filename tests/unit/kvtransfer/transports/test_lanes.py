@@ -1,4 +1,4 @@
-"""Lanes: windows that go by several connections at once, and nothing that this could bring into disorder."""
+"""Lanes: windows over several connections at once, without loss of order."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def pair() -> Iterator[Pair]:
 
 
 def blocks(count: int, first: int = 0) -> dict[WindowHead, Runs]:
-    """So many windows of a block each, of transfer 1."""
+    """Return this many windows of one block each, of transfer 1."""
     at = np.arange(first, first + count) * BLOCK_BYTES
     runs = [Runs(at[i : i + 1], at[i : i + 1], np.array([BLOCK_BYTES])) for i in range(count)]
     return {window(1, each, first=first + i): each for i, each in enumerate(runs)}
 
 
 def begun(pair: Pair, more: int) -> dict[WindowHead, Runs]:
-    """A transfer of which the sink has taken one window in, and said so, with so many more to come."""
+    """Return a transfer whose first window the sink has acknowledged, with more to come."""
     windows = blocks(more + 1)
     pair.expect(windows)
     pair.admit(1)
@@ -74,7 +74,7 @@ def test_windows_go_by_the_lanes_while_the_first_link_is_busy(pair: Pair) -> Non
     assert not laned(pair.sink).used
 
 
-def test_no_window_overtakes_what_was_said_before_it(pair: Pair) -> None:
+def test_no_window_overtakes_an_earlier_message(pair: Pair) -> None:
     windows = blocks(10)
     pair.expect(windows)
     pair.admit(1)
@@ -88,7 +88,7 @@ def test_no_window_overtakes_what_was_said_before_it(pair: Pair) -> None:
     assert order[0] == "message"
 
 
-def test_the_sink_says_that_windows_may_spread_before_it_has_read_the_first(pair: Pair) -> None:
+def test_the_sink_sends_spread_before_it_reads_the_first_window(pair: Pair) -> None:
     (head,) = blocks(1)
     pair.expect(blocks(1))
     with standing(pair.sink):
@@ -96,7 +96,7 @@ def test_the_sink_says_that_windows_may_spread_before_it_has_read_the_first(pair
         until(lambda: 1 in laned(pair.source)._out._shared)
 
 
-def test_lanes_that_sleep_are_called_when_windows_may_spread(pair: Pair) -> None:
+def test_sleeping_lanes_are_woken_when_windows_may_spread(pair: Pair) -> None:
     windows = blocks(10)
     pair.expect(windows)
     pair.admit(1)
@@ -108,7 +108,7 @@ def test_lanes_that_sleep_are_called_when_windows_may_spread(pair: Pair) -> None
 
 
 def test_a_lane_is_called_also_while_it_goes_to_sleep(pair: Pair) -> None:
-    """Whoever calls cannot know whether it looks at the queue once more."""
+    """The caller cannot know whether the lane checks its queue once more."""
     lanes = lanes_of(pair.source)
     with standing(pair.source, *lanes):
         laned(pair.source)._out.share(1)
@@ -119,7 +119,7 @@ def test_a_lane_is_called_also_while_it_goes_to_sleep(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("spins", [True, False])
-def test_a_lane_that_is_called_does_not_go_to_sleep(pair: Pair, spins: bool) -> None:
+def test_a_woken_lane_does_not_go_to_sleep(pair: Pair, spins: bool) -> None:
     lane = lanes_of(pair.source)[0]
     with standing(lane):
         lane._poll = Mock(poll=Mock(return_value=[]))
@@ -132,10 +132,10 @@ def test_a_lane_that_is_called_does_not_go_to_sleep(pair: Pair, spins: bool) -> 
 
 
 @pytest.mark.parametrize(("before", "found"), [(63, True), (64, False)])
-def test_who_queues_a_window_looks_at_the_first_of_those_that_wait_alone(
+def test_queueing_a_window_checks_only_the_front_of_the_queue(
     pair: Pair, before: int, found: bool
 ) -> None:
-    """It holds the agent's lock meanwhile."""
+    """The caller holds the agent's lock meanwhile."""
     ((head, runs),) = blocks(1).items()
     out = laned(pair.source)._out
     with standing(pair.source, *lanes_of(pair.source)):
@@ -148,8 +148,8 @@ def test_who_queues_a_window_looks_at_the_first_of_those_that_wait_alone(
             out.drop(transfer)
 
 
-def test_what_has_just_gone_another_way_is_missed_by_nobody(pair: Pair) -> None:
-    """A lane may take the last window between the look at the queue and the reach for it."""
+def test_a_window_just_taken_by_a_lane_is_not_lost(pair: Pair) -> None:
+    """A lane may take the last window between the check of the queue and the removal."""
     out = laned(pair.source)._out
 
     class Taken:
@@ -171,13 +171,13 @@ def test_what_has_just_gone_another_way_is_missed_by_nobody(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("by_sink", "header"), [(False, bytes(8)), (True, bytes(7)), (True, b""), (True, bytes(9))]
 )
-def test_only_a_sink_says_that_windows_may_spread_and_says_it_well(
+def test_a_spread_frame_must_be_valid_and_from_the_sink(
     pair: Pair, by_sink: bool, header: bytes
 ) -> None:
     speaker, hearer = (pair.sink, pair.gives) if by_sink else (pair.source, pair.hears)
     laned(speaker)._out.queue(frame(Kind.SPREAD, header))
     laned(speaker)._wake(always=True)
-    assert "for the sink to say" in str(hearer.wait("lost")[0])
+    assert "invalid SPREAD" in str(hearer.wait("lost")[0])
 
 
 def test_a_source_remembers_the_newest_transfers_that_may_spread(pair: Pair) -> None:
@@ -204,8 +204,8 @@ def test_of_a_dropped_transfer_no_lane_takes_a_window(pair: Pair) -> None:
         assert source._out.spare() is None
 
 
-def test_who_drops_a_transfer_looks_at_nothing_that_waits(pair: Pair) -> None:
-    """It holds the agent's lock, and may have thousands to drop."""
+def test_dropping_a_transfer_does_not_search_the_queue(pair: Pair) -> None:
+    """The caller holds the agent's lock, and may drop thousands."""
 
     class Waiting(deque[object]):
         def __iter__(self) -> NoReturn:
@@ -237,7 +237,7 @@ def test_of_a_dropped_transfer_no_lane_sends_what_it_has_taken(pair: Pair) -> No
 # ---- fenced
 
 
-def test_the_fence_is_told_when_no_lane_writes_any_more(pair: Pair) -> None:
+def test_the_fence_is_reported_when_no_lane_writes_any_more(pair: Pair) -> None:
     last = lanes_of(pair.sink)[-1]
     with standing(last):
         pair.sink.fence(1)
@@ -275,7 +275,7 @@ def test_a_lane_that_has_ended_keeps_no_fence_waiting_and_needs_no_thread_for_it
 
 
 def test_a_lane_writes_no_more_into_what_is_fenced(pair: Pair) -> None:
-    """Its window is half there when the fence comes."""
+    """Half of its window has arrived when the fence comes."""
     ((head, runs),) = blocks(1).items()
     pair.expect({head: runs})
     data = pair.out_of.bytes[:BLOCK_BYTES].tobytes()
@@ -305,7 +305,7 @@ def test_a_sink_forgets_with_the_fence_that_a_transfer_may_spread(pair: Pair) ->
 # ---- what is a lane's own
 
 
-def test_what_is_said_on_a_lane_and_its_end_are_its_own(pair: Pair) -> None:
+def test_messages_and_the_end_of_a_lane_are_its_own(pair: Pair) -> None:
     far, near = lanes_of(pair.source)[0], lanes_of(pair.sink)[0]
     far.send(b"a word")
     pair.hears.wait("message")

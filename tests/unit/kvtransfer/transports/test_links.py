@@ -1,4 +1,4 @@
-"""Links over real sockets: who moves them, how they end, and what a hostile or halting peer can do to them."""
+"""Links over real sockets: driving, ends, and hostile or stalled peers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def driven(link: Link) -> StreamLink:
 
 @pytest.fixture
 def stranger() -> Iterator[tuple[socket.socket, Owner, Region]]:
-    """A socket that was dialled by a Tcp as its peer, so that a test can say anything to it."""
+    """Yield a socket that a Tcp has dialled, so that a test can send anything."""
     owner, region, end = Owner(), MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="sink"), Tcp()
     end.start(owner, [region])
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -62,7 +62,7 @@ def link_of(owner: Owner) -> Link:
     return owner.heard[0].link
 
 
-def test_who_waits_may_move_the_link_itself(pair: Pair) -> None:
+def test_a_waiting_thread_may_drive_the_link(pair: Pair) -> None:
     moves = scattered(1, 20, 4096)
     head = window(1, moves)
     pair.expect({head: moves})
@@ -83,7 +83,7 @@ def test_after_the_last_drive_the_links_own_thread_takes_over(pair: Pair) -> Non
     assert pair.hears.wait("message") == [b"pong"]
 
 
-def test_a_drive_ends_in_time_and_says_that_it_was_not_done(pair: Pair) -> None:
+def test_a_drive_that_times_out_returns_false(pair: Pair) -> None:
     began = time.perf_counter()
     assert not driven(pair.source).drive(lambda: False, 0.05)
     assert 0.05 <= time.perf_counter() - began < PATIENCE_S
@@ -132,14 +132,14 @@ def test_an_owner_that_fails_loses_its_link_and_not_its_silence(
     assert "no such plan" in caplog.text
 
 
-def test_what_was_said_before_closing_is_heard(pair: Pair) -> None:
+def test_messages_sent_before_closing_arrive(pair: Pair) -> None:
     pair.source.send(b"farewell")
     pair.source.close()
     assert pair.hears.wait("message") == [b"farewell"]
     pair.hears.wait("lost")
 
 
-def test_too_long_a_message_is_refused_where_it_is_said(pair: Pair) -> None:
+def test_too_long_a_message_is_refused_by_the_sender(pair: Pair) -> None:
     with pytest.raises(ValueError, match="over the limit"):
         pair.source.send(bytes(5 << 20))
 
@@ -192,7 +192,7 @@ def test_bytes_of_a_large_window_that_trickle_in_show_that_the_peer_lives(
     ],
     ids=["another protocol", "a window without proof of identity"],
 )
-def test_a_stranger_who_says_anything_else_is_hung_up_on(
+def test_an_unproven_peer_that_sends_anything_else_is_disconnected(
     stranger: tuple[socket.socket, Owner, Region], said: bytes
 ) -> None:
     sock, owner, _ = stranger
@@ -211,10 +211,10 @@ def test_frames_of_shared_memory_have_no_place_on_tcp(
     sock, owner, _ = stranger
     link_of(owner).secure(bytes(32))
     sock.sendall(frame(kind, bytes(41)))
-    assert "no place on tcp" in str(owner.wait("lost")[0])
+    assert "not allowed on tcp" in str(owner.wait("lost")[0])
 
 
-def test_a_reset_is_a_loss_at_once(stranger: tuple[socket.socket, Owner, Region]) -> None:
+def test_a_reset_loses_the_link_at_once(stranger: tuple[socket.socket, Owner, Region]) -> None:
     sock, owner, _ = stranger
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     sock.close()
@@ -224,7 +224,7 @@ def test_a_reset_is_a_loss_at_once(stranger: tuple[socket.socket, Owner, Region]
 @pytest.mark.parametrize(
     "address", ["", "nonsense", "127.0.0.1:x", "127.0.0.1:99999999", "127.0.0.1:1"]
 )
-def test_an_address_that_leads_nowhere_is_a_transport_error(address: str) -> None:
+def test_an_unreachable_address_is_a_transport_error(address: str) -> None:
     end = Tcp()
     end.start(Owner(), [])
     with pytest.raises(TransportError, match="cannot be reached"):
@@ -232,7 +232,7 @@ def test_an_address_that_leads_nowhere_is_a_transport_error(address: str) -> Non
     end.close()
 
 
-def test_peers_are_told_the_address_that_reaches_us() -> None:
+def test_peers_get_the_advertised_address() -> None:
     end = Tcp("0.0.0.0", advertise="localhost")
     address = end.start(Owner(), [])
     assert address.startswith("localhost:")

@@ -1,4 +1,4 @@
-"""The halves of an RDMA link without a device: keys, work requests, trailers, what the ends say to each other."""
+"""The halves of an RDMA link without a device: keys, work requests, trailers, control messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCK, BLOCKS = 64, 32
 
 
 class Key:
-    """`stuck`: so often the device does not let go of it."""
+    """A memory key. `stuck`: how often the device fails to release it."""
 
     def __init__(self, number: int) -> None:
         self.remote_key, self.open, self.stuck = number, True, 0
@@ -44,7 +44,7 @@ class Key:
 
 
 class Registry:
-    """A device that writes down what it was asked to register, and refuses after `room` keys."""
+    """A device that records registrations, and refuses them after `room` keys."""
 
     def __init__(self, room: int = 1 << 30) -> None:
         self.keys: list[Key] = []
@@ -61,7 +61,7 @@ class Registry:
 
 
 class Wire:
-    """A queue pair that writes at once, into what the registry's keys cover."""
+    """A queue pair that writes at once to what the registry's keys cover."""
 
     def __init__(self) -> None:
         self.posted: list[tuple[int, list[Piece], tuple[int, int], bool, int | None]] = []
@@ -108,15 +108,13 @@ def test_keys_cover_the_reserved_blocks_of_every_rank_and_not_one_byte_more(
     assert len(stretches(ranks, blocks)) == 2 * joined
 
 
-def test_a_block_that_is_not_there_cannot_be_granted() -> None:
+def test_a_block_outside_the_region_cannot_be_granted() -> None:
     with pytest.raises(ValueError, match="not all of this region"):
         stretches([region()], [BLOCKS])
 
 
 @given(st.data(), st.integers(1, 8))
-def test_work_requests_write_every_byte_where_the_plan_says(
-    data: st.DataObject, gather: int
-) -> None:
+def test_work_requests_write_every_byte_as_planned(data: st.DataObject, gather: int) -> None:
     blocks = data.draw(st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=12, unique=True))
     most_keys = data.draw(st.sampled_from([1, 100]))
     into, out_of = region("into"), region("out")
@@ -159,7 +157,7 @@ def test_what_the_grant_does_not_cover_cannot_be_written() -> None:
 
 
 @given(st.binary(max_size=80))
-def test_bytes_that_are_no_grant_are_said_to_be_none(data: bytes) -> None:
+def test_invalid_grant_bytes_are_refused(data: bytes) -> None:
     try:
         Grant(data)
     except TransportError:
@@ -204,7 +202,7 @@ def test_a_key_that_the_device_holds_on_to_keeps_its_fence_open_and_no_other_key
     assert not registry.keys[0].open
 
 
-def test_the_end_closes_what_it_can_whatever_the_device_holds_on_to() -> None:
+def test_closing_releases_all_keys_that_the_device_lets_it() -> None:
     registry = Registry()
     arrivals = Arrivals(registry, 100)
     for transfer in (1, 2, 3):
@@ -215,7 +213,7 @@ def test_the_end_closes_what_it_can_whatever_the_device_holds_on_to() -> None:
     assert [key.open for key in registry.keys] == [False, False, True, False, False, False]
 
 
-def test_a_fence_waits_for_a_grant_under_way_without_holding_up_the_link() -> None:
+def test_a_fence_waits_for_a_running_grant_without_blocking_the_link() -> None:
     registry = Registry()
     arrivals = Arrivals(registry, 100)
     register, said = registry.register, list[object]()
@@ -243,9 +241,7 @@ def trailer(number: int, verdict: Verdict = Verdict.OK) -> Trailer:
     return Trailer(number, WindowHead(1, 0, 0, number, 1, BLOCK), verdict)
 
 
-def test_a_window_is_complete_when_its_last_write_and_its_trailer_are_there_in_either_order() -> (
-    None
-):
+def test_a_window_is_complete_with_its_last_write_and_its_trailer_in_either_order() -> None:
     arrivals = Arrivals(Registry(), 100)
     assert arrivals.written(0) is None
     assert arrivals.told(trailer(0)) == trailer(0)
@@ -260,16 +256,16 @@ def test_a_window_is_complete_when_its_last_write_and_its_trailer_are_there_in_e
 
 
 @pytest.mark.parametrize("half", ["written", "told"])
-def test_a_source_cannot_make_us_remember_without_end(half: str) -> None:
+def test_incomplete_windows_are_limited(half: str) -> None:
     arrivals = Arrivals(Registry(), 100)
     take = arrivals.written if half == "written" else lambda number: arrivals.told(trailer(number))
     assert [take(number) for number in range(1024)] == [None] * 1024
-    with pytest.raises(TransportError, match="by half"):
+    with pytest.raises(TransportError, match="incomplete"):
         take(1024)
 
 
 class Source:
-    """Departures over a Wire, with one region of memory and a grant for transfer 1."""
+    """An RdmaSender over a Wire, with one region and a grant for transfer 1."""
 
     def __init__(self, blocks: Sequence[int] = range(8)) -> None:
         self.memory, self.ended = region("out"), list[Departure]()
@@ -300,7 +296,7 @@ def test_the_last_write_of_a_window_carries_its_number_and_the_verdict_comes_aft
     assert (window.done, window.verdict, source.ended) == (True, Verdict.OK, [window])
 
 
-def test_blocks_that_change_hands_while_they_are_read_make_a_stale_window() -> None:
+def test_blocks_that_change_owner_while_they_are_read_make_a_stale_window() -> None:
     source = Source()
     window = source.put()
     source.out.post(source.wire, 0)
@@ -312,7 +308,7 @@ def test_blocks_that_change_hands_while_they_are_read_make_a_stale_window() -> N
     assert (late.done, late.verdict) == (True, Verdict.STALE)
 
 
-def test_a_broken_pair_writes_again_what_was_under_way_but_not_what_was_refused() -> None:
+def test_a_new_queue_pair_rewrites_windows_in_flight_except_refused_ones() -> None:
     source = Source()
     source.out.accept(2, Opening(Registry(), [region("into")], range(8), 100).grant)
     refused, other, dropped = source.put(1), source.put(2), source.put(2)
@@ -365,7 +361,7 @@ SAYINGS: list[Saying] = [
 
 
 @given(st.lists(st.integers(1, 50), max_size=40))
-def test_sayings_are_heard_in_every_cutting(cuts: list[int]) -> None:
+def test_control_messages_decode_from_any_fragmentation(cuts: list[int]) -> None:
     data, ear, heard = b"".join(map(encode, SAYINGS)), Ear(), []
     for cut in [*cuts, len(data)]:
         heard += ear.feed(data[:cut])
@@ -382,12 +378,12 @@ def test_noise_is_a_transport_error_or_waits_for_more(data: bytes) -> None:
         return
 
 
-def test_a_message_that_is_too_long_is_refused_before_it_comes() -> None:
+def test_a_message_that_is_too_long_is_refused_before_it_is_read() -> None:
     with pytest.raises(TransportError, match="announces"):
         list(Ear().feed((1 << 30).to_bytes(4, "little")))
 
 
-def test_a_stranger_may_say_24_kib_at_a_time_and_who_has_proven_itself_more() -> None:
+def test_an_unproven_peer_may_send_24_kib_at_a_time_and_a_proven_one_more() -> None:
     ear = Ear()
     ear.feed(encode(Control(bytes(23 << 10))))
     assert 0 < ear.room < 2 << 10

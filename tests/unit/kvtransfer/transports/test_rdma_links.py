@@ -1,4 +1,4 @@
-"""RDMA links over real sockets and a device that is made up: what strangers get, and what a device that fails costs."""
+"""RDMA links over real sockets and a fake device: unproven peers, and failing devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CARD = Card(1, 2, "::1", 0, 5)
 
 
 class Completions:
-    """A device that never has anything to tell."""
+    """A completion queue that stays empty."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -40,7 +40,7 @@ class Completions:
 
 
 class Pairs:
-    """Queue pairs that connect at once. `stuck`: so often the device does not let go of one."""
+    """Queue pairs that connect at once. `stuck`: how often the device fails to release one."""
 
     stuck = 0
 
@@ -70,7 +70,7 @@ class Pairs:
 
 
 class Domain(Registry):
-    """A domain, and in one the device that it is of."""
+    """A protection domain together with its device."""
 
     gather, pairs = 16, 0
 
@@ -92,7 +92,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Door:
-    """A transport that listens, and whoever knocks."""
+    """A transport that listens, and a peer that dials it."""
 
     def __init__(self, **options: Any) -> None:
         self.owner, self.end = Owner(), Rdma(options=RdmaOptions(**options))
@@ -123,14 +123,14 @@ def door() -> Iterator[Door]:
 
 
 def say_all(caller: socket.socket, sayings: Iterable[Saying]) -> None:
-    """Until the other end hangs up."""
+    """Send until the other end closes."""
     with suppress(OSError):
         for saying in sayings:
             caller.sendall(encode(saying))
 
 
 def hung_up(caller: socket.socket) -> bool:
-    """Whatever was said before, the other end closes."""
+    """Return whether the other end closes, whatever it sends before."""
     try:
         while caller.recv(1 << 16):
             continue
@@ -139,14 +139,14 @@ def hung_up(caller: socket.socket) -> bool:
     return True
 
 
-def test_who_dials_is_a_stranger_from_the_first_moment_and_not_once_its_queue_pair_is_up(
+def test_a_dialling_peer_counts_as_unproven_from_the_start(
     door: Door,
 ) -> None:
     door.knock()
     door.owner.wait("linked")
 
 
-def test_a_stranger_who_is_turned_away_at_the_door_gets_no_queue_pair(door: Door) -> None:
+def test_a_refused_unproven_peer_gets_no_queue_pair(door: Door) -> None:
     door.owner.linked = lambda link: link.close()  # type: ignore[method-assign]
     assert hung_up(door.knock())
     assert door.pairs == 0
@@ -161,7 +161,7 @@ STRANGE: dict[str, Saying | bytes] = {
 
 
 @pytest.mark.parametrize("what", STRANGE)
-def test_what_only_a_member_may_say_ends_a_strangers_link(door: Door, what: str) -> None:
+def test_data_before_the_proof_ends_the_link(door: Door, what: str) -> None:
     caller, said = door.knock(), STRANGE[what]
     door.owner.wait("linked")
     caller.sendall(said if isinstance(said, bytes) else encode(said))
@@ -170,7 +170,7 @@ def test_what_only_a_member_may_say_ends_a_strangers_link(door: Door, what: str)
     assert not door.owner.all("message")
 
 
-def test_a_member_may_say_it(door: Door) -> None:
+def test_a_proven_peer_may_send_it(door: Door) -> None:
     caller = door.knock()
     door.owner.wait("linked")
     door.owner.heard[0].link.secure(bytes(32))
@@ -186,7 +186,7 @@ def test_a_member_may_say_it(door: Door) -> None:
     until(lambda: door.pairs == 2)
 
 
-def test_dripping_buys_no_time_for_a_queue_pair() -> None:
+def test_slow_bytes_do_not_extend_the_time_for_a_queue_pair() -> None:
     door = Door(setup_s=0.2)
     caller = door.knock()
     door.owner.wait("linked")
@@ -195,7 +195,7 @@ def test_dripping_buys_no_time_for_a_queue_pair() -> None:
     door.close()
 
 
-def test_asking_for_one_queue_pair_after_the_other_buys_no_time_either() -> None:
+def test_new_queue_pairs_do_not_extend_the_time_either() -> None:
     door = Door(setup_s=0.2)
     caller = door.knock()
     door.owner.wait("linked")
@@ -205,7 +205,7 @@ def test_asking_for_one_queue_pair_after_the_other_buys_no_time_either() -> None
     door.close()
 
 
-def test_a_listener_outlives_a_call_that_came_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_survives_a_connection_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [OSError(24, "too many open files"), OSError(113, "no route to host")]
     accept = socket.socket.accept
 
@@ -222,7 +222,7 @@ def test_a_listener_outlives_a_call_that_came_to_nothing(monkeypatch: pytest.Mon
 
 
 class Dialled:
-    """A link that has dialled, proven and at work, with one grant."""
+    """A dialled, proven and running link with one grant."""
 
     def __init__(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -252,7 +252,7 @@ class Dialled:
 
 
 @pytest.mark.parametrize("fails", ["eventfd", "pairs"])
-def test_a_link_that_cannot_be_made_leaves_neither_queue_nor_descriptor(
+def test_a_link_that_fails_to_open_leaves_neither_queue_nor_descriptor(
     fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eventfd, made, queues = os.eventfd, list[int](), list[Domain]()
@@ -292,7 +292,7 @@ def dialled() -> Iterator[Dialled]:
     made.close()
 
 
-def test_a_fence_that_the_device_refuses_ends_the_link_and_is_answered_once_the_queue_pair_is_gone(
+def test_a_fence_that_the_device_refuses_ends_the_link_and_completes_after_its_queue_pair(
     dialled: Dialled,
 ) -> None:
     dialled.keys[0].stuck = 9

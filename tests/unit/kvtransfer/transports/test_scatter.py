@@ -1,4 +1,6 @@
-"""Pieces of memory in calls: in order, whole, and no more at once than a digest finds in a cache."""
+"""Pieces of memory in calls: in order, complete, and at most a cache-full per call with a
+digest.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def test_calls_for_a_digest_are_full_whatever_the_pieces() -> None:
     )  # a little more than a cache holds goes in halves, not whole and rest
 
 
-def test_a_call_that_moved_less_than_it_was_asked_for_says_so() -> None:
+def test_a_short_call_is_reported_as_short() -> None:
     near, far = socket.socketpair()
     with near, far:
         near.setblocking(False)

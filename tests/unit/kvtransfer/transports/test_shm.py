@@ -1,4 +1,4 @@
-"""Shared memory: who may read it, what is looked at before it is mapped, and staleness that the sink sees by itself."""
+"""Shared memory: access, checks before mapping, and staleness that the sink detects itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEAD = WindowHead(1, 0, 0, 0, 2, 3100)
 
 
 class Source:
-    """A peer that a test speaks for: the socket that a Shm has dialled, and memory to share over it."""
+    """A peer played by the test: the socket that a Shm has dialled, and memory to share."""
 
     def __init__(self, sock: socket.socket, hears: Owner, into: Region) -> None:
         self.sock, self.hears, self.into = sock, hears, into
@@ -91,9 +91,7 @@ def test_a_sink_fetches_what_was_announced(source: Source) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 1])
-def test_blocks_that_changed_hands_are_seen_without_the_sources_help(
-    source: Source, block: int
-) -> None:
+def test_the_sink_detects_blocks_that_changed_owner_by_itself(source: Source, block: int) -> None:
     source.share(source.memory.fd or 0)
     mark = generation_mark(source.memory, RUNS)
     source.memory.bump([block])
@@ -140,7 +138,7 @@ def test_descriptors_must_be_what_their_frame_says(source: Source, wrong: str) -
 
 
 @pytest.mark.parametrize("says", ["regions", "window", "taken"])
-def test_what_only_a_member_may_say_ends_a_strangers_link(says: str) -> None:
+def test_data_before_the_proof_ends_the_link(says: str) -> None:
     with dialled(proven=False) as stranger:
         match says:
             case "regions":
@@ -149,15 +147,15 @@ def test_what_only_a_member_may_say_ends_a_strangers_link(says: str) -> None:
                 stranger.announce(0)
             case "taken":
                 stranger.sock.sendall(frame(Kind.TAKEN, pack_head(HEAD)))
-        assert "proven nothing" in stranger.lost()
+        assert "before its proof" in stranger.lost()
         assert not stranger.hears.all("incoming") + stranger.hears.all("sent")
 
 
-def test_no_descriptor_is_taken_from_a_stranger() -> None:
+def test_no_descriptor_is_accepted_from_an_unproven_peer() -> None:
     with dialled(proven=False) as stranger:
         rights = array.array("i", [stranger.memory.fd or 0])
         stranger.sock.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-        assert "more than it may" in stranger.lost()
+        assert "unexpected descriptors" in stranger.lost()
 
 
 def test_regions_are_shared_once(source: Source) -> None:
@@ -168,13 +166,13 @@ def test_regions_are_shared_once(source: Source) -> None:
 
 def test_a_window_of_memory_that_was_never_shared_ends_the_link(source: Source) -> None:
     source.announce(0)
-    assert "nothing was shared" in source.lost()
+    assert "not shared" in source.lost()
 
 
-def test_a_window_of_another_size_than_the_plan_says_ends_the_link(source: Source) -> None:
+def test_a_window_of_another_size_than_planned_ends_the_link(source: Source) -> None:
     source.share(source.memory.fd or 0)
     source.announce(0, head=WindowHead(1, 0, 0, 0, 2, 3101))
-    assert "where the plan has" in source.lost()
+    assert "but the plan has" in source.lost()
     assert not source.into.bytes.any()
 
 
@@ -186,7 +184,7 @@ def test_runs_beyond_either_region_are_never_followed(
     source.hears.place = lambda head: Slice(Runs(src, dst, length), source.into, 0, 0)
     source.share(source.memory.fd or 0)
     source.announce(0, head=WindowHead(1, 0, 0, 0, 1, 6))
-    assert "beyond its region" in source.lost()
+    assert "exceeds its region" in source.lost()
 
 
 def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +270,7 @@ def test_what_lies_within_a_region() -> None:
 
 
 @pytest.mark.parametrize("does", ["dial", "start"])
-def test_where_there_is_no_socket_to_be_had_it_says_so_as_transports_do(
+def test_a_failure_to_create_a_socket_is_a_transport_error(
     does: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_more(*_: object) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Links over TLS: who may connect, with which certificate, and what the wire shows."""
+"""Links over TLS: who may connect, with which certificate, and what is visible on the wire."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def two(
 
 
 def exchange(source: TlsFiles | None, sink: TlsFiles | None) -> Link:
-    """A message each way. Raises TransportError or AssertionError if the link does not come up."""
+    """Exchange a message each way. Raises TransportError or AssertionError if the link fails."""
     with two(source, sink) as (_, gives, other, hears, address):
         link = other.dial(address)
         link.send(b"ping")
@@ -85,13 +85,13 @@ def exchange(source: TlsFiles | None, sink: TlsFiles | None) -> Link:
         return link
 
 
-def test_two_with_certificates_of_one_authority_talk(agent: TlsFiles) -> None:
+def test_two_ends_with_certificates_of_one_authority_link(agent: TlsFiles) -> None:
     link = exchange(agent, agent)
     assert isinstance(link, TlsLink)
 
 
 @pytest.mark.parametrize(("source_has", "sink_has"), [(True, False), (False, True)])
-def test_an_end_without_tls_and_one_with_it_do_not_talk(
+def test_an_end_without_tls_and_one_with_it_do_not_link(
     source_has: bool, sink_has: bool, agent: TlsFiles
 ) -> None:
     with pytest.raises(TransportError):
@@ -108,12 +108,12 @@ def test_a_certificate_of_another_authority_is_refused(
         exchange(*((strange, agent) if stranger == "source" else (agent, strange)))
 
 
-def test_a_certificate_that_has_expired_is_refused(authority: Authority, agent: TlsFiles) -> None:
+def test_an_expired_certificate_is_refused(authority: Authority, agent: TlsFiles) -> None:
     with pytest.raises(TransportError, match="expired"):
         exchange(files(authority, "old", "127.0.0.1", expired=True), agent)
 
 
-def test_who_shows_no_certificate_is_refused(agent: TlsFiles) -> None:
+def test_a_peer_without_a_certificate_is_refused(agent: TlsFiles) -> None:
     with two(agent, None) as (_, gives, _, _, address):
         context = ssl.create_default_context(cafile=agent.ca)
         host, _, port = address.rpartition(":")
@@ -159,7 +159,7 @@ def test_the_dialled_name_must_be_in_the_certificate(authority: Authority, agent
 
 
 @pytest.mark.parametrize("lacks", ["source", "sink", "none"])
-def test_a_peer_name_is_asked_of_both_ends(lacks: str, authority: Authority) -> None:
+def test_a_peer_name_is_checked_at_both_ends(lacks: str, authority: Authority) -> None:
     ends = [
         files(
             authority,
@@ -232,7 +232,7 @@ def test_files_that_cannot_be_used_are_named(
         Tcp(tls=msgspec.structs.replace(agent, **{which: str(path)}))
 
 
-def test_a_key_with_a_password_is_an_error_and_no_question(agent: TlsFiles, tmp_path: Path) -> None:
+def test_an_encrypted_key_is_an_error_without_a_prompt(agent: TlsFiles, tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization as pem
 
     key = pem.load_pem_private_key(Path(agent.key).read_bytes(), None)
@@ -245,7 +245,7 @@ def test_a_key_with_a_password_is_an_error_and_no_question(agent: TlsFiles, tmp_
         Tcp(tls=msgspec.structs.replace(agent, key=str(path)))
 
 
-def test_a_peer_that_says_nothing_holds_up_no_other_and_a_dial_gives_up(
+def test_a_silent_peer_delays_no_other_and_a_dial_times_out(
     agent: TlsFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_module, "_DIAL_S", 0.1)
@@ -306,7 +306,7 @@ def test_no_byte_of_a_window_or_message_is_seen_on_the_wire(agent: TlsFiles) -> 
 
 @contextmanager
 def relay(address: str, hear: object) -> Iterator[str]:
-    """Passes one connection on and has all its bytes heard."""
+    """Relay one connection and record all its bytes."""
     host, _, port = address.rpartition(":")
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -342,7 +342,9 @@ def relay(address: str, hear: object) -> Iterator[str]:
 def test_windows_dropped_before_a_slow_reader_end_as_stale_and_the_link_goes_on(
     runs_of: int,
 ) -> None:
-    """The socket is full in the middle of a record when the source's memory is replaced by zeros."""
+    """The socket is full in the middle of a record when the source's memory is replaced by
+    zeros.
+    """
     count = SIZE // runs_of
     starts = np.arange(count) * runs_of
     runs = Runs(starts, starts, np.full(count, runs_of))
