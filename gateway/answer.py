@@ -102,7 +102,7 @@ def event_of(failure: Failure, message: str) -> bytes:
 
 def stopped() -> GatewayError:
     """Return the error for requests that are cut off when the gateway's drain time is over."""
-    message = "The gateway stopped before it could answer. Ask again."
+    message = "The gateway stopped before it could respond. Try again."
     return GatewayError(Failure.SHUTTING_DOWN, message)
 
 

@@ -84,7 +84,8 @@ class Lobby(Talk, RequestHandler):
             manager,
             loop=outbox.loop,
             keepalive_timeout=0,  # the sweep watches idle connections too, without a timer each
-            access_log=None,  # type: ignore[arg-type]  # aiohttp takes None for off; its annotation does not say so
+            # None turns it off, which aiohttp's annotation does not allow for.
+            access_log=None,  # type: ignore[arg-type]
             auto_decompress=False,
             max_line_size=MAX_URI,
             max_field_size=MAX_FIELD,
@@ -415,7 +416,7 @@ class Lobby(Talk, RequestHandler):
             if chunks > self._limits.body_chunks:
                 raise GatewayError(
                     Failure.TOO_LARGE,
-                    f"The body came in more than {self._limits.body_chunks} chunks.",
+                    f"The body has more than {self._limits.body_chunks} chunks.",
                 )
         return b"".join(pieces)
 

@@ -226,9 +226,9 @@ class Relay:
         """
         if self.head is None or not isinstance(self._body, RawBody):
             kind = "truncated" if self.head else "no_answer"
-            raise UpstreamBroke(kind, "the engine closed before its answer ended")
+            raise UpstreamBroke(kind, "the engine closed before its response ended")
         if self.state is HELD:
-            raise UpstreamBroke("truncated", "the engine closed before its answer began")
+            raise UpstreamBroke("truncated", "the engine closed before its response began")
         self._body.ended = True
         if self.state is REFUSED:
             return self._collect_refusal(b"")
@@ -345,7 +345,7 @@ class Relay:
         """Turn a leading error event about the request into a refusal; raise for any other."""
         status = clients_fault(data, error)
         if status is None:
-            raise UpstreamBroke("engine_error", "the engine answered with an error event")
+            raise UpstreamBroke("engine_error", "the engine sent an error event")
         self.refused, self.status, self.state = True, status, REFUSED
         return self._collect_refusal(data)
 
@@ -364,7 +364,7 @@ class Relay:
         self.bytes_out += len(head)
         out = head + self.feed(data, now)
         if self._body.ended and not self._last:
-            raise UpstreamBroke("no_answer", "the engine's answer is empty")
+            raise UpstreamBroke("no_answer", "the engine's response is empty")
         self.committed, self.on_first = True, on_first
         if self.first_token_at is not None:
             self._notify_first_token()

@@ -29,7 +29,8 @@ HELD_BYTES, HELD_EVENTS = 64 * 1024, 3
 
 ERROR_EVENT = re.compile(rb'(?:^|\n)data:\s*\{\s*"error"')
 CONTENT = re.compile(
-    rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
+    rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]'
+    rb'|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
 )
 _DECISIVE = re.compile(CONTENT.pattern + rb'|"finish_reason":\s*"|\[DONE\]|' + ERROR_EVENT.pattern)
 _FIRST_MEMBER = re.compile(rb'"\w+":( ?)')

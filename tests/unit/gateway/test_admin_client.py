@@ -156,4 +156,4 @@ def test_a_key_password_is_not_asked_for_at_the_terminal(url: str, authority: Au
     word = serialization.BestAvailableEncryption(b"word")
     sealed.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, word))
     told = printed("status", "--admin", url, "--cert", str(folder / "client.pem"), "--key", str(sealed))
-    assert "key_password does not open it" in told
+    assert "key_password does not decrypt it" in told

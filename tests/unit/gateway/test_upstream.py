@@ -211,7 +211,7 @@ async def test_a_pooled_connection_that_dies_within_a_response_is_not_replaced()
             engine.transport.close()
 
         fake.react = half
-        with pytest.raises(UpstreamBroke, match="before its answer ended"):
+        with pytest.raises(UpstreamBroke, match="before its response ended"):
             await fake.ask()
         assert fake.accepted.qsize() == 1
 

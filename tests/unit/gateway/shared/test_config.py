@@ -21,8 +21,8 @@ def refused(text: str) -> str:
     ("url", "why"),
     [
         ("http://a:6379", "is not the URL of a Redis"),
-        ("redis://me:secret@a", "must not name a user or password"),
-        ("redis://a/x", "must be scheme, host, port and database alone"),
+        ("redis://me:secret@a", "must not contain a user or password"),
+        ("redis://a/x", "must be only scheme, host, port and database"),
         ("redis://a:99999", "has no valid port"),
     ],
 )
