@@ -407,8 +407,9 @@ class Agent:
         )
 
     def _granted(self, command: SendInvite, grant: bytes) -> None:
-        """Send the invitation with its grant, unless the landing is over; its fence revokes the
-        grant.
+        """Send the invitation with its grant, unless the landing is over.
+
+        In that case its fence revokes the grant.
         """
         if self._sink.invites(command.link, command.invite.transfer):
             self._board.say(command.link, msgspec.structs.replace(command.invite, grant=grant))

@@ -107,8 +107,9 @@ def window_frame(head: WindowHead, payload_bytes: int, proof: Proof) -> bytes:
 
 
 def opening(data: memoryview, limits: FrameLimits) -> Opening:
-    """Decode the first PREAMBLE_BYTES of `data`. Raises FrameError if they are invalid or too
-    large.
+    """Decode the first PREAMBLE_BYTES of `data`.
+
+    Raises FrameError if they are invalid or too large.
     """
     magic, checksum, kind, proof, zero, header_bytes, payload_bytes = _PREAMBLE.unpack_from(data)
     if magic != _MAGIC or zero:

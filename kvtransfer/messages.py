@@ -202,8 +202,9 @@ def check_words(name: str, ticket: str | None = None) -> None:
 
 
 def check_seconds(what: str, seconds: float) -> None:
-    """Raise ValueError for a negative or unbounded time. NaN and infinity would hold blocks for
-    ever.
+    """Raise ValueError for a negative or unbounded time.
+
+    NaN and infinity would hold blocks for ever.
     """
     if not 0.0 <= seconds < inf:
         raise ValueError(f"{what} needs a finite time in seconds, not {seconds}")

@@ -67,14 +67,14 @@ class Offer:
     )  # fmt: skip
 
     def __init__(
-        self, number: int, ware: Ware, generations: list[NDArray[np.uint32]], now: float
+        self, number: int, spec: Ware, generations: list[NDArray[np.uint32]], now: float
     ) -> None:
-        self.number, self.ware, self.generations, self.began = number, ware, generations, now
-        self.sorted_blocks = ware.blocks[ware.order]
-        self.lease = Lease(ware.name, now + ware.ttl_s)
+        self.number, self.ware, self.generations, self.began = number, spec, generations, now
+        self.sorted_blocks = spec.blocks[spec.order]
+        self.lease = Lease(spec.name, now + spec.ttl_s)
         self.ticket = ""
-        self.nonces = deque([ware.nonce], _MAX_TICKETS)
-        self.ready_layers = ware.ready_layers
+        self.nonces = deque([spec.nonce], _MAX_TICKETS)
+        self.ready_layers = spec.ready_layers
         self.link: Link | None = None
         self.transfer = 0
         self.klass, self.urgent_at = Klass.INTERACTIVE, now
@@ -168,8 +168,9 @@ class Outlet:
         self._flow.arrived(left if landed else 0, now, idle=not self.credits.taken_bytes)
 
     def give(self, transfer: int, n_bytes: int, now: float) -> None:
-        """Return credit for bytes that the peer has received. Raises ValueError if they were not
-        sent.
+        """Return credit for bytes that the peer has received.
+
+        Raises ValueError if they were not sent.
         """
         self.credits.give(transfer, n_bytes)
         self._flow.arrived(n_bytes, now, idle=not self.credits.taken_bytes)

@@ -88,9 +88,7 @@ class Plan:
         self._bands, self.groups = bands, len(bands) * len(chunks)
 
         def make(group: int, pair: int) -> Runs:
-            """Bound to values and not to the plan, so that no reference cycle keeps its arrays
-            alive.
-            """
+            """Compute runs from values, not from the plan, to avoid a reference cycle."""
             band, chunk = divmod(group, len(chunks))
             return runs_of(src, dst, chunks[chunk], shares[band][pair], limits.run_bytes)
 
@@ -108,9 +106,7 @@ class Plan:
         return max(layers, 0) // self.group_layers * len(self._chunk_tokens)
 
     def layers_there(self, groups: int) -> int:
-        """Return how many layers, from the first on, are complete after the first `groups`
-        groups.
-        """
+        """Return how many layers are complete after the first `groups` groups."""
         return min(groups // len(self._chunk_tokens) * self.group_layers, self.src.layers)
 
     def pairs(self, group: int) -> tuple[Pair, ...]:
@@ -299,9 +295,7 @@ def _common_layers(src: KvLayout, dst: KvLayout, layers: range) -> Iterator[tupl
 
 
 def _common_heads(src: KvLayout, dst: KvLayout, band: int) -> Iterator[tuple[int, int, range]]:
-    """Yield (source tp rank, destination tp rank, heads), every head of each destination rank
-    once.
-    """
+    """Yield (source tp rank, sink tp rank, heads), every head of each sink rank once."""
     copies = max(1, src.tp // src.kv_heads)
     sinks = max(1, dst.tp // dst.kv_heads)
     for dst_tp in range(dst.tp):

@@ -192,8 +192,9 @@ class Completions:
         ]
 
     def arm(self) -> None:
-        """Make `fd` readable at the next completion. Poll once more afterwards for an earlier
-        one.
+        """Make `fd` readable at the next completion.
+
+        Poll once more afterwards for an earlier one.
         """
         with _as_transport_error("completions cannot be awaited"):
             self._queue.req_notify(0)

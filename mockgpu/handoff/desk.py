@@ -140,8 +140,9 @@ class Desk:
         return Offered(give.name, offer.ticket, blocks, job.prompt_tokens, max(0, job.cached))
 
     def renew(self, name: str, ticket: str) -> str | None:
-        """Extend an offer to two thirds of a lease from now. Returns the new ticket; None: no such
-        offer.
+        """Extend an offer to two thirds of a lease from now.
+
+        Returns the new ticket; None: no such offer.
         """
         offer = next(
             (o for o in self._offers.values() if o.name == name and o.ticket == ticket), None

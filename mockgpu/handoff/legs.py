@@ -38,8 +38,9 @@ class At(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """The prefill group's agent, by its bootstrap server. `engine_id`: for Mooncake; None:
-    SGLang.
+    """The prefill group's agent, by its bootstrap server.
+
+    `engine_id`: for Mooncake; None: SGLang.
     """
 
     bootstrap: str
