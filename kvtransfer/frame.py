@@ -44,9 +44,9 @@ class FrameError(Exception):
 class Kind(IntEnum):
     """The kind of a frame.
 
-    WINDOW                   the window's bytes follow SHARED, REGIONS, TAKEN   windows through
-    shared memory (transports/shm.py) SPREAD                   the transfer's windows may use any
-    lane from now on
+    WINDOW                   the window's bytes follow
+    SHARED, REGIONS, TAKEN   windows through shared memory (transports/shm.py)
+    SPREAD                   the transfer's windows may use any lane from now on
     """
 
     MESSAGE = 1

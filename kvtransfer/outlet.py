@@ -31,9 +31,10 @@ class Ware(msgspec.Struct, frozen=True):
     """What an engine offers: the KV of `tokens` tokens in `blocks`, with `ready_layers` computed.
 
     sink       the only agent that may fetch it, by ticket or by name; None: any agent with a ticket
-    public     any agent may also fetch it by name nonce      16 random bytes for the first ticket
-    order      the stable sort order of `blocks`, computed here distinct   the distinct block
-    numbers, computed here
+    public     any agent may also fetch it by name
+    nonce      16 random bytes for the first ticket
+    order      the stable sort order of `blocks`, computed here
+    distinct   the distinct block numbers, computed here
     """
 
     name: str
@@ -55,9 +56,10 @@ class Ware(msgspec.Struct, frozen=True):
 class Offer:
     """One offer and the lease that protects it.
 
-    generations     of its blocks, per rank, as promised when it was made sorted_blocks   its block
-    numbers in order, for a fast search per window nonces          of its latest tickets link,
-    transfer  the sink that has taken it; the claim is complete once `plan` is set
+    generations     of its blocks, per rank, as promised when it was made
+    sorted_blocks   its block numbers in order, for a fast search per window
+    nonces          of its latest tickets
+    link, transfer  the sink that has taken it; the claim is complete once `plan` is set
     """
 
     __slots__ = (

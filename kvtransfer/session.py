@@ -56,9 +56,10 @@ class Unproven(Exception):
 class Session:
     """One end of one link.
 
-    peer       the other agent's card; None until its identity is proven version    the protocol
-    version that the peer speaks greeting   the nonce of the Hello, which identifies the link at
-    both ends lane_of    the greeting of the link whose lane this is; empty: no lane
+    peer       the other agent's card; None until its identity is proven
+    version    the protocol version that the peer speaks
+    greeting   the nonce of the Hello, which identifies the link at both ends
+    lane_of    the greeting of the link whose lane this is; empty: no lane
     """
 
     def __init__(

@@ -61,8 +61,10 @@ class Wish(msgspec.Struct, frozen=True):
 class SinkState(StrEnum):
     """The states of a reservation.
 
-    WAITING   for a link INVITED   the peer may write MOVING    the peer writes FENCING   ended, but
-    writers may still be active
+    WAITING   for a link
+    INVITED   the peer may write
+    MOVING    the peer writes
+    FENCING   ended, but writers may still be active
     """
 
     WAITING = "waiting"

@@ -146,9 +146,9 @@ class Body(msgspec.Struct, frozen=True):
 class Reading(msgspec.Struct, frozen=True):
     """The handoff fields of a request as its dialect interprets them.
 
-    leg         the leg that the request is; None: a whole request prompt      the prompt as tokens,
-    if the other leg has already rendered it one_token   the engine stops this leg after its first
-    token, whatever the request says
+    leg         the leg that the request is; None: a whole request
+    prompt      the prompt as tokens, if the other leg has already rendered it
+    one_token   the engine stops this leg after its first token, whatever the request says
     """
 
     leg: Give | Take | None = None

@@ -40,7 +40,8 @@ MOST_LAG_S = 0.25
 class GroupSpec(msgspec.Struct, frozen=True):
     """The parameters of a TP group.
 
-    kv_tokens   None: as many as memory leaves speed       10: ten times as fast; inf: no waiting
+    kv_tokens   None: as many as memory leaves
+    speed       10: ten times as fast; inf: no waiting
     transfer    how it transfers KV, as a prefill or decode group or both; None: whole requests only
     """
 

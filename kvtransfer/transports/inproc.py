@@ -30,10 +30,13 @@ _TRICKLE_S = 0.02
 class Weather(msgspec.Struct, frozen=True):
     """The behaviour of a wire. Probabilities are per window.
 
-    bytes_per_s   None: as fast as memory corrupt       one byte is altered truncate      the end is
-    missing duplicate     the window arrives twice delay         the window is overtaken by others,
-    by up to `delay_s` sever         the link breaks instead fence_s       the longest time for a
-    fence; windows being received are written until then
+    bytes_per_s   None: as fast as memory
+    corrupt       one byte is altered
+    truncate      the end is missing
+    duplicate     the window arrives twice
+    delay         the window is overtaken by others, by up to `delay_s`
+    sever         the link breaks instead
+    fence_s       the longest time for a fence; windows being received are written until then
     """
 
     latency_s: float = 0.0

@@ -50,10 +50,10 @@ class RdmaOptions(msgspec.Struct, frozen=True):
     """Options of RDMA links.
 
     device, gid_index   None: the first active device, and its IPv4-routed address if there is one
-    checksums           the sink compares xxh3-64 of the landed bytes with the source's spin_s
-    how long a busy thread polls its device before it sleeps setup_s             the time for a
-    queue pair to connect most_keys           keys in one grant; blocks that need more are staged
-    and copied
+    checksums           the sink compares xxh3-64 of the landed bytes with the source's
+    spin_s              how long a busy thread polls its device before it sleeps
+    setup_s             the time for a queue pair to connect
+    most_keys           keys in one grant; blocks that need more are staged and copied
     """
 
     device: str | None = None

@@ -218,8 +218,9 @@ class Completions:
 class QueuePair:
     """One end of a reliable connection.
 
-    writes     the most work requests in flight arrivals   the most receives posted number     of
-    the pair; its receives complete as RECEIVED + number
+    writes     the most work requests in flight
+    arrivals   the most receives posted
+    number     of the pair; its receives complete as RECEIVED + number
     """
 
     def __init__(

@@ -79,8 +79,9 @@ class Desk:
     ) -> None:
         """Create it for one start of an engine.
 
-        link        paces what arrives recompute   whether to compute KV that does not arrive; else
-        the job fails lease_s     how long KV is kept here, and assumed to be kept elsewhere
+        link        paces what arrives
+        recompute   whether to compute KV that does not arrive; else the job fails
+        lease_s     how long KV is kept here, and assumed to be kept elsewhere
         connector   name of the connector in metrics
         """
         self.agent = agent
