@@ -218,13 +218,15 @@ class Agent:
         """Let one sink fetch the KV of `tokens` tokens in `blocks`, for `ttl_s` seconds.
 
         An active sink renews the lease. The blocks must stay unchanged until the offer has ended.
-        The offer ends at once, as CANCELLED, if its sink waited for it and gave up. Raises
-        ValueError for invalid arguments.
+        The offer ends at once, as CANCELLED, if its sink waited for it and gave up.
 
-        name           unique among the live offers; best never reused ready_layers   layers
-        computed so far; None: all sink           the only agent that may fetch it, with or without
-        a ticket; None: any agent with a ticket public         also any agent that knows the name;
-        use only names that cannot be guessed
+        name           unique among the live offers; best never reused
+        ready_layers   layers computed so far; None: all
+        sink           the only agent that may fetch it, with or without a ticket;
+                       None: any agent with a ticket
+        public         also any agent that knows the name; use names that cannot be guessed
+
+        Raises ValueError for invalid arguments.
         """
         layers = self._layout.layers if ready_layers is None else ready_layers
         block_numbers, nonce = np.array(blocks, np.int64), secrets.token_bytes(16)
@@ -252,11 +254,13 @@ class Agent:
     ) -> Landing:
         """Write tokens [skip_tokens, tokens) of a peer's offer into `blocks`.
 
-        Returns at once. The blocks belong to the transfer until the landing has ended. Raises
-        ValueError for invalid arguments.
+        Returns at once. The blocks belong to the transfer until the landing has ended.
 
-        ticket   the offer's ticket; None: match by name, if the offer is public or meant for this
-        agent. The offer may then come later klass    interactive, bulk or migration
+        ticket   the offer's ticket; None: match by name an offer that is public or for this
+                 agent, and that may come later
+        klass    interactive, bulk or migration
+
+        Raises ValueError for invalid arguments.
         """
         span = (
             index(tokens),
@@ -407,8 +411,9 @@ class Agent:
         )
 
     def _granted(self, command: SendInvite, grant: bytes) -> None:
-        """Send the invitation with its grant, unless the landing is over; its fence revokes the
-        grant.
+        """Send the invitation with its grant, unless the landing is over.
+
+        In that case its fence revokes the grant.
         """
         if self._sink.invites(command.link, command.invite.transfer):
             self._board.say(command.link, msgspec.structs.replace(command.invite, grant=grant))

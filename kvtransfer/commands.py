@@ -1,6 +1,4 @@
-"""Commands that the source and the sink return. The agent executes them in order, under its
-lock.
-"""
+"""Commands of the source and the sink, which the agent executes in order under its lock."""
 
 from __future__ import annotations
 
@@ -61,8 +59,9 @@ class Fence(msgspec.Struct, frozen=True):
 
 
 class Bump(msgspec.Struct, frozen=True):
-    """Source: increment the generations of blocks that change owner. Always before their
-    Resolve.
+    """Source: increment the generations of blocks that change owner.
+
+    Always before their Resolve.
     """
 
     blocks: NDArray[np.int64]

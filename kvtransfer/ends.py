@@ -75,8 +75,9 @@ _HOW = {
 class End(msgspec.Struct, frozen=True):
     """The outcome of an offer or a landing.
 
-    n_bytes     bytes moved seconds     time since the offer or the landing began transport   "":
-    none was chosen yet
+    n_bytes     bytes moved
+    seconds     time since the offer or the landing began
+    transport   "": none was chosen yet
     """
 
     how: How

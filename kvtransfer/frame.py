@@ -44,9 +44,9 @@ class FrameError(Exception):
 class Kind(IntEnum):
     """The kind of a frame.
 
-    WINDOW                   the window's bytes follow SHARED, REGIONS, TAKEN   windows through
-    shared memory (transports/shm.py) SPREAD                   the transfer's windows may use any
-    lane from now on
+    WINDOW                   the window's bytes follow
+    SHARED, REGIONS, TAKEN   windows through shared memory (transports/shm.py)
+    SPREAD                   the transfer's windows may use any lane from now on
     """
 
     MESSAGE = 1
@@ -107,8 +107,9 @@ def window_frame(head: WindowHead, payload_bytes: int, proof: Proof) -> bytes:
 
 
 def opening(data: memoryview, limits: FrameLimits) -> Opening:
-    """Decode the first PREAMBLE_BYTES of `data`. Raises FrameError if they are invalid or too
-    large.
+    """Decode the first PREAMBLE_BYTES of `data`.
+
+    Raises FrameError if they are invalid or too large.
     """
     magic, checksum, kind, proof, zero, header_bytes, payload_bytes = _PREAMBLE.unpack_from(data)
     if magic != _MAGIC or zero:

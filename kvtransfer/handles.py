@@ -33,8 +33,9 @@ class Doorbell:
         os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
-        """Close the eventfd, and wake all remaining waiters. Call it on the loop, after the last
-        change.
+        """Close the eventfd, and wake all remaining waiters.
+
+        Call it on the loop, after the last change.
         """
         self._loop.remove_reader(self._fd)
         self._wake()

@@ -42,8 +42,9 @@ class Runs(msgspec.Struct, frozen=True):
         return int(self.length.sum())
 
     def cut(self, first: int, count: int) -> Runs:
-        """Return runs [first, first + count), sharing memory. Raises IndexError if they do not
-        exist.
+        """Return runs [first, first + count), sharing memory.
+
+        Raises IndexError if they do not exist.
         """
         if first < 0 or count < 1 or first + count > self.length.size:
             raise IndexError(f"runs {first} to {first + count} of {self.length.size}")
@@ -77,8 +78,9 @@ class Segments(NamedTuple):
 
 
 def distinct(numbers: Offsets) -> Offsets:
-    """Return the distinct numbers in order. Much faster than np.unique, as callers may hold a
-    lock.
+    """Return the distinct numbers in order.
+
+    Much faster than np.unique, as callers may hold a lock.
     """
     in_order = np.sort(numbers)
     return in_order[np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1))]
@@ -174,9 +176,7 @@ def _axes(src: KvLayout, dst: KvLayout, share: Share, tokens: int) -> tuple[list
 def _lattice(
     src: KvLayout, dst: KvLayout, share: Share, tokens: int
 ) -> tuple[tuple[Offsets, Offsets], int]:
-    """Return the offsets of a segment's pieces from its origin on both sides, and a piece's
-    bytes.
-    """
+    """Return the offsets of a segment's pieces from its origin, and the bytes of a piece."""
     axes, n_bytes = _axes(src, dst, share, tokens)
     src_at = dst_at = np.zeros(1, np.int64)
     for axis in axes:
@@ -195,9 +195,7 @@ def _steps(layout: KvLayout) -> tuple[int, int, int, int]:
 
 
 def _origin(layout: KvLayout, rank: int, share: Share, blocks: Offsets, tokens: Offsets) -> Offsets:
-    """Return the offset of the share's first layer and head of these tokens in the rank's
-    region.
-    """
+    """Return the offset of the share's first layer and head of these tokens in the region."""
     stage, tp_rank = divmod(rank, layout.tp)
     layer, _, head, token = _steps(layout)
     inside = (share.layers.start - layout.layers_of(stage).start) * layer

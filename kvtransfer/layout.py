@@ -149,8 +149,9 @@ class KvLayout(msgspec.Struct, frozen=True):
         )
 
     def fingerprint(self) -> str:
-        """Return 16 hex digits, equal exactly for equal layouts in all processes and Python
-        versions.
+        """Return 16 hex digits that are equal exactly for equal layouts.
+
+        They are the same in all processes and Python versions.
         """
         return hashlib.blake2b(
             msgspec.json.encode(self), digest_size=8, person=b"kv-layout"

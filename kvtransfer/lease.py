@@ -32,9 +32,13 @@ class LeaseState(StrEnum):
 class LeaseEvent(StrEnum):
     """The events of a lease.
 
-    claim     a decoder will fetch the KV start     bytes begin to move land      all bytes have
-    arrived and are verified release   the source frees the blocks renew     a heartbeat moves the
-    deadline expire    the deadline has passed revoke    one side has given up
+    claim     a decoder will fetch the KV
+    start     bytes begin to move
+    land      all bytes have arrived and are verified
+    release   the source frees the blocks
+    renew     a heartbeat moves the deadline
+    expire    the deadline has passed
+    revoke    one side has given up
     """
 
     CLAIM = "claim"

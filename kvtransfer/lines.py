@@ -19,10 +19,11 @@ from kvtransfer.transports.base import Link, Transport
 class Dialling(msgspec.Struct, frozen=True, eq=False):
     """A connection that is being dialled.
 
-    where      the peer's address for `transport` address    the peer's address as engines know it
-    fallback   the link to use instead if this one fails; None: there is none lane_of    the link
-    whose windows this one will share; None: a link of its own redials    earlier connections to
-    `where` that ended before the peer showed its identity
+    where      the peer's address for `transport`
+    address    the peer's address as engines know it
+    fallback   the link to use instead if this one fails; None: there is none
+    lane_of    the link whose windows this one will share; None: a link of its own
+    redials    earlier connections to `where` that ended before the peer showed its identity
     """
 
     transport: Transport
@@ -41,12 +42,15 @@ class Dialling(msgspec.Struct, frozen=True, eq=False):
 class Line:
     """A link and what the agent knows of it.
 
-    up         both ends have proven their identity linked     the sink's logic uses the link
+    up         both ends have proven their identity
+    linked     the sink's logic uses the link
     hearing    the link's thread is handling a message, and may be waiting for the agent's lock
-    heard      the peer has sent a message since the link came into use dialling   what the link was
-    dialled for; None: the peer dialled lanes      parallel links that share its windows first
-    for such a lane: the link whose windows it shares seeking    a lane is being dialled misses
-    number of lanes that failed
+    heard      the peer has sent a message since the link came into use
+    dialling   what the link was dialled for; None: the peer dialled
+    lanes      parallel links that share its windows
+    first      for such a lane: the link whose windows it shares
+    seeking    a lane is being dialled
+    misses     number of lanes that failed
     """
 
     __slots__ = (

@@ -65,8 +65,9 @@ class MemoryFileRegion(Region):
         return cls(*_views(memory, blocks, block_bytes), block_bytes, name, fd)
 
     def close(self) -> None:
-        """Close the file. The memory is unmapped once no view of it is left. May be called
-        twice.
+        """Close the file.
+
+        The memory is unmapped once no view of it is left. May be called twice.
         """
         super().close()
         if self.fd is not None:

@@ -43,9 +43,10 @@ class ProtocolError(Exception):
 class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The identity of an agent.
 
-    epoch       random, drawn at every start family      what else must be equal besides the layout:
-    weights, quantisation host        equal exactly on one machine addresses   by transport, where
-    else the agent can be dialled
+    epoch       random, drawn at every start
+    family      what else must be equal, like the layout: weights, quantisation
+    host        equal exactly on one machine
+    addresses   by transport, where else the agent can be dialled
     """
 
     agent: Name
@@ -97,9 +98,9 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_f
 class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
     """Sink: write the offer `name` into these blocks.
 
-    wait_s         how long the invitation may wait for its offer slack_s        urgency among
-    transfers of the same priority: time to the deadline window_bytes   the largest window, except
-    for a single longer run
+    wait_s         how long the invitation may wait for its offer
+    slack_s        urgency among transfers of the same priority: time to the deadline
+    window_bytes   the largest window, except for a single longer run
     """
 
     transfer: Id
@@ -202,8 +203,9 @@ def check_words(name: str, ticket: str | None = None) -> None:
 
 
 def check_seconds(what: str, seconds: float) -> None:
-    """Raise ValueError for a negative or unbounded time. NaN and infinity would hold blocks for
-    ever.
+    """Raise ValueError for a negative or unbounded time.
+
+    NaN and infinity would hold blocks for ever.
     """
     if not 0.0 <= seconds < inf:
         raise ValueError(f"{what} needs a finite time in seconds, not {seconds}")

@@ -11,15 +11,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Times and limits of an agent.
 
     beat_s, misses         a link is lost after this many beats of silence; equal on both sides
-    handshake_s            time for both ends of a new link to prove their identity window_bytes
-    largest window to send; a link may want less budget_bytes           bytes that a source may have
-    in flight to this agent on one link patience_s             longest time that an invitation may
-    wait here for its offer memory_s               how long the name of an ended, declined or
-    unwanted offer is remembered most_waiting           invitations that may wait here, in total
+    handshake_s            time for both ends of a new link to prove their identity
+    window_bytes           largest window to send; a link may want less
+    budget_bytes           bytes that a source may have in flight to this agent on one link
+    patience_s             longest time that an invitation may wait here for its offer
+    memory_s               how long the name of an ended, declined or unwanted offer is remembered
+    most_waiting           invitations that may wait here, in total
     most_strangers         links whose peer has not shown the key; one more drops the oldest
-    unproven_per_address   such links from one IPv4 address or IPv6 /64 family                 what
-    must be equal on both sides, like the layout: weights, quantisation host
-    equal exactly for agents that can share memory; None: detect, "": never
+    unproven_per_address   such links from one IPv4 address or IPv6 /64
+    family                 what must be equal on both sides, like the layout: weights, quantisation
+    host                   equal exactly for agents that can share memory; None: detect, "": never
     """
 
     beat_s: float = 0.25

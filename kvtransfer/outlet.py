@@ -31,9 +31,10 @@ class Ware(msgspec.Struct, frozen=True):
     """What an engine offers: the KV of `tokens` tokens in `blocks`, with `ready_layers` computed.
 
     sink       the only agent that may fetch it, by ticket or by name; None: any agent with a ticket
-    public     any agent may also fetch it by name nonce      16 random bytes for the first ticket
-    order      the stable sort order of `blocks`, computed here distinct   the distinct block
-    numbers, computed here
+    public     any agent may also fetch it by name
+    nonce      16 random bytes for the first ticket
+    order      the stable sort order of `blocks`, computed here
+    distinct   the distinct block numbers, computed here
     """
 
     name: str
@@ -55,9 +56,10 @@ class Ware(msgspec.Struct, frozen=True):
 class Offer:
     """One offer and the lease that protects it.
 
-    generations     of its blocks, per rank, as promised when it was made sorted_blocks   its block
-    numbers in order, for a fast search per window nonces          of its latest tickets link,
-    transfer  the sink that has taken it; the claim is complete once `plan` is set
+    generations     of its blocks, per rank, as promised when it was made
+    sorted_blocks   its block numbers in order, for a fast search per window
+    nonces          of its latest tickets
+    link, transfer  the sink that has taken it; the claim is complete once `plan` is set
     """
 
     __slots__ = (
@@ -67,14 +69,14 @@ class Offer:
     )  # fmt: skip
 
     def __init__(
-        self, number: int, ware: Ware, generations: list[NDArray[np.uint32]], now: float
+        self, number: int, spec: Ware, generations: list[NDArray[np.uint32]], now: float
     ) -> None:
-        self.number, self.ware, self.generations, self.began = number, ware, generations, now
-        self.sorted_blocks = ware.blocks[ware.order]
-        self.lease = Lease(ware.name, now + ware.ttl_s)
+        self.number, self.ware, self.generations, self.began = number, spec, generations, now
+        self.sorted_blocks = spec.blocks[spec.order]
+        self.lease = Lease(spec.name, now + spec.ttl_s)
         self.ticket = ""
-        self.nonces = deque([ware.nonce], _MAX_TICKETS)
-        self.ready_layers = ware.ready_layers
+        self.nonces = deque([spec.nonce], _MAX_TICKETS)
+        self.ready_layers = spec.ready_layers
         self.link: Link | None = None
         self.transfer = 0
         self.klass, self.urgent_at = Klass.INTERACTIVE, now
@@ -168,8 +170,9 @@ class Outlet:
         self._flow.arrived(left if landed else 0, now, idle=not self.credits.taken_bytes)
 
     def give(self, transfer: int, n_bytes: int, now: float) -> None:
-        """Return credit for bytes that the peer has received. Raises ValueError if they were not
-        sent.
+        """Return credit for bytes that the peer has received.
+
+        Raises ValueError if they were not sent.
         """
         self.credits.give(transfer, n_bytes)
         self._flow.arrived(n_bytes, now, idle=not self.credits.taken_bytes)

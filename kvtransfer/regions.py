@@ -16,9 +16,7 @@ Blocks = Sequence[int] | NDArray[np.int64]
 
 
 class RegionError(Exception):
-    """The memory is unusable: wrong size, read-only, or a file that its owner could still
-    resize.
-    """
+    """The memory is unusable: wrong size, read-only, or a file that can be resized."""
 
 
 class Region:

@@ -88,9 +88,7 @@ class Plan:
         self._bands, self.groups = bands, len(bands) * len(chunks)
 
         def make(group: int, pair: int) -> Runs:
-            """Bound to values and not to the plan, so that no reference cycle keeps its arrays
-            alive.
-            """
+            """Compute runs from values, not from the plan, to avoid a reference cycle."""
             band, chunk = divmod(group, len(chunks))
             return runs_of(src, dst, chunks[chunk], shares[band][pair], limits.run_bytes)
 
@@ -108,9 +106,7 @@ class Plan:
         return max(layers, 0) // self.group_layers * len(self._chunk_tokens)
 
     def layers_there(self, groups: int) -> int:
-        """Return how many layers, from the first on, are complete after the first `groups`
-        groups.
-        """
+        """Return how many layers are complete after the first `groups` groups."""
         return min(groups // len(self._chunk_tokens) * self.group_layers, self.src.layers)
 
     def pairs(self, group: int) -> tuple[Pair, ...]:
@@ -183,9 +179,10 @@ def plan(
 ) -> Plan:
     """Plan how tokens [skip_tokens, tokens) of a request get from `src` into `dst`.
 
-    src_blocks, dst_blocks   the request's blocks in token order, from token 0 on; same on every
-    rank group_layers             layers per group; None: by `layers_per_group` most_runs
-    runs of a pair in a group, exceeded by up to one segment
+    src_blocks, dst_blocks   the request's blocks in token order, from token 0 on;
+                             the same on every rank
+    group_layers             layers per group; None: by `layers_per_group`
+    most_runs                runs of a pair in a group, exceeded by up to one segment
 
     Every byte of these tokens is covered exactly once on every destination rank. So is the rest of
     the last block, up to the nearest block end on either side: a whole block is one run, a partial
@@ -299,9 +296,7 @@ def _common_layers(src: KvLayout, dst: KvLayout, layers: range) -> Iterator[tupl
 
 
 def _common_heads(src: KvLayout, dst: KvLayout, band: int) -> Iterator[tuple[int, int, range]]:
-    """Yield (source tp rank, destination tp rank, heads), every head of each destination rank
-    once.
-    """
+    """Yield (source tp rank, sink tp rank, heads), every head of each sink rank once."""
     copies = max(1, src.tp // src.kv_heads)
     sinks = max(1, dst.tp // dst.kv_heads)
     for dst_tp in range(dst.tp):

@@ -34,8 +34,7 @@ _RANDOM_BYTES = 8  # random part of a greeting; the other 8 bytes are its tag
 
 
 def greeting_nonce(key: bytes, random: bytes) -> bytes:
-    """Return a nonce for Hello or Lane that shows knowledge of the key: 8 random bytes and their
-    tag.
+    """Return a nonce for Hello or Lane that shows the key: 8 random bytes and their tag.
 
     It can be replayed, so it is no proof. It only decides which new links are served first.
     """
@@ -57,9 +56,10 @@ class Unproven(Exception):
 class Session:
     """One end of one link.
 
-    peer       the other agent's card; None until its identity is proven version    the protocol
-    version that the peer speaks greeting   the nonce of the Hello, which identifies the link at
-    both ends lane_of    the greeting of the link whose lane this is; empty: no lane
+    peer       the other agent's card; None until its identity is proven
+    version    the protocol version that the peer speaks
+    greeting   the nonce of the Hello, which identifies the link at both ends
+    lane_of    the greeting of the link whose lane this is; empty: no lane
     """
 
     def __init__(
@@ -131,8 +131,9 @@ class Session:
         return self._seal(welcome)
 
     def _answer_welcome(self, data: bytes) -> bytes:
-        """Answer the Welcome with Ready. Its seal covers our nonce, so it proves the peer's
-        identity.
+        """Answer the Welcome with Ready.
+
+        Its seal covers our nonce, so it proves the peer's identity.
         """
         body = bytes(data[:-SEAL_BYTES])
         if len(data) > MOST_HELLO_BYTES:

@@ -46,9 +46,7 @@ from kvtransfer.transports.base import Link, Slice, Verdict, WindowHead
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """What an engine fetches: tokens [skip_tokens, tokens) of `name` at `address`, into
-    `blocks`.
-    """
+    """What an engine fetches: tokens [skip_tokens, tokens) of an offer, into `blocks`."""
 
     address: str
     name: str
@@ -63,8 +61,10 @@ class Wish(msgspec.Struct, frozen=True):
 class SinkState(StrEnum):
     """The states of a reservation.
 
-    WAITING   for a link INVITED   the peer may write MOVING    the peer writes FENCING   ended, but
-    writers may still be active
+    WAITING   for a link
+    INVITED   the peer may write
+    MOVING    the peer writes
+    FENCING   ended, but writers may still be active
     """
 
     WAITING = "waiting"
@@ -81,9 +81,9 @@ class Reservation:
         "number", "peer", "plan", "said", "state", "wish",
     )  # fmt: skip
 
-    def __init__(self, number: int, wish: Wish, now: float) -> None:
-        self.number, self.wish = number, wish
-        self.began, self.deadline = now, now + wish.timeout_s
+    def __init__(self, number: int, request: Wish, now: float) -> None:
+        self.number, self.wish = number, request
+        self.began, self.deadline = now, now + request.timeout_s
         self.state = SinkState.WAITING
         self.link: Link | None = None
         self.said = False
@@ -97,8 +97,9 @@ class Reservation:
 
 
 class SinkBook:
-    """The reservations of one agent. The caller numbers them; the numbers are also used on the
-    wire.
+    """The reservations of one agent.
+
+    The caller numbers them; the numbers are also used on the wire.
     """
 
     def __init__(
@@ -122,16 +123,16 @@ class SinkBook:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def fetch(self, number: int, wish: Wish, now: float) -> list[Command]:
+    def fetch(self, number: int, request: Wish, now: float) -> list[Command]:
         """Begin a landing. Call `check` first."""
-        reservation = Reservation(number, wish, now)
+        reservation = Reservation(number, request, now)
         self._reservations[number] = reservation
         heapq.heappush(self._deadlines, (reservation.deadline, number))
-        if wish.address in self._links:
+        if request.address in self._links:
             return [self._invite(reservation, now)]
-        waiting = self._waiting.get(wish.address)
-        self._waiting.setdefault(wish.address, []).append(reservation)
-        return [Dial(wish.address)] if waiting is None else []
+        waiting = self._waiting.get(request.address)
+        self._waiting.setdefault(request.address, []).append(reservation)
+        return [Dial(request.address)] if waiting is None else []
 
     def linked(
         self, address: str, link: Link, layout: KvLayout, agent: str, now: float
@@ -160,8 +161,9 @@ class SinkBook:
         ]
 
     def leave(self, link: Link) -> None:
-        """Stop using a link that will end soon. Its transfers may still land; new ones dial
-        again.
+        """Stop using a link that will end soon.
+
+        Its transfers may still land; new ones dial again.
         """
         self._links = {
             address: there for address, there in self._links.items() if there[0] is not link
@@ -223,9 +225,7 @@ class SinkBook:
     def _begin(
         self, reservation: Reservation, tracker_or_error: Arrivals | str, now: float
     ) -> list[Command]:
-        """Admit windows after the plan is computed, unless the landing has ended in the
-        meantime.
-        """
+        """Admit windows after the plan is computed, unless the landing has ended since."""
         if reservation.state is not SinkState.INVITED:
             return []
         if isinstance(tracker_or_error, str):
@@ -267,9 +267,7 @@ class SinkBook:
         return Slice(runs, self._regions[dst_rank], src_rank, dst_rank)
 
     def misled(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
-        """End a landing whose source has another plan, because the missing bytes would never
-        come.
-        """
+        """End a landing whose source has another plan: the missing bytes would never come."""
         reservation = self._find_moving(link, transfer)
         return [] if reservation is None else self._end(reservation, Reason.PROTOCOL, detail, now)
 
@@ -317,39 +315,49 @@ class SinkBook:
         reservation.said = True
         return True
 
-    def check(self, wish: Wish) -> None:
+    def check(self, request: Wish) -> None:
         """Raise ValueError for an invalid request: bad blocks or tokens. Needs no lock."""
-        check_words(wish.name, wish.ticket)
-        check_seconds("a landing", wish.timeout_s)
-        if not 0 <= wish.skip_tokens < wish.tokens <= MOST_TOKENS:
-            raise ValueError(f"tokens {wish.skip_tokens} to {wish.tokens} are not a valid range")
-        if wish.blocks.size * self._layout.block_tokens < wish.tokens:
-            raise ValueError(f"{wish.tokens} tokens do not fit into {wish.blocks.size} blocks")
+        check_words(request.name, request.ticket)
+        check_seconds("a landing", request.timeout_s)
+        if not 0 <= request.skip_tokens < request.tokens <= MOST_TOKENS:
+            raise ValueError(
+                f"tokens {request.skip_tokens} to {request.tokens} are not a valid range"
+            )
+        if request.blocks.size * self._layout.block_tokens < request.tokens:
+            raise ValueError(
+                f"{request.tokens} tokens do not fit into {request.blocks.size} blocks"
+            )
         most = min(region.blocks for region in self._regions)
-        if wish.blocks.size > MOST_BLOCKS or wish.blocks.min() < 0 or wish.blocks.max() >= most:
+        if (
+            request.blocks.size > MOST_BLOCKS
+            or request.blocks.min() < 0
+            or request.blocks.max() >= most
+        ):
             raise ValueError(f"blocks lie between 0 and {most}")
-        if distinct(wish.blocks).size != wish.blocks.size:
+        if distinct(request.blocks).size != request.blocks.size:
             raise ValueError("a block is listed twice")
 
     def _invite(self, reservation: Reservation, now: float) -> Command:
-        wish = reservation.wish
-        link, reservation.layout, reservation.peer = self._links[wish.address]
+        request = reservation.wish
+        link, reservation.layout, reservation.peer = self._links[request.address]
         reservation.state, reservation.link = SinkState.INVITED, link
         left_s = max(0.0, reservation.deadline - now)
         invite = Invite(
             transfer=reservation.number,
-            name=wish.name,
-            blocks=pack_blocks(wish.blocks),
-            tokens=wish.tokens,
-            skip_tokens=wish.skip_tokens,
+            name=request.name,
+            blocks=pack_blocks(request.blocks),
+            tokens=request.tokens,
+            skip_tokens=request.skip_tokens,
             wait_s=min(left_s, 86_400.0),
             slack_s=min(left_s, 86_400.0),
-            klass=int(wish.klass),
+            klass=int(request.klass),
             window_bytes=min(self._options.window_bytes, link.window_bytes),
-            ticket=wish.ticket,
+            ticket=request.ticket,
         )
         block_tokens = self._layout.block_tokens
-        written = wish.blocks[wish.skip_tokens // block_tokens : -(-wish.tokens // block_tokens)]
+        written = request.blocks[
+            request.skip_tokens // block_tokens : -(-request.tokens // block_tokens)
+        ]
         return SendInvite(
             link,
             invite,
@@ -362,12 +370,15 @@ class SinkBook:
 
         This runs without the lock, so the first group's runs are computed as well.
         """
-        wish = reservation.wish
+        request = reservation.wish
         assert reservation.layout is not None
         fingerprint = fingerprint_of(reservation.layout, self._layout)
         if message.layouts != fingerprint:
             source_fingerprint = message.layouts or "none"
-            return f"the source plans with other layouts: {fingerprint} here, {source_fingerprint} there"
+            return (
+                f"the source plans with other layouts: {fingerprint} here, "
+                f"{source_fingerprint} there"
+            )
         if message.window_bytes > self._options.window_bytes:
             return f"windows of {message.window_bytes} bytes are too large"
         try:
@@ -375,9 +386,9 @@ class SinkBook:
                 reservation.layout,
                 self._layout,
                 unpack_blocks(message.blocks),
-                wish.blocks,
-                wish.tokens,
-                skip_tokens=wish.skip_tokens,
+                request.blocks,
+                request.tokens,
+                skip_tokens=request.skip_tokens,
                 group_layers=message.group_layers,
             )
         except (LayoutMismatch, ValueError) as error:
@@ -443,14 +454,16 @@ class SinkBook:
 
         The source then frees the blocks. Nothing is sent if another landing wants the same offer.
         """
-        wish = reservation.wish
+        request = reservation.wish
         wanted = any(
-            (other.wish.address, other.wish.name) == (wish.address, wish.name)
+            (other.wish.address, other.wish.name) == (request.address, request.name)
             and other.state is not SinkState.FENCING
             for other in self._reservations.values()
         )
         unwanted = reservation.end is not None and reservation.end[0] is Reason.CANCELLED
-        return [Send(link, Unwanted(wish.name, wish.ticket))] if unwanted and not wanted else []
+        return (
+            [Send(link, Unwanted(request.name, request.ticket))] if unwanted and not wanted else []
+        )
 
     def _resolve(self, reservation: Reservation, now: float) -> list[Command]:
         assert reservation.end is not None

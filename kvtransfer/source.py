@@ -83,23 +83,23 @@ class SourceBook:
         dues = [self._deadlines[0][0] if self._deadlines else None, self._pending_invites.due()]
         return min((due for due in dues if due is not None), default=None)
 
-    def offer(self, number: int, ware: Ware, now: float) -> tuple[str, list[Command]]:
+    def offer(self, number: int, spec: Ware, now: float) -> tuple[str, list[Command]]:
         """Protect blocks until they are fetched. Returns the ticket and the commands.
 
         An offer that its sink has given up waiting for ends at once, because no sink would fetch
         it. Raises ValueError for an invalid offer.
         """
-        self._check(ware)
-        generations = [region.generations_of(ware.blocks) for region in self._regions]
-        offer = Offer(number, ware, generations, now)
+        self._check(spec)
+        generations = [region.generations_of(spec.blocks) for region in self._regions]
+        offer = Offer(number, spec, generations, now)
         offer.ticket = self._authorizer.write(offer)
-        self._offers[number] = self._names[ware.name] = offer
-        self._offer_counts[ware.distinct] += 1
+        self._offers[number] = self._names[spec.name] = offer
+        self._offer_counts[spec.distinct] += 1
         self._push_deadline(offer)
-        waiting, gave_up = self._pending_invites.offered(ware.name, now)
+        waiting, gave_up = self._pending_invites.offered(spec.name, now)
         if waiting is not None:
             return offer.ticket, self._match_invite(offer, waiting.link, waiting.invite, None, now)
-        if gave_up is not None and by_name(ware, gave_up):
+        if gave_up is not None and by_name(spec, gave_up):
             return offer.ticket, self._end(
                 offer, Reason.CANCELLED, f"{gave_up} gave up before", now
             )
@@ -135,9 +135,7 @@ class SourceBook:
         return [] if offer is None else self._end(offer, reason, detail, now)
 
     def decline(self, name: str, detail: str, now: float) -> list[Command]:
-        """Tell sinks that no offer of this name will come, those that wait and those that ask
-        later.
-        """
+        """Tell waiting and later sinks that no offer of this name will come."""
         if name not in self._names:
             self._pending_invites.ended(name, Reason.DECLINED, now)
         return self._refuse_waiting(name, Reason.DECLINED, detail)
@@ -190,8 +188,9 @@ class SourceBook:
         return commands
 
     def invited(self, link: Link, invite: Invite, now: float) -> list[Command]:
-        """Answer an invitation, or let it wait for its offer. Raises ProtocolError for an old
-        number.
+        """Answer an invitation, or let it wait for its offer.
+
+        Raises ProtocolError for an old number.
         """
         outlet = self._outlets[link]
         if invite.transfer <= outlet.newest:
@@ -227,8 +226,9 @@ class SourceBook:
         )
 
     def unwanted(self, link: Link, message: Unwanted, now: float) -> list[Command]:
-        """End an offer whose sink gave up before inviting. Ignored if that sink may not fetch
-        it.
+        """End an offer whose sink gave up before inviting.
+
+        Ignored if that sink may not fetch it.
         """
         agent, offer = self._outlets[link].card.agent, self._names.get(message.name)
         if message.ticket is None:
@@ -255,8 +255,9 @@ class SourceBook:
         return self._end(offer, Reason.LANDED, "", now, tell=False)
 
     def credited(self, link: Link, message: Credit, now: float) -> list[Command]:
-        """Return credit to the sink and send more. Raises ProtocolError for credit it did not
-        have.
+        """Return credit to the sink and send more.
+
+        Raises ProtocolError for credit it did not have.
         """
         outlet = self._outlets[link]
         if message.transfer not in outlet.claimed:
@@ -277,17 +278,17 @@ class SourceBook:
         for offer in self._outlets[link].claimed.values():
             self._renew(offer, now + offer.ware.ttl_s, now)
 
-    def _check(self, ware: Ware) -> None:
-        check_words(ware.name)
-        check_seconds("an offer", ware.ttl_s)
+    def _check(self, spec: Ware) -> None:
+        check_words(spec.name)
+        check_seconds("an offer", spec.ttl_s)
         size = self._card.layout.block_tokens
-        if ware.name in self._names:
-            raise ValueError(f"{ware.name} is already offered")
-        if not 0 < ware.tokens <= ware.blocks.size * size:
-            raise ValueError(f"{ware.tokens} tokens do not fit into {ware.blocks.size} blocks")
-        if ware.blocks.size > MOST_BLOCKS:
-            raise ValueError(f"an offer has at most {MOST_BLOCKS} blocks, not {ware.blocks.size}")
-        if ware.blocks.min() < 0 or ware.blocks.max() >= self._offer_counts.size:
+        if spec.name in self._names:
+            raise ValueError(f"{spec.name} is already offered")
+        if not 0 < spec.tokens <= spec.blocks.size * size:
+            raise ValueError(f"{spec.tokens} tokens do not fit into {spec.blocks.size} blocks")
+        if spec.blocks.size > MOST_BLOCKS:
+            raise ValueError(f"an offer has at most {MOST_BLOCKS} blocks, not {spec.blocks.size}")
+        if spec.blocks.min() < 0 or spec.blocks.max() >= self._offer_counts.size:
             raise ValueError(f"blocks lie between 0 and {self._offer_counts.size}")
 
     def _refuse_waiting(self, name: str, reason: Reason, detail: str) -> list[Command]:
@@ -431,8 +432,9 @@ class SourceBook:
     def _end(
         self, offer: Offer, reason: Reason, detail: str, now: float, *, tell: bool = True
     ) -> list[Command]:
-        """End an offer: the only way out. The blocks change owner at once; readers find them
-        stale.
+        """End an offer: the only way out.
+
+        The blocks change owner at once; readers find them stale.
         """
         offer.lease = _final_lease(offer.lease, reason, now)
         if reason is Reason.LANDED and offer.lease.state is LeaseState.EXPIRED:
@@ -469,8 +471,9 @@ class SourceBook:
         ]
 
     def _release_blocks(self, offer: Offer) -> NDArray[np.int64]:
-        """Return the blocks that no other offer protects. Requests share blocks of a common
-        prefix.
+        """Return the blocks that no other offer protects.
+
+        Requests share blocks of a common prefix.
         """
         blocks = offer.ware.distinct
         self._offer_counts[blocks] -= 1

@@ -106,8 +106,9 @@ class Switchboard:
             peer_link.say(message)
 
     def dial(self, address: str) -> None:
-        """Dial the agent there on another thread. The sink receives `on_linked` or
-        `on_link_failed`.
+        """Dial the agent there on another thread.
+
+        The sink receives `on_linked` or `on_link_failed`.
         """
         self._start_dial(Dialling(next(iter(self._transports.values())), address, address))
 
@@ -384,8 +385,9 @@ class Switchboard:
             self._dial_lane(first)
 
     def _lose_lane(self, peer_link: Line, first: Line, detail: str) -> None:
-        """Handle the end of a lane. If it was used, windows may be missing, so its link is lost
-        too.
+        """Handle the end of a lane.
+
+        If it was used, windows may be missing, so its link is lost too.
 
         The decision waits: connections end in any order, and the link's own last messages tell
         more.
@@ -498,8 +500,9 @@ class Switchboard:
         raise ProtocolError(f"{type(message).__name__} is not allowed in this direction")
 
     def _beat(self, due: float, send_beat: bool = True) -> None:
-        """Send heartbeats, and drop silent links. Runs on the clock's thread without the agent's
-        lock.
+        """Send heartbeats, and drop silent links.
+
+        Runs on the clock's thread without the agent's lock.
 
         Silence is checked twice per beat, so a freeze is noticed within the allowed silence plus
         half a beat.

@@ -51,11 +51,13 @@ class Refused(Exception):
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The content of a ticket.
 
-    offer       name of the offer at its source agent       name of the source epoch       16 random
-    bytes, drawn at every start of the source digest      `digest_of` the promised blocks and
-    generations not_after   seconds on the monotonic clock of the source, which issues and checks it
-    nonce       16 random bytes that identify the ticket, so that it is used once sink        the
-    only agent that may present it; None: any of the fleet
+    offer       name of the offer at its source
+    agent       name of the source
+    epoch       16 random bytes, drawn at every start of the source
+    digest      `digest_of` the promised blocks and generations
+    not_after   seconds on the monotonic clock of the source, which issues and checks it
+    nonce       16 random bytes that identify the ticket, so that it is used once
+    sink        the only agent that may present it; None: any of the fleet
 
     There is no direction, because the source always writes, into blocks that the sink names. There
     is no size, because the offer defines the number of tokens.

@@ -12,8 +12,9 @@ from kvtransfer.transports.base import Link
 
 
 class UnprovenLinks:
-    """A bounded set of unproven links. A new link is always added, at the cost of another one if
-    needed.
+    """A bounded set of unproven links.
+
+    A new link is always added, at the cost of another one if needed.
 
     If its address has `per_address` links, the oldest of them is dropped. Otherwise, if there are
     `most` links in total, the oldest link of the address with the most links is dropped.
@@ -41,8 +42,9 @@ class UnprovenLinks:
         return dropped
 
     def remove(self, link: Link) -> None:
-        """Remove a link that has ended or whose peer has shown the key. No-op for an unknown
-        link.
+        """Remove a link that has ended or whose peer has shown the key.
+
+        No-op for an unknown link.
         """
         address = self._address_of.pop(link, None)
         if address is None:

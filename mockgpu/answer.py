@@ -73,8 +73,9 @@ class StreamSink:
         self.failed = answer.failed
 
     def token(self) -> None:
-        """Write the next token's events. Discard them if the client has left and the abort is
-        pending.
+        """Write the next token's events.
+
+        Discard them if the client has left and the abort is pending.
         """
         data = self._chunks.next(self._job.cached if self._cached else None)
         if not self._transport.is_closing():
@@ -86,9 +87,7 @@ class StreamSink:
 
 
 class FaultySink(StreamSink):
-    """A StreamSink with a fault: it breaks off after some tokens, or writes what a relay must
-    handle.
-    """
+    """A StreamSink with a fault: it breaks off, or writes what a relay must handle."""
 
     __slots__ = ("_broken", "_fault", "_made")
 

@@ -47,8 +47,9 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An error response in vLLM's format: `{"error": {message, type, param, code}}`, code =
-    status.
+    """An error response in vLLM's format, with the status as code.
+
+    The body is `{"error": {message, type, param, code}}`.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
@@ -145,9 +146,9 @@ class Body(msgspec.Struct, frozen=True):
 class Reading(msgspec.Struct, frozen=True):
     """The handoff fields of a request as its dialect interprets them.
 
-    leg         the leg that the request is; None: a whole request prompt      the prompt as tokens,
-    if the other leg has already rendered it one_token   the engine stops this leg after its first
-    token, whatever the request says
+    leg         the leg that the request is; None: a whole request
+    prompt      the prompt as tokens, if the other leg has already rendered it
+    one_token   the engine stops this leg after its first token, whatever the request says
     """
 
     leg: Give | Take | None = None
@@ -202,8 +203,9 @@ def decoded(raw: bytes, kind: type[Kind]) -> Kind:
 
 
 def check_rank(headers: Mapping[str, str]) -> None:
-    """Raise ApiError 400 for a data-parallel rank other than 0. A value that is no integer is
-    ignored.
+    """Raise ApiError 400 for a data-parallel rank other than 0.
+
+    A value that is no integer is ignored.
     """
     rank = headers.get("X-data-parallel-rank", "0")
     if re.fullmatch("-?[0-9]*[1-9][0-9]*", rank):
@@ -213,8 +215,9 @@ def check_rank(headers: Mapping[str, str]) -> None:
 
 
 def request_name(headers: Mapping[str, str]) -> str:
-    """Return the client's X-Request-Id, or "". Non-ASCII bytes are read as Latin-1, as in
-    engines.
+    """Return the client's X-Request-Id, or "".
+
+    Non-ASCII bytes are read as Latin-1, as in engines.
     """
     return headers.get("X-Request-Id", "").encode("utf-8", "surrogateescape").decode("latin-1")
 
@@ -381,8 +384,8 @@ def _limit(prompts: list[bytes], requested: int | None, context: int) -> int:
         message = (
             f"This model's maximum context length is {context} tokens. However, you requested "
             f"{at_least} output tokens and your prompt contains {longest} input tokens, for a "
-            f"total of {longest + at_least} tokens. Please reduce the length of the input prompt or "
-            f"the number of requested output tokens."
+            f"total of {longest + at_least} tokens. Please reduce the length of the input prompt "
+            f"or the number of requested output tokens."
         )
         raise ApiError(400, message, "input_tokens")
     return context - longest if requested is None else at_least

@@ -44,8 +44,9 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """The number of unreferenced blocks. Cached content counts as free, because it can be
-        evicted.
+        """The number of unreferenced blocks.
+
+        Cached content counts as free, because it can be evicted.
         """
         return len(self._free)
 
@@ -76,8 +77,9 @@ class BlockPool:
         return blocks
 
     def take(self) -> int:
-        """Allocate a block, evicting the oldest cached content. Raises IndexError if none is
-        free.
+        """Allocate a block, evicting the oldest cached content.
+
+        Raises IndexError if none is free.
         """
         if not self._free:
             raise IndexError("no free KV block")
@@ -92,8 +94,9 @@ class BlockPool:
         return block
 
     def seal(self, block: int, key: int) -> None:
-        """Register a full block's content for sharing. The first block with a content keeps its
-        key.
+        """Register a full block's content for sharing.
+
+        The first block with a content keeps its key.
         """
         if key not in self._by_key and self._keys[block] is None:
             self._by_key[key] = block

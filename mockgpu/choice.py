@@ -119,8 +119,9 @@ def _generate(ask: Ask, prompt: bytes, prompt_keys: Sequence[int], vary: int) ->
 
 
 def _first_stop(text: str, stops: Sequence[str], min_tokens: int) -> tuple[int, str] | None:
-    """Return the first stop string that ends after the minimum, with its position; None: none
-    does.
+    """Return the position and text of the first stop string that ends after the minimum.
+
+    Returns None if there is none.
     """
     starts = [max(0, min_tokens * TOKEN_BYTES - len(stop) + 1) for stop in stops]
     matches = [

@@ -173,8 +173,9 @@ def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: 
 
 
 def _tls(directory: str | None) -> TlsFiles | None:
-    """Return the files of a Kubernetes TLS secret. "" is refused: it would mean the working
-    directory.
+    """Return the files of a Kubernetes TLS secret in this directory.
+
+    "" is refused, because it would mean the working directory.
     """
     if directory is None:
         return None

@@ -194,9 +194,7 @@ class Chunks:
         self._head, self._tail = self._template() if self._plain else (b"", b"")
 
     def _template(self) -> tuple[bytes, bytes]:
-        """Return what surrounds a plain token: a rendered event, split at a mark in place of the
-        token.
-        """
+        """Return what surrounds a plain token: a rendered event, split where the token goes."""
         mark = b"\x00" * TOKEN_BYTES
         rendered = framed(self._event(self._delta("0" * TOKEN_BYTES), None, b"", None))
         head, tail = rendered.replace(b'"0000"', b'"' + mark + b'"').split(mark)

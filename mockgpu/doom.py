@@ -48,9 +48,7 @@ class Doom:
         self._fault_by_job.pop(job, None)
 
     def planned(self, plan: Plan, step_s: float) -> None:
-        """Schedule the failure of the group in the middle of a step, for jobs that die in
-        prefill.
-        """
+        """Schedule the group's failure in the middle of a step, for jobs that die in prefill."""
         for chunk in plan.chunks:
             if self._kind(chunk.job) is FaultKind.DIE_IN_PREFILL:
                 self._loop.call_later(step_s / 2, self._target.lose_rank, 0)

@@ -1,5 +1,4 @@
-"""The server for `penstock chaos`: faults of a fleet's groups, set while it runs, from this
-machine.
+"""The server for `penstock chaos`, by which this machine sets a running fleet's faults.
 
 It exists only if the fleet was started with a port for it, and listens only on 127.0.0.1. It stays
 open whatever fault a group has; a group that refuses connections could not be healed otherwise.

@@ -80,8 +80,9 @@ class FaultBox:
             await self._reconnected.wait()
 
     def set(self, spec: str) -> None:
-        """Replace all faults; "" heals everything. FaultError leaves the earlier faults in
-        place.
+        """Replace all faults; "" heals everything.
+
+        FaultError leaves the earlier faults in place.
         """
         faults = parse_faults(spec)
         self.check(faults)
@@ -110,9 +111,7 @@ class FaultBox:
         self.spec, self._faults = "", ()
 
     def strike(self) -> Fault | None:
-        """Return the fault for an arriving request: the first of the spec that strikes; None: none
-        does.
-        """
+        """Return the first fault of the spec that strikes an arriving request, if any."""
         elapsed_s = self._loop.time() - self._set_at
         for fault in self._faults:
             if fault.kind not in GROUP_FAULTS and fault.strikes(elapsed_s, self._rng):

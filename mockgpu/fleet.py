@@ -22,9 +22,7 @@ KEEP_ALIVE_S = 5.0
 
 
 class Listener:
-    """The port of one group: an aiohttp server whose listening socket can be closed and
-    reopened.
-    """
+    """The port of one group: an aiohttp server whose socket can be closed and reopened."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host

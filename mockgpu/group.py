@@ -40,7 +40,8 @@ MOST_LAG_S = 0.25
 class GroupSpec(msgspec.Struct, frozen=True):
     """The parameters of a TP group.
 
-    kv_tokens   None: as many as memory leaves speed       10: ten times as fast; inf: no waiting
+    kv_tokens   None: as many as memory leaves
+    speed       10: ten times as fast; inf: no waiting
     transfer    how it transfers KV, as a prefill or decode group or both; None: whole requests only
     """
 
@@ -199,9 +200,7 @@ class TpGroup:
         self.wake()
 
     def lose_rank(self, rank: int, hang: bool = False) -> None:
-        """Lose a GPU: the group fails at once, or (`hang`) waits for it for ever without an
-        error.
-        """
+        """Lose a GPU: the group fails at once, or (`hang`) waits for ever without an error."""
         if hang and self.dead and not self.hanging:  # a dead group cannot hang
             return
         self._ranks_up[rank % self.spec.tp] = False
@@ -274,8 +273,9 @@ class TpGroup:
         self.wake()
 
     def wake(self) -> None:
-        """Start stepping if idle, in the loop's next turn, so that simultaneous requests start
-        together.
+        """Start stepping if idle.
+
+        It starts in the loop's next turn, so that simultaneous requests start together.
         """
         if self._timer is None and not self.dead:
             self._due = self._loop.time()
@@ -342,8 +342,9 @@ class TpGroup:
             self._begin_step()
 
     def _hand_over(self, job: Job, live: _Live) -> bool:
-        """Offer the KV of an ended job. Returns whether its answer waits until the KV is
-        fetched.
+        """Offer the KV of an ended job.
+
+        Returns whether its answer waits until the KV is fetched.
         """
         assert isinstance(job.leg, Give)
         try:
@@ -366,9 +367,7 @@ class TpGroup:
         return False
 
     def _prepare(self, memory: KvMemory, plan: Plan | None) -> None:
-        """Before a step: update generations of new blocks, write computed bytes, and start
-        fetches.
-        """
+        """Before a step: update generations of new blocks, write bytes, and start fetches."""
         memory.renew(self.scheduler.pool.newly_taken())
         for chunk in plan.chunks if plan is not None else ():
             job = chunk.job
@@ -391,8 +390,9 @@ class TpGroup:
                 self._kill_faults.moving(job, self.desk.taking)
 
     def _read_back(self, memory: KvMemory, chunks: Iterable[Chunk]) -> None:
-        """Check the KV of computed prompts. Their first token depends on the bytes really in
-        memory.
+        """Check the KV of computed prompts.
+
+        Their first token depends on the bytes really in memory.
         """
         for chunk in chunks:
             job = chunk.job

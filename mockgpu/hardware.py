@@ -14,9 +14,7 @@ import msgspec
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """What software achieves: efficiencies of four peaks and of the link, and three overheads in
-    us.
-    """
+    """What software achieves: efficiencies of four peaks and the link, and overheads in us."""
 
     weights_eff: float
     kv_eff: float
@@ -42,8 +40,9 @@ class Gpu(msgspec.Struct, frozen=True):
     grid_name: str
 
     def flops(self, weight_bytes: float) -> float:
-        """Return the dense peak for this weight size in bytes. A GPU without fp8 units uses
-        bf16.
+        """Return the dense peak for this weight size in bytes.
+
+        A GPU without fp8 units uses bf16.
         """
         return self.fp8_flops if weight_bytes <= 1 else self.bf16_flops
 

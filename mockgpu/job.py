@@ -74,9 +74,7 @@ class Job:
 
     @property
     def known_tokens(self) -> int:
-        """Tokens whose KV a prefill must compute: the prompt and, after preemption, the output so
-        far.
-        """
+        """Tokens that a prefill must compute: the prompt and, after preemption, the output."""
         return self.prompt_tokens + self.made
 
 

@@ -31,9 +31,7 @@ _MIX_B = np.uint64(0x94D049BB133111EB)
 
 
 def _mix(words: Words) -> Words:
-    """Apply splitmix64's finaliser, a bijection in which every input bit affects every output
-    bit.
-    """
+    """Apply splitmix64's finaliser, a bijection that spreads every input bit."""
     words = (words ^ (words >> np.uint64(30))) * _MIX_A
     words = (words ^ (words >> np.uint64(27))) * _MIX_B
     return words ^ (words >> np.uint64(31))

@@ -85,8 +85,9 @@ class Llm(msgspec.Struct, frozen=True):
         return self.shardable_kv == 1 and self.kv_scalars != 2 * self.head_dim
 
     def kv_rank_bytes(self, tp: int) -> float:
-        """Return bytes of KV per token on one rank. Beyond `shardable_kv` ranks, heads are
-        replicated.
+        """Return bytes of KV per token on one rank.
+
+        Beyond `shardable_kv` ranks, heads are replicated.
         """
         return self.kv_token_bytes / min(tp, self.shardable_kv)
 

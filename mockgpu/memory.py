@@ -73,8 +73,7 @@ class KvMemory:
                 view[chosen, :, :, :, first:last] = part[:, None, None, None, :, None] ^ masks
 
     def taint(self, blocks: Sequence[int], states: Words) -> int:
-        """Return 0 if tokens [0, len(states)) are correct on every rank, else a digest of the
-        error.
+        """Return 0 if tokens [0, len(states)) are correct on every rank, else an error digest.
 
         The bytes are unmasked and compared with the tokens' states in each layer, head and replica.
         """
@@ -94,9 +93,7 @@ class KvMemory:
 
 
 def _by_block(rank: NDArray[np.uint8], layout: KvLayout) -> Words:
-    """View a rank's bytes as words [blocks, layers, parts, heads, tokens, words], in either
-    order.
-    """
+    """View a rank's bytes as words [blocks, layers, parts, heads, tokens, words]."""
     words, per_row = rank.view(np.uint64), layout.row_bytes // WORD_BYTES
     if layout.order is KvOrder.HND:
         return words.reshape(

@@ -1,6 +1,4 @@
-"""The longer options of `penstock mock`, mainly those for split requests. The others are in
-cli.py.
-"""
+"""The options of `penstock mock`, by type."""
 
 from __future__ import annotations
 

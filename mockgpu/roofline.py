@@ -20,9 +20,10 @@ from mockgpu.llm import Llm
 class Work(NamedTuple):
     """What one step computes.
 
-    prefill_tokens   prompt tokens computed, over all chunks attention_area   sum over chunks of
-    chunk x (start + chunk / 2): query-key pairs of the prompts decode_seqs      sequences that gain
-    one token decode_context   tokens of KV that these read, in total
+    prefill_tokens   prompt tokens computed, over all chunks
+    attention_area   sum over chunks of chunk x (start + chunk / 2): query-key pairs of the prompts
+    decode_seqs      sequences that gain one token
+    decode_context   tokens of KV that these read, in total
     """
 
     prefill_tokens: int = 0

@@ -21,8 +21,9 @@ from mockgpu.job import Chunk, Job, Outcome, Plan, State, Totals
 
 
 class Scheduler:
-    """The queue and the running batch of one TP group. Sole owner of its jobs and its block
-    pool.
+    """The queue and the running batch of one TP group.
+
+    Sole owner of its jobs and its block pool.
     """
 
     def __init__(
@@ -137,8 +138,9 @@ class Scheduler:
         self.fetched.append(job)
 
     def step(self) -> Plan | None:
-        """Plan the next step; None: nothing to compute. Decodes first, then prompts in the
-        budget.
+        """Plan the next step; None: nothing to compute.
+
+        Decodes first, then prompts in the budget.
         """
         for job in list(self._grows[self.tick % self.pool.block_tokens]):
             if job.state is State.DECODE:
@@ -263,8 +265,9 @@ class Scheduler:
         return sum(blocks_for(job.known_tokens, size) - len(job.blocks) for job in self.prefilling)
 
     def _chunk(self, job: Job, budget: int, chunks: list[Chunk]) -> int:
-        """Plan the next chunk of a prompt. Returns its tokens, or 0 if KV or budget is
-        exhausted.
+        """Plan the next chunk of a prompt.
+
+        Returns its tokens, or 0 if KV or budget is exhausted.
         """
         size = self.pool.block_tokens
         room = (len(job.blocks) + self.pool.free) * size - job.computed
@@ -285,8 +288,9 @@ class Scheduler:
             self.pool.seal(job.blocks[i], job.keys[i])
 
     def _begin(self, job: Job) -> None:
-        """Start decoding after the prompt and its first output token. The tick advances the job
-        now.
+        """Start decoding after the prompt and its first output token.
+
+        The tick advances the job now.
         """
         del self.prefilling[job]
         job.made += 1
@@ -310,8 +314,9 @@ class Scheduler:
                 del self._ends[last_tick]
 
     def _grow(self, job: Job) -> None:
-        """Register the filled block and allocate the next, preempting the newest jobs if none is
-        free.
+        """Register the filled block and allocate the next.
+
+        While none is free, preempt the newest jobs.
         """
         self._seal_filled(job)
         while not self.pool.free and job.state is State.DECODE:

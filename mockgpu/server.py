@@ -242,9 +242,7 @@ class MockServer:
         answer: Answer,
         fault: Fault | None,
     ) -> web.StreamResponse:
-        """Send headers at once, let sinks write tokens, then end with usage and [DONE], or the
-        error.
-        """
+        """Send headers at once, let sinks write tokens, then end with [DONE] or the error."""
         created = int(time.time())
         transport = _transport(request)
         sinks = [self._sink(ask, choice, created, answer, transport, fault) for choice in choices]
@@ -343,8 +341,9 @@ class MockServer:
         return _json(state | (self.half.state() if self.half is not None else {}))
 
     async def renew(self, request: web.Request) -> web.Response:
-        """POST /mock/renew `{"name", "ticket"}`: extend a lease for a waiting decode group, or
-        404.
+        """POST /mock/renew `{"name", "ticket"}`: extend a lease; 404 if it is too late.
+
+        Called by decode groups that have no room yet.
         """
         renewal = decoded(await request.read(), RenewOrder)
         ticket = (

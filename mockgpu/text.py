@@ -42,9 +42,7 @@ END_EVERY = 8
 
 
 class Speech(NamedTuple):
-    """The answer of one choice: its tokens, the block keys of prompt and answer, and whether it
-    ended.
-    """
+    """The answer of one choice: tokens, block keys of prompt and answer, and whether it ended."""
 
     tokens: bytes
     keys: list[int]
@@ -128,8 +126,9 @@ def is_speech(tokens: bytes) -> bool:
 
 
 def variation(seed: int | None, choice: int) -> int:
-    """Return what separates this choice from others of its prompt; 0 for an unseeded first
-    choice.
+    """Return what separates this choice from others of its prompt.
+
+    It is 0 for the first choice of an unseeded request.
     """
     return 0 if seed is None and choice == 0 else xxh3_64_intdigest(f"{seed}/{choice}".encode())
 

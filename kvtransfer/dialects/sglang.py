@@ -30,8 +30,9 @@ NOBODY: Mapping[str, str | int] = MappingProxyType(
 
 
 def prefill(terms: Terms) -> Edits:
-    """Name the meeting point. Raises ValueError without a bootstrap address; configuration has
-    one.
+    """Name the meeting point.
+
+    Raises ValueError without a bootstrap address; configuration has one.
     """
     if terms.bootstrap is None:
         raise ValueError("a prefill endpoint of SGLang needs a bootstrap address")

@@ -97,9 +97,7 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
 
 
 def validated(raw: bytes) -> Object | Unusable:
-    """Return the object, or Unusable if a member that a decoder relies on is missing or
-    implausible.
-    """
+    """Return the object, or Unusable if a required member is missing or implausible."""
     if raw == b"null":
         return Unusable("the prefill answer has no kv_transfer_params")
     if len(raw) > MOST_OBJECT_BYTES:

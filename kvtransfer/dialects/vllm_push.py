@@ -43,9 +43,7 @@ _decode_params = msgspec.json.Decoder(_EngineParams).decode
 
 
 def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
-    """Send the client's request, with the engine that will write to it and the request's id
-    there.
-    """
+    """Send the client's request, with the engine that will write to it and its id there."""
     identity = terms.identity
     if identity is None and answer is not None:
         identity = next(iter(_identities(answer)), None)

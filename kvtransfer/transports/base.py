@@ -88,8 +88,9 @@ class Link(Protocol):
         ...
 
     def put(self, head: WindowHead, window: Slice) -> None:
-        """Queue a window of the source. The sink's owner gets `on_landed`, the source's
-        `on_sent`.
+        """Queue a window of the source.
+
+        The sink's owner gets `on_landed`, the source's `on_sent`.
         """
         ...
 
@@ -192,14 +193,16 @@ class Transport(Protocol):
     sealed: bool | None
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-        """Listen, if the transport does, and return the address for peers. One region per local
-        rank.
+        """Listen, if the transport does, and return the address for peers.
+
+        One region per local rank.
         """
         ...
 
     def dial(self, address: str) -> Link:
-        """Open a link to the agent at `address`. May block for some seconds. Raises
-        TransportError.
+        """Open a link to the agent at `address`.
+
+        May block for some seconds. Raises TransportError.
         """
         ...
 

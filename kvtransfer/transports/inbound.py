@@ -232,8 +232,9 @@ class Inbound:
         self._hearer.framed(announced.kind, header)
 
     def _open_message(self, announced: Opening, data: memoryview) -> None:
-        """Give a frame that is too large for the stage a buffer of its own. Its size has been
-        checked.
+        """Give a frame that is too large for the stage a buffer of its own.
+
+        Its size has been checked.
         """
         message = bytearray(PREAMBLE_BYTES + announced.header_bytes)
         message[: len(data)] = data
@@ -288,9 +289,7 @@ class Inbound:
         self._copy_staged(arrival)
 
     def _bounce_buffer(self, window: Slice, n_bytes: int) -> NDArray[np.uint8]:
-        """Return the bounce buffer for many short pieces, which are copied to their places
-        later.
-        """
+        """Return the buffer for many short pieces, which are copied to their places later."""
         runs = window.runs
         if runs.n_bytes != n_bytes or not within(window.region, runs.dst, runs.length):
             raise FrameError(

@@ -30,10 +30,13 @@ _TRICKLE_S = 0.02
 class Weather(msgspec.Struct, frozen=True):
     """The behaviour of a wire. Probabilities are per window.
 
-    bytes_per_s   None: as fast as memory corrupt       one byte is altered truncate      the end is
-    missing duplicate     the window arrives twice delay         the window is overtaken by others,
-    by up to `delay_s` sever         the link breaks instead fence_s       the longest time for a
-    fence; windows being received are written until then
+    bytes_per_s   None: as fast as memory
+    corrupt       one byte is altered
+    truncate      the end is missing
+    duplicate     the window arrives twice
+    delay         the window is overtaken by others, by up to `delay_s`
+    sever         the link breaks instead
+    fence_s       the longest time for a fence; windows being received are written until then
     """
 
     latency_s: float = 0.0
@@ -103,8 +106,9 @@ class Wire:
             link.reset()
 
     def run_at(self, address: str, call: Call, delay_s: float = 0.0) -> Timer:
-        """Schedule a call of the agent at `address`: delayed while it is frozen, dropped if
-        killed.
+        """Schedule a call of the agent at `address`.
+
+        It is delayed while the agent is frozen, and dropped if it was killed.
         """
         return self.clock.call_at(self.clock.now() + delay_s, lambda: self._make(address, call))
 
@@ -143,8 +147,9 @@ class WireClock:
 
 
 class Inproc:
-    """One agent's end of a wire. Its agent uses `agent_clock`, so that it can be frozen and
-    killed.
+    """One agent's end of a wire.
+
+    Its agent uses `agent_clock`, so that it can be frozen and killed.
     """
 
     name = "inproc"
@@ -192,8 +197,9 @@ class _Arrival:
 
 
 class InprocLink:
-    """One end of a link. Except for the queue, only the wire's clock uses it, one call at a
-    time.
+    """One end of a link.
+
+    Except for the queue, only the wire's clock uses it, one call at a time.
     """
 
     transport = "inproc"
@@ -353,8 +359,9 @@ class InprocLink:
         self._carry(lambda far: far.lose("the link broke"))
 
     def _arrive(self, arrival: _Arrival) -> None:
-        """Ask the owner for a window's destination. It may be written while it is in
-        `_arrivals`.
+        """Ask the owner for a window's destination.
+
+        It may be written while it is in `_arrivals`.
         """
         owner = self._end.owner
         if self._closed or owner is None:

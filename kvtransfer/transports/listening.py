@@ -27,10 +27,10 @@ L = TypeVar("L", bound=StreamLink)
 def arriving(
     listener: socket.socket, closed: threading.Event
 ) -> Iterator[tuple[socket.socket, Any]]:
-    """Yield accepted sockets with their addresses, until `closed` is set and the listener shut
-    down.
+    """Yield accepted sockets with their addresses, until `closed` is set.
 
-    Any other error (no descriptor left, the peer is gone, the network is down) is waited out.
+    The listener must then be shut down. Any other error (no descriptor left, the peer is gone, the
+    network is down) is waited out.
     """
     while not closed.is_set():
         try:

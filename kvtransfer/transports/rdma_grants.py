@@ -129,8 +129,9 @@ class Opening:
         return digest is None or digest == digest_of(region, runs.dst, runs.length)
 
     def close(self) -> None:
-        """Deregister everything. Raises TransportError if the device fails to; the next call
-        retries.
+        """Deregister everything.
+
+        Raises TransportError if the device fails to; the next call retries.
         """
         remaining: list[Registered] = []
         error: TransportError | None = None

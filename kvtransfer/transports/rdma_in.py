@@ -76,8 +76,9 @@ class Arrivals:
         return True
 
     def close(self) -> None:
-        """Fence everything and grant nothing more. Raises TransportError if memory stays
-        registered.
+        """Fence everything and grant nothing more.
+
+        Raises TransportError if memory stays registered.
         """
         with self._lock:
             self._closed = True

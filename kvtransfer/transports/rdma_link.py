@@ -50,10 +50,10 @@ class RdmaOptions(msgspec.Struct, frozen=True):
     """Options of RDMA links.
 
     device, gid_index   None: the first active device, and its IPv4-routed address if there is one
-    checksums           the sink compares xxh3-64 of the landed bytes with the source's spin_s
-    how long a busy thread polls its device before it sleeps setup_s             the time for a
-    queue pair to connect most_keys           keys in one grant; blocks that need more are staged
-    and copied
+    checksums           the sink compares xxh3-64 of the landed bytes with the source's
+    spin_s              how long a busy thread polls its device before it sleeps
+    setup_s             the time for a queue pair to connect
+    most_keys           keys in one grant; blocks that need more are staged and copied
     """
 
     device: str | None = None
@@ -81,8 +81,9 @@ class RdmaLink:
         options: RdmaOptions,
         gone: Callable[[RdmaLink], None],
     ) -> None:
-        """Take over the connected socket `side`. `gone` is called last, after all use of the
-        domain.
+        """Take over the connected socket `side`.
+
+        `gone` is called last, after all use of the domain.
 
         Raises TransportError, and OSError if the peer has already gone.
         """
@@ -256,9 +257,7 @@ class RdmaLink:
         self._busy_until = time.perf_counter() + self._options.spin_s
 
     def _check_deadline(self) -> None:
-        """Raise TransportError if the queue pair is not connected in time, however active the peer
-        is.
-        """
+        """Raise TransportError if the queue pair is late, however active the peer is."""
         if self._deadline is not None and time.perf_counter() > self._deadline:
             raise TransportError(f"no queue pair to {self.peer} within {self._options.setup_s:g} s")
 
@@ -269,8 +268,9 @@ class RdmaLink:
         return self._answer_fences() or worked
 
     def _answer_fences(self) -> bool:
-        """Apply pending fences. One that fails ends the link, and is reported after the queue
-        pair's end.
+        """Apply pending fences.
+
+        One that fails ends the link, and is reported after the queue pair's end.
         """
         answered = False
         for _ in range(len(self._fences)):
@@ -309,8 +309,9 @@ class RdmaLink:
         return False
 
     def _written(self, completion: Completion) -> bool:
-        """Handle the completion of our writes up to this one. Returns whether the pair is
-        broken.
+        """Handle the completion of our writes up to this one.
+
+        Returns whether the pair is broken.
         """
         epoch, number = divmod(completion.number, 1 << 32)
         if refused(completion.status):

@@ -183,8 +183,9 @@ class Departures:
         return True
 
     def _post(self, departure: Departure, pair: Writer, epoch: int) -> bool:
-        """Post a window's writes as far as there is room. The last write carries the window's
-        number.
+        """Post a window's writes as far as there is room.
+
+        The last write carries the window's number.
         """
         writes = departure.writes or []
         region = departure.window.region

@@ -43,8 +43,9 @@ class Pairs:
         return Setup(self.epoch, self.pair.card)
 
     def join(self, setup: Setup) -> Ready | None:
-        """Connect to the peer's pair of our epoch; None if that epoch is over or already
-        connected.
+        """Connect to the peer's pair of our epoch.
+
+        Returns None if that epoch is over or already connected.
         """
         if setup.epoch < self.epoch or self._joined or self.pair is None:
             return None

@@ -84,9 +84,7 @@ def _copy_regular(
 
 
 def fine(runs: Runs, n_bytes: int) -> bool:
-    """Return whether the runs are so many and short that copying them is cheaper than naming
-    each.
-    """
+    """Return whether the runs are so many and short that copying them pays off."""
     return runs.count >= _MANY and n_bytes < runs.count * _FINE
 
 

@@ -41,8 +41,9 @@ class Seal:
         self._buffer = bytearray()
 
     def void(self, about: bytes, *, instead: bool) -> bytes:
-        """Return the tag of a window without bytes. `instead`: it replaces the last sealed
-        window.
+        """Return the tag of a window without bytes.
+
+        `instead`: it replaces the last sealed window.
         """
         self._count -= instead
         return self.close((), 0, about)[1]

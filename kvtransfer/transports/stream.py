@@ -73,8 +73,9 @@ class Manner(msgspec.Struct, frozen=True):
 
 
 class StreamLink:
-    """One end. Only the holder of `_lead`, the thread or a driver, uses the socket and the
-    memory.
+    """One end.
+
+    Only the holder of `_lead`, the thread or a driver, uses the socket and the memory.
     """
 
     transport = "stream"

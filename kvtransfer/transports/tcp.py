@@ -33,8 +33,8 @@ class TcpLink(LanedLink):
 class Tcp:
     """Listens on `host`:`port` (0: any free port).
 
-    advertise   the name or address under which peers reach `host`, if different (0.0.0.0, NAT) tls
-    both ends show certificates, and all bytes are encrypted; peers must use TLS, too
+    advertise   the name or address under which peers reach `host`, if different (0.0.0.0, NAT)
+    tls         both ends show certificates, and all bytes are encrypted; peers must use TLS, too
     """
 
     name = "tcp"

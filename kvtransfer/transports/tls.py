@@ -121,8 +121,9 @@ class TlsLink(LanedLink):
         self._handshake_over = threading.Event()
 
     def wait_for_handshake(self, timeout_s: float) -> None:
-        """Wait for the handshake. Raises TransportError if it fails, or closes the link if it is
-        late.
+        """Wait for the handshake.
+
+        Raises TransportError if it fails, or closes the link if it is late.
         """
         if not self._handshake_over.wait(timeout_s):
             self.close()
@@ -146,8 +147,9 @@ class TlsLink(LanedLink):
             self._handshake_over.set()
 
     def _step_handshake(self) -> bool:
-        """Perform one step of the handshake, and wait for the next. Returns True when it is
-        complete.
+        """Perform one step of the handshake, and wait for the next.
+
+        Returns True when it is complete.
         """
         self._run_orders()
         if self._closing:
@@ -191,9 +193,7 @@ class TlsLink(LanedLink):
             raise BlockingIOError from wait
 
     def _want_in(self, least: int) -> None:
-        """No-op: a poll cannot count bytes, because OpenSSL may have part of a record in its
-        buffer.
-        """
+        """Do nothing: a poll cannot count bytes that OpenSSL has already buffered."""
 
 
 class _TlsInbound(Inbound):
@@ -232,8 +232,9 @@ class _TlsOutbound(Outbound):
         self._record = memoryview(bytearray(_RECORD_BYTES))
 
     def _writev(self, fd: int, address: int, count: int) -> int:
-        """Act as writev(2), one record at a time. After a full socket, retry the same first
-        record.
+        """Act as writev(2), one record at a time.
+
+        After a full socket, retry the same first record.
         """
         total = 0
         for record in self._records(vectors_at(address, count)):
@@ -244,9 +245,7 @@ class _TlsOutbound(Outbound):
         return total
 
     def _records(self, views: list[memoryview]) -> Iterator[memoryview]:
-        """Yield all bytes in order, in whole records without a copy, and shorter pieces
-        combined.
-        """
+        """Yield all bytes in order: whole records without a copy, shorter pieces combined."""
         buffered = 0
         for view in views:
             offset = 0

@@ -192,8 +192,9 @@ class Completions:
         ]
 
     def arm(self) -> None:
-        """Make `fd` readable at the next completion. Poll once more afterwards for an earlier
-        one.
+        """Make `fd` readable at the next completion.
+
+        Poll once more afterwards for an earlier one.
         """
         with _as_transport_error("completions cannot be awaited"):
             self._queue.req_notify(0)
@@ -217,8 +218,9 @@ class Completions:
 class QueuePair:
     """One end of a reliable connection.
 
-    writes     the most work requests in flight arrivals   the most receives posted number     of
-    the pair; its receives complete as RECEIVED + number
+    writes     the most work requests in flight
+    arrivals   the most receives posted
+    number     of the pair; its receives complete as RECEIVED + number
     """
 
     def __init__(

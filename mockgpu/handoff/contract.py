@@ -15,8 +15,9 @@ from mockgpu.handoff.legs import Give, Offered
 class Here(msgspec.Struct, frozen=True):
     """This engine's identity for the other leg: its id, its agent's address and its shape.
 
-    generation   counts registrations of memory version      the engine's, as (0, 33) url
-    where the group is served
+    generation   counts registrations of memory
+    version      the engine's, as (0, 33)
+    url          where the group is served
     """
 
     engine_id: str

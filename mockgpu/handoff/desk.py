@@ -79,8 +79,9 @@ class Desk:
     ) -> None:
         """Create it for one start of an engine.
 
-        link        paces what arrives recompute   whether to compute KV that does not arrive; else
-        the job fails lease_s     how long KV is kept here, and assumed to be kept elsewhere
+        link        paces what arrives
+        recompute   whether to compute KV that does not arrive; else the job fails
+        lease_s     how long KV is kept here, and assumed to be kept elsewhere
         connector   name of the connector in metrics
         """
         self.agent = agent
@@ -140,8 +141,9 @@ class Desk:
         return Offered(give.name, offer.ticket, blocks, job.prompt_tokens, max(0, job.cached))
 
     def renew(self, name: str, ticket: str) -> str | None:
-        """Extend an offer to two thirds of a lease from now. Returns the new ticket; None: no such
-        offer.
+        """Extend an offer to two thirds of a lease from now.
+
+        Returns the new ticket; None: no such offer.
         """
         offer = next(
             (o for o in self._offers.values() if o.name == name and o.ticket == ticket), None

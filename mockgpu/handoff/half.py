@@ -93,8 +93,9 @@ class Half:
         return self._bootstrap.url
 
     async def start(self) -> None:
-        """Start the engine. On failure, raises OSError (a port is taken) and leaves nothing
-        running.
+        """Start the engine.
+
+        On failure, raises OSError (a port is taken) and leaves nothing running.
         """
         try:
             await self._start()
@@ -133,8 +134,9 @@ class Half:
             await self._bootstrap.start(self.here)
 
     async def _start_agent(self, name: str) -> Agent:
-        """Return a listening agent. On failure, raises OSError (its port is taken) and closes
-        it.
+        """Return a listening agent.
+
+        On failure, raises OSError (its port is taken) and closes it.
         """
         transports = self._transports()
         agent = Agent(
@@ -187,8 +189,9 @@ class Half:
         self.memory.close()
 
     def read(self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str) -> Reading:
-        """Return the leg of a request. A malformed one is counted, and kills the engine if it
-        would.
+        """Return the leg of a request.
+
+        A malformed one is counted, and kills the engine if it would.
 
         Raises MalformedHandoffError, or ApiError for what an engine merely refuses.
         """

@@ -38,8 +38,9 @@ class At(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """The prefill group's agent, by its bootstrap server. `engine_id`: for Mooncake; None:
-    SGLang.
+    """The prefill group's agent, by its bootstrap server.
+
+    `engine_id`: for Mooncake; None: SGLang.
     """
 
     bootstrap: str
@@ -49,9 +50,10 @@ class Asked(msgspec.Struct, frozen=True):
 class Take(msgspec.Struct, frozen=True):
     """A decode leg: KV of this `name` is fetched from `peer`, waiting up to `wait_s` for it.
 
-    first    tokens that the prefill group already made (TRT-LLM) renew    URL for renewing the
-    lease while there is no room here cached   cached tokens to report instead of the transferred
-    ones parked   the object was incomplete: the engine waits for ever for KV that never comes
+    first    tokens that the prefill group already made (TRT-LLM)
+    renew    URL for renewing the lease while there is no room here
+    cached   cached tokens to report instead of the transferred ones
+    parked   the object was incomplete: the engine waits for ever for KV that never comes
     """
 
     name: str

@@ -7,8 +7,9 @@ from math import inf
 
 
 class Link:
-    """One group's network link. Transfers share it one after the other, in the event loop's
-    time.
+    """One group's network link.
+
+    Transfers share it one after the other, in the event loop's time.
     """
 
     def __init__(self, token_bytes: int, bytes_s: float = inf, speed: float = 1.0) -> None:

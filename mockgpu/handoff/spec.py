@@ -17,15 +17,17 @@ TRANSPORTS = ("auto", "tcp", "shm", "inproc")
 class Transfer(msgspec.Struct, frozen=True):
     """How one group transfers KV.
 
-    port             of its agent; 0: any free one key              the secret that the agents of a
-    fleet share scale            real bytes per byte of the model's KV gbps             link speed
-    in gigabits per second for the unscaled KV; inf: no pacing lease_s          how long KV of a
-    pull dialect is kept without a heartbeat wait_s           how long both sides of a push dialect
-    wait; None: as the engine does recompute        whether a decode group computes KV that does not
-    arrive; else the request fails version          of the engine: format of its objects, and
-    compatibility wire_faults      peers connect through a relay that can inject faults (tcp only)
-    bootstrap_port   of a prefill group's bootstrap server (Mooncake, SGLang); 0: any free one tls
-    certificates for its TCP links; None: no TLS
+    port             of its agent; 0: any free one
+    key              the secret that the agents of a fleet share
+    scale            real bytes per byte of the model's KV
+    gbps             link speed in gigabits per second for the unscaled KV; inf: no pacing
+    lease_s          how long KV of a pull dialect is kept without a heartbeat
+    wait_s           how long both sides of a push dialect wait; None: as the engine does
+    recompute        whether a decode group computes KV that does not arrive; else the request fails
+    version          of the engine: format of its objects, and compatibility
+    wire_faults      peers connect through a relay that can inject faults (tcp only)
+    bootstrap_port   of a prefill group's bootstrap server (Mooncake, SGLang); 0: any free one
+    tls              certificates for its TCP links; None: no TLS
     """
 
     dialect: str = "vllm_nixl"

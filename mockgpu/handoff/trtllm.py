@@ -181,9 +181,7 @@ class Trtllm:
         return params
 
     def _new_id(self, params: Params) -> int:
-        """Return the orchestrator's id, which is used for one context and one generation
-        request.
-        """
+        """Return the orchestrator's id, used for one context and one generation request."""
         number = params.disagg_request_id
         if (
             number is None
@@ -226,9 +224,7 @@ class Trtllm:
     def told_in_choice(
         self, ask: Ask, offered: Offered | None, first: bytes, here: Here
     ) -> dict[str, Any]:
-        """Return the params for the generation server; null if the answer ended at its first
-        token.
-        """
+        """Return the params for the generation server; null if the first token ended the answer."""
         if offered is None:
             return {FIELD: None}
         state = State(here.address, offered.name, offered.ticket)

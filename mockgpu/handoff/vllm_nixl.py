@@ -32,9 +32,7 @@ class VllmNixl:
     def read(
         self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
     ) -> Reading:
-        """Return the leg of a request; none without an object, or with one that requests
-        nothing.
-        """
+        """Return the leg of a request; none if its object is absent or requests nothing."""
         params = checked_object(body)
         if params is None:
             return NO_LEG
@@ -56,8 +54,9 @@ class VllmNixl:
 
 
 def checked_object(body: Body) -> dict[str, Any] | None:
-    """Return the request's `kv_transfer_params`; None: absent. Other dialects' fields are
-    refused.
+    """Return the request's `kv_transfer_params`; None: absent.
+
+    Other dialects' fields are refused.
     """
     for field in ("bootstrap_host", "bootstrap_port", "bootstrap_room", "disaggregated_params"):
         if getattr(body, field) is not None:

@@ -47,8 +47,9 @@ class VllmPush:
         return Reading(take, given_prompt(params, body))
 
     def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
-        """Return the object of a pull with its mode and without a ticket. It identifies this
-        engine.
+        """Return the object of a pull with its mode and without a ticket.
+
+        It identifies this engine.
         """
         return {FIELD: None if offered is None else told_object(offered, here, "push")}
 

@@ -6,10 +6,10 @@ import time
 
 from kvtransfer.clock import ThreadClock
 from kvtransfer.transports.inproc import Wire
-from tests.chaos.kv_trials import BASE, Engine
+from tests.chaos.kv_trials import BASE, TrialEngine
 from tests.contract.kvtransfer.links import make
 
-_PATIENCE = 100.0  # nothing here is to run out
+_PATIENCE = 100.0  # no time may run out here
 _TOKENS = 96
 
 
@@ -20,7 +20,7 @@ def first_landing_s(transport: str) -> float:
     clock = ThreadClock("calm")
     wire = Wire(clock)
     source, sink = (
-        Engine(name, BASE, [make(transport, wire, _PATIENCE)], clock, seed, _PATIENCE)
+        TrialEngine(name, BASE, [make(transport, wire, _PATIENCE)], clock, seed, _PATIENCE)
         for seed, name in enumerate(("p", "d"))
     )
     sink.expected = lambda name: source.offers[name].content

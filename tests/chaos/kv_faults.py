@@ -18,7 +18,7 @@ from kvtransfer.reshard import Blocks
 from kvtransfer.transports.base import Laned, Link, LinkOwner, Slice, Transport, Verdict, WindowHead
 
 
-class Dice(msgspec.Struct, frozen=True):
+class FaultProbabilities(msgspec.Struct, frozen=True):
     """Probabilities per message and per window. Delays are up to `late_s`."""
 
     spoil_message: float = 0.0
@@ -28,14 +28,16 @@ class Dice(msgspec.Struct, frozen=True):
     repeat_window: float = 0.0
     lose_window: float = 0.0
     delay_window: float = 0.0
-    replay_window: float = 0.0  # again after the transfer is over
+    replay_window: float = 0.0  # replayed after the end of the transfer
     late_s: float = 0.0
 
 
-class Faulty:
+class FaultyTransport:
     """A transport whose own links misbehave with the probabilities of its dice."""
 
-    def __init__(self, inner: Transport, dice: Dice, rng: Random, clock: Clock) -> None:
+    def __init__(
+        self, inner: Transport, dice: FaultProbabilities, rng: Random, clock: Clock
+    ) -> None:
         self.name, self.sealed = inner.name, inner.sealed
         self.inner, self.dice, self.rng, self.clock = inner, dice, rng, clock
         self._links: dict[Link, FaultyLink] = {}
@@ -58,7 +60,7 @@ class Faulty:
                 self._links[link] = FaultyLink(link, self)
             return self._links[link]
 
-    # ---- what the inner transport tells goes on to the owner, under the wrapper's name
+    # ---- events of the inner transport, passed to the owner as the wrapper's
 
     def linked(self, link: Link) -> None:
         assert self._owner is not None
@@ -92,7 +94,7 @@ class Faulty:
 class FaultyLink:
     """One link with faults."""
 
-    def __init__(self, inner: Link, end: Faulty) -> None:
+    def __init__(self, inner: Link, end: FaultyTransport) -> None:
         self._inner, self._end = inner, end
         self.transport, self.peer = inner.transport, inner.peer
         self.window_bytes, self.one_sided = inner.window_bytes, inner.one_sided
@@ -133,7 +135,7 @@ class FaultyLink:
         if rng.random() < dice.repeat_window:
             self._inner.put(head, window)
         if rng.random() < dice.replay_window:
-            # Bytes that are nobody's business any more, from a source that does not even check.
+            # Bytes of an ended transfer, from a source that does not check.
             self._later(
                 lambda: self._inner.put(head, msgspec.structs.replace(window, current=lambda: True))
             )

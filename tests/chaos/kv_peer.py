@@ -20,7 +20,7 @@ from tests.contract.kvtransfer.groups import SMALL, group
 from tests.contract.kvtransfer.links import PATIENCE_S, make
 
 BLOCKS, TOKENS = [1, 2, 3], 48
-# So much slower than real is an emulated processor, where a process that nobody froze may not run for a second.
+# An emulated processor may not run a process for a second.
 SLOW = PATIENCE_S / 20
 
 

@@ -32,7 +32,7 @@ from kvtransfer.options import Options
 from kvtransfer.regions import Region
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.inproc import Inproc, Weather, Wire
-from tests.chaos.kv_faults import Dice, Faulty, Proxy
+from tests.chaos.kv_faults import FaultProbabilities, FaultyTransport, Proxy
 
 KEY = b"k" * 32
 BASE = KvLayout(layers=4, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tokens=16, tp=1)
@@ -90,7 +90,7 @@ class Request:
     end: End | None = None
 
 
-class Engine:
+class TrialEngine:
     """An engine with a pool of blocks. It overwrites returned blocks at the moment of the end."""
 
     def __init__(
@@ -124,7 +124,7 @@ class Engine:
         self.handles: dict[str, Handle] = {}
         self.robbing = (
             threading.Lock()
-        )  # an end comes on a link's thread: what it gives back is stolen before, or not
+        )  # ends come on link threads, so blocks are stolen either before or not at all
         self.wrong: list[str] = []
         self.expected: Callable[[str], NDArray[np.uint8] | None] = lambda name: None
 
@@ -264,7 +264,7 @@ class Trial:
         self.wire = Wire(self.clock, self.weather(), Random(seed + 1))
         self.proxies: list[Proxy] = []
         self.to_come = 0
-        self.undisturbed: list[tuple[Engine, str]] = []
+        self.undisturbed: list[tuple[TrialEngine, str]] = []
         self.inner: list[Transport] = []
         # Simulated time costs nothing; real time does.
         self.span_s = 0.4 if self.virtual else 0.05 * pace
@@ -293,20 +293,20 @@ class Trial:
             calm, latency_s=latency_s, fence_s=fence_s, bytes_per_s=speed
         )
 
-    def dice(self) -> Dice:
+    def dice(self) -> FaultProbabilities:
         probability, late_s = self.rng.choice([0.01, 0.05, 0.3]), self.rng.choice([0.01, 0.1])
         return {
-            "spoil messages": Dice(spoil_message=probability),
-            "repeat messages": Dice(repeat_message=probability),
-            "lose messages": Dice(lose_message=probability),
-            "delay messages": Dice(delay_message=probability, late_s=late_s),
-            "repeat windows": Dice(repeat_window=probability),
-            "lose windows": Dice(lose_window=probability),
-            "delay windows": Dice(delay_window=probability, late_s=late_s),
-            "replay windows": Dice(replay_window=probability, late_s=late_s * 3),
-        }.get(self.fault, Dice())
+            "spoil messages": FaultProbabilities(spoil_message=probability),
+            "repeat messages": FaultProbabilities(repeat_message=probability),
+            "lose messages": FaultProbabilities(lose_message=probability),
+            "delay messages": FaultProbabilities(delay_message=probability, late_s=late_s),
+            "repeat windows": FaultProbabilities(repeat_window=probability),
+            "lose windows": FaultProbabilities(lose_window=probability),
+            "delay windows": FaultProbabilities(delay_window=probability, late_s=late_s),
+            "replay windows": FaultProbabilities(replay_window=probability, late_s=late_s * 3),
+        }.get(self.fault, FaultProbabilities())
 
-    def engine(self, name: str, seed: int) -> Engine:
+    def engine(self, name: str, seed: int) -> TrialEngine:
         layout = msgspec.structs.replace(
             BASE, tp=self.rng.choice([1, 2, 4]), block_tokens=self.rng.choice([8, 16, 32])
         )
@@ -320,8 +320,12 @@ class Trial:
             inner = make(self.transport, self.wire, self.pace)
         self.inner.append(inner)
         dice = self.dice()
-        faulty = Faulty(inner, dice, Random(self.rng.random()), clock) if dice != Dice() else inner
-        return Engine(name, layout, [faulty], clock, self.rng.randrange(1 << 30), self.pace)
+        faulty = (
+            FaultyTransport(inner, dice, Random(self.rng.random()), clock)
+            if dice != FaultProbabilities()
+            else inner
+        )
+        return TrialEngine(name, layout, [faulty], clock, self.rng.randrange(1 << 30), self.pace)
 
     def expected(self, name: str) -> NDArray[np.uint8] | None:
         return next(
@@ -335,7 +339,7 @@ class Trial:
         for number in range(requests):
             self.request(f"r{number}")
         self.breakage()
-        # Where everybody is slow, leases are long: what nobody will ask for any more ends with its agent instead.
+        # With long leases, unclaimed offers end with their agent instead of expiring.
         self.settled(
             6.0 if self.virtual else 8.0 * self.pace,
             self.quiet if self.pace == 1 else self.all_taken,
@@ -427,7 +431,7 @@ class Trial:
         if not pull:
             self.at(self.moment(), lambda: take(None))
 
-    def address_of(self, source: Engine) -> str:
+    def address_of(self, source: TrialEngine) -> str:
         over_tcp = self.transport in ("tcp", "lanes", "tls", "tls-lanes")
         if not over_tcp or self.fault not in STREAM_FAULTS:
             return source.agent.address
@@ -469,7 +473,7 @@ class Trial:
         ):
             self.at(when, lambda: self.hang_up(victim))
 
-    def kill(self, engine: Engine) -> None:
+    def kill(self, engine: TrialEngine) -> None:
         """Stop an engine as SIGKILL would: its links break and nothing of it runs any more."""
         engine.dead = True
         if self.virtual:
@@ -478,7 +482,7 @@ class Trial:
             engine.agent._board.close()
             self.inner[self.engines.index(engine)].close()
 
-    def hang_up(self, engine: Engine) -> None:
+    def hang_up(self, engine: TrialEngine) -> None:
         for link in list(engine.agent._board._peer_links):
             link.close()
 

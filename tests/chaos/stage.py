@@ -65,9 +65,9 @@ class Mock:
 class Clients:
     """Closed-loop clients and the results of their requests. `fates` counts words:
 
-    ok       a complete answer          error_event   a stream that ended with an error event broken
-    a visibly broken answer    failed        an error, or nothing before the first byte silent   a
-    stream that ended as if complete, and was not
+    ok       a complete answer          error_event   a stream that ended with an error event
+    broken   a visibly broken answer    failed        an error, or nothing before the first byte
+    silent   a stream that ended as if complete, and was not
     """
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:

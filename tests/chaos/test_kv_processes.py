@@ -22,11 +22,11 @@ from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS
 
 pytestmark = pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "inproc"])
 
-# What is promised is 1 s; the rest is for a machine that does ten other things.
+# The contract is 1 s; the rest is for a machine with ten other jobs.
 NOTICED_S = (1.0 + 0.6) * SLOW
 TRIES = 3
 MISSES = Options().misses
-PATIENT = 20 * MISSES  # where silence is not the question
+PATIENT = 20 * MISSES  # for tests that are not about silence
 
 
 class Peer:

@@ -28,7 +28,7 @@ from tests.chaos.kv_trials import FAULTS, trial
 def test_under_any_fault_nothing_wrong_lands_and_nothing_stays_reserved(
     transport: str, seeds: range
 ) -> None:
-    # On real sockets a trial mostly waits: several at once.
+    # Trials on real sockets mostly wait, so several run at once.
     with ThreadPoolExecutor(1 if transport == "inproc" else 6) as pool:
         outcomes = list(pool.map(trial, seeds, repeat(transport)))
     assert [outcome for outcome in outcomes if outcome.wrong] == []

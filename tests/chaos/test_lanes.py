@@ -35,13 +35,13 @@ class Transfer:
             for at, place in enumerate(places)
         }
         self.pair, self.number, self.over = pair, number, False
-        pair.hears.heard.clear()
-        pair.hears.place = self.place
+        pair.sink_owner.heard.clear()
+        pair.sink_owner.place = self.place
 
     def place(self, head: WindowHead) -> Slice | None:
         if self.over or head.transfer != self.number:
             return None
-        return Slice(self.windows[head], self.pair.into, 0, 0)
+        return Slice(self.windows[head], self.pair.sink_region, 0, 0)
 
     def put(self) -> None:
         for head, runs in self.windows.items():
@@ -53,25 +53,25 @@ class Transfer:
         assert set(self.verdicts()) == {Verdict.OK}
         for runs in self.windows.values():
             src, dst = runs.src.item(), runs.dst.item()
-            came = self.pair.into.bytes[dst : dst + WINDOW_BYTES]
-            assert np.array_equal(came, self.pair.out_of.bytes[src : src + WINDOW_BYTES])
+            came = self.pair.sink_region.bytes[dst : dst + WINDOW_BYTES]
+            assert np.array_equal(came, self.pair.source_region.bytes[src : src + WINDOW_BYTES])
 
     def verdicts(self) -> list[Verdict]:
-        landed = self.pair.hears.all("landed")
+        landed = self.pair.sink_owner.all("landed")
         return [verdict for head, verdict in landed if head.transfer == self.number]  # type: ignore[misc]
 
     def fence(self) -> None:
         self.over = True
         self.pair.sink.fence(self.number)
-        until(lambda: self.pair.hears.all("fenced") == [self.number])
+        until(lambda: self.pair.sink_owner.all("fenced") == [self.number])
 
 
 def late_writes(pair: Pair, seed: int) -> Iterator[bool]:
     """Run transfers, half of them fenced in between. Returns whether a fenced one was written."""
     rng = Random(seed)
-    probe = pair.into.bytes.reshape(-1, 4096)[
+    probe = pair.sink_region.bytes.reshape(-1, 4096)[
         :, ::512
-    ]  # a few bytes of every page: looked at before they can change
+    ]  # a few bytes of every page, to detect changes
     for number in count(1):
         transfer = Transfer(pair, number, rng)
         transfer.put()

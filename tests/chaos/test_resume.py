@@ -108,7 +108,7 @@ async def test_usage_covers_the_whole_answer_and_is_sent_once() -> None:
         async with undisturbed as other:
             _, expected = await read(other, body)
         home.groups[1].faults.set("")
-        for _ in range(2):  # one of them at least begins where it breaks
+        for _ in range(2):  # at least one of them starts on the failing group
             fate, events = await read(home, body)
             assert fate == "whole"
             assert [event["usage"] for event in events if event["usage"]] == [expected[-1]["usage"]]

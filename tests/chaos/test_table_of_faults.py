@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.house import Answer, House, house
 from tests.fair_time import PATIENCE_S, at_most
 
-NEVER = {"failures": 1000}  # keeps a faulty endpoint in the fleet, to meet it again
+NEVER = {"failures": 1000}  # keeps a faulty endpoint in use
 
 
 async def fates(home: House, requests: int, *, stream: bool) -> Counter[str]:
@@ -121,12 +121,10 @@ async def test_over_capacity_requests_wait_in_turn_and_the_rest_is_shed_with_adv
     room = {"waiting_room": {"size": 3, "timeout": "20s"}}
     async with house(1, speed=2.0, concurrency=2, pool=room) as home:
         ended: list[int] = []
-        home.groups[0].group.lose_rank(0, hang=True)  # until all have come
+        home.groups[0].group.lose_rank(0, hang=True)  # until all have arrived
 
         async def one(number: int) -> str:
-            answer = await home.ask(
-                tokens=20 * (2 + number), prompt=f"p{number}"
-            )  # so that no two end together
+            answer = await home.ask(tokens=20 * (2 + number), prompt=f"p{number}")  # staggered ends
             ended.append(number)
             return answer.fate
 

@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.stage import WITHIN_S, Clients, Processes, Stage, processes, stage
 from tests.fair_time import pace
 
-USERS = 45  # of 64 places: 70 %
+USERS = 45  # 70 % of 64 places
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ async def served(clients: Clients, more: int) -> None:
             await asyncio.sleep(0.05)
 
 
-def nobody_noticed(clients: Clients) -> None:
+def assert_unstarted_unaffected(clients: Clients) -> None:
     """Assert that only started streams broke, visibly; all others are complete."""
     print(dict(clients.fates), f"slowest {clients.slowest_s:.1f} s")
     assert clients.fates["failed"] == 0, clients.problems
@@ -53,7 +53,7 @@ async def test_a_killed_group_loses_no_answer_that_had_not_begun(scene: Stage) -
         await scene.until(victim, available=True)
         await served(clients, 200)
         assert (await scene.endpoint(victim))["in_flight"] > 0
-    nobody_noticed(clients)
+    assert_unstarted_unaffected(clients)
     await scene.quiet()
 
 
@@ -75,6 +75,6 @@ async def test_a_group_that_lost_a_rank_is_removed_and_no_request_hangs(
         await scene.fault(victim, "")
         await scene.until(victim, available=True)
         await served(clients, 100)
-    nobody_noticed(clients)
+    assert_unstarted_unaffected(clients)
     assert clients.slowest_s < (within_s + 5) * pace()
     await scene.quiet()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvtransfer.transports.rdma import Rdma
-from tests.rdma.ends import Ends
+from tests.rdma.ends import LinkedEnds
 
 collect_ignore_glob = (
     [] if "PENSTOCK_RDMA" in os.environ or Rdma.unavailable() is None else ["test_*.py"]
@@ -19,7 +19,7 @@ collect_ignore_glob = (
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
-    made = Ends()
+def ends() -> Iterator[LinkedEnds]:
+    made = LinkedEnds()
     yield made
     made.close()

@@ -18,7 +18,7 @@ BLOCK = 4096
 PATIENCE_S = 20.0
 
 
-class Scribe:
+class RecordingOwner:
     """An owner. `heard` has all events in order; `expecting` says where a transfer's windows go."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Scribe:
         assert done, f"waited for {times} of {what}, heard {self.heard}"
 
 
-class Ends:
+class LinkedEnds:
     """A sink that has dialled a source. `near` is the sink's link, `far` the source's."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Ends:
         rng: np.random.Generator | None = None,
     ) -> None:
         rng = rng or np.random.default_rng(1)
-        self.source, self.sink = Scribe(), Scribe()
+        self.source, self.sink = RecordingOwner(), RecordingOwner()
         self.memory = MemoryFileRegion.create(blocks, BLOCK, name="source")
         self.memory.bytes[:] = rng.integers(1, 256, self.memory.bytes.size, np.uint8)
         self.place = MemoryFileRegion.create(blocks, BLOCK, name="sink")

@@ -10,10 +10,10 @@ import pytest
 from kvtransfer.transports.base import TransportError, Verdict
 from kvtransfer.transports.rdma import Rdma
 from kvtransfer.transports.rdma_link import RdmaOptions
-from tests.rdma.ends import BLOCK, Ends, runs
+from tests.rdma.ends import BLOCK, LinkedEnds, runs
 
 
-def test_scattered_blocks_arrive_in_their_places_and_nowhere_else(ends: Ends) -> None:
+def test_scattered_blocks_arrive_in_their_places_and_nowhere_else(ends: LinkedEnds) -> None:
     rng = np.random.default_rng(7)
     pieces = runs(rng.permutation(64)[:40], rng.permutation(64)[:40], 3000)
     ends.reserve(1, pieces, (pieces.dst // BLOCK).tolist())
@@ -26,7 +26,7 @@ def test_scattered_blocks_arrive_in_their_places_and_nowhere_else(ends: Ends) ->
     assert ends.arrived(pieces)
 
 
-def test_pieces_that_are_neighbours_at_the_sink_are_gathered(ends: Ends) -> None:
+def test_pieces_that_are_neighbours_at_the_sink_are_gathered(ends: LinkedEnds) -> None:
     pieces = runs(range(62, 22, -1), range(40))
     ends.reserve(1, pieces, range(40))
     ends.put(1, pieces, 0, 40)
@@ -35,7 +35,7 @@ def test_pieces_that_are_neighbours_at_the_sink_are_gathered(ends: Ends) -> None
 
 
 def test_more_stretches_than_keys_are_staged_and_put_into_place() -> None:
-    ends = Ends(options=RdmaOptions(most_keys=4))
+    ends = LinkedEnds(options=RdmaOptions(most_keys=4))
     pieces = runs(range(20), range(1, 41, 2))
     ends.reserve(1, pieces, range(1, 41, 2))
     for first in range(0, 20, 5):
@@ -45,7 +45,7 @@ def test_more_stretches_than_keys_are_staged_and_put_into_place() -> None:
     ends.close()
 
 
-def test_messages_keep_their_order_among_windows(ends: Ends) -> None:
+def test_messages_keep_their_order_among_windows(ends: LinkedEnds) -> None:
     pieces = runs(range(8), range(8))
     ends.reserve(1, pieces, range(8))
     for first in range(8):
@@ -61,7 +61,7 @@ def test_messages_keep_their_order_among_windows(ends: Ends) -> None:
     ends.source.wait("message", b"back")
 
 
-def test_a_window_whose_blocks_change_owner_while_it_is_read_is_stale(ends: Ends) -> None:
+def test_a_window_whose_blocks_change_owner_while_it_is_read_is_stale(ends: LinkedEnds) -> None:
     pieces = runs(range(4), range(4))
     ends.reserve(1, pieces, range(4))
     answers = iter([True, False])
@@ -69,11 +69,11 @@ def test_a_window_whose_blocks_change_owner_while_it_is_read_is_stale(ends: Ends
     ends.put(1, pieces, 2, 2, lambda: False)
     ends.sink.wait("landed", 1, 0, Verdict.STALE)
     ends.sink.wait("landed", 1, 2, Verdict.STALE)
-    assert not ends.place.bytes[2 * BLOCK :].any()  # the second was not even written
+    assert not ends.place.bytes[2 * BLOCK :].any()  # the second is not written
 
 
 def test_bytes_that_are_not_what_the_source_read_are_corrupt(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
+    ends: LinkedEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.transports.rdma_out.digest_of", lambda *_: 1)
     pieces = runs(range(4), range(4))
@@ -83,7 +83,7 @@ def test_bytes_that_are_not_what_the_source_read_are_corrupt(
 
 
 def test_a_write_after_the_fence_is_refused_by_the_device_and_other_transfers_go_on(
-    ends: Ends,
+    ends: LinkedEnds,
 ) -> None:
     """The source has keys and has checked its generations when the sink fences the transfer."""
     late, other = runs(range(8), range(8)), runs(range(20, 28), range(20, 28))
@@ -105,10 +105,10 @@ def test_a_write_after_the_fence_is_refused_by_the_device_and_other_transfers_go
     ends.source.wait("sent", 1, 0)
     assert ends.far.refused == 1  # type: ignore[attr-defined]
     assert ends.sink.count("landed", 1) == 0
-    assert ends.arrived(other)  # and not one byte of the other
+    assert ends.arrived(other)  # and no byte of the other
 
 
-def test_a_window_outside_of_the_grant_is_not_written(ends: Ends) -> None:
+def test_a_window_outside_of_the_grant_is_not_written(ends: LinkedEnds) -> None:
     pieces = runs(range(4), range(4))
     ends.reserve(1, pieces, range(3))
     ends.put(1, pieces, 0, 4)
@@ -116,7 +116,7 @@ def test_a_window_outside_of_the_grant_is_not_written(ends: Ends) -> None:
     assert not ends.place.bytes.any()
 
 
-def test_dropped_windows_are_not_sent_or_end_stale(ends: Ends) -> None:
+def test_dropped_windows_are_not_sent_or_end_stale(ends: LinkedEnds) -> None:
     pieces = runs(range(8), range(8))
     ends.reserve(1, pieces, range(8))
     asked, go = threading.Event(), threading.Event()
@@ -136,7 +136,7 @@ def test_dropped_windows_are_not_sent_or_end_stale(ends: Ends) -> None:
     assert ends.sink.heard[-1] == ("message", b"dropped")
 
 
-def test_a_peer_that_closes_is_lost_and_a_fence_is_answered_after_it(ends: Ends) -> None:
+def test_a_peer_that_closes_is_lost_and_a_fence_is_answered_after_it(ends: LinkedEnds) -> None:
     pieces = runs(range(4), range(4))
     ends.reserve(1, pieces, range(4))
     ends.far.close()
@@ -146,7 +146,7 @@ def test_a_peer_that_closes_is_lost_and_a_fence_is_answered_after_it(ends: Ends)
     assert ends.source.count("lost") == 0
 
 
-def test_an_address_without_a_listener_is_a_transport_error(ends: Ends) -> None:
+def test_an_address_without_a_listener_is_a_transport_error(ends: LinkedEnds) -> None:
     with pytest.raises(TransportError, match="cannot reach"):
         ends.transports[1].dial("127.0.0.1:1")
 

@@ -27,7 +27,8 @@ from tests.chaos.kv_trials import FAULTS, Outcome, trial
 AT_ONCE, EACH = 4, 17
 LEAST_PACE = 4.0
 HANGS_AT = 30.0  # seconds for a trial, at a pace of 1
-ENOUGH_S = 400.0  # after so long no world of a batch begins: a machine with much else to do sees fewer, as slowly
+# No trial of a batch begins after this time. A busy machine runs fewer.
+ENOUGH_S = 400.0
 BATCH = AT_ONCE * EACH
 BATCHES = int(os.environ.get("PENSTOCK_RDMA_TRIALS", "68")) // BATCH
 
@@ -47,7 +48,7 @@ def calm(told: Connection) -> None:
     told.send(first_landing_s("rdma"))
 
 
-def told_by(target: Callable[..., None], *args: object) -> tuple[list[Any], int | None]:
+def run_process(target: Callable[..., None], *args: object) -> tuple[list[Any], int | None]:
     """Return what a process of its own sent, and its exit code."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.chaos.kv_calm", "kvtransfer.transports.verbs"])
@@ -63,9 +64,9 @@ def told_by(target: Callable[..., None], *args: object) -> tuple[list[Any], int 
     return told, process.exitcode
 
 
-def some(seeds: range, pace: float, transport: str = "rdma") -> list[Outcome]:
+def run_seeds(seeds: range, pace: float, transport: str = "rdma") -> list[Outcome]:
     """Run these seeds one after the other in a process of their own."""
-    outcomes, code = told_by(worlds, seeds, pace, transport)
+    outcomes, code = run_process(worlds, seeds, pace, transport)
     if code or not outcomes:
         seed = seeds[min(len(outcomes), len(seeds) - 1)]
         outcomes.append(Outcome(seed, transport, "?", [f"its process ended with {code}"]))
@@ -77,7 +78,7 @@ def measured_pace(pool: ThreadPoolExecutor) -> float:
 
     Measured with as many trials at once as there will be.
     """
-    calms = list(pool.map(lambda _: told_by(calm), range(AT_ONCE)))
+    calms = list(pool.map(lambda _: run_process(calm), range(AT_ONCE)))
     assert all(len(told) == 1 for told, _ in calms), (
         f"nothing lands even where nothing breaks: {calms}"
     )
@@ -101,7 +102,7 @@ def test_under_any_fault_nothing_wrong_lands_over_verbs(
     with ThreadPoolExecutor(AT_ONCE) as pool:
         pace = measured_pace(pool)
         firsts = range(batch * BATCH, (batch + 1) * BATCH, EACH)
-        for found in pool.map(lambda first: some(range(first, first + EACH), pace), firsts):
+        for found in pool.map(lambda first: run_seeds(range(first, first + EACH), pace), firsts):
             outcomes += found
     new = outcomes[before:]
     with capfd.disabled():
@@ -115,7 +116,7 @@ def test_the_trials_over_verbs_saw_every_fault_and_many_landings(outcomes: list[
     for slower in (2, 4):
         if has_many_landings(seen):
             break
-        seen = some_again(slower)
+        seen = rerun_seeds(slower)
         assert [outcome for outcome in seen if outcome.wrong] == []
     assert has_many_landings(seen), sum((outcome.ends for outcome in seen), Counter[str]())
 
@@ -124,9 +125,11 @@ def has_many_landings(outcomes: list[Outcome]) -> bool:
     return landed(outcomes) > len(outcomes) / 4
 
 
-def some_again(slower: int) -> list[Outcome]:
+def rerun_seeds(slower: int) -> list[Outcome]:
     """Run the first seeds again at a slower pace, in case the machine has become busier."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         pace = slower * measured_pace(pool)
-        found = pool.map(lambda first: some(range(first, first + 3), pace), range(0, BATCH, EACH))
+        found = pool.map(
+            lambda first: run_seeds(range(first, first + 3), pace), range(0, BATCH, EACH)
+        )
         return [outcome for each in found for outcome in each]

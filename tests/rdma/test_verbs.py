@@ -25,7 +25,7 @@ from kvtransfer.transports.verbs import (
 PAGE = 4096
 
 
-class Bench:
+class VerbsPair:
     """A writer and a sink on one device, connected, each with its own domain and memory."""
 
     def __init__(self) -> None:
@@ -80,13 +80,13 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    made = Bench()
+def bench() -> Iterator[VerbsPair]:
+    made = VerbsPair()
     yield made
     made.close()
 
 
-def test_a_key_opens_its_bytes_and_the_number_arrives_with_them(bench: Bench) -> None:
+def test_a_key_opens_its_bytes_and_the_number_arrives_with_them(bench: VerbsPair) -> None:
     key = bench.grant(bench.far, 100, 1000).remote_key
     told = bench.write(100, 1000, key)
     assert {one.number: (one.status, one.immediate) for one in told} == {
@@ -98,13 +98,13 @@ def test_a_key_opens_its_bytes_and_the_number_arrives_with_them(bench: Bench) ->
 
 
 @pytest.mark.parametrize(("at", "length"), [(99, 2), (1000, 101), (0, 10), (2 * PAGE, 1)])
-def test_one_byte_beside_the_key_is_refused(bench: Bench, at: int, length: int) -> None:
+def test_one_byte_beside_the_key_is_refused(bench: VerbsPair, at: int, length: int) -> None:
     key = bench.grant(bench.far, 100, 1000).remote_key
     assert bench.refuses(at, length, key)
     assert not bench.place.bytes.any()
 
 
-def test_after_deregistration_the_device_refuses(bench: Bench) -> None:
+def test_after_deregistration_the_device_refuses(bench: VerbsPair) -> None:
     memory = bench.grant(bench.far, 0, PAGE)
     assert not bench.refuses(0, PAGE, memory.remote_key)
     bench.open.remove(memory)
@@ -114,7 +114,7 @@ def test_after_deregistration_the_device_refuses(bench: Bench) -> None:
     assert not bench.place.bytes.any()
 
 
-def test_a_memory_key_of_another_link_is_refused(bench: Bench) -> None:
+def test_a_memory_key_of_another_link_is_refused(bench: VerbsPair) -> None:
     other = Domain(bench.device)
     memory = other.register(bench.place.address, PAGE, writable_by_peer=True)
     assert bench.refuses(0, PAGE, memory.remote_key)
@@ -123,12 +123,12 @@ def test_a_memory_key_of_another_link_is_refused(bench: Bench) -> None:
     other.close()
 
 
-def test_memory_registered_for_our_own_reading_cannot_be_written(bench: Bench) -> None:
+def test_memory_registered_for_our_own_reading_cannot_be_written(bench: VerbsPair) -> None:
     assert bench.refuses(0, 8, bench.grant(bench.far, 0, PAGE, writable=False).remote_key)
     assert not bench.place.bytes.any()
 
 
-def test_a_guessed_key_is_refused(bench: Bench) -> None:
+def test_a_guessed_key_is_refused(bench: VerbsPair) -> None:
     assert bench.refuses(0, 8, 0x1234)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TRANSPORTS = os.environ.get("PENSTOCK_KV_TRANSPORTS", "inproc,shm,tcp,lanes,tls").split(",")
 BLOCKS, BLOCK_BYTES = 64, 32 << 10
 LANES = 3
-# How long something that must happen may take: more on an emulated processor.
+# Timeout for events that must happen, longer on an emulated processor.
 PATIENCE_S = float(os.environ.get("PENSTOCK_PATIENCE_S", "20"))
 
 
@@ -108,7 +108,7 @@ def kind_of(name: str) -> str:
 
 
 @dataclass
-class Heard:
+class OwnerEvent:
     """An event of an owner: (kind, link, what)."""
 
     kind: str
@@ -121,12 +121,12 @@ class Owner:
     """A LinkOwner that records events. `place(head)` returns where a window goes."""
 
     place: Callable[[WindowHead], Slice | None] = lambda head: None
-    heard: list[Heard] = field(default_factory=list)
+    heard: list[OwnerEvent] = field(default_factory=list)
     bell: threading.Condition = field(default_factory=threading.Condition)
 
     def note(self, kind: str, link: Link, what: object = None) -> None:
         with self.bell:
-            self.heard.append(Heard(kind, link, what))
+            self.heard.append(OwnerEvent(kind, link, what))
             self.bell.notify_all()
 
     def linked(self, link: Link) -> None:
@@ -188,16 +188,16 @@ class Pair:
     name: str
     sink: Link
     source: Link
-    hears: Owner
-    gives: Owner
-    into: Region
-    out_of: Region
+    sink_owner: Owner
+    source_owner: Owner
+    sink_region: Region
+    source_region: Region
     sink_transport: Transport
     source_transport: Transport
 
     def admit(self, transfer: int) -> None:
         """Let the source write into all of the sink's blocks."""
-        grant = self.sink.grant(transfer, [self.into], np.arange(BLOCKS))
+        grant = self.sink.grant(transfer, [self.sink_region], np.arange(BLOCKS))
         self.source.accept(transfer, grant)
 
     def expect(self, windows: dict[WindowHead, Runs]) -> None:
@@ -206,41 +206,53 @@ class Pair:
 
         def place(head: WindowHead) -> Slice | None:
             runs = left.pop(head, None)
-            return None if runs is None else Slice(runs, self.into, 0, 0)
+            return None if runs is None else Slice(runs, self.sink_region, 0, 0)
 
-        self.hears.place = place
+        self.sink_owner.place = place
 
     def put(self, head: WindowHead, runs: Runs, current: Callable[[], bool] | None = None) -> None:
-        self.source.put(head, Slice(runs, self.out_of, 0, 0, current or (lambda: True)))
+        self.source.put(head, Slice(runs, self.source_region, 0, 0, current or (lambda: True)))
 
 
 @contextmanager
 def linked_pair(name: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Pair]:
     """Yield two started transports with a link. The source's memory is random."""
-    into = MemoryFileRegion.create(BLOCKS, block_bytes, name="into")
-    out_of = MemoryFileRegion.create(BLOCKS, block_bytes, name="out-of")
-    out_of.bytes[:] = np.random.default_rng(1).integers(0, 256, out_of.bytes.size, dtype=np.uint8)
-    hears, gives = Owner(), Owner()
+    sink_region = MemoryFileRegion.create(BLOCKS, block_bytes, name="into")
+    source_region = MemoryFileRegion.create(BLOCKS, block_bytes, name="out-of")
+    source_region.bytes[:] = np.random.default_rng(1).integers(
+        0, 256, source_region.bytes.size, dtype=np.uint8
+    )
+    sink_owner, source_owner = Owner(), Owner()
     with transports(name) as (sink_end, source_end):
-        sink_end.start(hears, [into])
-        address = source_end.start(gives, [out_of])
+        sink_end.start(sink_owner, [sink_region])
+        address = source_end.start(source_owner, [source_region])
         link = sink_end.dial(address)
-        gives.wait("linked")
-        far = gives.heard[0].link
+        source_owner.wait("linked")
+        far = source_owner.heard[0].link
         for end in (link, far):
             end.secure(bytes(32))
         if isinstance(link, Laned) and isinstance(far, Laned):
             for lane in range(1, link.lanes):
-                _widen(link, far, sink_end.dial(address), gives, lane)
-        yield Pair(name, link, far, hears, gives, into, out_of, sink_end, source_end)
-    into.close()
-    out_of.close()
+                _widen(link, far, sink_end.dial(address), source_owner, lane)
+        yield Pair(
+            name,
+            link,
+            far,
+            sink_owner,
+            source_owner,
+            sink_region,
+            source_region,
+            sink_end,
+            source_end,
+        )
+    sink_region.close()
+    source_region.close()
 
 
-def _widen(link: Laned, far: Laned, lane: Link, gives: Owner, number: int) -> None:
+def _widen(link: Laned, far: Laned, lane: Link, source_owner: Owner, number: int) -> None:
     """Add a lane as agents do: first at the source."""
-    gives.wait("linked", number + 1)
-    there = [heard.link for heard in gives.heard if heard.kind == "linked"][number]
+    source_owner.wait("linked", number + 1)
+    there = [heard.link for heard in source_owner.heard if heard.kind == "linked"][number]
     for end in (lane, there):
         end.secure(bytes(32))
     far.widen(there)
@@ -265,5 +277,5 @@ def expected(pair: Pair, *moves: Runs) -> NDArray[np.uint8]:
     memory = np.zeros(BLOCKS * BLOCK_BYTES, np.uint8)
     for runs in moves:
         for src, dst, length in zip(runs.src, runs.dst, runs.length, strict=True):
-            memory[dst : dst + length] = pair.out_of.bytes[src : src + length]
+            memory[dst : dst + length] = pair.source_region.bytes[src : src + length]
     return memory

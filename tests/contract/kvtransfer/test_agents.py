@@ -124,7 +124,7 @@ async def test_layers_are_sent_as_they_are_computed(transport: str) -> None:
         seen = []
         for layer in range(1, 5):
             offer.ready(layer)
-            # Over one-sided writes nothing is to be read before the fence, so nothing is said of it.
+            # With one-sided writes no progress is reported before the fence.
             assert transport == "rdma" or await soon(landing.reached(layer)), landing.end
             seen.append(landing.layers)
         assert (await soon(landing.ended())).landed
@@ -325,7 +325,7 @@ async def test_an_absent_peer_is_a_named_end(transport: str) -> None:
         assert end.retriable
 
 
-# ---- given up, by whoever it is
+# ---- given up by either side
 
 
 async def test_the_sink_gives_up_at_any_time(transport: str) -> None:
@@ -518,7 +518,7 @@ async def test_stats_count_moved_bytes_by_peer(transport: str) -> None:
 
 
 async def test_closed_agents_leave_neither_threads_nor_descriptors(transport: str) -> None:
-    await _one_life(transport)  # what is made once and kept
+    await _one_life(transport)  # created once and reused
     threads, descriptors = set(threading.enumerate()), _descriptors()
     for _ in range(3):
         await _one_life(transport)

@@ -45,24 +45,24 @@ def test_messages_arrive_whole_and_in_order_in_both_directions(pair: Pair) -> No
     for message in sent:
         pair.sink.send(message)
         pair.source.send(message[::-1])
-    assert pair.gives.wait("message", len(sent)) == sent
-    assert pair.hears.wait("message", len(sent)) == sent
+    assert pair.source_owner.wait("message", len(sent)) == sent
+    assert pair.sink_owner.wait("message", len(sent)) == sent
 
 
 def test_a_message_of_a_million_blocks_arrives(pair: Pair) -> None:
     message = np.arange(1 << 20, dtype="<u4").tobytes() + bytes(60_000)
     pair.sink.send(message)
-    assert pair.gives.wait("message") == [message]
+    assert pair.source_owner.wait("message") == [message]
 
 
 def test_the_dialled_end_first_gets_the_link_event(pair: Pair) -> None:
     pair.sink.send(b"after")
-    pair.gives.wait("message")
-    assert [heard.kind for heard in pair.gives.heard if heard.link is pair.source] == [
+    pair.source_owner.wait("message")
+    assert [heard.kind for heard in pair.source_owner.heard if heard.link is pair.source] == [
         "linked",
         "message",
     ]
-    assert not pair.hears.all("linked")
+    assert not pair.sink_owner.all("linked")
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_bytes_arrive_as_planned_and_nowhere_else(pair: Pair, runs: int, longest
     pair.expect({head: moves})
     pair.admit(7)
     pair.put(head, moves)
-    assert pair.hears.wait("landed") == [(head, Verdict.OK)]
-    assert pair.gives.wait("sent") == [head]
-    assert np.array_equal(pair.into.bytes, expected(pair, moves))
+    assert pair.sink_owner.wait("landed") == [(head, Verdict.OK)]
+    assert pair.source_owner.wait("sent") == [head]
+    assert np.array_equal(pair.sink_region.bytes, expected(pair, moves))
 
 
 def test_many_windows_of_several_transfers_all_arrive(pair: Pair) -> None:
@@ -88,10 +88,10 @@ def test_many_windows_of_several_transfers_all_arrive(pair: Pair) -> None:
         pair.admit(transfer)
     for head, runs in zip(heads, pieces, strict=True):
         pair.put(head, runs)
-    landed = pair.hears.wait("landed", len(heads))
+    landed = pair.sink_owner.wait("landed", len(heads))
     assert set(landed) == {(head, Verdict.OK) for head in heads}
-    assert len(pair.hears.all("landed")) == len(heads)
-    assert np.array_equal(pair.into.bytes, expected(pair, moves))
+    assert len(pair.sink_owner.all("landed")) == len(heads)
+    assert np.array_equal(pair.sink_region.bytes, expected(pair, moves))
 
 
 def test_a_message_after_a_window_arrives_after_it(pair: Pair) -> None:
@@ -102,9 +102,9 @@ def test_a_message_after_a_window_arrives_after_it(pair: Pair) -> None:
     pair.source.send(b"before")
     pair.put(head, moves)
     pair.source.send(b"after")
-    pair.hears.wait("message", 2)
-    pair.hears.wait("landed")
-    kinds = [heard.kind for heard in pair.hears.heard]
+    pair.sink_owner.wait("message", 2)
+    pair.sink_owner.wait("landed")
+    kinds = [heard.kind for heard in pair.sink_owner.heard]
     assert kinds.index("message") < kinds.index("incoming")
     assert kinds.index("incoming") < len(kinds) - 1 - kinds[::-1].index("message")
 
@@ -118,8 +118,8 @@ def test_an_unexpected_window_is_discarded_and_the_next_arrives(pair: Pair) -> N
     pair.admit(2)
     pair.put(unknown, moves)
     pair.put(known, moves)
-    assert pair.hears.wait("landed") == [(known, Verdict.OK)]
-    assert np.array_equal(pair.into.bytes, expected(pair, moves))
+    assert pair.sink_owner.wait("landed") == [(known, Verdict.OK)]
+    assert np.array_equal(pair.sink_region.bytes, expected(pair, moves))
 
 
 @pytest.mark.parametrize("answers", [(False,), (True, False)], ids=["before", "while it was read"])
@@ -134,11 +134,11 @@ def test_a_window_whose_blocks_changed_owner_is_stale(
 
     def current() -> bool:
         """Return True once: the blocks change owner right after the first check."""
-        pair.out_of.bump(range(BLOCKS))
+        pair.source_region.bump(range(BLOCKS))
         return next(said)
 
     pair.put(head, moves, current=current)
-    assert pair.hears.wait("landed") == [(head, Verdict.STALE)]
+    assert pair.sink_owner.wait("landed") == [(head, Verdict.STALE)]
 
 
 def test_dropped_windows_do_not_land_and_later_ones_do(pair: Pair) -> None:
@@ -161,11 +161,12 @@ def test_dropped_windows_do_not_land_and_later_ones_do(pair: Pair) -> None:
     gate.set()
     pair.put(heads[2], kept)
     eventually(
-        lambda: (heads[2], Verdict.OK) in pair.hears.all("landed"), "the third window did not land"
+        lambda: (heads[2], Verdict.OK) in pair.sink_owner.all("landed"),
+        "the third window did not land",
     )
-    assert (heads[1], Verdict.OK) not in pair.hears.all("landed") or pair.gives.all("sent").count(
-        heads[1]
-    ) == 1
+    assert (heads[1], Verdict.OK) not in pair.sink_owner.all("landed") or pair.source_owner.all(
+        "sent"
+    ).count(heads[1]) == 1
 
 
 def test_behind_the_fence_nothing_is_written_whatever_the_source_does(pair: Pair) -> None:
@@ -176,25 +177,25 @@ def test_behind_the_fence_nothing_is_written_whatever_the_source_does(pair: Pair
     pair.admit(1)
     for head, runs in zip(heads[:10], pieces[:10], strict=True):
         pair.put(head, runs)
-    pair.hears.wait("landed")
-    pair.hears.place = lambda head: None
+    pair.sink_owner.wait("landed")
+    pair.sink_owner.place = lambda head: None
     pair.sink.fence(1)
-    assert pair.hears.wait("fenced") == [1]
-    with pair.hears.bell:
-        told = len(pair.hears.all("landed"))
-        pair.into.bytes[:] = 0
+    assert pair.sink_owner.wait("fenced") == [1]
+    with pair.sink_owner.bell:
+        told = len(pair.sink_owner.all("landed"))
+        pair.sink_region.bytes[:] = 0
     for head, runs in zip(heads[10:], pieces[10:], strict=True):
         pair.put(head, runs)
     if pair.name != "rdma":
         pair.source.send(b"all was said")
-        pair.hears.wait("message")
+        pair.sink_owner.wait("message")
     else:
         eventually(
-            lambda: pair.hears.all("lost") or len(pair.gives.all("sent")) >= 10,
+            lambda: pair.sink_owner.all("lost") or len(pair.source_owner.all("sent")) >= 10,
             "neither sent nor broken",
         )
-    assert not pair.into.bytes.any()
-    assert len(pair.hears.all("landed")) == told
+    assert not pair.sink_region.bytes.any()
+    assert len(pair.sink_owner.all("landed")) == told
 
 
 @pytest.mark.parametrize("end", ["own", "far"])
@@ -202,35 +203,36 @@ def test_a_fence_is_answered_on_a_link_that_is_gone(pair: Pair, end: str) -> Non
     pair.admit(4)
     (pair.sink if end == "own" else pair.source).close()
     if end == "far":
-        pair.hears.wait("lost")
+        pair.sink_owner.wait("lost")
     pair.sink.fence(4)
-    assert pair.hears.wait("fenced") == [4]
+    assert pair.sink_owner.wait("fenced") == [4]
 
 
 def test_a_fence_is_answered_for_what_was_never_granted(pair: Pair) -> None:
     pair.sink.fence(12_345)
-    assert pair.hears.wait("fenced") == [12_345]
+    assert pair.sink_owner.wait("fenced") == [12_345]
 
 
 def test_a_closed_link_is_reported_lost_once_to_the_other_end_only(pair: Pair) -> None:
     pair.source.close()
-    pair.hears.wait("lost")
+    pair.sink_owner.wait("lost")
     pair.source.close()
     pair.sink.close()
     pair.sink.send(b"to nobody")
     pair.sink.put(
-        WindowHead(1, 0, 0, 0, 1, 1), Slice(scattered(1, 1, 8), pair.into, 0, 0, lambda: True)
+        WindowHead(1, 0, 0, 0, 1, 1),
+        Slice(scattered(1, 1, 8), pair.sink_region, 0, 0, lambda: True),
     )
     pair.sink_transport.close()
     pair.source_transport.close()
-    assert len(pair.hears.all("lost", pair.sink)) == 1
-    assert not pair.gives.all("lost", pair.source)
+    assert len(pair.sink_owner.all("lost", pair.sink)) == 1
+    assert not pair.source_owner.all("lost", pair.source)
 
 
 def test_any_received_byte_shows_that_the_peer_lives(pair: Pair) -> None:
     before = pair.sink.received_bytes
     pair.source.send(b"beat")
-    pair.hears.wait("message")
+    pair.sink_owner.wait("message")
     assert pair.sink.received_bytes > before
 
 
@@ -244,7 +246,7 @@ def test_several_threads_may_send_at_once(pair: Pair) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    heard = pair.gives.wait("message", 800)
+    heard = pair.source_owner.wait("message", 800)
     for who in range(4):
         mine = [data[1:] for data in heard if isinstance(data, bytes) and data[0] == who]
         assert mine == [at.to_bytes(2, "big") for at in range(200)]
@@ -252,8 +254,8 @@ def test_several_threads_may_send_at_once(pair: Pair) -> None:
 
 def test_an_absent_peer_is_a_transport_error_soon(pair: Pair) -> None:
     with transports(pair.name) as (one, other):
-        one.start(pair.hears, [pair.into])
-        address = other.start(pair.gives, [pair.out_of])
+        one.start(pair.sink_owner, [pair.sink_region])
+        address = other.start(pair.source_owner, [pair.source_region])
         other.close()
         began = time.monotonic()
         with pytest.raises(TransportError):
@@ -269,7 +271,7 @@ def test_closing_ends_every_thread(name: str) -> None:
         pair.expect({head: moves})
         pair.admit(1)
         pair.put(head, moves)
-        pair.hears.wait("landed")
+        pair.sink_owner.wait("landed")
     eventually(
         lambda: set(threading.enumerate()) <= before, f"left: {set(threading.enumerate()) - before}"
     )

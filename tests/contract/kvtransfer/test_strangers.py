@@ -39,7 +39,7 @@ from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS, Owner, make
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
-class Stranger:
+class UnprovenPeer:
     """A peer with a socket and possibly with the key."""
 
     def __init__(self, link: Link, owner: Owner, key: bytes) -> None:
@@ -64,7 +64,7 @@ class Stranger:
         assert ready is not None
         self.link.secure(
             self.session.window_key
-        )  # as a member does before it invites: else its own end hangs up
+        )  # as agents do before they invite; the near end would close otherwise
         self.link.send(ready)
 
     def say(self, message: Message) -> None:
@@ -74,7 +74,7 @@ class Stranger:
         await self.hear("lost")
 
 
-class Town:
+class OfferingAgent:
     """An agent that offers, and a source of unproven connections."""
 
     def __init__(self, transport: str, agent_options: object = None) -> None:
@@ -85,11 +85,13 @@ class Town:
         self.source: Group = group("p", SMALL, [self._make()], options=options)  # type: ignore[arg-type]
         self._ends: list[object] = []
 
-    async def stranger(self, key: bytes = KEY) -> Stranger:
+    async def stranger(self, key: bytes = KEY) -> UnprovenPeer:
         end, owner = self._make(), Owner()
         end.start(owner, self.source.regions)
         self._ends.append(end)
-        return Stranger(await asyncio.to_thread(end.dial, self.source.agent.address), owner, key)
+        return UnprovenPeer(
+            await asyncio.to_thread(end.dial, self.source.agent.address), owner, key
+        )
 
     async def still_works(self) -> None:
         """Assert that a well-behaved peer is served, and that nothing is in use."""
@@ -111,8 +113,8 @@ class Town:
 
 
 @asynccontextmanager
-async def town(transport: str, **changes: object) -> AsyncIterator[Town]:
-    made = Town(transport, msgspec.structs.replace(PATIENT, **changes))
+async def offering_agent(transport: str, **changes: object) -> AsyncIterator[OfferingAgent]:
+    made = OfferingAgent(transport, msgspec.structs.replace(PATIENT, **changes))
     await made.source.agent.start()
     try:
         yield made
@@ -138,7 +140,7 @@ async def town(transport: str, **changes: object) -> AsyncIterator[Town]:
 async def test_noise_instead_of_a_greeting_ends_the_link(transport: str, noise: bytes) -> None:
     if transport == "rdma" and not noise:
         pytest.skip("an empty message is none")
-    async with town(transport) as here:
+    async with offering_agent(transport) as here:
         stranger = await here.stranger()
         stranger.link.send(noise)
         await stranger.gone()
@@ -146,17 +148,17 @@ async def test_noise_instead_of_a_greeting_ends_the_link(transport: str, noise: 
 
 
 async def test_silence_is_not_waited_for(transport: str) -> None:
-    async with town(transport, handshake_s=PATIENCE_S / 50) as here:
+    async with offering_agent(transport, handshake_s=PATIENCE_S / 50) as here:
         stranger = await here.stranger()
         await stranger.gone()
-        here.source.agent._board.options = PATIENT  # a member may take longer
+        here.source.agent._board.options = PATIENT  # a proven peer may take longer
 
 
 async def test_unproven_links_are_limited(transport: str) -> None:
-    async with town(transport, most_strangers=2) as here:
+    async with offering_agent(transport, most_strangers=2) as here:
         strangers = []
         for _ in range(5):
-            with suppress(TransportError):  # turned away while it still dialled
+            with suppress(TransportError):  # refused while it was still dialling
                 strangers.append(await here.stranger())
         await until(
             lambda: here.source.agent.figures()["faults"].get("strangers"), "nobody was turned away"
@@ -169,7 +171,7 @@ async def test_unproven_links_are_limited(transport: str) -> None:
 
 
 async def test_without_the_key_a_perfect_greeting_gets_nowhere(transport: str) -> None:
-    async with town(transport) as here:
+    async with offering_agent(transport) as here:
         offer = here.source.agent.offer("r", [0], 16)
         stranger = await here.stranger(b"not the fleet's key, but as long")
         stranger.link.send(stranger.session.hello())
@@ -183,7 +185,7 @@ async def test_without_the_key_a_perfect_greeting_gets_nowhere(transport: str) -
 
 
 async def test_another_version_is_refused_by_both(transport: str) -> None:
-    async with town(transport) as here:
+    async with offering_agent(transport) as here:
         stranger = await here.stranger()
         hello = encode(Hello(VERSION + 1, secrets.token_bytes(16), Card("x", bytes(16), SMALL), 1))
         stranger.link.send(hello)
@@ -214,7 +216,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 async def test_a_proven_peer_that_lies_loses_its_link_and_claims(transport: str, lie: str) -> None:
-    async with town(transport) as here:
+    async with offering_agent(transport) as here:
         offer = here.source.agent.offer("r", [0], 16, ready_layers=0, public=True)
         stranger = await here.stranger()
         await stranger.greet()
@@ -231,7 +233,7 @@ async def test_conversations_of_nonsense_hold_nothing(transport: str) -> None:
     """A proven peer sends any message in any order, and then noise."""
     rng = Random(7)
     rounds = 60 if transport != "rdma" else 5
-    async with town(transport) as here:
+    async with offering_agent(transport) as here:
         for number in range(rounds):
             offers = [
                 here.source.agent.offer(f"r{at}", [at], 16, ready_layers=rng.choice([0, 4]))

@@ -19,7 +19,8 @@ from kvtransfer.transports.base import STRANGER_BYTES
 from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S
 
-# The proof may take long on a busy machine: a test must not pass because idle connections ran out of time.
+# The proof may take long on a busy machine, and a test must not pass because idle connections timed
+# out.
 DEFAULTS = Options(misses=60, handshake_s=120.0)
 HOSTS = {"one address": ["127.0.0.1"], "several addresses": [f"127.0.0.{at}" for at in range(2, 7)]}
 
@@ -83,7 +84,7 @@ async def test_a_member_links_at_its_first_try_beside_100_idle_connections(
         dials = count_dials(monkeypatch, sink.agent)
         await fetch(source, sink, "r")
         assert len(dials) == 1
-        assert unproven(source.agent) >= limit - 1  # the member took the place of one at most
+        assert unproven(source.agent) >= limit - 1  # the member replaced at most one
 
 
 async def test_the_oldest_connection_is_dropped_and_the_others_stay() -> None:

@@ -19,22 +19,22 @@ from tests.contract.kvtransfer.links import PATIENCE_S
 from tests.fair_time import within
 
 
-class Shut(Shm):
+class RefusingShm(Shm):
     """Shared memory that refuses to be dialled."""
 
     def dial(self, address: str) -> Link:
         raise TransportError("permission denied")
 
 
-class Mute(Shm):
+class SilentShm(Shm):
     """Shared memory whose listener never answers."""
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-        class Deaf:
+        class IgnoringOwner:
             def __getattr__(self, name: str) -> object:
                 return lambda *_: None
 
-        return super().start(Deaf(), regions)  # type: ignore[arg-type]
+        return super().start(IgnoringOwner(), regions)  # type: ignore[arg-type]
 
 
 @asynccontextmanager
@@ -85,7 +85,9 @@ async def test_tcp_stays_if_only_one_end_has_the_better_transport(theirs: list[T
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [(Shut, Shm), (Shm, Mute)], ids=["cannot be dialled", "does not answer"]
+    ("ours", "theirs"),
+    [(RefusingShm, Shm), (Shm, SilentShm)],
+    ids=["cannot be dialled", "does not answer"],
 )
 async def test_a_better_transport_that_does_not_open_does_not_end_the_transfer(
     ours: type[Shm], theirs: type[Shm]
@@ -101,7 +103,10 @@ async def test_a_better_transport_that_does_not_open_does_not_end_the_transfer(
 
 
 async def test_a_landing_cancelled_while_dialling_ends_at_once() -> None:
-    async with two([Tcp(), Shm()], [Tcp(), Mute()], handshake_s=PATIENCE_S / 4) as (source, sink):
+    async with two([Tcp(), Shm()], [Tcp(), SilentShm()], handshake_s=PATIENCE_S / 4) as (
+        source,
+        sink,
+    ):
         landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
         await asyncio.sleep(0.05)
         landing.cancel()

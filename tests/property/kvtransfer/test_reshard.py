@@ -144,7 +144,7 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
     )
     for rank in range(dst.ranks):
         np.testing.assert_array_equal(sinks[rank], wanted[rank], f"rank {rank}")
-    # Everything is right, and no more was written than is right: so nothing was written twice.
+    # All bytes are right and their number is minimal, so none was written twice.
     assert written == WORD * sum(int((memory != UNTOUCHED).sum()) for memory in wanted)
 
 

@@ -80,7 +80,7 @@ class World:
                     assert invite.transfer not in self.invited
                     wish = self.wishes[
                         invite.transfer
-                    ]  # the rest of its blocks is cached, and perhaps others' as well
+                    ]  # its other blocks are cached, possibly shared
                     spans = range(0, wish.tokens, LAYOUT.block_tokens)
                     assert list(written) == [
                         block

@@ -22,7 +22,7 @@ def job_of(prompt: int, output: int, family: int) -> Job:
     return Job(prompt, output, [family * 1000 + i for i in range(full)] if family else ())
 
 
-class Watch:
+class CheckedScheduler:
     """Runs a scheduler and checks its invariants after every step."""
 
     def __init__(self, blocks: int, seqs: int, budget: int) -> None:
@@ -62,7 +62,7 @@ class Watch:
 def test_every_job_makes_exactly_its_tokens_and_gives_all_blocks_back(
     loads: list[tuple[int, int, int]], blocks: int, seqs: int, budget: int
 ) -> None:
-    watch = Watch(blocks, seqs, budget)
+    watch = CheckedScheduler(blocks, seqs, budget)
     added = [job_of(*load) for load in loads]
     for job in added:
         watch.scheduler.add(job)
@@ -83,7 +83,7 @@ def test_every_job_makes_exactly_its_tokens_and_gives_all_blocks_back(
 def test_jobs_may_be_aborted_at_any_moment(
     loads: list[tuple[int, int, int]], victims: list[int]
 ) -> None:
-    watch = Watch(20, 6, 64)
+    watch = CheckedScheduler(20, 6, 64)
     scheduler = watch.scheduler
     added = [job_of(*load) for load in loads]
     for job in added:
@@ -108,7 +108,7 @@ def test_jobs_may_be_aborted_at_any_moment(
 kinds = st.sampled_from(["whole", "give", "take", "parked"])
 
 
-class Halves:
+class SplitScheduler:
     """A scheduler for split requests. The test plays both ends of every transfer."""
 
     def __init__(self, blocks: int) -> None:
@@ -173,7 +173,7 @@ class Halves:
 def test_jobs_whose_kv_comes_and_goes_leak_no_block_whatever_happens_when(
     loads: list[tuple[tuple[int, int, int], str]], blocks: int, events: list[tuple[int, int]]
 ) -> None:
-    halves = Halves(blocks)
+    halves = SplitScheduler(blocks)
     added = [halves.job(*load, kind) for load, kind in loads]
     for job in added:
         halves.scheduler.add(job)

@@ -32,7 +32,7 @@ from kvtransfer.transports.tcp import Tcp
 from tests.contract.kvtransfer.groups import KEY, SMALL, groups
 
 
-class Book:
+class RecordingListener:
     """A listener that records changes."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ def regions() -> list[Region]:
     return [Region.over(bytearray(8 * size), size, name="r") for _ in range(SMALL.ranks)]
 
 
-def in_simulation() -> tuple[VirtualClock, Agent, Agent, Book]:
+def in_simulation() -> tuple[VirtualClock, Agent, Agent, RecordingListener]:
     clock = VirtualClock()
     wire = Wire(clock)
     ends = [Inproc(wire), Inproc(wire)]
@@ -56,7 +56,7 @@ def in_simulation() -> tuple[VirtualClock, Agent, Agent, Book]:
         Agent(name, SMALL, regions(), key=KEY, transports=[end], clock=end.agent_clock)
         for name, end in zip(("p", "d"), ends, strict=True)
     )
-    book = Book()
+    book = RecordingListener()
     source.open()
     sink.open(book)
     return clock, source, sink, book
@@ -126,7 +126,7 @@ def test_an_agent_needs_a_region_for_every_rank_and_a_transport() -> None:
         Agent("p", SMALL, regions(), key=KEY, transports=[])
 
 
-class Absent(Inproc):
+class UnavailableTransport(Inproc):
     """A transport that is not available, as RDMA on a machine without a card."""
 
     name = "absent"
@@ -142,7 +142,12 @@ def test_a_transport_that_does_not_start_is_dropped_unless_it_is_the_first(
     wire = Wire(clock)
     end, far = Inproc(wire), Inproc(wire)
     one = Agent(
-        "p", SMALL, regions(), key=KEY, transports=[end, Absent(wire)], clock=end.agent_clock
+        "p",
+        SMALL,
+        regions(),
+        key=KEY,
+        transports=[end, UnavailableTransport(wire)],
+        clock=end.agent_clock,
     )
     two = Agent("d", SMALL, regions(), key=KEY, transports=[far], clock=far.agent_clock)
     for agent in (one, two):
@@ -154,7 +159,14 @@ def test_a_transport_that_does_not_start_is_dropped_unless_it_is_the_first(
     assert clock.run(1, lambda: landing.end is not None)
     assert landing.end is not None
     assert landing.end.landed
-    alone = Agent("x", SMALL, regions(), key=KEY, transports=[Absent(wire)], clock=end.agent_clock)
+    alone = Agent(
+        "x",
+        SMALL,
+        regions(),
+        key=KEY,
+        transports=[UnavailableTransport(wire)],
+        clock=end.agent_clock,
+    )
     with pytest.raises(TransportError, match="no device"):
         alone.open()
 
@@ -172,7 +184,7 @@ def test_a_peer_that_dials_while_an_agent_starts_finds_all_transports() -> None:
             begun.append("first")
             return super().start(owner, regions)
 
-    class Slow(Absent):
+    class Slow(UnavailableTransport):
         name = "slow"
 
         def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
@@ -192,7 +204,7 @@ def test_an_agent_that_fails_to_start_leaves_no_transport_open() -> None:
     clock, closed = VirtualClock(), list[str]()
     wire = Wire(clock)
 
-    class Better(Absent):
+    class Better(UnavailableTransport):
         name = "better"
 
         def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
@@ -201,7 +213,7 @@ def test_an_agent_that_fails_to_start_leaves_no_transport_open() -> None:
         def close(self) -> None:
             closed.append(self.name)
 
-    class Late(Inproc):
+    class LateTransport(Inproc):
         """A transport whose port is free at the second attempt."""
 
         def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
@@ -213,7 +225,7 @@ def test_an_agent_that_fails_to_start_leaves_no_transport_open() -> None:
             assert made.address
             super().close()
 
-    end = Late(wire)
+    end = LateTransport(wire)
     made = Agent(
         "p", SMALL, regions(), key=KEY, transports=[end, Better(wire)], clock=end.agent_clock
     )
@@ -284,7 +296,7 @@ async def test_an_agent_that_fails_to_start_leaks_no_descriptor(
             taken_down.append(self)
 
     monkeypatch.setattr(agent_module, "Doorbell", Watched)
-    end = Absent(Wire(VirtualClock()))
+    end = UnavailableTransport(Wire(VirtualClock()))
     agent = Agent("p", SMALL, regions(), key=KEY, transports=[end], clock=end.agent_clock)
     with pytest.raises(TransportError, match="no device"):
         await agent.start()
@@ -379,7 +391,7 @@ async def test_an_agent_that_closes_waits_for_the_last_copy_into_its_blocks(
         landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
         assert await asyncio.to_thread(begun.wait, 20)
         closing = asyncio.create_task(sink.agent.close())
-        await asyncio.wait({closing}, timeout=2.4)  # longer than any thread was ever waited for
+        await asyncio.wait({closing}, timeout=2.4)  # longer than any thread takes
         assert landing.end is None
         go_on.set()
         await asyncio.wait_for(closing, 20)

@@ -16,7 +16,7 @@ from kvtransfer.messages import Invite
 from kvtransfer.transports.base import TransportError
 
 
-class Slow:
+class SlowGrantLink:
     """A link whose grants wait for `go`. Transfer 3 is unknown, and transfer 2 raises."""
 
     peer = "p"
@@ -35,7 +35,7 @@ class Slow:
 
 class Host:
     def __init__(self, clock: Any) -> None:
-        self.hold, self.said, self.link = Hold(), list[tuple[int, object]](), Slow()
+        self.hold, self.said, self.link = Hold(), list[tuple[int, object]](), SlowGrantLink()
         self.all = threading.Event()
         self.inviting = Inviting([], clock, self.hold, self.say, self.say)
 
@@ -62,10 +62,10 @@ def test_grants_run_without_the_lock_and_are_sent_in_order() -> None:
 
 
 def test_without_a_thread_an_invitation_fails_at_once() -> None:
-    class Busy:
+    class ThreadlessClock:
         def aside(self, call: Callable[[], None]) -> None:
             raise RuntimeError("can't start new thread")
 
-    host = Host(Busy())
+    host = Host(ThreadlessClock())
     host.put(1)
     assert host.said == [(1, "can't start new thread")]

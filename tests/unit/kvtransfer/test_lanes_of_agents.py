@@ -105,7 +105,7 @@ async def test_no_lane_is_dialled_before_the_source_has_sent_a_message() -> None
     """A lane could overtake the proof on the first link, and belong to an unknown link."""
     silent = msgspec.structs.replace(PATIENT, beat_s=60.0)
     async with groups("lanes", SMALL, SMALL, options=(silent, silent)) as (source, sink):
-        landing = sink.agent.fetch(source.agent.address, "a", [7], 16)  # which nobody offers yet
+        landing = sink.agent.fetch(source.agent.address, "a", [7], 16)  # not offered yet
         board = sink.agent._board
         await until(lambda: any(line.linked for line in board._peer_links.values()))
         await asyncio.sleep(0.1)

@@ -211,7 +211,7 @@ def test_a_silent_lane_is_lost_and_so_is_its_link_if_the_lane_was_used(
     made, _ = switchboard(Mock())
     first, lane = up(made, proven(made.card)), up(made, proven(made.card, b"g" * 16))
     lane.first, lane.link.used = first, used  # type: ignore[attr-defined]
-    lane.heard = first.seeking = True  # the next one is on its way
+    lane.heard = first.seeking = True  # the next lane is being dialled
     first.lanes.append(lane)
     first.link.received_bytes = 1
     made._beat(0.0)
@@ -287,7 +287,7 @@ def test_a_stall_of_our_own_does_not_excuse_later_silence() -> None:
     assert line.silent(11.0, 0.0, Options())
 
 
-class Misled(Shm):
+class MisleadingShm(Shm):
     """Shared memory that reports another agent's address, as 127.0.0.1 of another host would."""
 
     def __init__(self, address: str) -> None:
@@ -308,7 +308,7 @@ async def started(name: str, *ways: Tcp | Shm) -> Group:
 async def test_a_better_link_to_another_agent_is_not_used() -> None:
     other_way = Shm()
     other = await started("other", Tcp(), other_way)
-    meant = await started("meant", Tcp(), Misled(other.agent._board.card.addresses["shm"]))
+    meant = await started("meant", Tcp(), MisleadingShm(other.agent._board.card.addresses["shm"]))
     sink = await started("d", Tcp(), Shm())
     other.agent.offer("r", [1], 16, public=True)
     offer = meant.agent.offer("r", [1], 16, public=True)
@@ -322,7 +322,7 @@ async def test_a_better_link_to_another_agent_is_not_used() -> None:
         await each.agent.close()
 
 
-class Late(Shm):
+class SlowDialShm(Shm):
     """Shared memory whose first dial waits for `go`, and then may fail."""
 
     def __init__(self, fails: bool) -> None:
@@ -341,7 +341,7 @@ class Late(Shm):
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_better_link_is_closed_if_the_link_that_led_to_it_was_lost(fails: bool) -> None:
     """Transfers that waited for it have ended; later ones wait for another link."""
-    late = Late(fails)
+    late = SlowDialShm(fails)
     source, sink = await started("p", Tcp(), Shm()), await started("d", Tcp(), late)
     source.agent.offer("r", [1], 16, public=True)
     landing = sink.agent.fetch(source.agent.address, "r", [1], 16)

@@ -27,7 +27,7 @@ from tests.fair_time import PATIENCE_S
 BLOCKS = 64
 
 
-class Landing:
+class PendingLanding:
     """KV that arrives until it is cancelled."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Landing:
         return end(Reason.CANCELLED)
 
 
-class Moving:
+class BusyAgent:
     """An agent that is always receiving. Fetches of one token end at once."""
 
     address = "here"
@@ -51,8 +51,8 @@ class Moving:
 
     def fetch(
         self, address: str, name: str, blocks: Sequence[int], tokens: int, **more: Any
-    ) -> Landing:
-        landing = Landing()
+    ) -> PendingLanding:
+        landing = PendingLanding()
         if tokens == 1:
             landing.cancel()
         return landing
@@ -64,7 +64,7 @@ class Moving:
         return
 
 
-class Directory:
+class StaticDirectory:
     """A directory that finds every peer and renews nothing."""
 
     async def address(self, take: Take) -> str:
@@ -77,7 +77,7 @@ class Directory:
         return None
 
 
-class Sink:
+class RecordingSink:
     """Records how one job ended."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ async def group() -> AsyncIterator[TpGroup]:
     made = TpGroup(spec, loop)
     memory = KvMemory.create(scaled_layout(model, 1, 1 / 256), BLOCKS + 1, "decode")
     made.attach(memory)
-    made.desk = desk = Desk(made, Moving(), Directory(), Link(model.kv_token_bytes))
+    made.desk = desk = Desk(made, BusyAgent(), StaticDirectory(), Link(model.kv_token_bytes))
     made.on_change = lambda alive: None if alive else desk.drop_all()
     yield made
     await desk.close()
@@ -124,7 +124,7 @@ def taking(name: str) -> Job:
 async def test_a_group_that_dies_while_fetching_kv_leaves_no_job_with_blocks(
     group: TpGroup, beside: Job
 ) -> None:
-    doomed, sinks = taking("a"), [Sink(), Sink()]
+    doomed, sinks = taking("a"), [RecordingSink(), RecordingSink()]
     group.mark(doomed, Fault(FaultKind.DIE_IN_PULL))
     for job, sink in zip((doomed, beside), sinks, strict=True):
         group.submit(job, sink, "length")
@@ -142,7 +142,7 @@ async def test_a_group_that_dies_while_fetching_kv_leaves_no_job_with_blocks(
 async def test_a_group_that_died_asking_for_kv_while_it_decoded_computes_again_when_it_is_restored(
     group: TpGroup,
 ) -> None:
-    decoding, doomed, later = Sink(), Sink(), Sink()
+    decoding, doomed, later = RecordingSink(), RecordingSink(), RecordingSink()
     group.submit(Job(40, 900), decoding, "length")
     async with asyncio.timeout(PATIENCE_S):
         while not decoding.tokens:

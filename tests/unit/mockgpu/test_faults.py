@@ -97,7 +97,7 @@ def test_a_fault_strikes_inside_its_window_with_its_chance() -> None:
     assert 200 < sum(fault.strikes(15, rng) for _ in range(1000)) < 300
 
 
-class Door:
+class RecordingDoor:
     """A listener that only records."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Door:
         self.is_open = True
 
 
-class Wires:
+class RecordingConnection:
     """A connection that only records its fault."""
 
     harmable = True
@@ -122,7 +122,7 @@ class Wires:
         self.wrong = fault
 
 
-class Clock:
+class ManualClock:
     """A clock that makes due calls when the time is moved."""
 
     def __init__(self) -> None:
@@ -149,8 +149,12 @@ class Clock:
         self.now = now
 
 
-def boxed(clock: Clock) -> tuple[FaultBox, TpGroup, Door, Wires]:
-    loop, door, wires = cast(asyncio.AbstractEventLoop, clock), Door(), Wires()
+def boxed(clock: ManualClock) -> tuple[FaultBox, TpGroup, RecordingDoor, RecordingConnection]:
+    loop, door, wires = (
+        cast(asyncio.AbstractEventLoop, clock),
+        RecordingDoor(),
+        RecordingConnection(),
+    )
     group = TpGroup(
         GroupSpec("m", model_named("demo-8b"), gpu_named("h100"), tp=2, speed=inf), loop
     )
@@ -158,7 +162,7 @@ def boxed(clock: Clock) -> tuple[FaultBox, TpGroup, Door, Wires]:
 
 
 async def test_a_fault_that_ends_leaves_another_of_its_kind_in_force() -> None:
-    clock = Clock()
+    clock = ManualClock()
     box, group, door, wires = boxed(clock)
     box.set("slow:x=2@0-5,slow:x=3@2-9,refuse@0-5,refuse@2-9,lost-rank@0-5,lost-rank:rank=1@2-9")
     clock.to(6)
@@ -176,7 +180,7 @@ async def test_a_fault_that_ends_leaves_another_of_its_kind_in_force() -> None:
 
 
 async def test_a_group_may_be_slow_at_prompts_and_at_tokens_by_different_factors() -> None:
-    clock = Clock()
+    clock = ManualClock()
     box, group, *_ = boxed(clock)
     box.set("slow:x=3:prefill,slow:x=5:decode@0-5")
     assert (group.slow_prefill, group.slow_decode) == (3, 5)
@@ -187,7 +191,7 @@ async def test_a_group_may_be_slow_at_prompts_and_at_tokens_by_different_factors
 
 
 async def test_requests_cut_off_by_one_partition_arrive_when_the_last_one_ends() -> None:
-    clock = Clock()
+    clock = ManualClock()
     box, *_ = boxed(clock)
     box.set("partition@0-5,partition@2-9")
     waiting = asyncio.ensure_future(box.reachable())
@@ -199,7 +203,7 @@ async def test_requests_cut_off_by_one_partition_arrive_when_the_last_one_ends()
 
 
 async def test_a_dead_group_does_not_begin_to_hang() -> None:
-    box, group, *_ = boxed(Clock())
+    box, group, *_ = boxed(ManualClock())
     changes: list[bool] = []
     group.on_change = changes.append
     box.set("lost-rank,freeze")
@@ -209,7 +213,7 @@ async def test_a_dead_group_does_not_begin_to_hang() -> None:
 
 
 async def test_a_box_begins_and_ends_the_faults_of_a_group() -> None:
-    loop, door = asyncio.get_running_loop(), Door()
+    loop, door = asyncio.get_running_loop(), RecordingDoor()
     group = TpGroup(
         GroupSpec("m", model_named("demo-8b"), gpu_named("h100"), tp=2, speed=inf), loop
     )

@@ -94,7 +94,8 @@ def test_eight_constants_stay_within_seven_and_four_percent(system: str) -> None
 
 
 def test_eight_constants_are_rough_for_the_l40s_where_tp8_crosses_pcie() -> None:
-    # One ring formula cannot hold both TP 4 and TP 8 over PCIe (7 and 120 ms for 64 MiB): medians are fine, tails not.
+    # One ring formula cannot fit both TP 4 and TP 8 over PCIe (7 and 120 ms for 64 MiB): medians
+    # fit, tails do not.
     prefill, decode = equation_errors([g for g in GRIDS if g.system == "l40s"])
     assert shown("l40s prefill by equation", prefill) <= 0.07
     assert shown("l40s decode by equation", decode) <= 0.04

@@ -46,7 +46,7 @@ def test_a_run_in_closed_form_takes_as_long_as_its_steps(
         assert run.step_s(step) == pytest.approx(seconds, rel=5e-3)
         assert run.until(step + 1) == pytest.approx(
             real, rel=2.5e-3
-        )  # 1.8e-3 is the worst of 20,000
+        )  # 1.8e-3 is the largest of 20,000
 
 
 @given(steps=st.integers(1, 500), part=st.floats(0.0, 1.2))
@@ -133,7 +133,7 @@ def test_no_steps_are_skipped_while_a_prompt_is_computed_or_the_queue_may_move()
     plan = scheduler.step()
     assert plan is not None
     assert not plan.chunks
-    assert scheduler.quiet(99) == 48  # one made, one is planned, and the last step ends it
+    assert scheduler.quiet(99) == 48  # one made, one planned, and one for the end
     scheduler.leap(48)
     (job,) = scheduler.decoding
     assert scheduler.made(job) == 49

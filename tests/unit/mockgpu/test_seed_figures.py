@@ -166,8 +166,9 @@ def test_the_mock_reproduces_what_the_seeds_state(row: Row) -> None:
     assert row.got() == pytest.approx(row.stated, rel=row.tolerance)
 
 
-# Splitwise's measurements of Llama2-70B on 2023 software (splitwise-sim, MIT): milliseconds per token at batch 1. The
-# equation adds the launch overhead to the GPU's work where the real stack hid a part of it: hence the wide tolerance.
+# Splitwise's measurements of Llama2-70B on 2023 software (splitwise-sim, MIT): milliseconds per
+# token at batch 1. The equation adds the launch overhead to the GPU's work, while the real stack
+# overlapped a part of it. Hence the wide tolerance.
 @pytest.mark.parametrize(
     ("gpu", "tp", "measured_ms"),
     [(H100, 2, 37.1), (H100, 4, 29.4), (H100, 8, 30.6), (A100, 4, 44.5), (A100, 8, 45.0)],

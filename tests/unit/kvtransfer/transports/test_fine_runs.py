@@ -80,9 +80,9 @@ def test_a_window_of_many_short_runs_arrives_as_planned() -> None:
         head = window(1, moves)
         pair.expect({head: moves})
         pair.put(head, moves)
-        assert pair.hears.wait("landed") == [(head, Verdict.OK)]
-        assert pair.gives.wait("sent") == [head]
-        assert np.array_equal(pair.into.bytes, expected(pair, moves))
+        assert pair.sink_owner.wait("landed") == [(head, Verdict.OK)]
+        assert pair.source_owner.wait("sent") == [head]
+        assert np.array_equal(pair.sink_region.bytes, expected(pair, moves))
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_of_many_short_runs_read_too_late_not_one_byte_is_sent(answers: list[boo
         head = window(1, moves)
         pair.expect({head: moves})
         pair.put(head, moves, current=lambda: next(said))
-        assert pair.hears.wait("landed") == [(head, Verdict.STALE)]
-        assert not pair.into.bytes.any()
+        assert pair.sink_owner.wait("landed") == [(head, Verdict.STALE)]
+        assert not pair.sink_region.bytes.any()
         assert pair.sink.received_bytes < 4096
 
 

@@ -134,7 +134,7 @@ def test_a_sealed_window_that_was_touched_breaks_the_link_before_anything_is_wri
         seal(made)
         made.put(scattered(3, 5, 3000))
         data = wire(made)
-        if where == "header":  # with a checksum that fits: the seal alone can tell
+        if where == "header":  # with a valid checksum: only the seal detects it
             forged = WindowHead(1, 0, 0, 1, 5, made.ear.places.popitem()[0].n_bytes)
             made.ear.places[forged] = Slice(scattered(4, 5, 3000), made.sink, 0, 0)
             size = forged.n_bytes

@@ -20,7 +20,7 @@ from kvtransfer.transports.base import Slice, Verdict, WindowHead
 from tests.contract.kvtransfer.links import BLOCK_BYTES, Pair, expected, linked_pair, until, window
 from tests.unit.kvtransfer.transports.laned import laned, lanes_of, standing
 
-A_MOMENT_S = 0.1  # for what must not happen to happen
+A_MOMENT_S = 0.1  # wait for events that must not happen
 
 
 @pytest.fixture
@@ -43,12 +43,12 @@ def begun(pair: Pair, more: int) -> dict[WindowHead, Runs]:
     pair.admit(1)
     first, *rest = windows.items()
     pair.put(*first)
-    pair.hears.wait("landed")
+    pair.sink_owner.wait("landed")
     until(lambda: 1 in laned(pair.source)._out._shared)
     return dict(rest)
 
 
-# ---- which way windows go
+# ---- which link carries windows
 
 
 def test_windows_go_by_the_lanes_while_the_first_link_is_busy(pair: Pair) -> None:
@@ -56,17 +56,19 @@ def test_windows_go_by_the_lanes_while_the_first_link_is_busy(pair: Pair) -> Non
     with standing(pair.source):
         for each in rest.items():
             pair.put(*each)
-        pair.hears.wait("landed", 9)
+        pair.sink_owner.wait("landed", 9)
         time.sleep(A_MOMENT_S)
-        assert len(pair.hears.all("landed")) == 9  # all but the one that is next in its own line
-    heard = pair.hears.wait("landed", 10)
+        assert (
+            len(pair.sink_owner.all("landed")) == 9
+        )  # all but the window that the link sends next
+    heard = pair.sink_owner.wait("landed", 10)
     assert {verdict for _, verdict in heard} == {Verdict.OK}  # type: ignore[misc]
-    assert {each.link for each in pair.hears.heard if each.kind in ("landed", "incoming")} == {
+    assert {each.link for each in pair.sink_owner.heard if each.kind in ("landed", "incoming")} == {
         pair.sink
     }
-    pair.gives.wait("sent", 10)
-    assert {each.link for each in pair.gives.heard if each.kind == "sent"} == {pair.source}
-    assert np.array_equal(pair.into.bytes, expected(pair, *blocks(10).values()))
+    pair.source_owner.wait("sent", 10)
+    assert {each.link for each in pair.source_owner.heard if each.kind == "sent"} == {pair.source}
+    assert np.array_equal(pair.sink_region.bytes, expected(pair, *blocks(10).values()))
     went = [lane.received_bytes > BLOCK_BYTES for lane in lanes_of(pair.sink)]
     assert any(went)
     assert [lane.used for lane in lanes_of(pair.sink)] == went
@@ -82,9 +84,9 @@ def test_no_window_overtakes_an_earlier_message(pair: Pair) -> None:
         pair.source.send(b"the announcement")
         for each in windows.items():
             pair.put(*each)
-        assert not laned(pair.source)._out.crowded  # no lane finds one
-    pair.hears.wait("landed", 10)
-    order = [each.kind for each in pair.hears.heard if each.kind in ("message", "incoming")]
+        assert not laned(pair.source)._out.crowded  # lanes find no window
+    pair.sink_owner.wait("landed", 10)
+    order = [each.kind for each in pair.sink_owner.heard if each.kind in ("message", "incoming")]
     assert order[0] == "message"
 
 
@@ -104,7 +106,7 @@ def test_sleeping_lanes_are_woken_when_windows_may_spread(pair: Pair) -> None:
         for each in windows.items():
             pair.put(*each)
         laned(pair.source).framed(Kind.SPREAD, struct.pack("<Q", 1))
-        pair.hears.wait("landed", 9)
+        pair.sink_owner.wait("landed", 9)
 
 
 def test_a_lane_is_called_also_while_it_goes_to_sleep(pair: Pair) -> None:
@@ -174,7 +176,7 @@ def test_a_window_just_taken_by_a_lane_is_not_lost(pair: Pair) -> None:
 def test_a_spread_frame_must_be_valid_and_from_the_sink(
     pair: Pair, by_sink: bool, header: bytes
 ) -> None:
-    speaker, hearer = (pair.sink, pair.gives) if by_sink else (pair.source, pair.hears)
+    speaker, hearer = (pair.sink, pair.source_owner) if by_sink else (pair.source, pair.sink_owner)
     laned(speaker)._out.queue(frame(Kind.SPREAD, header))
     laned(speaker)._wake(always=True)
     assert "invalid SPREAD" in str(hearer.wait("lost")[0])
@@ -199,7 +201,7 @@ def test_of_a_dropped_transfer_no_lane_takes_a_window(pair: Pair) -> None:
             pair.put(head, runs)
         assert source._out.crowded
         pair.source.drop(1)
-        source._out.share(1)  # the sink's word that it may spread comes late
+        source._out.share(1)  # the SPREAD frame arrives late
         assert not source._out.crowded
         assert source._out.spare() is None
 
@@ -226,12 +228,12 @@ def test_of_a_dropped_transfer_no_lane_sends_what_it_has_taken(pair: Pair) -> No
     lane = lanes_of(pair.source)[0]
     with standing(lane):
         ((head, runs),) = rest.items()
-        lane._out.queue((head, Slice(runs, pair.out_of, 0, 0, lambda: True)))
+        lane._out.queue((head, Slice(runs, pair.source_region, 0, 0, lambda: True)))
         pair.source.drop(1)
     until(lambda: lane._out.idle)
     pair.source.send(b"after it")
-    pair.hears.wait("message")
-    assert len(pair.hears.all("incoming")) == 1
+    pair.sink_owner.wait("message")
+    assert len(pair.sink_owner.all("incoming")) == 1
 
 
 # ---- fenced
@@ -242,19 +244,19 @@ def test_the_fence_is_reported_when_no_lane_writes_any_more(pair: Pair) -> None:
     with standing(last):
         pair.sink.fence(1)
         time.sleep(A_MOMENT_S)
-        assert pair.hears.all("fenced") == []
-    assert pair.hears.wait("fenced") == [1]
+        assert pair.sink_owner.all("fenced") == []
+    assert pair.sink_owner.wait("fenced") == [1]
 
 
 def test_a_link_that_is_lost_has_its_fence_when_no_lane_writes_any_more(pair: Pair) -> None:
     last = lanes_of(pair.sink)[-1]
     with standing(last):
         laned(pair.source)._sock.shutdown(socket.SHUT_RDWR)
-        pair.hears.wait("lost")
+        pair.sink_owner.wait("lost")
         pair.sink.fence(1)
         time.sleep(A_MOMENT_S)
-        assert pair.hears.all("fenced") == []
-    assert pair.hears.wait("fenced") == [1]
+        assert pair.sink_owner.all("fenced") == []
+    assert pair.sink_owner.wait("fenced") == [1]
 
 
 def test_a_lane_that_has_ended_keeps_no_fence_waiting_and_needs_no_thread_for_it(
@@ -264,65 +266,65 @@ def test_a_lane_that_has_ended_keeps_no_fence_waiting_and_needs_no_thread_for_it
     for lane in lanes:
         lane.close()
         lane.join()
-    laned(pair.sink)._lane_links = lanes  # as for a fence that had begun before
+    laned(pair.sink)._lane_links = lanes  # as for a fence that began before
 
     def no_more(thread: threading.Thread) -> NoReturn:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", no_more)
     pair.sink.fence(1)
-    assert pair.hears.wait("fenced") == [1]
+    assert pair.sink_owner.wait("fenced") == [1]
 
 
 def test_a_lane_writes_no_more_into_what_is_fenced(pair: Pair) -> None:
     """Half of its window has arrived when the fence comes."""
     ((head, runs),) = blocks(1).items()
     pair.expect({head: runs})
-    data = pair.out_of.bytes[:BLOCK_BYTES].tobytes()
+    data = pair.source_region.bytes[:BLOCK_BYTES].tobytes()
     opening, closing = window_frame(head, BLOCK_BYTES, Proof.NONE), trailer(Verdict.OK)
     far = lanes_of(pair.source)[0]
     with standing(far):
         far._sock.sendall(opening + data[: BLOCK_BYTES // 2])
-        pair.hears.wait("incoming")
+        pair.sink_owner.wait("incoming")
         pair.sink.fence(1)
-        pair.hears.wait("fenced")
-        pair.into.bytes[:] = 7
+        pair.sink_owner.wait("fenced")
+        pair.sink_region.bytes[:] = 7
         far._sock.sendall(data[BLOCK_BYTES // 2 :] + closing)
     far.send(b"after it")
-    pair.hears.wait("message")
-    assert (pair.into.bytes == 7).all()
-    assert pair.hears.all("landed") == []
+    pair.sink_owner.wait("message")
+    assert (pair.sink_region.bytes == 7).all()
+    assert pair.sink_owner.all("landed") == []
 
 
 def test_a_sink_forgets_with_the_fence_that_a_transfer_may_spread(pair: Pair) -> None:
     begun(pair, 0)
     assert laned(pair.sink)._spread == {1}
     pair.sink.fence(1)
-    pair.hears.wait("fenced")
+    pair.sink_owner.wait("fenced")
     assert laned(pair.sink)._spread == set()
 
 
-# ---- what is a lane's own
+# ---- a lane's own events
 
 
 def test_messages_and_the_end_of_a_lane_are_its_own(pair: Pair) -> None:
     far, near = lanes_of(pair.source)[0], lanes_of(pair.sink)[0]
     far.send(b"a word")
-    pair.hears.wait("message")
+    pair.sink_owner.wait("message")
     far._sock.shutdown(socket.SHUT_RDWR)
-    pair.hears.wait("lost")
-    pair.gives.wait("lost")
-    assert [each.link for each in pair.hears.heard if each.kind in ("message", "lost")] == [
+    pair.sink_owner.wait("lost")
+    pair.source_owner.wait("lost")
+    assert [each.link for each in pair.sink_owner.heard if each.kind in ("message", "lost")] == [
         near,
         near,
     ]
-    assert [each.link for each in pair.gives.heard if each.kind == "lost"] == [far]
+    assert [each.link for each in pair.source_owner.heard if each.kind == "lost"] == [far]
     rest = begun(pair, 9)
     for each in rest.items():
         pair.put(*each)
-    pair.hears.wait("landed", 10)
+    pair.sink_owner.wait("landed", 10)
     pair.sink.fence(1)
-    assert pair.hears.wait("fenced") == [1]
+    assert pair.sink_owner.wait("fenced") == [1]
 
 
 def test_a_lane_that_has_ended_is_forgotten(pair: Pair) -> None:

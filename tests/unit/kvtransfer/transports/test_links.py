@@ -69,18 +69,20 @@ def test_a_waiting_thread_may_drive_the_link(pair: Pair) -> None:
     pair.admit(1)
     for at in range(10):
         pair.source.send(at.to_bytes(2, "big"))
-        assert driven(pair.source).drive(lambda at=at: len(pair.hears.all("message")) > at, 10.0)
+        assert driven(pair.source).drive(
+            lambda at=at: len(pair.sink_owner.all("message")) > at, 10.0
+        )
     pair.put(head, moves)
-    assert driven(pair.source).drive(lambda: bool(pair.gives.all("sent")), 10.0)
-    assert pair.hears.wait("landed") == [(head, Verdict.OK)]
+    assert driven(pair.source).drive(lambda: bool(pair.source_owner.all("sent")), 10.0)
+    assert pair.sink_owner.wait("landed") == [(head, Verdict.OK)]
 
 
 def test_after_the_last_drive_the_links_own_thread_takes_over(pair: Pair) -> None:
     assert driven(pair.source).drive(lambda: True, 1.0)
     pair.sink.send(b"ping")
     pair.source.send(b"pong")
-    assert pair.gives.wait("message") == [b"ping"]
-    assert pair.hears.wait("message") == [b"pong"]
+    assert pair.source_owner.wait("message") == [b"ping"]
+    assert pair.sink_owner.wait("message") == [b"pong"]
 
 
 def test_a_drive_that_times_out_returns_false(pair: Pair) -> None:
@@ -93,7 +95,7 @@ def test_a_drive_of_a_link_that_is_lost_raises(pair: Pair) -> None:
     threading.Timer(0.05, pair.sink.close).start()
     with pytest.raises(TransportError):
         driven(pair.source).drive(lambda: False, 20.0)
-    pair.gives.wait("lost")
+    pair.source_owner.wait("lost")
     with pytest.raises(TransportError):
         driven(pair.source).drive(lambda: False, 20.0)
 
@@ -109,13 +111,13 @@ def test_several_drivers_and_senders_lose_nothing(pair: Pair) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    heard = pair.hears.wait("message", 150)
+    heard = pair.sink_owner.wait("message", 150)
     assert sorted(heard) == sorted(bytes([who, at]) for who in range(3) for at in range(50))  # type: ignore[type-var]
 
 
 def test_a_fence_during_a_drive_is_answered(pair: Pair) -> None:
     threading.Timer(0.02, lambda: pair.sink.fence(3)).start()
-    assert driven(pair.sink).drive(lambda: bool(pair.hears.all("fenced")), 20.0)
+    assert driven(pair.sink).drive(lambda: bool(pair.sink_owner.all("fenced")), 20.0)
 
 
 def test_an_owner_that_fails_loses_its_link_and_not_its_silence(
@@ -124,19 +126,19 @@ def test_an_owner_that_fails_loses_its_link_and_not_its_silence(
     def fail(head: WindowHead) -> Slice | None:
         raise RuntimeError("no such plan")
 
-    pair.hears.place = fail
+    pair.sink_owner.place = fail
     moves = scattered(1, 3, 100)
     pair.admit(1)
     pair.put(window(1, moves), moves)
-    assert pair.hears.wait("lost") == ["the owner of the link failed"]
+    assert pair.sink_owner.wait("lost") == ["the owner of the link failed"]
     assert "no such plan" in caplog.text
 
 
 def test_messages_sent_before_closing_arrive(pair: Pair) -> None:
     pair.source.send(b"farewell")
     pair.source.close()
-    assert pair.hears.wait("message") == [b"farewell"]
-    pair.hears.wait("lost")
+    assert pair.sink_owner.wait("message") == [b"farewell"]
+    pair.sink_owner.wait("lost")
 
 
 def test_too_long_a_message_is_refused_by_the_sender(pair: Pair) -> None:
@@ -250,12 +252,12 @@ def test_a_port_that_is_taken_is_a_transport_error() -> None:
 
 def test_the_two_directions_of_a_link_are_sealed_under_two_keys() -> None:
     pytest.importorskip("cryptography")
-    hears, gives = Owner(), Owner()
+    sink_owner, source_owner = Owner(), Owner()
     one, other = Tcp(manner=Manner(sealed=True)), Tcp(manner=Manner(sealed=True))
-    one.start(hears, [])
-    link = one.dial(other.start(gives, []))
-    gives.wait("linked")
-    far = gives.heard[0].link
+    one.start(sink_owner, [])
+    link = one.dial(other.start(source_owner, []))
+    source_owner.wait("linked")
+    far = source_owner.heard[0].link
     for end in (link, far):
         end.secure(bytes(range(32)))
     keys = [(end._out.seal._key.key, end._in.seal._key.key) for end in (link, far)]
@@ -271,23 +273,23 @@ def test_the_two_directions_of_a_link_are_sealed_under_two_keys() -> None:
 def test_windows_arrive_in_every_manner(manner: Manner) -> None:
     if manner.sealed:
         pytest.importorskip("cryptography")
-    into, out_of = (
+    sink_region, source_region = (
         MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name=name) for name in ("into", "out")
     )
-    out_of.bytes[:] = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
-    hears, gives = Owner(), Owner()
+    source_region.bytes[:] = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
+    sink_owner, source_owner = Owner(), Owner()
     one, other = Tcp(manner=manner), Tcp(manner=manner)
-    one.start(hears, [into])
-    link = one.dial(other.start(gives, [out_of]))
-    gives.wait("linked")
-    for end in (link, gives.heard[0].link):
+    one.start(sink_owner, [sink_region])
+    link = one.dial(other.start(source_owner, [source_region]))
+    source_owner.wait("linked")
+    for end in (link, source_owner.heard[0].link):
         end.secure(bytes(range(32)))
-    hears.place = lambda head: Slice(WHOLE, into, 0, 0)
+    sink_owner.place = lambda head: Slice(WHOLE, sink_region, 0, 0)
     for at in range(5):
-        gives.heard[0].link.put(
-            WindowHead(1, 0, 0, at, 1, SIZE), Slice(WHOLE, out_of, 0, 0, lambda: True)
+        source_owner.heard[0].link.put(
+            WindowHead(1, 0, 0, at, 1, SIZE), Slice(WHOLE, source_region, 0, 0, lambda: True)
         )
-    assert {verdict for _, verdict in hears.wait("landed", 5)} == {Verdict.OK}  # type: ignore[misc]
-    assert np.array_equal(into.bytes, out_of.bytes)
+    assert {verdict for _, verdict in sink_owner.wait("landed", 5)} == {Verdict.OK}  # type: ignore[misc]
+    assert np.array_equal(sink_region.bytes, source_region.bytes)
     one.close()
     other.close()

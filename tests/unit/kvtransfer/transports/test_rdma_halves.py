@@ -247,9 +247,7 @@ def test_a_window_is_complete_with_its_last_write_and_its_trailer_in_either_orde
     assert arrivals.told(trailer(0)) == trailer(0)
     assert arrivals.told(trailer(1)) is None
     assert arrivals.written(1) == trailer(1)
-    assert (
-        arrivals.written(1) is None
-    )  # written again after a broken pair: nothing more comes of it
+    assert arrivals.written(1) is None  # written again on a new pair, without effect
     assert arrivals.told(trailer(2, Verdict.STALE)) == trailer(2, Verdict.STALE)
     assert arrivals.written(2) is None
     assert arrivals.told(trailer(3)) is None
@@ -289,7 +287,7 @@ def test_the_last_write_of_a_window_carries_its_number_and_the_verdict_comes_aft
     assert [posted[0] for posted in source.wire.posted] == [
         3 << 32,
         3 << 32,
-    ]  # 8 neighbours, gathered by 4
+    ]  # 8 adjacent pieces, combined by 4
     assert [posted[3:] for posted in source.wire.posted] == [(False, None), (True, 0)]
     assert not window.done
     source.out.complete()
@@ -393,6 +391,6 @@ def test_an_unproven_peer_may_send_24_kib_at_a_time_and_a_proven_one_more() -> N
     known, heard = Ear(), list[Saying]()
     for saying in known.feed(encode(Control(b"it is me")) + long[:100]):
         heard.append(saying)
-        known.trust()  # what one message proves holds for the next, though both came together
+        known.trust()  # a proof applies to the next message, even in the same read
     heard += known.feed(long[100:])
     assert heard == [Control(b"it is me"), Control(bytes(1 << 20))]

@@ -65,9 +65,7 @@ def test_calls_for_a_digest_are_full_whatever_the_pieces() -> None:
             pieces.advance(count)
             counts.append(count)
     assert max(counts) <= IN_CACHE
-    assert (
-        min(counts[-6:]) > IN_CACHE // 3
-    )  # a little more than a cache holds goes in halves, not whole and rest
+    assert min(counts[-6:]) > IN_CACHE // 3  # slightly more than a cache is split in halves
 
 
 def test_a_short_call_is_reported_as_short() -> None:

@@ -32,8 +32,8 @@ HEAD = WindowHead(1, 0, 0, 0, 2, 3100)
 class Source:
     """A peer played by the test: the socket that a Shm has dialled, and memory to share."""
 
-    def __init__(self, sock: socket.socket, hears: Owner, into: Region) -> None:
-        self.sock, self.hears, self.into = sock, hears, into
+    def __init__(self, sock: socket.socket, sink_owner: Owner, sink_region: Region) -> None:
+        self.sock, self.sink_owner, self.sink_region = sock, sink_owner, sink_region
         self.memory = MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="theirs")
         self.memory.bytes[:] = np.random.default_rng(1).integers(1, 256, SIZE, dtype=np.uint8)
 
@@ -50,13 +50,17 @@ class Source:
         )
 
     def lost(self) -> str:
-        return str(self.hears.wait("lost")[0])
+        return str(self.sink_owner.wait("lost")[0])
 
 
 @contextmanager
 def dialled(*, proven: bool) -> Iterator[Source]:
-    hears, into, end = Owner(), MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="into"), Shm()
-    end.start(hears, [into])
+    sink_owner, sink_region, end = (
+        Owner(),
+        MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="into"),
+        Shm(),
+    )
+    end.start(sink_owner, [sink_region])
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("")
         listener.listen()
@@ -64,9 +68,9 @@ def dialled(*, proven: bool) -> Iterator[Source]:
         sock, _ = listener.accept()
         if proven:
             link.secure(bytes(32))
-        hears.place = lambda head: Slice(RUNS, into, 0, 0)
+        sink_owner.place = lambda head: Slice(RUNS, sink_region, 0, 0)
         with sock:
-            yield Source(sock, hears, into)
+            yield Source(sock, sink_owner, sink_region)
     end.close()
 
 
@@ -77,17 +81,17 @@ def source() -> Iterator[Source]:
 
 
 def naive(runs: Runs, memory: np.ndarray) -> np.ndarray:
-    into = np.zeros(SIZE, np.uint8)
+    sink_region = np.zeros(SIZE, np.uint8)
     for src, dst, length in zip(runs.src, runs.dst, runs.length, strict=True):
-        into[dst : dst + length] = memory[src : src + length]
-    return into
+        sink_region[dst : dst + length] = memory[src : src + length]
+    return sink_region
 
 
 def test_a_sink_fetches_what_was_announced(source: Source) -> None:
     source.share(source.memory.fd or 0)
     source.announce(0)
-    assert source.hears.wait("landed") == [(HEAD, Verdict.OK)]
-    assert np.array_equal(source.into.bytes, naive(RUNS, source.memory.bytes))
+    assert source.sink_owner.wait("landed") == [(HEAD, Verdict.OK)]
+    assert np.array_equal(source.sink_region.bytes, naive(RUNS, source.memory.bytes))
 
 
 @pytest.mark.parametrize("block", [0, 1])
@@ -96,7 +100,7 @@ def test_the_sink_detects_blocks_that_changed_owner_by_itself(source: Source, bl
     mark = generation_mark(source.memory, RUNS)
     source.memory.bump([block])
     source.announce(mark)
-    assert source.hears.wait("landed") == [(HEAD, Verdict.STALE)]
+    assert source.sink_owner.wait("landed") == [(HEAD, Verdict.STALE)]
 
 
 def test_other_blocks_may_change_hands_meanwhile(source: Source) -> None:
@@ -104,14 +108,14 @@ def test_other_blocks_may_change_hands_meanwhile(source: Source) -> None:
     mark = generation_mark(source.memory, RUNS)
     source.memory.bump(range(2, BLOCKS))
     source.announce(mark)
-    assert source.hears.wait("landed") == [(HEAD, Verdict.OK)]
+    assert source.sink_owner.wait("landed") == [(HEAD, Verdict.OK)]
 
 
 def test_a_window_announced_as_stale_is_not_read(source: Source) -> None:
     source.share(source.memory.fd or 0)
     source.announce(0, current=False)
-    assert source.hears.wait("landed") == [(HEAD, Verdict.STALE)]
-    assert not source.into.bytes.any()
+    assert source.sink_owner.wait("landed") == [(HEAD, Verdict.STALE)]
+    assert not source.sink_region.bytes.any()
 
 
 def test_memory_that_could_shrink_is_not_mapped(source: Source) -> None:
@@ -148,7 +152,7 @@ def test_data_before_the_proof_ends_the_link(says: str) -> None:
             case "taken":
                 stranger.sock.sendall(frame(Kind.TAKEN, pack_head(HEAD)))
         assert "before its proof" in stranger.lost()
-        assert not stranger.hears.all("incoming") + stranger.hears.all("sent")
+        assert not stranger.sink_owner.all("incoming") + stranger.sink_owner.all("sent")
 
 
 def test_no_descriptor_is_accepted_from_an_unproven_peer() -> None:
@@ -173,7 +177,7 @@ def test_a_window_of_another_size_than_planned_ends_the_link(source: Source) -> 
     source.share(source.memory.fd or 0)
     source.announce(0, head=WindowHead(1, 0, 0, 0, 2, 3101))
     assert "but the plan has" in source.lost()
-    assert not source.into.bytes.any()
+    assert not source.sink_region.bytes.any()
 
 
 @pytest.mark.parametrize("runs", [(SIZE - 5, 0, 6), (0, SIZE - 5, 6), (-1, 0, 6)])
@@ -181,7 +185,7 @@ def test_runs_beyond_either_region_are_never_followed(
     source: Source, runs: tuple[int, int, int]
 ) -> None:
     src, dst, length = (np.array([number]) for number in runs)
-    source.hears.place = lambda head: Slice(Runs(src, dst, length), source.into, 0, 0)
+    source.sink_owner.place = lambda head: Slice(Runs(src, dst, length), source.sink_region, 0, 0)
     source.share(source.memory.fd or 0)
     source.announce(0, head=WindowHead(1, 0, 0, 0, 1, 6))
     assert "exceeds its region" in source.lost()
@@ -249,12 +253,12 @@ def test_runs_are_copied_whatever_their_shape(
     runs = Runs(
         sources if even else rng.integers(0, SIZE - length, len(slots)), slots * length, lengths
     )
-    memory, into = rng.integers(0, 256, SIZE, dtype=np.uint8), np.zeros(SIZE, np.uint8)
+    memory, sink_region = rng.integers(0, 256, SIZE, dtype=np.uint8), np.zeros(SIZE, np.uint8)
     steps = list(in_steps(runs, 10_000))
     assert sum(step.count for step in steps) == runs.count
     for step in steps:
-        copy_runs(memory, into, step)
-    assert np.array_equal(into, naive(runs, memory))
+        copy_runs(memory, sink_region, step)
+    assert np.array_equal(sink_region, naive(runs, memory))
 
 
 def test_what_lies_within_a_region() -> None:

@@ -60,11 +60,11 @@ def agent(authority: Authority) -> TlsFiles:
 def two(
     source: TlsFiles | None, sink: TlsFiles | None
 ) -> Iterator[tuple[Tcp, Owner, Tcp, Owner, str]]:
-    one, other, gives, hears = Tcp(tls=source), Tcp(tls=sink), Owner(), Owner()
+    one, other, source_owner, sink_owner = Tcp(tls=source), Tcp(tls=sink), Owner(), Owner()
     try:
-        address = one.start(gives, [])
-        other.start(hears, [])
-        yield one, gives, other, hears, address
+        address = one.start(source_owner, [])
+        other.start(sink_owner, [])
+        yield one, source_owner, other, sink_owner, address
     finally:
         for end in (one, other):
             end.close()
@@ -72,16 +72,20 @@ def two(
 
 def exchange(source: TlsFiles | None, sink: TlsFiles | None) -> Link:
     """Exchange a message each way. Raises TransportError or AssertionError if the link fails."""
-    with two(source, sink) as (_, gives, other, hears, address):
+    with two(source, sink) as (_, source_owner, other, sink_owner, address):
         link = other.dial(address)
         link.send(b"ping")
-        until(lambda: gives.all("message") or gives.all("lost") or hears.all("lost"))
-        lost = [*gives.all("lost"), *hears.all("lost")]
+        until(
+            lambda: (
+                source_owner.all("message") or source_owner.all("lost") or sink_owner.all("lost")
+            )
+        )
+        lost = [*source_owner.all("lost"), *sink_owner.all("lost")]
         if lost:
             raise TransportError(str(lost))
-        gives.heard[0].link.send(b"pong")
-        assert hears.wait("message") == [b"pong"]
-        assert gives.wait("message") == [b"ping"]
+        source_owner.heard[0].link.send(b"pong")
+        assert sink_owner.wait("message") == [b"pong"]
+        assert source_owner.wait("message") == [b"ping"]
         return link
 
 
@@ -114,7 +118,7 @@ def test_an_expired_certificate_is_refused(authority: Authority, agent: TlsFiles
 
 
 def test_a_peer_without_a_certificate_is_refused(agent: TlsFiles) -> None:
-    with two(agent, None) as (_, gives, _, _, address):
+    with two(agent, None) as (_, source_owner, _, _, address):
         context = ssl.create_default_context(cafile=agent.ca)
         host, _, port = address.rpartition(":")
         with (
@@ -124,12 +128,12 @@ def test_a_peer_without_a_certificate_is_refused(agent: TlsFiles) -> None:
             wrapped = context.wrap_socket(sock, server_hostname=host)
             wrapped.sendall(b"hello")
             assert wrapped.recv(1) == b""
-        assert "did not return a certificate" in str(gives.wait("lost")[0])
+        assert "did not return a certificate" in str(source_owner.wait("lost")[0])
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
 def test_tls_1_1_is_refused(agent: TlsFiles) -> None:
-    with two(agent, None) as (_, gives, _, _, address):
+    with two(agent, None) as (_, source_owner, _, _, address):
         context = ssl.create_default_context(cafile=agent.ca)
         context.load_cert_chain(agent.certificate, agent.key)
         context.minimum_version = ssl.TLSVersion.TLSv1
@@ -138,7 +142,7 @@ def test_tls_1_1_is_refused(agent: TlsFiles) -> None:
         host, _, port = address.rpartition(":")
         with socket.create_connection((host, int(port))) as sock, pytest.raises(ssl.SSLError):
             context.wrap_socket(sock, server_hostname=host)
-        gives.wait("lost")
+        source_owner.wait("lost")
 
 
 def test_tls_1_2_is_spoken(agent: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,15 +185,15 @@ def test_files_are_read_again_for_new_links_and_old_links_go_on(
 ) -> None:
     followed = copied(files(authority, "first", "127.0.0.1"), tmp_path)
     second = files(authority, "second", "127.0.0.1")
-    with two(followed, followed) as (_, gives, other, _, address):
+    with two(followed, followed) as (_, source_owner, other, _, address):
         before = other.dial(address)
         assert subject_of(before) == "first"
         shutil.copy(second.certificate, followed.certificate)
-        assert subject_of(other.dial(address)) == "first"  # the key does not fit yet
+        assert subject_of(other.dial(address)) == "first"  # the key does not match yet
         shutil.copy(second.key, followed.key)
         assert subject_of(other.dial(address)) == "second"
         before.send(b"still here")
-        assert gives.wait("message") == [b"still here"]
+        assert source_owner.wait("message") == [b"still here"]
 
 
 def test_an_authority_can_be_exchanged(
@@ -199,13 +203,13 @@ def test_an_authority_can_be_exchanged(
     new = Authority(tmp_path / "new")
     certificate, key = new.issue("n", "127.0.0.1")
     newcomer = TlsFiles(certificate=str(certificate), key=str(key), ca=str(authority.ca))
-    with two(followed, newcomer) as (_, gives, other, _, address):
+    with two(followed, newcomer) as (_, source_owner, other, _, address):
         with suppress(TransportError):
             other.dial(address)
-        gives.wait("lost")
+        source_owner.wait("lost")
         Path(followed.ca).write_bytes(authority.ca.read_bytes() + new.ca.read_bytes())
         other.dial(address).send(b"ping")
-        assert gives.wait("message") == [b"ping"]
+        assert source_owner.wait("message") == [b"ping"]
 
 
 def copied(these: TlsFiles, directory: Path) -> TlsFiles:
@@ -249,13 +253,13 @@ def test_a_silent_peer_delays_no_other_and_a_dial_times_out(
     agent: TlsFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_module, "_DIAL_S", 0.1)
-    with two(agent, agent) as (_, gives, other, _, address):
+    with two(agent, agent) as (_, source_owner, other, _, address):
         host, _, port = address.rpartition(":")
         with closing(socket.create_connection((host, int(port)))):
-            gives.wait("linked")
+            source_owner.wait("linked")
             monkeypatch.setattr(tcp_module, "_DIAL_S", PATIENCE_S)
             other.dial(address).send(b"ping")
-            assert gives.wait("message") == [b"ping"]
+            assert source_owner.wait("message") == [b"ping"]
         with socket.create_server(("127.0.0.1", 0)) as mute:
             monkeypatch.setattr(tcp_module, "_DIAL_S", 0.1)
             with pytest.raises(TransportError, match="no TLS handshake"):
@@ -263,13 +267,13 @@ def test_a_silent_peer_delays_no_other_and_a_dial_times_out(
 
 
 def test_an_end_that_closes_while_a_handshake_waits_ends_its_threads(agent: TlsFiles) -> None:
-    with two(agent, agent) as (one, gives, _, _, address):
+    with two(agent, agent) as (one, source_owner, _, _, address):
         host, _, port = address.rpartition(":")
         with closing(socket.create_connection((host, int(port)))):
-            gives.wait("linked")
-            link = gives.heard[0].link
+            source_owner.wait("linked")
+            link = source_owner.heard[0].link
             link.fence(1)
-            assert gives.wait("fenced") == [1]
+            assert source_owner.wait("fenced") == [1]
             one.close()
             assert not link._thread.is_alive()  # type: ignore[attr-defined]
 
@@ -282,25 +286,28 @@ def test_no_byte_of_a_window_or_message_is_seen_on_the_wire(agent: TlsFiles) -> 
         with lock:
             seen.extend(data)
 
-    into, out_of = (
+    sink_region, source_region = (
         MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name=name) for name in ("into", "out-of")
     )
-    out_of.bytes[:] = np.frombuffer(pattern * (SIZE // len(pattern)), np.uint8)
-    with two(agent, agent) as (_, gives, other, hears, address), relay(address, hear) as through:
+    source_region.bytes[:] = np.frombuffer(pattern * (SIZE // len(pattern)), np.uint8)
+    with (
+        two(agent, agent) as (_, source_owner, other, sink_owner, address),
+        relay(address, hear) as through,
+    ):
         link = other.dial(through)
-        gives.wait("linked")
-        far = gives.heard[0].link
+        source_owner.wait("linked")
+        far = source_owner.heard[0].link
         for end in (link, far):
             end.secure(bytes(32))
-        hears.place = lambda head: Slice(WHOLE, into, 0, 0)
+        sink_owner.place = lambda head: Slice(WHOLE, sink_region, 0, 0)
         link.send(pattern)
-        far.put(window(1, WHOLE), Slice(WHOLE, out_of, 0, 0, lambda: True))
-        assert hears.wait("landed") == [(window(1, WHOLE), Verdict.OK)]
-        gives.wait("message")
-        assert bytes(into.bytes) == bytes(out_of.bytes)
+        far.put(window(1, WHOLE), Slice(WHOLE, source_region, 0, 0, lambda: True))
+        assert sink_owner.wait("landed") == [(window(1, WHOLE), Verdict.OK)]
+        source_owner.wait("message")
+        assert bytes(sink_region.bytes) == bytes(source_region.bytes)
     assert len(seen) > SIZE
     assert pattern not in seen
-    for region in (into, out_of):
+    for region in (sink_region, source_region):
         region.close()
 
 
@@ -354,21 +361,21 @@ def test_windows_dropped_before_a_slow_reader_end_as_stale_and_the_link_goes_on(
         def slow(head: object) -> Slice:
             held.set()
             assert go_on.wait(PATIENCE_S)
-            return Slice(runs, pair.into, 0, 0)
+            return Slice(runs, pair.sink_region, 0, 0)
 
-        pair.hears.place = slow  # type: ignore[assignment]
+        pair.sink_owner.place = slow  # type: ignore[assignment]
         for transfer in range(1, 9):
             pair.put(window(transfer, runs), runs)
         assert held.wait(PATIENCE_S)
         until(lambda: pair.source._out.blocked)  # type: ignore[attr-defined]
-        sent = len(pair.gives.all("sent"))
+        sent = len(pair.source_owner.all("sent"))
         for transfer in range(1, 9):
             pair.source.drop(transfer)
         time.sleep(0.02)
         go_on.set()
         pair.source.send(b"after")
-        assert pair.hears.wait("message") == [b"after"]
-        verdicts = [verdict for _, verdict in pair.hears.all("landed")]  # type: ignore[misc]
+        assert pair.sink_owner.wait("message") == [b"after"]
+        verdicts = [verdict for _, verdict in pair.sink_owner.all("landed")]  # type: ignore[misc]
         assert verdicts[:sent] == [Verdict.OK] * sent
         assert verdicts[sent:] == [Verdict.STALE]
-        assert not pair.hears.all("lost")
+        assert not pair.sink_owner.all("lost")
