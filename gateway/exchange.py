@@ -207,9 +207,10 @@ class Exchange:
         """
         if self.booking is not None:
             self.booking.first_token()
-        call, sent = self.call, self.sent
+        call = self.call
         if call is not None:
             call.release()
+        sent = self.sent
         if sent is not None and sent is not call:
             sent.release()
         holder = self.holder
