@@ -34,13 +34,15 @@ class Sent(Protocol):
 class Countable(Protocol):
     """The side of a canary that counts the outcome of a request (canary.py)."""
 
-    def count(self, x: Exchange) -> None: ...
+    def count(self, exchange: Exchange, /) -> None: ...
 
 
 class Explainable(Protocol):
     """The state of the candidates before a pick was booked (explain.py)."""
 
-    def of(self, ask: Ask, kept: Sequence[Candidate]) -> Mapping[str, Mapping[str, float]]: ...
+    def of(
+        self, ask: Ask, candidates: Sequence[Candidate], /
+    ) -> Mapping[str, Mapping[str, float]]: ...
 
 
 class SecondAttempt(Protocol):
