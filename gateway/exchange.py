@@ -34,13 +34,15 @@ class Sent(Protocol):
 class Countable(Protocol):
     """The side of a canary that counts the outcome of a request (canary.py)."""
 
-    def count(self, x: Exchange) -> None: ...
+    def count(self, exchange: Exchange, /) -> None: ...
 
 
 class Explainable(Protocol):
     """The state of the candidates before a pick was booked (explain.py)."""
 
-    def of(self, ask: Ask, kept: Sequence[Candidate]) -> Mapping[str, Mapping[str, float]]: ...
+    def of(
+        self, ask: Ask, candidates: Sequence[Candidate], /
+    ) -> Mapping[str, Mapping[str, float]]: ...
 
 
 class SecondAttempt(Protocol):
@@ -207,9 +209,10 @@ class Exchange:
         """
         if self.booking is not None:
             self.booking.first_token()
-        call, sent = self.call, self.sent
+        call = self.call
         if call is not None:
             call.release()
+        sent = self.sent
         if sent is not None and sent is not call:
             sent.release()
         holder = self.holder

@@ -51,28 +51,25 @@ class WholePlan:
 
     async def attempt(self, pick: Pick) -> UpstreamBroke | None:
         exchange: Exchange = self.exchange
-        gateway = self.gateway
-        client = self.client
-        route = self.route
-        call = self.call
+        gateway, route = self.gateway, self.route
         exchange.pick = pick
         exchange.picked_at = monotonic()
         if route.watched:
             self._note(pick)
-        with gateway.endpoints.book(pick, call.request, exchange.fingerprint) as booking:
+        with gateway.endpoints.book(pick, self.call.request, exchange.fingerprint) as booking:
             exchange.booked(route.room, self.ask, pick)
             gateway.hedger.waiting.append(self)
             try:
                 head, body, relay = route.prepare(
-                    exchange, call, client, booking, exchange.first_token
+                    exchange, self.call, self.client, booking, exchange.first_token
                 )
                 exchange.booking = booking
                 exchange.relay = relay
                 exchange.sent = body
                 exchange.sent_at = monotonic()
-                await booking.upstream.send(head, body, relay, client)
+                await booking.upstream.send(head, body, relay, self.client)
                 if relay.refused or relay.failed_in_stream:
-                    settle_failure(exchange, client, relay, booking)
+                    settle_failure(exchange, self.client, relay, booking)
                 else:
                     exchange.status = 200
                     booking.served(relay.usage)
