@@ -1,7 +1,7 @@
-"""The speed monitor: once a second it compares the endpoints of every pool and reports whose verdict has changed.
+"""The speed monitor: compares the endpoints of every pool once a second.
 
-The comparison is policies/outlier.py's, what follows from a verdict endpoints.py's. Prefill evidence comes from
-bookings; the pace of streams is sampled here, so that a chunk costs nothing.
+The comparison is in policies.outlier; the endpoint table acts on the verdicts. Prefill times are
+measured by bookings. The pace of streams is sampled here, so that it costs nothing per chunk.
 """
 
 from __future__ import annotations
@@ -17,111 +17,140 @@ from policies.outlier import Member, SlowLimits, Yardsticks
 from policies.speed_record import Measure, Slowness, Verdict
 
 REVIEW_S = 1.0
-GPU = "gpu"  # the label that declares unequal hardware
+GPU = "gpu"  # the endpoint label that declares its hardware
 MEASURES = {"ttft": "to the first token", "tpot": "per token", "answer": "per answer"}
 IN_ROTATION = (State.UP, State.RETURNING)
 
 
 class SpeedMonitor:
-    """Samples streams and reviews pools. `limits` are replaced by a reload."""
+    """Samples streams and reviews pools. A reload replaces `limits`."""
 
-    __slots__ = ("_pieces", "_reviewed_at", "_yardsticks", "limits")
+    __slots__ = ("_events", "_reviewed_at", "_yardsticks", "limits")
 
     def __init__(self, limits: SlowLimits) -> None:
         self.limits = limits
         self._reviewed_at = 0.0
-        self._pieces: dict[LiveEndpoint, dict[Relay, int]] = {}
+        self._events: dict[LiveEndpoint, dict[Relay, int]] = {}
         self._yardsticks: dict[str, Yardsticks] = {}
 
     def sweep(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> Iterator[tuple[LiveEndpoint, Verdict]]:
-        """Endpoints whose verdict has changed. May be called more often than a review is due."""
-        passed_s = now - self._reviewed_at
-        if passed_s < REVIEW_S:
+        """Review all pools if a review is due; yield the endpoints whose verdict has changed."""
+        elapsed_s = now - self._reviewed_at
+        if elapsed_s < REVIEW_S:
             return
         self._reviewed_at = now
-        pieces, self._pieces = self._pieces, {}
+        events, self._events = self._events, {}
         for pool, candidates in pools.items():
             lives = [by_slot[candidate.load.slot] for candidate in candidates]
             for live in lives:
-                self._pieces[live] = sample_streams(live, pieces.get(live, {}), passed_s, now)
+                self._events[live] = sample_streams(live, events.get(live, {}), elapsed_s, now)
             yield from self._review(pool, lives, now)
 
-    def _review(self, pool: str, lives: Sequence[LiveEndpoint], now: float) -> Iterator[tuple[LiveEndpoint, Verdict]]:
-        """One pool. Endpoints out of rotation are neither judged nor a yardstick."""
+    def _review(
+        self, pool: str, lives: Sequence[LiveEndpoint], now: float
+    ) -> Iterator[tuple[LiveEndpoint, Verdict]]:
+        """Review one pool.
+
+        Endpoints out of rotation are not judged, and peers are not compared to them.
+        """
         rated = [live for live in lives if live.health.state in IN_ROTATION and not live.drained]
         before = [live.speed.verdict for live in rated]
-        self._yardsticks[pool] = outlier.review([_member(live) for live in rated], now, self.limits)
+        members = [_member(live) for live in rated]
+        self._yardsticks[pool] = outlier.review(members, now, self.limits)
         for live, verdict in zip(rated, before, strict=True):
             if live.speed.verdict is not verdict:
                 yield live, live.speed.verdict
 
     def first_byte_s(self, live: LiveEndpoint, request: Request, tokens: int) -> float | None:
-        """Seconds to the first byte of an answer behind so many prompt tokens; None while that is not known."""
-        usual_s = self._usual_s(live, request, tokens)
-        slowness = live.speed.slowness
-        return usual_s if usual_s is None or slowness is None else usual_s * slowness.ratio
-
-    def left_s(self, live: LiveEndpoint, request: Request, tokens: int, waited_s: float, factor: float) -> float | None:
-        """Seconds that a request without a first byte is expected to wait yet; None while it is not late.
-
-        It is late after `factor` times what the peers would need. As long again as it is late: nothing else is known
-        of an endpoint that takes longer than its peers would.
+        """Predict the seconds to the first byte behind `tokens` prompt tokens; None while unknown.
         """
-        expected_s, slowness = self._usual_s(live, request, tokens), live.speed.slowness
+        peer_s = self._peer_s(live, request, tokens)
+        slowness = live.speed.slowness
+        return peer_s if peer_s is None or slowness is None else peer_s * slowness.ratio
+
+    def left_s(
+        self, live: LiveEndpoint, request: Request, tokens: int, waited_s: float, factor: float
+    ) -> float | None:
+        """Predict how many more seconds a late request will wait for its first byte.
+
+        Returns None while the request is not late, that is, before `factor` times what the peers
+        need. A late request is expected to wait as long again as it is late: nothing better is
+        known of an endpoint that is slower than its peers.
+        """
+        expected_s, slowness = self._peer_s(live, request, tokens), live.speed.slowness
         if expected_s is None or waited_s < factor * expected_s:
             return None
         late_s = waited_s - expected_s
         return late_s if slowness is None else max(late_s, slowness.ratio * expected_s - waited_s)
 
-    def _usual_s(self, live: LiveEndpoint, request: Request, tokens: int) -> float | None:
-        """What the endpoint's peers need to the first byte of such an answer."""
-        streams = request.stream or request.output_tokens == 1
-        measure, work = (Measure.TTFT, tokens) if streams else (Measure.ANSWER, request.output_tokens)
-        yardstick = self._yardsticks.get(live.endpoint.pool, {}).get((kind_of(live.endpoint), measure))
-        return None if yardstick is None else yardstick.usual_s(work, live.load.belief.shape) or None
+    def _peer_s(self, live: LiveEndpoint, request: Request, tokens: int) -> float | None:
+        """Return the seconds that the endpoint's peers need to the first byte of such a response.
+        """
+        is_streamed = request.stream or request.output_tokens == 1
+        measure, work = Measure.TTFT, tokens
+        if not is_streamed:
+            measure, work = Measure.ANSWER, request.output_tokens
+        yardsticks = self._yardsticks.get(live.endpoint.pool, {})
+        yardstick = yardsticks.get((kind_of(live.endpoint), measure))
+        if yardstick is None:
+            return None
+        return yardstick.usual_s(work, live.load.belief.shape) or None
 
 
 def _member(live: LiveEndpoint) -> Member:
     load, speed, shape = live.load, live.speed, live.load.belief.shape
     others = load.in_flight - load.decoding - speed.waiting
-    return Member(
-        speed, kind_of(live.endpoint), shape, speed.step_tokens(load.prefill_tokens, shape.budget_tokens, others)
-    )
+    step_tokens = speed.step_tokens(load.prefill_tokens, shape.budget_tokens, others)
+    return Member(speed, kind_of(live.endpoint), shape, step_tokens)
 
 
 def kind_of(endpoint: Endpoint) -> Hashable:
-    """What the configuration declares of the endpoint's speed: peers have the same."""
-    return endpoint.role, endpoint.engine, endpoint.layout, endpoint.labels.get(GPU), endpoint.served_model
+    """Return the attributes that determine speed; endpoints with equal ones are peers.
+    """
+    return (
+        endpoint.role,
+        endpoint.engine,
+        endpoint.layout,
+        endpoint.labels.get(GPU),
+        endpoint.served_model,
+    )
 
 
-def sample_streams(live: LiveEndpoint, before: Mapping[Relay, int], passed_s: float, now: float) -> dict[Relay, int]:
-    """Count what the endpoint's streams made since the last time; the pieces that each has made by now."""
-    pieces: dict[Relay, int] = {}
-    streams = made = 0
+def sample_streams(
+    live: LiveEndpoint, before: Mapping[Relay, int], elapsed_s: float, now: float
+) -> dict[Relay, int]:
+    """Record the endpoint's pace: events of its streams since the last sample, `before`.
+
+    Returns the total events of each stream so far, for the next call.
+    """
+    totals: dict[Relay, int] = {}
+    streams = events = 0
     for connection in live.upstream.connections:
         relay = connection.streaming
         if relay is not None:
-            pieces[relay] = events = relay.events
+            totals[relay] = total = relay.events
             last = before.get(relay)
             if last is not None:
                 streams += 1
-                made += events - last
-    live.speed.streamed(streams, made, passed_s, now)
-    return pieces
+                events += total - last
+    live.speed.streamed(streams, events, elapsed_s, now)
+    return totals
 
 
 def describe(slowness: Slowness) -> str:
-    """How slow an endpoint is, for the log and the live page."""
-    seconds, peers_s = slowness.seconds * 1000, slowness.peers_s * 1000
-    what = MEASURES[slowness.measure]
-    return f"{slowness.ratio:.1f} times as slow as its peers {what} ({seconds:.0f} ms, they {peers_s:.0f} ms)"
+    """Describe how slow an endpoint is, for the log and the live page."""
+    own_ms, peers_ms = slowness.seconds * 1000, slowness.peers_s * 1000
+    measure = MEASURES[slowness.measure]
+    times = f"{own_ms:.0f} ms, they {peers_ms:.0f} ms"
+    return f"{slowness.ratio:.1f} times as slow as its peers {measure} ({times})"
 
 
 def well_peer(live: LiveEndpoint, others: Sequence[LiveEndpoint]) -> LiveEndpoint | None:
-    """The least loaded of the well ones with the endpoint's role, of its kind if there is one."""
-    well = [
+    """Return the least loaded healthy endpoint of the same role, preferably of the same hardware.
+    """
+    healthy = [
         other
         for other in others
         if other is not live
@@ -130,4 +159,8 @@ def well_peer(live: LiveEndpoint, others: Sequence[LiveEndpoint]) -> LiveEndpoin
         and other.endpoint.role is live.endpoint.role
     ]
     kind = kind_of(live.endpoint)
-    return min(well, key=lambda other: (kind_of(other.endpoint) != kind, other.load.in_flight), default=None)
+    return min(
+        healthy,
+        key=lambda other: (kind_of(other.endpoint) != kind, other.load.in_flight),
+        default=None,
+    )

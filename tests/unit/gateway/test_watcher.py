@@ -114,7 +114,7 @@ async def test_one_who_leaves_is_suspected_no_more(monkeypatch: pytest.MonkeyPat
         await watcher.start()
         monkeypatch.setattr(watcher, "_probe", lambda live: asyncio.Event().wait())
         watcher.suspect(live)
-        (probe,) = watcher._suspected.values()
+        (probe,) = watcher._recoveries.values()
         live.leaving = True
         watcher.follow(adoption.config)
         await asyncio.wait([probe], timeout=5)

@@ -120,8 +120,8 @@ async def test_one_who_is_found_with_anothers_name_is_passed_over_for_as_long_as
     for _ in range(2):
         assert names(roster, config) == [("b", "http://h:3"), ("a", "http://h:1")]
     assert [each.getMessage() for each in caplog.records] == [
-        "pool x: http://h:2 is passed over: another endpoint is called a",
-        "pool y: http://h:4 is passed over: another endpoint is called b",
+        "pool x: http://h:2 is ignored: another endpoint is already named a",
+        "pool y: http://h:4 is ignored: another endpoint is already named b",
     ]
     roster.found["x"] = (one,)
     assert names(roster, config) == [("b", "http://h:4"), ("a", "http://h:1")], "its source does not tell of it again"

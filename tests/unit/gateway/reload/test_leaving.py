@@ -174,7 +174,7 @@ async def test_an_attribute_that_changes_takes_effect_on_the_same_endpoint(tmp_p
         assert first.upstream.patience.stall_s == second.upstream.patience.stall_s == 7.0
         (candidate, _) = made.app.gateway.snapshot.routes["demo-8b"].candidates
         assert (candidate.endpoint.max_concurrency, candidate.load) == (3, first.load)
-        assert made.app.gateway.gate.rooms()[0]._room.capacity == 27
+        assert made.app.gateway.gate.rooms()[0]._queue.capacity == 27
         assert status == 200
 
 
