@@ -96,7 +96,7 @@ def test_each_that_is_found_has_its_bootstrap_server_on_its_own_host(tmp_path: P
     like = Discover.model_validate({"dns": "engines:8000", "endpoint": {"bootstrap": ":8998"}}).endpoint
     found = specs([("10.0.0.1", 8000), ("10.0.0.2", 8000), ("fd00::1", 8000)], like)
     assert [described("p", each).bootstrap for each in found] == ["10.0.0.1:8998", "10.0.0.2:8998", "[fd00::1]:8998"]
-    listed = Listed(tmp_path, like)._read(b"- http://h:1\n- {url: http://h:2, bootstrap: 'other:9000'}\n")
+    listed = Listed(tmp_path, like)._parse(b"- http://h:1\n- {url: http://h:2, bootstrap: 'other:9000'}\n")
     assert listed is not None
     assert [described("p", each).bootstrap for each in listed] == ["h:8998", "other:9000"]
 

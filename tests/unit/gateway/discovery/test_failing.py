@@ -65,8 +65,8 @@ def test_a_pod_with_an_address_of_either_family_is_one_endpoint(kinds: tuple[str
     source = Slices(Kubernetes(service="engines"), TRAITS, Random(1), Account("https://api"))
     known = {"IPv4": slices("IPv4", "10.0.0.1"), "IPv6": slices("IPv6", "fd00::1")}
     source._slices = {kind: known[kind] for kind in kinds}
-    assert [each.url for each in source._found()] == expected
+    assert [each.url for each in source._endpoints()] == expected
 
 
 def test_a_name_that_no_file_can_have_is_one_that_is_not_there() -> None:
-    assert Listed(Path("a\0b"), TRAITS)._look() is None
+    assert Listed(Path("a\0b"), TRAITS)._read() is None

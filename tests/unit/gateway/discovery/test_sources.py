@@ -136,7 +136,7 @@ async def test_a_file_that_goes_away_leaves_what_it_said(tmp_path: Path, caplog:
         async for found in Listed(file, TRAITS, nap).watch():
             said.append(urls(found))  # noqa: PERF401  # what was said before the end counts
     assert said == [["http://127.0.0.1:9001"]]
-    assert [f"{file} cannot be read, whom it last named stay" in line for line in caplog.messages] == [True]
+    assert [f"{file} cannot be read; its last known endpoints stay" in line for line in caplog.messages] == [True]
 
 
 def piece(name: str, version: int, *addresses: str, **endpoint: Any) -> dict[str, Any]:
@@ -266,7 +266,7 @@ async def test_an_api_server_that_fails_is_told_of_once_until_it_is_heard_again(
         server.lists.append({"metadata": {"resourceVersion": "6"}, "items": [piece("b", 6, "10.0.0.2")]})
         assert [len(said) for said in await first(source, 4)] == [1, 2, 1, 2]
         assert [line for line in caplog.messages if line.startswith("EndpointSlices of engines: ")] == [
-            f"EndpointSlices of engines: the API server answers {status}; whom they last named stay"
+            f"EndpointSlices of engines: the API server answers {status}; the last known endpoints stay"
             for status in (500, 503)
         ]
 
