@@ -1,5 +1,4 @@
 """The standard process_* metrics: memory, CPU time and file descriptors of this process."""
-"""
 
 from __future__ import annotations
 
