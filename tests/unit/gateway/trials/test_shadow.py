@@ -155,8 +155,8 @@ async def test_a_shadow_that_fails_is_counted_and_the_next_one_is_asked() -> Non
 async def test_nothing_is_scored_in_the_turn_of_the_pick_nor_before_what_it_sends() -> None:
     shadows, _ = made(registry.build("least_loaded", {}))
     order: list[str] = []
-    score = shadows._one
-    shadows._one = lambda note: (order.append("scored"), score(note))[1]  # type: ignore[method-assign,func-returns-value]
+    score = shadows._evaluate
+    shadows._evaluate = lambda note: (order.append("scored"), score(note))[1]  # type: ignore[method-assign,func-returns-value]
     picked(shadows, Route(), asked())
     asyncio.get_running_loop().call_soon(order.append, "sent")  # as the outbox does, after the pick
     assert order == []
@@ -199,7 +199,7 @@ async def test_a_prompt_that_was_fingerprinted_for_the_pick_is_not_fingerprinted
 async def test_a_shadow_with_too_few_scores_says_that_it_cannot_be_judged(picks: int, conclusive: bool) -> None:
     shadows, _ = made(registry.build("round_robin", {}))
     for _ in range(picks):
-        shadows._allowed_s = 1.0
+        shadows._budget_s = 1.0
         picked(shadows, Route(), asked())
         await turns()
     (policy,) = shadows.told()["policies"]  # type: ignore[misc]
@@ -222,7 +222,7 @@ async def test_a_gateway_shows_its_shadows_keeps_them_over_a_reload_and_forgets_
         table = app.app.gateway.endpoints
         assert all(live.load.believed for live in table.all())
         for number in range(8):
-            app.app.gateway.snapshot.tried["chat"].shadows._allowed_s = 1.0  # type: ignore[union-attr]
+            app.app.gateway.snapshot.tried["chat"].shadows._budget_s = 1.0  # type: ignore[union-attr]
             assert await app.ask(f"prompt {number}") == "ok"
         _, _, told = await app.asked("GET", "/shadow")
         [pool] = told["shadows"]

@@ -32,7 +32,7 @@ async def test_status_tells_of_shadows_and_of_both_sides_of_a_canary(tmp_path: P
         for number in range(3 * MIN_COMPARED):  # the canary serves half of them
             shadows = made.app.gateway.snapshot.tried["chat"].shadows
             assert shadows is not None
-            shadows._allowed_s = 1.0
+            shadows._budget_s = 1.0
             assert await made.ask(f"prompt {number}") == "ok"
         said = await typed(made)
         assert "picks scored, agrees with " in said
