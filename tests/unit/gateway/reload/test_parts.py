@@ -231,29 +231,29 @@ async def test_a_change_after_which_more_requests_fail_takes_itself_back(tmp_pat
         good.inc(100)
         changed = (made.text() + more).replace("prefix_aware", "least_loaded")
         assert (await made.put(changed))[0] == 200
-        begun = trial._swapped
+        begun = trial._change
         assert begun is not None
         bad.inc(9)
-        assert not await look(made, begun[0] + 1), "too few to tell"
+        assert not await look(made, begun.applied_at + 1), "too few to tell"
         bad.inc(9)
-        assert await look(made, begun[0] + 2)
+        assert await look(made, begun.applied_at + 2)
         version = made.app.reloader.version
         assert (version.trigger, version.number) == ("auto_rollback", 3)
         assert made.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
         assert any("v2 made things worse: 100.0% of 18 requests failed since" in line for line in made.said)
         bad.inc(50)
-        assert not await look(made, begun[0] + 3), "what went back is not judged again"
+        assert not await look(made, begun.applied_at + 3), "what went back is not judged again"
 
 
 async def test_a_change_that_outlives_its_window_stays(tmp_path: Path) -> None:
     more = "reload: {auto_rollback: {window: 10s, requests: 10}}\n"
     async with running(tmp_path, more=more) as made:
         await made.put((made.text() + more).replace("prefix_aware", "least_loaded"))
-        begun = made.app._trial._swapped
+        begun = made.app._trial._change
         assert begun is not None
-        assert not await look(made, begun[0] + 11)
+        assert not await look(made, begun.applied_at + 11)
         made.app.metrics.requests_total.labels("m", "502", "x").inc(100)
-        assert not await look(made, begun[0] + 12)
+        assert not await look(made, begun.applied_at + 12)
         assert made.app.reloader.version.number == 2
 
 
@@ -262,12 +262,12 @@ async def test_a_change_that_cannot_be_taken_back_is_not_counted_as_taken_back(t
     async with running(tmp_path, more=more) as made:
         await look(made, 0.0)
         assert (await made.put((made.text() + more).replace("prefix_aware", "least_loaded")))[0] == 200
-        begun = made.app._trial._swapped
+        begun = made.app._trial._change
         assert begun is not None
-        made.app.reloader.versions._kept[0] = msgspec.structs.replace(made.app.reloader.versions._kept[0], text=None)
+        made.app.reloader.versions._versions[0] = msgspec.structs.replace(made.app.reloader.versions._versions[0], text=None)
         made.app.metrics.requests_total.labels("m", "502", "upstream_failed").inc(20)
-        assert await look(made, begun[0] + 1)
-        assert any("v2 was not taken back: the text of version 1 was not kept" in line for line in made.said)
+        assert await look(made, begun.applied_at + 1)
+        assert any("v2 was not rolled back: the text of version 1 was not kept" in line for line in made.said)
         assert made.app.metrics.config_reload_total.labels("rolled_back").value == 0
 
 

@@ -102,7 +102,7 @@ async def test_a_bad_edit_is_refused_with_its_place_and_the_last_good_one_serves
         assert 'penstock_config_reload_total{result="rejected"} 1.0' in page
         assert "penstock_config_last_reload_successful 0.0" in page
         made.write(made.text())
-        await made.hears("says what is in force already: v1")
+        await made.hears("is already in force: v1")
         assert (await made.asked("GET", "/config"))[2]["last_error"] is None
         assert "penstock_config_last_reload_successful 1.0" in made.app.metrics.render().decode()
 
