@@ -60,7 +60,7 @@ class Swap:
             text = (
                 "none of its endpoints accepts a connection; `penstock reload --force` applies it"
             )
-            raise CannotServe(("pools", pool), f"{text} nevertheless")
+            raise CannotServe(("pools", pool), text)
 
     def plan(self, config: Config) -> Plan:
         """Build and dry-run `config`. Changes nothing. Raises CannotServe."""
@@ -178,7 +178,8 @@ def _attach_gauges(queue: Room, metrics: Metrics) -> None:
 
 
 def _attach_trials(before: Snapshot, snapshot: Snapshot, metrics: Metrics) -> None:
-    """Attach metrics to new shadows and canaries, and remove the series of those that have ended."""
+    """Attach metrics to new shadows and canaries, and remove the series of those that have ended.
+    """
     for pool, trials in before.tried.items():
         now = snapshot.tried.get(pool)
         if trials.shadows is not None and (now is None or now.shadows is not trials.shadows):

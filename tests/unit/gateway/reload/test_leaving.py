@@ -109,9 +109,9 @@ async def test_the_gauge_of_who_may_be_picked_is_1_for_the_ejected_beyond_half_a
             table.drain(live, wanted=True)
         assert up() == ["0.0", "0.0"]
         (told,) = [line for line in page(made).splitlines() if line.startswith("# HELP penstock_endpoint_up ")]
-        assert "0 while it is dead, drained by hand, ejected, or new and not yet found well." in told
-        assert "at most half a pool stays out: the others may be picked and count 1." in told
-        assert "One that refuses connections always stays out." in told
+        assert "0 while it is dead, drained, ejected, or new and not yet probed." in told
+        assert "at most half a pool: further ones may be picked and count 1" in told
+        assert "except those that refuse connections." in told
 
 
 async def test_whoever_drains_a_name_means_the_endpoint_that_has_it_now(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ async def test_a_new_endpoint_is_asked_for_nothing_before_a_probe_found_it_well(
         assert (await made.put(dead))[0] == 200
         for _ in range(6):
             assert await made.ask() == "ok"
-        assert made.app.metrics.retries_total._meters == {}
+        assert made.app.metrics.retries_total._children == {}
         assert status == 200
 
 

@@ -347,7 +347,7 @@ async def test_a_pool_may_have_another_name_where_the_engines_name_the_models(tm
 @pytest.mark.parametrize(
     ("headers", "body", "status", "message"),
     [
-        ({"Content-Encoding": "gzip"}, b"version: 1", 400, "the text did not come whole, or is not encoded"),
+        ({"Content-Encoding": "gzip"}, b"version: 1", 400, "the text is incomplete, or not encoded"),
         ({}, b"#" * (FILE_CAP_BYTES + 2), 413, "the text is larger than 1 MiB"),
     ],
 )
