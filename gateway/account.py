@@ -300,8 +300,7 @@ class Accounts:
                 log.exception("request %s could not be accounted", exchange.id)
 
     def _account(self, exchange: Exchange, now: float, unix_offset: float) -> None:
-        """Account an exchange that ended at `now`; `unix_offset` is Unix time minus monotonic time.
-        """
+        """Account an exchange that ended at `now`; `unix_offset` converts it to Unix time."""
         relay = exchange.relay or NO_ANSWER
         usage = relay.usage if exchange.split is None else usage_of(exchange, relay)
         if relay.committed:

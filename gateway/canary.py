@@ -73,8 +73,7 @@ class Side:
             ttft.mark((exchange.ttft_s, monotonic(), exchange.id, ""))
 
     def told(self) -> dict[str, object]:
-        """Return the results so far as plain values; a value is None while nothing has been served.
-        """
+        """Return the results so far as plain values; None where nothing was served yet."""
         if self._metrics is None:
             return figures(self.name, self.policy, {}, {})
         trials = self._metrics.trials
@@ -108,8 +107,7 @@ class Sides:
         self.canary.follow(metrics)
 
     def leave(self, metrics: Metrics) -> None:
-        """Remove the series of a canary that has ended; later ends of its requests do not count.
-        """
+        """Remove the series of a canary that has ended; later ends of its requests do not count."""
         self.primary.follow(None)
         self.canary.follow(None)
         metrics.trials.requests.forget("pool", self.pool)

@@ -18,8 +18,7 @@ from policies.contract import Policy, Terms
 from policies.model import Ask, Candidate, EndpointLoad, Pick
 
 Ended = tuple[Exchange, Usage, int, float]
-"""An ended exchange, the engine's token counts, the response's events, the end (monotonic).
-"""
+"""An ended exchange, the engine's token counts, the response's events, the end (monotonic)."""
 
 _NUMBERS = tuple(
     name for name in EndpointLoad.__slots__ if name not in ("belief", "entries", "timeline")

@@ -104,8 +104,7 @@ class Room:
         self._share_sessions()
 
     def tell(self, updates: News | None) -> None:
-        """Record tenant charges and sessions in `updates` for the other gateways; None stops that.
-        """
+        """Record charges and sessions in `updates` for the other gateways; None stops that."""
         self._updates = updates
         self._share_sessions()
 
@@ -131,8 +130,7 @@ class Room:
 
     @property
     def phi(self) -> float:
-        """The share of KV memory that sessions may fill; 1 if sessions are not tracked.
-        """
+        """The share of KV memory that sessions may fill; 1 if sessions are not tracked."""
         return 1.0 if self.sessions is None else self.sessions.phi
 
     def booked(self, query: Ask, pick: Pick) -> None:
@@ -146,8 +144,7 @@ class Room:
             self._updates.charge(self.name, query.request.tenant, tokens)
 
     def ended(self, request: Request, outcome: Callable[[], Outcome]) -> None:
-        """Correct the charge of a booked request that has ended, and learn from it.
-        """
+        """Correct the charge of a booked request that has ended, and learn from it."""
         if self.listens:
             result = outcome()
             self._queue.ended(request, result)
@@ -166,8 +163,7 @@ class Room:
             self._settle()
 
     def refresh(self) -> None:
-        """Recompute the capacity after endpoints have changed, and admit the requests that now fit.
-        """
+        """Recompute the capacity after endpoints have changed, and admit requests that now fit."""
         self._queue.refresh(self._candidates, self._leaving)
         self._settle()
 
@@ -186,8 +182,7 @@ class Room:
 
     @property
     def busy(self) -> int:
-        """Permits of requests at available endpoints, not at ejected or leaving ones.
-        """
+        """Permits of requests at available endpoints, not at ejected or leaving ones."""
         return self._queue.busy
 
     async def enter(self, query: Ask, query_at: Callable[[float], Ask] | None = None) -> Room:

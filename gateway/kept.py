@@ -23,12 +23,10 @@ FAILED = "failed"
 CUT_OFF = frozenset((None, "length", "abort", "error"))
 """Finish reasons of responses whose natural length is unknown."""
 AT_ONCE, BATCH = 16, 8
-"""The first responses of a kind are learned from one by one, later ones in batches.
-"""
+"""The first responses of a kind are learned from one by one, later ones in batches."""
 MAX_KINDS = 8192
 REGRET_EVERY = 32
-"""One pick in so many is compared with the fastest candidate, because the comparison is expensive.
-"""
+"""One pick in so many is compared with the fastest candidate: the comparison is slow."""
 
 
 def outcome_of(exchange: Exchange) -> Outcome:
@@ -74,8 +72,7 @@ def usage_of(exchange: Exchange, relay: Relay) -> Usage:
 
 
 def pace(exchange: Exchange, relay: Relay, usage: Usage) -> tuple[float | None, float | None]:
-    """Return (TTFT, TPOT) in seconds, counted from the request's last byte; None if not measurable.
-    """
+    """Return (TTFT, TPOT) in seconds, each None if not measurable."""
     first, last = relay.first_token_at, relay.last_at
     received = exchange.received_at
     if first is None or last is None or received is None:
@@ -164,8 +161,7 @@ class Kept:
             self._regret.observe(expected[index] - min(expected))
 
     def answered(self, exchange: Exchange, relay: Relay, usage: Usage, received: float) -> None:
-        """Record a request whose response has begun; set its TTFT, TPOT and SLO outcome.
-        """
+        """Record a request whose response has begun; set its TTFT, TPOT and SLO outcome."""
         call = exchange.call
         first, last, events = relay.first_token_at, relay.last_at, relay.events
         assert call is not None
@@ -234,8 +230,7 @@ class Kept:
             self._error.observe(abs(predicted_s - actual_s) / actual_s if actual_s > 0 else 0.0)
 
     def unanswered(self, exchange: Exchange) -> None:
-        """Count a request without a response as shed or failed; refused client errors do not count.
-        """
+        """Count a request without a response as shed or failed; client errors do not count."""
         call = exchange.call
         if call is None or exchange.reason == "tenant_rate_limited":
             return

@@ -21,7 +21,8 @@ from typing import Any
 
 import uvloop
 
-from gateway.app import App, Origin
+from gateway.app import App
+from gateway.origin import Origin
 from gateway.restart import notify
 from gateway.restart.learned_state import booked, collect
 from gateway.restart.successor import HandoverError, Successor

@@ -110,8 +110,7 @@ Values = dict[tuple[str, ...], float | Buckets]
 
 
 class Reading(msgspec.Struct, frozen=True, array_like=True):
-    """The values of a family at one moment, by label values in the order of `spec.exposed_labels`.
-    """
+    """The values of a family at one moment, by the values of `spec.exposed_labels`."""
 
     spec: Spec
     values: Values
@@ -228,8 +227,7 @@ class Family(Generic[Meter]):
         self._label_values: tuple[set[str], ...] = tuple(set() for _ in spec.labels)
 
     def labels(self, *values: str) -> Meter:
-        """Return the child for these label values, in the order of the spec; created on first use.
-        """
+        """Return the child for these label values, in spec order; created on first use."""
         child = self._children.get(values)
         return child if child is not None else self._add(values)
 
@@ -326,8 +324,7 @@ class Meters:
         self.families: list[AnyFamily] = []
 
     def section(self, row: str, owner: str) -> Section:
-        """Return a factory for the families that `owner`, a module's path below gateway/, updates.
-        """
+        """Return a factory for the families that `owner`, a module path, updates."""
         return Section(self.families, row, owner)
 
     def readings(self, pools: Pools, unix_offset: float | None = None) -> Iterator[Reading]:

@@ -1,5 +1,4 @@
-"""The gateway's view of the prefix caches: fingerprints of prompts and the index of their holders.
-"""
+"""The gateway's view of the engines' prefix caches: fingerprints and the prefix index."""
 
 from __future__ import annotations
 

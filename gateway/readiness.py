@@ -27,8 +27,7 @@ def obstacle(gateway: Gateway, *, draining: bool) -> str | None:
 
 
 def _all_unserved(routes: Mapping[str, Route]) -> list[str] | None:
-    """Return one line per model if no model can be served; None otherwise.
-    """
+    """Return one line per model if no model can be served; None otherwise."""
     missing = {route.name: _missing_endpoint(route) for route in routes.values()}
     if not all(missing.values()):
         return None

@@ -286,8 +286,7 @@ def described(pool: str, spec: EndpointSpec) -> Endpoint:
 
 
 def _bootstrap(spec: EndpointSpec) -> str | None:
-    """Return the bootstrap address; a bare port (":8998") is on the endpoint's own host.
-    """
+    """Return the bootstrap address; a bare port (":8998") is on the endpoint's own host."""
     if spec.bootstrap is None or not spec.bootstrap.startswith(":"):
         return spec.bootstrap
     host = urlsplit(spec.url).netloc.rpartition(":")[0]
@@ -295,8 +294,7 @@ def _bootstrap(spec: EndpointSpec) -> str | None:
 
 
 def expected(config: Config, endpoint: Endpoint) -> Belief:
-    """Estimate a new endpoint's speed from its GPU, its layout and the largest model of its pool.
-    """
+    """Estimate a new endpoint's speed from its GPU, its layout and its pool's largest model."""
     sized = [
         model
         for model in config.models

@@ -90,8 +90,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def judged(policy: Policy, query: Ask, pick: Pick, candidates: Sequence[Candidate]) -> Verdict:
-    """Compare what `policy` picks with `pick`; `candidates` have their loads of before the booking.
-    """
+    """Compare what `policy` picks with `pick`; `candidates` are as before the booking."""
     other = run.pick(policy, query, candidates)
     if other is None:
         return Verdict("nobody")
@@ -238,8 +237,7 @@ class Shadows:
             trials.tokens.labels(pool, name, way).value += abs(result.more_tokens)
 
     def told(self) -> dict[str, object]:
-        """Return the results so far as plain values, with the cost relative to the pool's picks.
-        """
+        """Return the results so far as plain values, with the cost relative to the pool's picks."""
         pick_us = round(1e6 * self._picks_s / self._picks, 2) if self._picks else None
         return {
             "pool": self.pool,

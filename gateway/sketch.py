@@ -35,8 +35,7 @@ def value_of(bucket: int) -> float:
 
 
 def quantile(counts: Counts, share: float) -> float | None:
-    """Return the value that `share` of the observations do not exceed; None without observations.
-    """
+    """Return the value that `share` of the observations do not exceed; None if empty."""
     wanted, below = share * sum(counts.values()), 0
     for bucket in sorted(counts):
         below += counts[bucket]

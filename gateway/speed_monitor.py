@@ -64,8 +64,7 @@ class SpeedMonitor:
                 yield live, live.speed.verdict
 
     def first_byte_s(self, live: LiveEndpoint, request: Request, tokens: int) -> float | None:
-        """Predict the seconds to the first byte behind `tokens` prompt tokens; None while unknown.
-        """
+        """Predict the seconds to the first byte behind `tokens` prompt tokens; None if unknown."""
         peer_s = self._peer_s(live, request, tokens)
         slowness = live.speed.slowness
         return peer_s if peer_s is None or slowness is None else peer_s * slowness.ratio
@@ -86,8 +85,7 @@ class SpeedMonitor:
         return late_s if slowness is None else max(late_s, slowness.ratio * expected_s - waited_s)
 
     def _peer_s(self, live: LiveEndpoint, request: Request, tokens: int) -> float | None:
-        """Return the seconds that the endpoint's peers need to the first byte of such a response.
-        """
+        """Return the seconds that the endpoint's peers need to the first byte."""
         is_streamed = request.stream or request.output_tokens == 1
         measure, work = Measure.TTFT, tokens
         if not is_streamed:
@@ -107,8 +105,7 @@ def _member(live: LiveEndpoint) -> Member:
 
 
 def kind_of(endpoint: Endpoint) -> Hashable:
-    """Return the attributes that determine speed; endpoints with equal ones are peers.
-    """
+    """Return the attributes that determine speed; endpoints with equal ones are peers."""
     return (
         endpoint.role,
         endpoint.engine,
@@ -148,8 +145,7 @@ def describe(slowness: Slowness) -> str:
 
 
 def well_peer(live: LiveEndpoint, others: Sequence[LiveEndpoint]) -> LiveEndpoint | None:
-    """Return the least loaded healthy endpoint of the same role, preferably of the same hardware.
-    """
+    """Return the least loaded healthy endpoint of the same role, preferably same hardware."""
     healthy = [
         other
         for other in others

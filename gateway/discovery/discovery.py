@@ -22,8 +22,7 @@ from gateway.discovery.source import Found, Source
 log = logging.getLogger("penstock")
 
 PATIENCE_S = 2.0
-"""How long start() waits for a result of every source, so the first request finds endpoints.
-"""
+"""How long start() waits for a result of every source, so the first request finds endpoints."""
 
 AGAIN_S = 10.0
 """Pause after an unexpected exception of a source."""
@@ -42,14 +41,12 @@ def made(folder: Path, spec: Discover, rng: Random) -> Source:
 
 
 class Discovery:
-    """Runs the sources and stores their endpoints by pool in `discovered`.
-    """
+    """Runs the sources and stores their endpoints by pool in `discovered`."""
 
     def __init__(
         self, found: dict[str, Found], changed: Callable[[], None], rng: Random, make: Make
     ) -> None:
-        """`changed` is called after a change; ValueError from it means that the change is rejected.
-        """
+        """`changed` is called after a change; it raises ValueError to reject the change."""
         self.found = found
         self._on_change, self._rng, self._create_source = changed, rng, make
         self._tasks: dict[str, tuple[Discover, asyncio.Task[None]]] = {}

@@ -26,8 +26,7 @@ class Source(Protocol):
     """One place that lists endpoints."""
 
     def watch(self) -> AsyncIterator[Found]:
-        """Yield all known endpoints, first at the start and then after every change, without end.
-        """
+        """Yield all known endpoints, at the start and then after every change."""
         ...
 
 

@@ -1,6 +1,7 @@
 """Alerts on causes: what is wrong inside, whether or not a promise is broken yet. docs/runbooks/ has their pages.
 
-Every alert carries the series that make it fire and those that do not: its test for promtool is made from them.
+Every alert carries the series that make it fire and those that do not: its test for promtool is
+made from them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Series = tuple[tuple[str, str], ...]
 class Alert(msgspec.Struct, frozen=True):
     """`value` is compared as `compare` says; `hold` is how long it must be so.
 
-    fires, quiet   series with and without it; `labels` are those of the alert that then fires, after 30 minutes
+    fires, quiet   series with and without it; `labels` are those of the alert that then fires,
+                   after 30 minutes
     besides        what has to be above 0 as well, with the labels of `value`; nothing unless given
     """
 

@@ -1,4 +1,6 @@
-"""The four boards as data: which panels stand in which rows. What nobody asked for by hand gets a panel from its kind.
+"""The four boards as data: which panels stand in which rows.
+
+What nobody asked for by hand gets a panel from its kind.
 
 Lives here: panels and their queries. Not here: how Grafana writes them down (grafana.py).
 """
@@ -31,7 +33,10 @@ class Query(msgspec.Struct, frozen=True):
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """One panel. `unit` is Grafana's word; `kind` is timeseries, stat or heatmap; `text` says how to read it."""
+    """One panel.
+
+    `unit` is Grafana's word; `kind` is timeseries, stat or heatmap; `text` says how to read it.
+    """
 
     title: str
     queries: tuple[Query, ...]
@@ -264,7 +269,8 @@ BOARDS = (OVERVIEW, ROUTING, SPLIT, INTERNALS)
 
 
 def completed(board: Board, catalogue: Sequence[Spec]) -> Mapping[Row, tuple[Panel, ...]]:
-    """The board's rows, with a panel for every family of them that no panel of any board asks for."""
+    """The board's rows, with a panel for every family of them that no panel of any board asks for.
+    """
     shown = {family_of(each.name) for other in BOARDS for panels in other.rows.values() for each in _asked(panels)}
     return {
         row: (*panels, *(made(spec) for spec in catalogue if spec.row == row and spec.name not in shown))

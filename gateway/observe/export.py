@@ -1,7 +1,8 @@
 """Sending spans to a collector: OTLP over HTTP, as JSON, in batches. Nobody ever waits for it.
 
-A span that finds the queue full is dropped and counted; so is a batch that the collector does not take, and the next
-one waits, ever longer while it stays away. What is traced, and how a tree looks, is spans.py's.
+A span that finds the queue full is dropped and counted; so is a batch that the collector does not
+take, and the next one waits, ever longer while it stays away. What is traced, and how a tree looks,
+is spans.py's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class Tracer:
-    """Who is traced, and the way to the collector. One per process, in its event loop; `on` is None while nobody is."""
+    """Who is traced, and the way to the collector.
+
+    One per process, in its event loop; `on` is None while nobody is.
+    """
 
     def __init__(self, metrics: Metrics, rng: Random, env: Mapping[str, str]) -> None:
         """`env` may name the OpenTelemetry resource (resource.py)."""
@@ -61,7 +65,10 @@ class Tracer:
             self._config, self._pause_s = config, 0.0
 
     def begin(self, headers: Mapping[str, str]) -> Trace | None:
-        """A request has come. Its client decides if it says anything; else chance does. None: it is not traced."""
+        """A request has come.
+
+        Its client decides if it says anything; else chance does. None: it is not traced.
+        """
         config, parent = self._config, parent_of(headers)
         if config is None:
             return None

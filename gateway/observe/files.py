@@ -1,4 +1,5 @@
-"""Every file that is made from the catalogue for the tools around: path -> text, and every query in them."""
+"""Every file that is made from the catalogue for the tools around: path -> text, and every query in them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""OpenTelemetry's names for what a span tells of a generation, and ours beside them. All are here alone.
+"""OpenTelemetry's names for what a span tells of a generation, and ours beside them.
 
-Source: semantic conventions for generative AI and HTTP (in development there: the names may move, and then move here).
+All are here alone.
+
+Source: semantic conventions for generative AI and HTTP (in development there: the names may move,
+and then move here).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A board as Grafana's JSON. Ids and places follow from the order of panels, so files change only where boards do."""
+"""A board as Grafana's JSON.
+
+Ids and places follow from the order of panels, so files change only where boards do.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +71,11 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def _variable(name: str, label: str, series: str, everything: str | None = ".*") -> dict[str, Any]:
-    """A choice among the values of a label. `everything` matches series without the label as well; None: only values
-    that were found, for names of series that other programs have too."""
+    """A choice among the values of a label.
+
+    `everything` matches series without the label as well; None: only values that were found, for
+    names of series that other programs have too.
+    """
     return {
         "name": name,
         "label": label,

@@ -1,6 +1,9 @@
-"""Gauges that are asked when scraped: what the gateway holds and knows. Between scrapes they are free.
+"""Gauges that are asked when scraped: what the gateway holds and knows.
 
-Lives here: these families and where their numbers are found. Not here: what is counted as it happens (metrics.py).
+Between scrapes they are free.
+
+Lives here: these families and where their numbers are found. Not here: what is counted as it
+happens (metrics.py).
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ def pools(gateway: Gateway) -> Pools:
 
 
 class Inside:
-    """Families whose children follow live objects. Made by the catalogue; the objects' owners say what to follow."""
+    """Families whose children follow live objects.
+
+    Made by the catalogue; the objects' owners say what to follow.
+    """
 
     def __init__(self, meters: Meters) -> None:
         self._endpoint(meters.section(Row.ENDPOINTS, "observe/inside.py"))

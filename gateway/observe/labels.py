@@ -1,4 +1,5 @@
-"""Labels that several parts of the catalogue use, and the rows of the boards that families stand in."""
+"""Labels that several parts of the catalogue use, and the rows of the boards that families stand in.
+"""
 
 from __future__ import annotations
 

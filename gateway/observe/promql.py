@@ -1,6 +1,7 @@
 """PromQL in small pieces: writing the few shapes that boards and rules need, and reading which series a query asks for.
 
-Reading is for checking queries against a scrape. It is no parser: it knows selectors and label lists, and nothing else.
+Reading is for checking queries against a scrape. It is no parser: it knows selectors and label
+lists, and nothing else.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def _lists(query: str) -> Iterator[str]:
 
 
 def filtered(query: str, labels_of: Callable[[str], Collection[str]]) -> str:
-    """The query with every selector limited to the boards' variables, as far as `labels_of` a series has them."""
+    """The query with every selector limited to the boards' variables, as far as `labels_of` a series has them.
+    """
 
     def limited(match: re.Match[str]) -> str:
         name, matchers = match[1], match[2]
@@ -68,7 +70,8 @@ def filled(query: str, window: str) -> str:
 
 
 def selector(name: str, matchers: Mapping[str, str]) -> str:
-    """`matchers` are label -> value; a value that begins with ~ or ! says how it is compared (=~, !=, !~)."""
+    """`matchers` are label -> value; a value that begins with ~ or ! says how it is compared (=~, !=, !~).
+    """
     if not matchers:
         return name
     shown = ", ".join(_matcher(label, value) for label, value in matchers.items())

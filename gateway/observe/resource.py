@@ -1,7 +1,7 @@
 """The OpenTelemetry resource of this process: the attributes that every batch of spans carries.
 
-The environment variables OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override the gateway's own attributes,
-as OpenTelemetry specifies. Not here: what is sent, and when (export.py).
+The environment variables OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override the gateway's own
+attributes, as OpenTelemetry specifies. Not here: what is sent, and when (export.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ ATTRIBUTES, SERVICE_NAME = "OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME"
 
 
 def attributes(env: Mapping[str, str]) -> list[Attribute]:
-    """All attributes of this process. `service.instance.id` is a new UUID for each call unless `env` gives one."""
+    """All attributes of this process.
+
+    `service.instance.id` is a new UUID for each call unless `env` gives one.
+    """
     named = {
         "service.name": "penstock",
         "service.version": own_version(),
@@ -34,7 +37,8 @@ def attributes(env: Mapping[str, str]) -> list[Attribute]:
 
 
 def _given(env: Mapping[str, str]) -> dict[str, str]:
-    """The pairs of OTEL_RESOURCE_ATTRIBUTES with percent-encoding decoded; {} and a warning if one is malformed."""
+    """The pairs of OTEL_RESOURCE_ATTRIBUTES with percent-encoding decoded; {} and a warning if one is malformed.
+    """
     found: dict[str, str] = {}
     for pair in filter(str.strip, env.get(ATTRIBUTES, "").split(",")):
         key, equals, value = pair.partition("=")

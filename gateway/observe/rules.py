@@ -50,7 +50,8 @@ def names() -> tuple[str, ...]:
 
 
 def queries() -> Mapping[str, str]:
-    """What every rule asks for, by where it stands; of alerts without the comparison, so that there is an answer."""
+    """What every rule asks for, by where it stands; of alerts without the comparison, so that there is an answer.
+    """
     found = {f"record {window} {slo.slo}": slo.bad_share(window) for slo in OBJECTIVES for window in WINDOWS}
     for slo in OBJECTIVES:
         for burn in BURNS:
@@ -109,7 +110,8 @@ def _annotations(summary: str, alert: str, runbooks: str) -> Mapping[str, str]:
 
 
 def _burn_trials(slo: Objective, runbooks: str) -> list[Rule]:
-    """Errors at twenty, three and half times the speed that the budget allows, after three hours."""
+    """Errors at twenty, three and half times the speed that the budget allows, after three hours.
+    """
     found = []
     for speed in (20.0, 3.0, 0.5):
         bad = round(speed * (1 - slo.goal) * 10_000)
@@ -163,7 +165,8 @@ def _trial(name: str, series: Series, at: str, alert: str, fired: Sequence[Rule]
 
 
 def _placed(series: str) -> str:
-    """The series with the labels of a scrape, and with a pool where its endpoint or class implies one."""
+    """The series with the labels of a scrape, and with a pool where its endpoint or class implies one.
+    """
     name, _, labels = series.partition("{")
     more = [] if 'job="' in labels else ['job="penstock"']
     more += [] if 'namespace="' in labels else ['namespace="llm"']

@@ -1,7 +1,8 @@
 """What is promised to whoever watches: three objectives, their recording rules, and alerts on how fast budgets burn.
 
-An alert fires while the budget of errors burns faster than `factor` in a long window and still does in a short one, so
-that it comes soon and ends soon. Factors and windows: the SRE workbook's, for a budget of 30 days.
+An alert fires while the budget of errors burns faster than `factor` in a long window and still does
+in a short one, so that it comes soon and ends soon. Factors and windows: the SRE workbook's, for a
+budget of 30 days.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ JUDGED = "~met|ttft_missed|tpot_missed|both_missed"
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """A share of requests, `goal`, that has to be good. `slo` is its label; `alert` names its alerts and runbook."""
+    """A share of requests, `goal`, that has to be good.
+
+    `slo` is its label; `alert` names its alerts and runbook.
+    """
 
     slo: str
     alert: str

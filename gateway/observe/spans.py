@@ -1,10 +1,12 @@
 """A request that is over as one tree of spans, made from the stamps that it carries anyway.
 
     chat MODEL
-      admit     accepted -> understood             queue     -> a Permit             pick     -> an endpoint chosen
+admit     accepted -> understood             queue     -> a Permit             pick     -> an
+                endpoint chosen
       engine    a leg, as the engine was told of it: one for every attempt
         first_token   sent -> first token          decode    -> last byte
-      prefill   the other leg of a split request; then engine has transfer (prefilled -> first byte) as well
+prefill   the other leg of a split request; then engine has transfer (prefilled -> first byte) as
+                well
 
 Lives here: the tree. Not here: sending it (export.py), names of attributes (genai.py).
 """
@@ -52,7 +54,10 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
 
 
 class _Tree:
-    """Spans of one trace under construction. `zero` is when the monotonic clock began, in Unix time."""
+    """Spans of one trace under construction.
+
+    `zero` is when the monotonic clock began, in Unix time.
+    """
 
     def __init__(self, trace: Trace, zero: float) -> None:
         self.spans: list[Span] = []
@@ -73,7 +78,8 @@ class _Tree:
         span_id: str = "",
         failed: str = "",
     ) -> None:
-        """Another span, if both of its times are known; an id of its own unless it was given one."""
+        """Another span, if both of its times are known; an id of its own unless it was given one.
+        """
         start, end = times
         if start is None or end is None:
             return
@@ -133,7 +139,10 @@ def _leg(made: _Tree, x: Exchange, leg: TraceLeg, end: float, failure: str) -> N
 
 
 def _ends(x: Exchange, legs: list[TraceLeg], now: float) -> Iterator[tuple[TraceLeg, float, str]]:
-    """Each leg with its end and what it failed of. One that another of its kind followed had failed by then."""
+    """Each leg with its end and what it failed of.
+
+    One that another of its kind followed had failed by then.
+    """
     split = x.split
     for at, leg in enumerate(legs):
         later = next((each.began for each in legs[at + 1 :] if (each.role == PREFILL) == (leg.role == PREFILL)), None)

@@ -1,4 +1,7 @@
-"""Titles of the panels that are made from the catalogue, by family. A test fails for a family without one."""
+"""Titles of the panels that are made from the catalogue, by family.
+
+A test fails for a family without one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is counted of policies that are tried beside the one that serves: shadows, and both sides of a canary."""
+"""What is counted of policies that are tried beside the one that serves: shadows, and both sides of a canary.
+"""
 
 from __future__ import annotations
 

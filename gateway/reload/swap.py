@@ -178,8 +178,7 @@ def _attach_gauges(queue: Room, metrics: Metrics) -> None:
 
 
 def _attach_trials(before: Snapshot, snapshot: Snapshot, metrics: Metrics) -> None:
-    """Attach metrics to new shadows and canaries, and remove the series of those that have ended.
-    """
+    """Attach metrics to new shadows and canaries; remove the series of ended ones."""
     for pool, trials in before.tried.items():
         now = snapshot.tried.get(pool)
         if trials.shadows is not None and (now is None or now.shadows is not trials.shadows):

@@ -113,8 +113,7 @@ class LocalBus:
         return BusState(lost_at is None, staleness_s, waiting, max(0, self._connects - 1))
 
     def _flush(self) -> None:
-        """Write frames up to a cap; the rest stays in the backlog, which drops the oldest.
-        """
+        """Write frames up to a cap; the rest stays in the backlog, which drops the oldest."""
         writer = self._writer
         while writer is not None and len(self._backlog):
             if writer.transport.get_write_buffer_size() > BACKLOG_CAP_BYTES:

@@ -1,5 +1,4 @@
-"""The replay buffer: the newest messages about prompts, which warm up a new gateway.
-"""
+"""The replay buffer: the newest messages about prompts, which warm up a new gateway."""
 
 from __future__ import annotations
 

@@ -120,8 +120,7 @@ class Pump:
             self._bus.publish(frame, to)
 
     def _check_warm_up(self) -> None:
-        """Log the end of this gateway's warm-up, and start those that other gateways asked for.
-        """
+        """Log the end of this gateway's warm-up, and start those that other gateways asked for."""
         warm_up = self._view.warming
         if warm_up.warm and not self._is_warm.is_set():
             self._is_warm.set()

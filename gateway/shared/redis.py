@@ -183,8 +183,7 @@ class RedisBus:
         return f"{self._place.stream}:to:{gateway.hex()}".encode()
 
     async def _write(self, redis: Any) -> None:
-        """Send frames, after a reconnect also unacknowledged ones: receivers drop replays.
-        """
+        """Send frames, after a reconnect also unacknowledged ones: receivers drop replays."""
         await redis.ping()
         while True:
             while len(self._backlog) or self._sending:

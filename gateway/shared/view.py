@@ -200,8 +200,7 @@ class View:
         return sender, bytes(body), message
 
     def take(self, frame: bytes, age_s: float, now: float) -> Iterator[None]:
-        """Apply a frame in steps of some tens of microseconds, between which the caller may yield.
-        """
+        """Apply a frame in short steps, between which the caller may yield to the loop."""
         opened = self.open(frame)
         if opened is None:
             return
@@ -345,8 +344,7 @@ class View:
         }
 
     def _current(self, digest: int) -> LiveEndpoint | None:
-        """Return the endpoint, unless it has left since _update_names(): its slot may be another's.
-        """
+        """Return the endpoint, unless it has left: its slot may be another's."""
         live = self._live.get(digest)
         return None if live is None or live.leaving else live
 

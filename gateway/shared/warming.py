@@ -15,8 +15,7 @@ HELD_CAP_BYTES = 8 << 20
 
 
 class State(StrEnum):
-    """The phases: no bus yet, hello sent, receiving the answer, warm.
-    """
+    """The phases: no bus yet, hello sent, receiving the answer, warm."""
 
     AWAY = "away"
     ASKING = "asking"

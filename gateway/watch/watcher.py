@@ -40,8 +40,7 @@ UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class PaceProbe(msgspec.Struct, frozen=True):
-    """A request to time: a number of random words, which no cache holds, and of tokens to generate.
-    """
+    """A request to time: how many random words to send, and tokens to generate."""
 
     words: int
     tokens: int
@@ -97,8 +96,7 @@ class Watcher:
             self._watch(live)
 
     def follow(self, config: Config) -> None:
-        """Apply a new configuration: poll added endpoints at once, stop polling those that leave.
-        """
+        """Apply a new configuration: poll added endpoints at once, and leaving ones no more."""
         self._config = config
         if self._session is None:
             return
@@ -289,8 +287,7 @@ class Watcher:
         return True
 
     def _least_peer_s(self, live: LiveEndpoint, slowness: Slowness, peer_s: float) -> float:
-        """Return the least time of peers since this slowness was found; it grows with every probe.
-        """
+        """Return the least time of peers in this slow period; it grows with every probe."""
         last_slowness, least_s = self._peer_s.get(live, (slowness, peer_s))
         if last_slowness is slowness:
             peer_s = min(peer_s, LEAST_GROWS * least_s)
@@ -298,8 +295,7 @@ class Watcher:
         return peer_s
 
     async def _time(self, live: LiveEndpoint, probe: PaceProbe) -> float | None:
-        """Return the seconds that the endpoint needs for the probe; None if it fails.
-        """
+        """Return the seconds that the endpoint needs for the probe; None if it fails."""
         model = _model_of(live)
         if model is None:
             return None
@@ -400,8 +396,7 @@ def _model_of(live: LiveEndpoint) -> str | None:
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Return whether nothing listens at the address: connecting failed, or the connection was lost.
-    """
+    """Return whether the connection failed or was lost, so that nothing listens there."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return not is_own_error(error.os_error)
     return isinstance(error, aiohttp.ServerDisconnectedError) or (

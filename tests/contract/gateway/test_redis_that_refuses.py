@@ -35,14 +35,14 @@ async def test_a_replica_is_no_bus_until_it_takes_what_is_written(
         bus = RedisBus(Place(server.url, "fleet"), Random(1), lambda reason: None)
         heard: list[bytes] = []
         opened = 0
-        connection = bus._connection
+        connection = bus._connect
 
         def counted() -> object:
             nonlocal opened
             opened += 1
             return connection()
 
-        monkeypatch.setattr(bus, "_connection", counted)
+        monkeypatch.setattr(bus, "_connect", counted)
         here: list[bool] = []
         await bus.start(b"me" * 4, lambda frame, age_s: heard.append(frame))
         await until(lambda: bus.state(monotonic()).connected)

@@ -149,7 +149,7 @@ async def test_neither_does_one_that_was_split(
 @pytest.mark.parametrize("fault", ["refuse", "freeze"])
 async def test_neither_does_a_probe_that_fails(fault: str) -> None:
     async with house(1, health={"interval": "1h", "timeout": "50ms"}, scrape={"interval": "1h"}) as running:
-        live, watcher = running.app.gateway.endpoints.all()[0], running.app._watcher
+        live, watcher = running.app.gateway.endpoints.all()[0], running.app._health_checker
         running.groups[0].faults.set(fault)
         with nothing_left(
             "aiohttp.client", "builtins.traceback", "builtins.ConnectionRefused", "builtins.TimeoutError"

@@ -13,8 +13,9 @@ from unittest.mock import patch
 
 import aiohttp
 
-from gateway.app import App, Origin
+from gateway.app import App
 from gateway.config import examine
+from gateway.origin import Origin
 from gateway.reload import follow
 from mockgpu.fleet import Member, running_fleet
 from mockgpu.group import GroupSpec

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.app import App, Local, Origin
+from gateway.app import App
 from gateway.config import AutoRollback, Loaded, examine_text, from_engines
 from gateway.config.compare import changes, shown
 from gateway.metrics import Metrics
+from gateway.origin import Local, Origin
 from gateway.reload import follow
 from gateway.reload.follow import Follow
 from gateway.reload.generations import Generations

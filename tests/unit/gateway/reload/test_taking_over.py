@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from gateway.app import App, Origin
+from gateway.app import App
 from gateway.config import from_engines
 from gateway.config.source import FILE_CAP_BYTES
+from gateway.origin import Origin
 from gateway.reload import swap
 from gateway.reload.follow import POLL_S
 from gateway.reload.reloader import ChangeOptions
