@@ -263,7 +263,7 @@ class EndpointTable:
         self.happened(live, Event.CONNECT_FAILED)
 
     def patience_s(self, live: LiveEndpoint) -> float:
-        """Return the seconds of silence with requests in flight after which an endpoint is stalled.
+        """Return how long an endpoint with requests in flight may be silent before it is stalled.
         """
         prefill_s = live.backlog_tokens / PREFILL_TOKENS_PER_S
         return max(self._progress_s, PREFILL_MARGIN * prefill_s)
@@ -300,8 +300,7 @@ class EndpointTable:
             self.prefixes.index.set_capacity(load.slot, reading.kv_tokens)
 
     def happened(self, live: LiveEndpoint, event: Event) -> None:
-        """Advance the endpoint's health by one event and carry out what follows from the new state.
-        """
+        """Advance the endpoint's health by one event and act on a change of state."""
         before = live.health
         after = health.advance(before, event, monotonic(), self.rng, self._limits)
         if after is before:

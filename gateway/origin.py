@@ -1,5 +1,4 @@
-"""How a gateway process was started: its configuration, its sockets, and its place among workers.
-"""
+"""How a gateway process was started: configuration, sockets, and place among workers."""
 
 from __future__ import annotations
 

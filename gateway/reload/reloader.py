@@ -233,8 +233,7 @@ class Reloader:
         if_match: str | None = None,
         options: ChangeOptions = CHANGE,
     ) -> Outcome:
-        """Apply an older version: the one with this number, or the one before the version in force.
-        """
+        """Apply an older version: the given one, or the one before the version in force."""
         older = [version for version in self.versions.all() if version.number < self.version.number]
         wanted = (
             self.versions.find(number) if number is not None else (older[-1] if older else None)

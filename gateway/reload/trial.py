@@ -45,8 +45,7 @@ class Tally(msgspec.Struct, frozen=True):
 
 
 def is_failure(code: str, reason: str) -> bool:
-    """Return whether a request failed: a 5xx, or a 200 whose response broke after its first byte.
-    """
+    """Return whether a request failed: a 5xx, or a 200 that broke after its first byte."""
     return code.startswith("5") or (code == "200" and reason != "served")
 
 

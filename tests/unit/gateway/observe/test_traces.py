@@ -64,7 +64,7 @@ def test_what_was_predicted_stands_beside_what_came_and_times_are_unix_time() ->
     x.received_at, x.parsed_at, x.admitted_at, x.picked_at, x.sent_at = 1.0, 1.1, 1.2, 1.3, 1.4
     x.ttft_s, x.tpot_s, x.predicted_ttft_s, x.predicted_tpot_s = 1.0, 0.1, 0.8, 0.09
     trace = Trace(ID, SPAN, "", "", [TraceLeg("whole", "a", "e" * 16, 1.4)])
-    spans = {each.name.split()[0]: each for each in tree(x, trace, 3.5, zero=1_000_000.0)}
+    spans = {each.name.split()[0]: each for each in tree(x, trace, 3.5, unix_offset=1_000_000.0)}
     shown = {each.key: each.value.get("doubleValue") for each in spans["chat"].attributes}
     names = (genai.PREDICTED_TTFT, genai.TTFT, genai.PREDICTED_TPOT, genai.TPOT)
     assert [shown[name] for name in names] == [0.8, 1.0, 0.09, 0.1]
@@ -188,7 +188,7 @@ async def test_a_full_queue_drops_what_comes_and_counts_it(monkeypatch: pytest.M
     async with collector() as there, house(1, observability=seen(there)) as home:
         for _ in range(5):
             assert (await home.ask()).fate == "ok"
-        assert len(home.app._tracer._waiting) == 14
+        assert len(home.app._tracer._queue) == 14
         assert home.metric("penstock_trace_spans_total") == 15
     assert len(there.spans) == 14, "the last ones had their chance when the gateway ended"
 
